@@ -1,0 +1,156 @@
+"""What is installed, what ``backend=None`` means, and why a backend is unavailable.
+
+A backend is a name and a package that holds one module an operator. A kernel module defines
+``forward`` and ``backward`` (and ``decode`` where the operator has a cache); adding the file
+``ops/<op>/<backend>.py`` is all it takes to offer one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+OPS = ("mssa", "tssa", "ista")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROOT = Path(__file__).parent
+# The interpreter runs Triton kernels on CPU tensors; it is read once, as Triton itself does.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the operators.
+
+    Attributes:
+        name: the string users pass as ``backend=``.
+        package: where the kernel modules are, with ``{op}`` standing for the operator.
+        devices: device types it takes; None means any.
+        dtypes: dtypes it takes; None means any floating dtype.
+        missing: why nothing of it can run in this process, None if it can.
+        remedy: what the user can do about it, for messages.
+    """
+
+    name: str
+    package: str
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    missing: str | None = None
+    remedy: str = "use backend='composite'"
+
+
+_BACKENDS = {
+    b.name: b
+    for b in (
+        Backend(
+            "triton",
+            "crate_kernels.ops.{op}.triton",
+            devices=("cuda", "cpu") if _INTERPRETED else ("cuda",),
+            dtypes=_FLOATS,
+            missing=None if find_spec("triton") else "Triton is not installed (pip install triton)",
+        ),
+        Backend(
+            "cpp",
+            "crate_kernels.ops.{op}.cpp",
+            devices=("cpu", "cuda"),
+            dtypes=_FLOATS,
+            missing=None if find_spec("crate_kernels._C") else "the C++ extension is not built",
+        ),
+        Backend("composite", "crate_kernels.ops.{op}.composite"),
+        Backend("reference", "crate_kernels.ops.{op}.reference"),
+    )
+}
+_PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
+_kernels: dict[tuple[str, str], ModuleType] = {}
+_present: dict[tuple[str, str], bool] = {}
+
+
+def names() -> tuple[str, ...]:
+    """List the backends that can be asked for."""
+    return tuple(_BACKENDS)
+
+
+def register(backend: Backend) -> None:
+    """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
+    _BACKENDS[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Remove a backend added with ``register``."""
+    del _BACKENDS[name]
+    for key in [key for key in _kernels if key[1] == name]:
+        del _kernels[key]
+    for key in [key for key in _present if key[1] == name]:
+        del _present[key]
+
+
+def kernel(op: str, backend: str) -> ModuleType:
+    """Import, once, the module that computes ``op`` on ``backend``."""
+    module = _kernels.get((op, backend))
+    if module is None:
+        module = importlib.import_module(_BACKENDS[backend].package.format(op=op))
+        _kernels[op, backend] = module
+    return module
+
+
+def _has_kernel(op: str, backend: Backend) -> bool:
+    """Whether a module for ``op`` exists; found by its file, so that nothing is imported."""
+    found = _present.get((op, backend.name))
+    if found is None:
+        package = backend.package.format(op=op)
+        if package.startswith("crate_kernels."):
+            found = (_ROOT / (package.partition(".")[2].replace(".", "/") + ".py")).exists()
+        else:
+            found = find_spec(package) is not None
+        _present[op, backend.name] = found
+    return found
+
+
+def why_not(op: str, name: str) -> str | None:
+    """Say why ``op`` cannot run on backend ``name`` in this process; None if it can."""
+    backend = _BACKENDS[name]
+    if not _has_kernel(op, backend):
+        return f"{name} has no {op} kernel yet"
+    return backend.missing
+
+
+def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose the backend of one call: the one requested, or the best available for None.
+
+    Raises:
+        TypeError: ``requested`` is neither None nor a string.
+        ValueError: no backend has that name.
+        RuntimeError: the backend is unavailable, here or on that device.
+        NotImplementedError: the backend does not take that dtype.
+    """
+    if requested is None:
+        for name in _PREFERENCE.get(device.type, ()):
+            backend = _BACKENDS[name]
+            usable = device.type in (backend.devices or ()) and dtype in (backend.dtypes or ())
+            if usable and why_not(op, name) is None:
+                return name
+        return "composite"
+    if not isinstance(requested, str):
+        raise TypeError(f"{op}: backend must be None or a string, got {type(requested).__name__}")
+    if requested not in _BACKENDS:
+        raise ValueError(f"{op}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
+    backend = _BACKENDS[requested]
+    reason = why_not(op, requested)
+    if reason is not None:
+        raise RuntimeError(f"{op}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
+    if backend.devices is not None and device.type not in backend.devices:
+        wanted = " or ".join(backend.devices)
+        raise RuntimeError(
+            f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}"
+        )
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        wanted = ", ".join(str(d) for d in backend.dtypes)
+        raise NotImplementedError(
+            f"{op}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}"
+        )
+    return requested

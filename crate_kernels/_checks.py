@@ -1,0 +1,190 @@
+"""The one way to reject input: every public function validates here, once.
+
+Messages read ``op: argument must be expectation, got value``. Nothing here reads a device
+tensor's values except on the CPU outside ``torch.compile``, so no check ever synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def _type_name(value: object) -> str:
+    return "a Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def tensor(op: str, name: str, value: object, ndim: int | None, layout: str) -> Tensor:
+    """Require a floating tensor of ``ndim`` dimensions, described to the user as ``layout``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor {layout}, got {_type_name(value)}")
+    if value.is_nested:
+        raise NotImplementedError(f"{op}: {name} must not be a nested tensor; pack it with cu_seqlens")
+    if ndim is not None and value.dim() != ndim:
+        raise ValueError(f"{op}: {name} must be {layout}, got {tuple(value.shape)}")
+    if not value.is_floating_point():
+        raise ValueError(f"{op}: {name} must have a floating dtype, got {value.dtype}")
+    return value
+
+
+def same_device(op: str, name: str, value: Tensor, other: Tensor, other_name: str = "w") -> None:
+    """Require ``value`` to be on the device of ``other``."""
+    if value.device != other.device:
+        raise ValueError(f"{op}: {name} must be on {other_name}'s device {other.device}, got {value.device}")
+
+
+def shape(op: str, name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
+    """Require an exact shape, described to the user as ``layout``."""
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{op}: {name} must be {layout} = {expected}, got {tuple(value.shape)}")
+
+
+def number(op: str, name: str, value: object, minimum: float | None = None, below: float | None = None) -> float:
+    """Require a finite Python number, optionally ``>= minimum`` and ``< below``."""
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be a number, got {_type_name(value)}")
+    result = float(value)
+    if not math.isfinite(result):
+        raise ValueError(f"{op}: {name} must be finite, got {result}")
+    if minimum is not None and result < minimum:
+        raise ValueError(f"{op}: {name} must be >= {minimum}, got {result}")
+    if below is not None and result >= below:
+        raise ValueError(f"{op}: {name} must be < {below}, got {result}")
+    return result
+
+
+def flag(op: str, name: str, value: object) -> bool:
+    """Require a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {_type_name(value)}")
+    return value
+
+
+def padding_mask(op: str, mask: object, w: Tensor) -> None:
+    """Require a (batch, seqlen) bool mask, True = keep, on w's device."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: key_padding_mask must be a Tensor, got {_type_name(mask)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{op}: key_padding_mask must be bool (True = keep), got {mask.dtype}")
+    shape(op, "key_padding_mask", mask, (w.shape[0], w.shape[2]), "(batch, seqlen)")
+    same_device(op, "key_padding_mask", mask, w)
+
+
+def _values_readable(t: Tensor) -> bool:
+    """Whether reading values is free (host memory) and possible (not traced, not batched)."""
+    return (
+        t.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and type(t) is Tensor
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def right_padded(op: str, mask: Tensor) -> None:
+    """Require every row of a CPU mask to be True up to its length and False after it."""
+    if _values_readable(mask) and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ValueError(f"{op}: key_padding_mask must be right-padded when a cache is given")
+
+
+def cu_seqlens_values(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    """Require 0 = cu_seqlens[0] <= ... <= cu_seqlens[-1] = total, no sequence above max_seqlen."""
+    bounds = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
+        raise ValueError(f"{op}: cu_seqlens must rise from 0 to total = {total}, got {bounds}")
+    if lengths and max(lengths) > max_seqlen:
+        raise ValueError(
+            f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}"
+        )
+
+
+def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
+    """Require int32 offsets on w's device and an int ``max_seqlen``; values only where free."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {_type_name(cu_seqlens)}")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise ValueError(f"{op}: cu_seqlens must be int32 (sequences + 1,), got {got}")
+    same_device(op, "cu_seqlens", cu_seqlens, w)
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{op}: max_seqlen must be an int with cu_seqlens, got {_type_name(max_seqlen)}")
+    if max_seqlen < 0:
+        raise ValueError(f"{op}: max_seqlen must be >= 0, got {max_seqlen}")
+    if _values_readable(cu_seqlens):
+        cu_seqlens_values(op, cu_seqlens, w.shape[0], int(max_seqlen))
+    return max_seqlen  # pyright: ignore[reportReturnType]  # a SymInt under compile
+
+
+def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
+    """Refuse the derivatives that only ``reference`` has; unrefused they would be silent zeros.
+
+    Reverse mode once (``torch.func.grad``, ``vjp``, ``jacrev``) and plain ``vmap`` pass.
+    """
+    advice = f"; backend={backend!r} has no such derivative, use backend='reference'"
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise NotImplementedError(f"{op}: forward-mode AD is not supported{advice}")
+    if not torch._C._are_functorch_transforms_active():
+        return
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    kinds = [level.key().name for level in stack]
+    if "Jvp" in kinds:
+        raise NotImplementedError(f"{op}: forward-mode AD is not supported{advice}")
+    if kinds.count("Grad") > 1:
+        raise NotImplementedError(f"{op}: double backward is not supported{advice}")
+    if "Grad" in kinds and "Vmap" in kinds:
+        raise NotImplementedError(f"{op}: vmap of a gradient is not supported{advice}")
+
+
+def cache_sizes(op: str, sizes: dict[str, int], dtype: torch.dtype | None) -> None:
+    """Require positive int sizes and a floating dtype of a new cache."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"{op}: {name} must be an int, got {_type_name(size)}")
+        if size < 1:
+            raise ValueError(f"{op}: {name} must be >= 1, got {size}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"{op}: dtype must be floating, got {dtype}")
+
+
+def cache_rows(op: str, name: str, value: Tensor, lengths: Tensor) -> None:
+    """Require an integer (batch,) tensor on the cache's device."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {_type_name(value)}")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
+    shape(op, name, value, tuple(lengths.shape), "(batch,)")
+    same_device(op, name, value, lengths, "the cache")
+
+
+def cache_matches(
+    op: str, w: Tensor, expected: tuple[int | None, ...], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Require new tokens of the cache's sizes (None = any), device and, unless None, dtype."""
+    if any(want is not None and want != got for want, got in zip(expected, w.shape)):
+        wanted = ", ".join("seqlen" if size is None else str(size) for size in expected)
+        raise ValueError(f"{op}: w must match the cache, ({wanted}), got {tuple(w.shape)}")
+    if w.device != device:
+        raise ValueError(f"{op}: w must be on the cache's device {device}, got {w.device}")
+    if dtype is not None and w.dtype != dtype:
+        raise ValueError(f"{op}: w must have the cache's dtype {dtype}, got {w.dtype}")
+
+
+def inference_only(op: str, *tensors: Tensor | None) -> None:
+    """Refuse to append to a cache what wants a gradient."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{op}: w must not require a gradient with a cache: wrap the call in torch.no_grad()")
+
+
+def integer(op: str, name: str, value: object, minimum: int) -> int:
+    """Require an int ``>= minimum``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {_type_name(value)}")
+    if value < minimum:
+        raise ValueError(f"{op}: {name} must be >= {minimum}, got {value}")
+    return value  # pyright: ignore[reportReturnType]  # a SymInt under compile

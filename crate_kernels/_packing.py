@@ -1,0 +1,54 @@
+"""Packed sequences as a padded batch, by gathers alone: no synchronisation, no atomics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each packed token is in the padded batch, and which padded places hold one.
+
+    Attributes:
+        mask: (sequences, max_seqlen) bool, True where a token is.
+        source: (sequences, max_seqlen) int64, the packed row of each place; clamped where none is.
+        sequence, position: (total,) int64, the padded place of each packed row.
+        inside: (total,) bool, False for rows after the last sequence.
+    """
+
+    mask: Tensor
+    source: Tensor
+    sequence: Tensor
+    position: Tensor
+    inside: Tensor
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """Gather (total, nheads, x) into (sequences, nheads, max_seqlen, x), zero where no token is."""
+        return (packed[self.source] * self.mask[:, :, None, None]).transpose(1, 2)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Gather (sequences, nheads, max_seqlen, x) back into (total, nheads, x)."""
+        out = padded.transpose(1, 2)[self.sequence, self.position]
+        return out.masked_fill(~self.inside[:, None, None], 0.0)
+
+
+def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Layout:
+    """Lay out ``total`` packed rows; offsets out of range are clamped, as kernels clamp them."""
+    bounds = cu_seqlens.long().clamp(0, total)
+    place = torch.arange(max_seqlen, device=bounds.device)
+    row = torch.arange(total, device=bounds.device)
+    mask = place < (bounds[1:] - bounds[:-1])[:, None]
+    source = (bounds[:-1, None] + place).clamp(max=max(total - 1, 0))
+    sequence = (torch.searchsorted(bounds, row, right=True) - 1).clamp(0, mask.shape[0] - 1)
+    position = row - bounds[sequence]
+    inside = (row < bounds[-1]) & (position >= 0) & (position < max_seqlen)
+    return Layout(mask, source, sequence, position.clamp(0, max(max_seqlen - 1, 0)), inside)
+
+
+def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Layout]:
+    """Return packed ``w`` (total, nheads, head_dim) as a padded batch, and the layout of both."""
+    where = layout(cu_seqlens, max_seqlen, w.shape[0])
+    return where.pad(w), where

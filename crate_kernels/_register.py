@@ -1,0 +1,119 @@
+"""The one way to define an op, and to make it differentiable.
+
+``torch.library.define``/``impl`` with a fake and an outer ``autograd.Function`` costs less a call
+than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake is not the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_LIB = torch.library.Library("crate_kernels", "DEF")
+_twins: dict[type, type] = {}
+
+
+def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
+    """Define ``crate_kernels::<schema>`` for every device and return its overload.
+
+    Args:
+        schema: the op's schema, without the namespace.
+        body: what runs; called without gradient and with autocast off.
+        fake: shapes, dtypes and strides of the outputs, for compile, export and meta tensors.
+        flops: formula for ``torch.utils.flop_counter``, taking the shapes of the arguments.
+    """
+    name = schema.partition("(")[0]
+
+    def guarded(*args: Any) -> Any:
+        # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
+        with torch.no_grad():
+            device_type = next(a.device.type for a in args if isinstance(a, Tensor))
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return body(*args)
+            return body(*args)
+
+    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIB.impl(name, guarded, "CompositeExplicitAutograd")
+    _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
+    packet = getattr(torch.ops.crate_kernels, name)
+    if flops is not None:
+        register_flop_formula(packet)(flops)
+    return packet.default
+
+
+def functorch_twin(function: type, op: Callable) -> None:
+    """Give an autograd.Function a twin that functorch transforms accept.
+
+    ``function`` has static methods ``save(ctx, inputs, outputs)`` and ``backward``; ``op`` maps its
+    inputs to its outputs. The twin's separate ``setup_context`` costs an ``inspect`` bind a call,
+    so it serves only while a transform is active.
+    """
+    body = {
+        "generate_vmap_rule": True,
+        "forward": staticmethod(op),
+        "setup_context": staticmethod(function.save),  # pyright: ignore[reportAttributeAccessIssue]
+        "backward": staticmethod(function.backward),  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    _twins[function] = type(f"{function.__name__}Functorch", (torch.autograd.Function,), body)
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """Apply an autograd.Function, or its twin while a functorch transform is active."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        function = _twins[function]
+    return function.apply(*args)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether any of ``tensors`` wants a gradient from this call."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """Identity on a gradient whose own derivative is an error with advice."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, grad: Tensor, *sources: Tensor) -> Tensor:
+        ctx.op = op
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            f"{ctx.op}: double backward is not supported by this backend; use backend='reference'"
+        )
+
+
+def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tensor:
+    """Return ``grad``; under ``create_graph=True``, one that refuses to be differentiated again.
+
+    ``sources`` are what the gradient depends on: without one that requires a gradient, autograd
+    would take the result for a constant and a second derivative for zero.
+    """
+    if not torch.is_grad_enabled():
+        return grad
+    return _RefuseDoubleBackward.apply(op, grad, *(s for s in sources if s is not None))  # pyright: ignore
+
+
+def empty_out(w: Tensor) -> Tensor:
+    """Allocate an output of w's shape such that merging heads for the output projection is a view."""
+    if w.dim() == 3:
+        return w.new_empty(w.shape)
+    batch, nheads, seqlen, head_dim = w.shape
+    return w.new_empty(batch, seqlen, nheads, head_dim).transpose(1, 2)
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics beside tensors of ``dtype``: float32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw the dropout seed of one call from torch's generator: an int64 scalar on ``device``."""
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)

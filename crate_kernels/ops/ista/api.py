@@ -1,0 +1,135 @@
+"""The public functions of sparse coding: validation and choice of backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _backend, _checks
+from crate_kernels.ops.ista import op, reference
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def ista(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    step_size: float = 0.1,
+    lambd: float = 0.1,
+    nonnegative: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """Take one proximal step of sparse coding.
+
+    ``y = relu(x + step_size * (x W - x W^T W) - step_size * lambd)`` with tokens as rows: the ISTA block of
+    CRATE (Yu et al., 2023) Eq. 17, with its non-negative threshold. Differentiable once on every backend, in
+    any order on ``backend="reference"``.
+
+    Args:
+        x: tokens, (..., dim), floating.
+        weight: dictionary, (dim, dim), x's dtype, or float32 beside half-precision ``x``.
+        step_size: step of the gradient descent, non-negative, 0.1 by default.
+        lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
+        nonnegative: True (the default) thresholds with ReLU; False with the two-sided soft threshold of CRATE
+            Eq. 116-117, ``sign(v) max(|v| - step_size * lambd, 0)``.
+        backend: None picks the best available one; a name is obeyed or refused.
+
+    Returns:
+        (..., dim) in x's dtype. Under autocast float32 ``x`` stays the residual and only the products run in
+        the autocast dtype; ``W - W^T W`` is formed from the weight as given and rounded once.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or value that does not fit.
+        RuntimeError: the requested backend is unavailable.
+        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
+            does not have.
+    """
+    _check_tokens("ista", x, weight, "(dim, dim)")
+    if weight.shape[0] != weight.shape[1]:
+        raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
+    step_size = _checks.number("ista", "step_size", step_size, minimum=0.0)
+    lambd = _checks.number("ista", "lambd", lambd, minimum=0.0)
+    _checks.flag("ista", "nonnegative", nonnegative)
+    name = _backend.resolve("ista", backend, x.device, x.dtype)
+    if name == "reference":
+        return reference.ista(*_promote(x, weight), step_size, lambd, nonnegative).to(x.dtype)
+    _checks.transforms("ista", name, x, weight)
+    return op.ista(x, weight, step_size, lambd, nonnegative, _compute_dtype(x), name)
+
+
+def ista_overcomplete(
+    x: Tensor,
+    weight: Tensor,
+    decoder: Tensor | None = None,
+    *,
+    step_size: float = 0.1,
+    lambd: float = 0.1,
+    steps: int = 2,
+    backend: str | None = None,
+) -> Tensor:
+    """Take proximal steps of sparse coding in an overcomplete dictionary, and decode.
+
+    From ``z = 0``, ``steps`` times ``z = relu(z + step_size * (x - z D^T) D - step_size * lambd)``; returns
+    ``z D1^T``: CRATE-alpha (Yang et al., 2024) Eq. 9-10. The published block adds a residual around it.
+
+    Args:
+        x: tokens, (..., dim), floating.
+        weight: dictionary D, (dim, hidden), x's dtype, or float32 beside half-precision ``x``.
+        decoder: D1, (dim, hidden), weight's dtype; None (the default) ties it to ``weight``.
+        step_size: step of the gradient descent, non-negative, 0.1 by default.
+        lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
+        steps: number of proximal steps, at least 1, 2 by default.
+        backend: None picks the best available one; a name is obeyed or refused.
+
+    Returns:
+        (..., dim) in x's dtype; under autocast everything runs in the autocast dtype in between.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or value that does not fit.
+        RuntimeError: the requested backend is unavailable.
+        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
+            does not have.
+    """
+    _check_tokens("ista_overcomplete", x, weight, "(dim, hidden)")
+    decoder = weight if decoder is None else decoder
+    _checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
+    _checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
+    _checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
+    if decoder.dtype != weight.dtype:
+        raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
+    step_size = _checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
+    lambd = _checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
+    _checks.integer("ista_overcomplete", "steps", steps, minimum=1)
+    name = _backend.resolve("ista", backend, x.device, x.dtype)
+    if name == "reference":
+        promoted, weight, decoder = *_promote(x, weight), decoder.to(torch.promote_types(x.dtype, weight.dtype))
+        return reference.ista_overcomplete(promoted, weight, decoder, step_size, lambd, steps).to(x.dtype)
+    _checks.transforms("ista_overcomplete", name, x, weight, decoder)
+    operand = x.to(_compute_dtype(x))
+    return op.ista_overcomplete(operand, weight, decoder, step_size, lambd, steps, name).to(x.dtype)
+
+
+def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:
+    """Require tokens and a dictionary that fit each other."""
+    _checks.tensor(name, "x", x, None, "(..., dim)")
+    _checks.tensor(name, "weight", weight, 2, layout)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"{name}: x must be (..., dim) with dim = {weight.shape[0]}, got {tuple(x.shape)}")
+    _checks.same_device(name, "weight", weight, x, "x")
+    if weight.dtype != x.dtype and not (weight.dtype == torch.float32 and x.dtype in _HALF):
+        raise ValueError(f"{name}: weight must be {x.dtype} as x, or float32 beside half x, got {weight.dtype}")
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the products: autocast's for float32 ``x``, else x's own."""
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _promote(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring half tokens to a float32 dictionary's dtype for plain PyTorch, which does not mix."""
+    return x.to(torch.promote_types(x.dtype, weight.dtype)), weight

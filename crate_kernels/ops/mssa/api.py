@@ -1,0 +1,177 @@
+"""The public function of subspace self-attention: validation and choice of backend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _backend, _checks, _register
+from crate_kernels.ops.mssa import composite, op, reference
+from crate_kernels.ops.mssa.cache import SubspaceCache
+
+_PHI = ("softmax", "threshold", "relu", "identity")
+_PLAIN_PHI = ("relu", "identity")
+_LAYOUT = "(batch, nheads, seqlen, head_dim)"
+_PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
+
+
+@overload
+def mssa(w: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+@overload
+def mssa(w: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+def mssa(
+    w: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    phi: str = "softmax",
+    threshold: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cache: SubspaceCache | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with one projection as query, key and value.
+
+    For each head, ``out = phi(softmax(scale * w w^T)) w`` over the allowed keys: multi-head subspace
+    self-attention, CRATE (Yu et al., 2023) Eq. 14-16. Differentiable once on every backend, in any
+    order on ``backend="reference"``.
+
+    Args:
+        w: projected tokens, (batch, nheads, seqlen, head_dim) with any strides, or packed
+            (total, nheads, head_dim) with ``cu_seqlens``; floating.
+        causal: each token attends to itself and those before it only.
+        scale: factor of the scores, head_dim ** -0.5 by default.
+        dropout_p: probability in [0, 1) with which an attention weight is dropped, 0 by default. The
+            seed comes from torch's generator of w's device.
+        phi: what becomes of the probabilities: "softmax" (the default) keeps them; "threshold" replaces
+            those above ``threshold`` by it and the others by 0 (AoT, Theorem 3.1); "relu" and "identity" use
+            ReLU of the scores and the scores themselves, without a softmax.
+        threshold: the threshold, positive; required with phi="threshold" and refused otherwise.
+        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. It removes keys only; padded
+            queries still attend. A query with no key left gives 0, gradient 0 and lse -inf.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are
+            checked on the CPU only.
+        max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
+        cache: append ``w`` to it and attend over everything cached so far. Needs ``causal=True`` and
+            phi="softmax"; inference only. With ``key_padding_mask``, right-padded, the lengths advance by
+            its row sums.
+        return_lse: also return the logsumexp of the scores.
+        backend: None picks the best available one; a name is obeyed or refused.
+
+    Returns:
+        ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
+        ``(out, lse)`` with the differentiable natural-log lse, scale included, (batch, nheads, seqlen) or
+        (nheads, total), in float32 (float64 for float64 ``w``). Under autocast a float32 ``w`` is cast as
+        ``F.scaled_dot_product_attention`` casts it.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or value that does not fit, or a full cache.
+        RuntimeError: the requested backend is unavailable.
+        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype or phi that the
+            backend does not have.
+    """
+    packed = cu_seqlens is not None
+    _checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
+    _checks.flag("mssa", "causal", causal)
+    scale = w.shape[-1] ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
+    dropout_p = _checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    if phi not in _PHI:
+        raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
+    if phi == "threshold":
+        if threshold is None:
+            raise ValueError("mssa: threshold must be given with phi='threshold', got None")
+        threshold = _checks.number("mssa", "threshold", threshold, minimum=0.0)
+    elif threshold is not None:
+        raise ValueError(f"mssa: threshold must be None with phi={phi!r}, got {threshold!r}")
+    if return_lse and phi in _PLAIN_PHI:
+        raise ValueError(f"mssa: return_lse must be False with phi={phi!r}, which has no softmax")
+    if packed:
+        if key_padding_mask is not None:
+            raise ValueError("mssa: key_padding_mask must be None with cu_seqlens")
+        max_seqlen = _checks.packing("mssa", cu_seqlens, max_seqlen, w)
+    elif max_seqlen is not None:
+        raise ValueError("mssa: max_seqlen must be None without cu_seqlens")
+    elif key_padding_mask is not None:
+        _checks.padding_mask("mssa", key_padding_mask, w)
+    w = _autocast(w)
+    name = _choose(w, phi, backend)
+    if cache is not None:
+        _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
+        return _decode(w, cache, key_padding_mask, scale, return_lse, name)
+
+    masks = (key_padding_mask, cu_seqlens)
+    numbers = (causal, scale, dropout_p, phi, threshold or 0.0)
+    if name != "reference":
+        _checks.transforms("mssa", name, w)
+    if name == "composite":
+        out, lse = composite.mssa(w, *masks, max_seqlen or 0, *numbers, return_lse)
+        return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
+    seed = _register.draw_seed(w.device) if dropout_p else None
+    if name == "reference":
+        out, lse = reference.forward(w, *masks, seed, *numbers)
+        lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
+    else:
+        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, name)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(w: Tensor) -> Tensor:
+    """Cast float32 to the autocast dtype, as PyTorch does for its own attention."""
+    if w.dtype == torch.float32 and torch.is_autocast_enabled(w.device.type):
+        return w.to(torch.get_autocast_dtype(w.device.type))
+    return w
+
+
+def _choose(w: Tensor, phi: str, requested: str | None) -> str:
+    """Resolve the backend; the phi without a softmax exist in plain PyTorch only."""
+    name = _backend.resolve("mssa", requested, w.device, w.dtype)
+    if phi in _PLAIN_PHI and name not in ("reference", "composite"):
+        if requested is not None:
+            raise NotImplementedError(
+                f"mssa: backend={name!r} does not have phi={phi!r}; use backend='composite'"
+            )
+        return "composite"
+    return name
+
+
+def _check_cache(
+    w: Tensor,
+    cache: SubspaceCache,
+    causal: bool,
+    dropout_p: float,
+    phi: str,
+    packed: bool,
+    key_padding_mask: Tensor | None,
+) -> None:
+    """Refuse what decoding does not have, before anything is written."""
+    if not isinstance(cache, SubspaceCache):
+        raise TypeError(f"mssa: cache must be a SubspaceCache, got {type(cache).__name__}")
+    if not causal:
+        raise ValueError("mssa: causal must be True with a cache, got False")
+    if packed:
+        raise ValueError("mssa: cu_seqlens must be None with a cache; pad w and give key_padding_mask")
+    if dropout_p:
+        raise ValueError(f"mssa: dropout_p must be 0 with a cache, got {dropout_p}")
+    if phi != "softmax":
+        raise ValueError(f"mssa: phi must be 'softmax' with a cache, got {phi!r}")
+    _checks.inference_only("mssa", w)
+    cache._check_room(w)
+    if key_padding_mask is not None:
+        _checks.right_padded("mssa", key_padding_mask)
+
+
+def _decode(
+    w: Tensor, cache: SubspaceCache, key_padding_mask: Tensor | None, scale: float, return_lse: bool, name: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append to the cache and attend over it."""
+    args = (w, cache.data, cache.lengths, key_padding_mask, cache._bound, cache._uniform, scale, return_lse)
+    out, lse = reference.decode(*args) if name == "reference" else op.mssa_decode(*args, name)
+    cache._advance(w.shape[2], ragged=key_padding_mask is not None)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,118 @@
+"""The decoding cache of subspace attention: one tensor, because key and value are the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _checks
+
+
+class SubspaceCache:
+    """Cache of projected tokens: half the bytes of a key-value cache.
+
+    Pass it as ``mssa(w_new, causal=True, cache=cache)``: the new tokens are appended, and each
+    attends to everything cached before it and to the new tokens up to itself. Inference only.
+
+    Capacity is checked on the host against an upper bound of the lengths, so that no step waits
+    for the device; after a ragged prefill on a GPU the bound is the padded length.
+
+    Args:
+        batch: number of sequences.
+        nheads: number of heads.
+        max_seqlen: capacity, in tokens a sequence.
+        head_dim: channels a head.
+        dtype: dtype of the cached tokens; torch's default dtype by default.
+        device: device of the cache; torch's default device by default.
+
+    Attributes:
+        data: (batch, nheads, max_seqlen, head_dim), the cached tokens.
+        lengths: (batch,) int32 on the cache's device, tokens held by each sequence.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is not positive, or dtype is not floating.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        nheads: int,
+        max_seqlen: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"batch": batch, "nheads": nheads, "max_seqlen": max_seqlen, "head_dim": head_dim}
+        _checks.cache_sizes("SubspaceCache", sizes, dtype)
+        self.data = torch.zeros(batch, nheads, max_seqlen, head_dim, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._bound = 0  # no sequence is longer
+        self._uniform = True  # every sequence has exactly _bound tokens
+
+    @property
+    def max_seqlen(self) -> int:
+        """Capacity, in tokens a sequence."""
+        return self.data.shape[2]
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.truncate(0)
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Keep at most the first ``lengths`` tokens of each sequence.
+
+        Args:
+            lengths: one length for all, or an integer (batch,) tensor on the cache's device.
+        """
+        if isinstance(lengths, Tensor):
+            _checks.cache_rows("SubspaceCache.truncate", "lengths", lengths, self.lengths)
+            self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0).to(torch.int32)))
+            self._refresh_bound()
+            return
+        _checks.number("SubspaceCache.truncate", "lengths", lengths, minimum=0)
+        self.lengths.clamp_(max=lengths)
+        self._bound = min(self._bound, lengths)
+        # Longer than every sequence, a limit leaves ragged lengths ragged; 0 makes them equal.
+        self._uniform = self._uniform or self._bound == 0
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace sequence i by sequence ``index[i]``, as beam search does.
+
+        Args:
+            index: integer (batch,) tensor on the cache's device.
+        """
+        _checks.cache_rows("SubspaceCache.reorder", "index", index, self.lengths)
+        held = self.data[:, :, : self._bound]
+        held.copy_(held.index_select(0, index))
+        self.lengths.copy_(self.lengths.index_select(0, index))
+
+    def clone(self) -> SubspaceCache:
+        """Copy the cache, tokens and lengths."""
+        copy = object.__new__(SubspaceCache)
+        copy.data, copy.lengths = self.data.clone(), self.lengths.clone()
+        copy._bound, copy._uniform = self._bound, self._uniform
+        return copy
+
+    def _check_room(self, w: Tensor) -> None:
+        """Refuse new tokens that do not fit this cache; nothing is written."""
+        batch, nheads, _, head_dim = self.data.shape
+        _checks.cache_matches("mssa", w, (batch, nheads, None, head_dim), self.data.device, self.data.dtype)
+        if self._bound + w.shape[2] > self.max_seqlen:
+            raise ValueError(
+                f"mssa: cache is full: its capacity is {self.max_seqlen} tokens a sequence, "
+                f"up to {self._bound} are held and {w.shape[2]} more came"
+            )
+
+    def _advance(self, new: int, ragged: bool) -> None:
+        """Account for ``new`` appended places, of which a padding mask may have kept fewer."""
+        self._bound += new
+        if ragged:
+            self._refresh_bound()
+
+    def _refresh_bound(self) -> None:
+        """Tighten the host's bound where the lengths are free to read."""
+        self._uniform = False
+        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            held = self.lengths.tolist()
+            self._bound, self._uniform = max(held), min(held) == max(held)

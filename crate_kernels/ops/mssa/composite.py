@@ -1,0 +1,230 @@
+"""Subspace self-attention from PyTorch's own attention: SDPA on (w, w, w), without a copy.
+
+Differentiated by PyTorch, so it does not pass through the op. The logsumexp, which SDPA does not
+return, is a separate function of w with its own backward: one product more forward and three
+backward, in row chunks, and only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crate_kernels import _packing, _register
+
+# Rows of scores alive at once in the logsumexp: 64 MB in fp32, beside which a launch is free.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """Identity whose gradient refuses to be differentiated again, with advice."""
+
+    @staticmethod
+    def forward(w: Tensor) -> Tensor:
+        return w.view_as(w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _register.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
+
+
+def _allowed(
+    key_padding_mask: Tensor | None, causal: bool, seqlen: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask in which no row is empty, and which rows truly have a key.
+
+    A row without a key attends to everything and its output is cleared afterwards: that keeps NaN
+    out of both directions on every SDPA backend.
+    """
+    if key_padding_mask is None:
+        return None, None
+    allowed = key_padding_mask[:, None, None, :]  # (batch, 1, 1, seqlen)
+    if causal:
+        allowed = allowed & torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
+    has_key = allowed.any(-1, keepdim=True)
+    return allowed | ~has_key, has_key
+
+
+def _dense(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> Tensor:
+    """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
+    allowed, has_key = _allowed(key_padding_mask, causal, w.shape[2], w.device)
+    if phi == "softmax":
+        out = F.scaled_dot_product_attention(
+            w, w, w, attn_mask=allowed, dropout_p=dropout_p, is_causal=causal and allowed is None, scale=scale
+        )
+    elif phi == "identity" and not causal and not dropout_p:
+        # (w w^T) w = w (w^T w): linear in seqlen.
+        keys = w if key_padding_mask is None else w * key_padding_mask[:, None, :, None]
+        return scale * (w @ (keys.transpose(-1, -2) @ w))
+    else:
+        scores = scale * (w @ w.transpose(-1, -2))
+        if causal and allowed is None:
+            allowed = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
+        if phi == "threshold":
+            scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+            weights = torch.where(scores.softmax(-1) > threshold, threshold, 0.0).to(w.dtype)
+        else:
+            weights = scores.relu() if phi == "relu" else scores
+            weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
+        out = F.dropout(weights, dropout_p) @ w
+    return out if has_key is None else out.masked_fill(~has_key, 0.0)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32, a chunk of rows at a time."""
+
+    @staticmethod
+    def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        return torch.cat(
+            [_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        w, key_padding_mask, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(w, key_padding_mask, output)
+
+    @staticmethod
+    def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        w, key_padding_mask, lse = ctx.saved_tensors
+        # dS = P * dlse, and w is the query of a row and the key of a column.
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        w32 = w.to(lse.dtype)
+        dw, dw_rows = torch.zeros_like(w32), []
+        for rows in _chunks(w):
+            scores = _scores(w, rows, key_padding_mask, ctx.causal, ctx.scale)
+            ds = (scores - lse[:, :, rows, None]).exp() * dlse[:, :, rows, None]
+            dw_rows.append(ds @ w32)
+            dw = dw + ds.transpose(-1, -2) @ w32[:, :, rows]
+        dw = ctx.scale * (dw + torch.cat(dw_rows, dim=2))
+        return dw.to(w.dtype), None, None, None
+
+
+def _chunks(w: Tensor) -> list[slice]:
+    """Split the rows so that a chunk of scores has about ``_CHUNK_ELEMENTS``."""
+    batch, nheads, seqlen, _ = w.shape
+    size = max(1, _CHUNK_ELEMENTS // max(1, batch * nheads * seqlen))
+    return [slice(start, min(start + size, seqlen)) for start in range(0, max(seqlen, 1), size)]
+
+
+def _scores(w: Tensor, rows: slice, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Return the masked scores of some rows, in fp32 or better."""
+    w = w.to(_register.stat_dtype(w.dtype))
+    scores = scale * (w[:, :, rows] @ w.transpose(-1, -2))
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
+    if causal:
+        position = torch.arange(w.shape[2], device=w.device)
+        scores = scores.masked_fill(position > position[rows, None], -torch.inf)
+    return scores
+
+
+def mssa(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``out`` and, if asked for, ``lse``; differentiable by PyTorch."""
+    if _register.needs_grad(w):
+        w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
+
+    def dense(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out = _dense(w, mask, causal, scale, dropout_p, phi, threshold)
+        return out, _LogSumExp.apply(w, mask, causal, scale) if return_lse else None  # pyright: ignore
+
+    if cu_seqlens is None:
+        return dense(w, key_padding_mask)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        # The offsets are free to read, so each sequence costs no more than its own length.
+        bounds = cu_seqlens.tolist()
+        parts = [dense(one.transpose(0, 1)[None], None) for one in w.split([b - a for a, b in zip(bounds, bounds[1:])])]
+        out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
+        return out, torch.cat([lse[0] for _, lse in parts], dim=1) if return_lse else None  # pyright: ignore
+    padded, layout = _packing.pad(w, cu_seqlens, max_seqlen)
+    out, lse = dense(padded, layout.mask)
+    return layout.pack(out), None if lse is None else layout.pack(lse.unsqueeze(-1)).squeeze(-1).t()
+
+
+def decode(
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append ``w`` to the cache and attend over it; ``uniform``: every length is ``bound``."""
+    new = w.shape[2]
+    end = min(bound + new, data.shape[2])
+    keys = data[:, :, :end]
+    if uniform and key_padding_mask is None:
+        data[:, :, bound:end] = w
+        lengths += new
+        allowed = None
+        if new > 1:
+            allowed = torch.ones(new, end, dtype=torch.bool, device=w.device).tril(bound)[None, None]
+        has_key = None
+    else:
+        visible = _append_ragged(w, data, lengths, key_padding_mask)
+        allowed = (torch.arange(end, device=w.device) < visible[:, :, None])[:, None]
+        has_key = allowed.any(-1, keepdim=True)
+    safe = allowed if has_key is None else allowed | ~has_key  # pyright: ignore[reportOperatorIssue]
+    if uniform and bound == 0 and key_padding_mask is None:
+        out = F.scaled_dot_product_attention(w, w, w, is_causal=True, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(w, keys, keys, attn_mask=safe, scale=scale)
+    # An op's output must not alias its input, and its layout is fixed by the op's fake.
+    out = out if has_key is None else out.masked_fill(~has_key, 0.0)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    if not need_lse:
+        return out, w.new_empty(0, dtype=_register.stat_dtype(w.dtype))
+    scores = scale * (w.to(_register.stat_dtype(w.dtype)) @ keys.to(_register.stat_dtype(w.dtype)).mT)
+    return out, (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).logsumexp(-1)
+
+
+def _append_ragged(w: Tensor, data: Tensor, lengths: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Write each sequence's kept tokens after its own length; return how many keys each token sees.
+
+    Without a host-side length a dropped write cannot be skipped, so it is turned into a repetition
+    of one that happens anyway: the first kept token's, or the slot's own content where none is.
+    """
+    batch, _, new, _ = w.shape
+    capacity = data.shape[2]
+    keep = key_padding_mask
+    if keep is None:
+        keep = torch.ones(batch, new, dtype=torch.bool, device=w.device)
+    visible = lengths[:, None] + keep.cumsum(1)  # (batch, seqlen)
+    position = visible - 1
+    written = keep & (position < capacity)
+    rows = torch.arange(batch, device=w.device)
+    slot = lengths.clamp(max=capacity - 1).long()
+    first = written.int().argmax(1)
+    anchor = torch.where(written.any(1)[:, None, None], w[rows, :, first], data[rows, :, slot])
+    values = torch.where(written[:, :, None, None], w.transpose(1, 2), anchor[:, None])
+    data[rows[:, None], :, torch.where(written, position, slot[:, None])] = values
+    lengths.copy_(visible[:, -1].clamp(max=capacity))
+    return visible.clamp(max=capacity)

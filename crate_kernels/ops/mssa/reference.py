@@ -1,0 +1,138 @@
+"""Subspace self-attention as its equations have it: the oracle of every other backend.
+
+For one head, with tokens as the rows of W (seqlen, head_dim)::
+
+    S   = scale * W W^T
+    P   = softmax(S)  over the allowed keys       (CRATE, Eq. 14-16: Q = K = V = W)
+    lse = logsumexp(S) over the same keys
+    O   = phi(P) W
+
+Nothing is cast and PyTorch differentiates every step, so that in float64 the gradients of any
+order are exact. A row with no allowed key gives 0 with zero gradient and lse = -inf. Its scores are
+replaced by zeros before the softmax: softmax of an empty set is NaN, and NaN times a zero gradient
+is NaN again.
+
+One matrix serving three roles gives the backward, with delta_i = sum_d dO_id O_id::
+
+    dP = dO W^T,   dS = P * (dP - delta + dlse)
+    dW = P^T dO + scale * (dS + dS^T) W
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _philox
+
+
+def _allowed(w: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return which keys each query may see, (batch or 1, 1, seqlen or 1, seqlen), or None for all."""
+    allowed = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+    if causal:
+        lower = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
+        allowed = lower[None, None] if allowed is None else allowed & lower
+    return allowed
+
+
+def _attend(scores: Tensor, values: Tensor, allowed: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return softmax(scores) values and the logsumexp, over the allowed keys."""
+    probs, lse, has_key = _softmax(scores, allowed)
+    out = (probs if factor is None else probs * factor) @ values
+    if has_key is not None:
+        out = out.masked_fill(~has_key, 0.0)
+    return out, lse
+
+
+def _softmax(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return probabilities, logsumexp and, where keys can be missing, which rows have any."""
+    if allowed is None:
+        return scores.softmax(-1), scores.logsumexp(-1), None
+    has_key = allowed.any(-1, keepdim=True)
+    scores = scores.masked_fill(~allowed, -torch.inf).masked_fill(~has_key, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(~has_key.squeeze(-1), -torch.inf)
+    return scores.softmax(-1).masked_fill(~has_key, 0.0), lse, has_key
+
+
+def forward(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; shapes as in the public function."""
+    if cu_seqlens is None:
+        return _dense(w, key_padding_mask, seed, 0, causal, scale, dropout_p, phi, threshold)
+    outs, lses = [], []
+    bounds = cu_seqlens.tolist()
+    for index, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        one = w[start:end].transpose(0, 1).unsqueeze(0)
+        out, lse = _dense(one, None, seed, index, causal, scale, dropout_p, phi, threshold)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def _dense(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    seed: Tensor | None,
+    first: int,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend within each batch element; ``first`` is the index of the first, for dropout."""
+    batch, nheads, seqlen, _ = w.shape
+    factor = None
+    if seed is not None:
+        position = torch.arange(seqlen, device=w.device)
+        heads = first * nheads + _philox.head_counter(batch, nheads, w.device)
+        factor = _philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
+    scores = scale * (w @ w.transpose(-1, -2))
+    allowed = _allowed(w, causal, key_padding_mask)
+    if phi == "softmax":
+        return _attend(scores, w, allowed, factor)
+    if phi == "threshold":
+        probs, lse, _ = _softmax(scores, allowed)
+        weights = torch.where(probs > threshold, threshold, 0.0).to(w.dtype)
+    else:
+        weights = scores.relu() if phi == "relu" else scores
+        weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
+        lse = w.new_empty(0)
+    return (weights if factor is None else weights * factor) @ w, lse
+
+
+def decode(
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append the kept tokens of ``w`` to the cache and attend, one sequence at a time."""
+    outs, lses = [], []
+    for b in range(w.shape[0]):
+        start = int(lengths[b])
+        keep = w.new_ones(w.shape[2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask[b]
+        new = w[b][:, keep][:, : data.shape[2] - start]
+        end = start + new.shape[1]
+        data[b, :, start:end] = new
+        lengths[b] = end
+        keys = data[b, :, :end]
+        visible = start + keep.cumsum(0)  # (seqlen,): all cached tokens and the new ones up to this
+        allowed = torch.arange(end, device=w.device) < visible[:, None]
+        out, lse = _attend(scale * (w[b] @ keys.transpose(-1, -2)), keys, allowed[None], None)
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)

@@ -1,0 +1,178 @@
+"""The public function of token-statistics attention: validation and choice of backend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _backend, _checks, _register
+from crate_kernels.ops.tssa import op, reference
+from crate_kernels.ops.tssa.cache import TokenStatsCache
+
+_LAYOUT = "(batch, nheads, seqlen, head_dim)"
+_PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
+
+
+@overload
+def tssa(w: Tensor, temp: Tensor, *, return_membership: Literal[False] = False, **options: Any) -> Tensor: ...
+@overload
+def tssa(
+    w: Tensor, temp: Tensor, *, return_membership: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    *,
+    causal: bool = False,
+    denom_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cache: TokenStatsCache | None = None,
+    return_membership: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend through second moments, in time linear in the sequence.
+
+    With ``c_hd = max(sum_n w^2, 1e-24)``: ``Pi = softmax over heads of temp_h sum_d w^2 / c``, ``M = sum_n Pi w^2 /
+    (sum_n Pi + 1e-8)`` and ``out = -w Pi / (1 + M)``: ToST (Wu et al., 2025) Eq. 10. ``causal=True`` is ToST's
+    language form, another function: running sums, a floor of 1e-12, and ``denom_bias`` added to each ``w^2 / c``.
+    Differentiable once on every backend, in any order on ``backend="reference"``.
+
+    Args:
+        w: projected tokens, (batch, nheads, seqlen, head_dim) with any strides, or packed (total, nheads, head_dim)
+            with ``cu_seqlens``; floating.
+        temp: temperature of each head, (nheads,) or (nheads, 1); w's dtype, or float32 beside half.
+        causal: the causal form.
+        denom_bias: (nheads, >= seqlen) or (nheads, >= seqlen, 1), causal only; dtype as ``temp``. The gradient
+            beyond the sequence is 0.
+        dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, a channel at a time (causal: an element),
+            0 by default. The seed comes from torch's generator of w's device.
+        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
+            and still get an output. Where no token is left, the output and its gradient are 0.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are checked on the
+            CPU only.
+        max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
+        cache: running sums to continue; needs ``causal=True``; inference only. With ``key_padding_mask``,
+            right-padded, the lengths advance by its row sums.
+        return_membership: also return Pi.
+        backend: None picks the best available one; a name is obeyed or refused.
+
+    Returns:
+        ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
+        ``(out, membership)`` with the differentiable Pi, (batch, nheads, seqlen) or (nheads, total), in float32
+        (float64 for float64 ``w``).
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or value that does not fit.
+        RuntimeError: the requested backend is unavailable.
+        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend does
+            not have.
+    """
+    packed = cu_seqlens is not None
+    _checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
+    _checks.flag("tssa", "causal", causal)
+    nheads = w.shape[1]
+    temp = _per_head("temp", temp, w, nheads)
+    dropout_p = _checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    if packed:
+        if key_padding_mask is not None:
+            raise ValueError("tssa: key_padding_mask must be None with cu_seqlens")
+        max_seqlen = _checks.packing("tssa", cu_seqlens, max_seqlen, w)
+    elif max_seqlen is not None:
+        raise ValueError("tssa: max_seqlen must be None without cu_seqlens")
+    elif key_padding_mask is not None:
+        _checks.padding_mask("tssa", key_padding_mask, w)
+    if cache is not None:
+        _check_cache(w, temp, denom_bias, cache, causal, dropout_p, packed, key_padding_mask)
+    if denom_bias is not None:
+        if not causal:
+            raise ValueError("tssa: denom_bias must be None with causal=False")
+        seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
+        denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
+    name = _backend.resolve("tssa", backend, w.device, w.dtype)
+    if cache is not None:
+        state = (*cache._tensors(), key_padding_mask)
+        decode = reference.decode if name == "reference" else op.tssa_decode
+        out, membership = decode(w, temp, denom_bias, *state, *(() if name == "reference" else (name,)))
+        cache._advance(w.shape[2], ragged=key_padding_mask is not None)
+        return (out, membership) if return_membership else out
+
+    masks = (key_padding_mask, cu_seqlens)
+    seed = _register.draw_seed(w.device) if dropout_p else None
+    if name == "reference":
+        out, membership = reference.forward(w, temp, denom_bias, *masks, seed, causal, dropout_p)
+        out, membership = out.to(w.dtype), membership.to(_register.stat_dtype(w.dtype))
+    else:
+        _checks.transforms("tssa", name, w, temp, denom_bias)
+        options = (*masks, max_seqlen or 0, seed, dropout_p, name)
+        if causal:
+            out, membership = op.tssa_causal(w, temp, denom_bias, *options)
+        else:
+            out, membership = op.tssa(w, temp, *options)
+    return (out, membership) if return_membership else out
+
+
+def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
+    """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
+    _checks.tensor("tssa", name, value, None, "(nheads,)")
+    if tuple(value.shape) not in ((nheads,), (nheads, 1)):
+        raise ValueError(f"tssa: {name} must be (nheads,) = ({nheads},), got {tuple(value.shape)}")
+    _check_dtype(name, value, w)
+    return value.reshape(nheads)
+
+
+def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
+    _checks.same_device("tssa", name, value, w)
+    if value.dtype not in (w.dtype, torch.float32):
+        raise ValueError(f"tssa: {name} must be {w.dtype} as w, or float32, got {value.dtype}")
+
+
+def _denom_bias(value: Tensor, w: Tensor, nheads: int, seqlen: int, cut: bool) -> Tensor:
+    """Require (nheads, >= seqlen[, 1]); return (nheads, seqlen), or all of it for decoding."""
+    _checks.tensor("tssa", "denom_bias", value, None, "(nheads, >= seqlen)")
+    if value.dim() == 3 and value.shape[2] == 1:
+        value = value.squeeze(2)
+    if value.dim() != 2 or value.shape[0] != nheads:
+        raise ValueError(
+            f"tssa: denom_bias must be (nheads, >= seqlen[, 1]) = ({nheads}, >= {seqlen}), got {tuple(value.shape)}"
+        )
+    if value.shape[1] < seqlen:
+        raise ValueError(
+            f"tssa: denom_bias must cover the sequence, (nheads, >= {seqlen}), got {tuple(value.shape)}"
+        )
+    _check_dtype("denom_bias", value, w)
+    return value[:, :seqlen] if cut else value
+
+
+def _check_cache(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    cache: TokenStatsCache,
+    causal: bool,
+    dropout_p: float,
+    packed: bool,
+    key_padding_mask: Tensor | None,
+) -> None:
+    """Refuse what decoding does not have, before anything is written."""
+    if not isinstance(cache, TokenStatsCache):
+        raise TypeError(f"tssa: cache must be a TokenStatsCache, got {type(cache).__name__}")
+    if not causal:
+        raise ValueError("tssa: causal must be True with a cache, got False")
+    if packed:
+        raise ValueError("tssa: cu_seqlens must be None with a cache; pad w and give key_padding_mask")
+    if dropout_p:
+        raise ValueError(f"tssa: dropout_p must be 0 with a cache, got {dropout_p}")
+    _checks.inference_only("tssa", w, temp, denom_bias)
+    batch, nheads, head_dim = cache.energy.shape
+    _checks.cache_matches("tssa", w, (batch, nheads, None, head_dim), cache.energy.device, None)
+    if cache.energy.dtype != _register.stat_dtype(w.dtype):
+        wanted = _register.stat_dtype(w.dtype)
+        raise ValueError(f"tssa: cache must be {wanted} for {w.dtype} tokens, got {cache.energy.dtype}")
+    if key_padding_mask is not None:
+        _checks.right_padded("tssa", key_padding_mask)

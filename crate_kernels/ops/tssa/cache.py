@@ -1,0 +1,93 @@
+"""The decoding state of causal token-statistics attention: constant in the length of the text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _checks
+
+
+class TokenStatsCache:
+    """Running sums of causal TSSA: 2 * head_dim + 1 numbers a head, whatever the length.
+
+    Pass it as ``tssa(w_new, temp, causal=True, cache=cache)``: the new tokens enter the sums one after the
+    other. Inference only.
+
+    Args:
+        batch: number of sequences.
+        nheads: number of heads.
+        head_dim: channels a head.
+        dtype: dtype of the sums, float32 by default; float64 for float64 tokens.
+        device: device of the sums; torch's default device by default.
+
+    Attributes:
+        energy: (batch, nheads, head_dim), sum of w^2.
+        weighted: (batch, nheads, head_dim), sum of Pi w^2.
+        mass: (batch, nheads), sum of Pi.
+        lengths: (batch,) int32, tokens seen; the position that indexes ``denom_bias``.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is not positive, or dtype is not floating.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        nheads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"batch": batch, "nheads": nheads, "head_dim": head_dim}
+        _checks.cache_sizes("TokenStatsCache", sizes, dtype)
+        self.energy = torch.zeros(batch, nheads, head_dim, dtype=dtype, device=device)
+        self.weighted = torch.zeros_like(self.energy)
+        self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._bound = 0  # no sequence is longer
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.energy, self.weighted, self.mass, self.lengths
+
+    def reset(self) -> None:
+        """Forget every token."""
+        for tensor in self._tensors():
+            tensor.zero_()
+        self._bound = 0
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Refuse: a token cannot be taken out of a running sum.
+
+        Raises:
+            NotImplementedError: always, except for ``lengths=0``, which is ``reset``.
+        """
+        if isinstance(lengths, int) and lengths == 0:
+            return self.reset()
+        raise NotImplementedError(
+            "TokenStatsCache.truncate: running sums cannot be shortened; clone() the cache where you may return to"
+        )
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace sequence i by sequence ``index[i]``, as beam search does.
+
+        Args:
+            index: integer (batch,) tensor on the cache's device.
+        """
+        _checks.cache_rows("TokenStatsCache.reorder", "index", index, self.lengths)
+        for tensor in self._tensors():
+            tensor.copy_(tensor.index_select(0, index))
+
+    def clone(self) -> TokenStatsCache:
+        """Copy the sums and lengths."""
+        copy = object.__new__(TokenStatsCache)
+        copy.energy, copy.weighted, copy.mass, copy.lengths = (t.clone() for t in self._tensors())
+        copy._bound = self._bound
+        return copy
+
+    def _advance(self, new: int, ragged: bool) -> None:
+        """Account for ``new`` tokens, of which a padding mask may have kept fewer."""
+        self._bound += new
+        if ragged and self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._bound = int(self.lengths.max())

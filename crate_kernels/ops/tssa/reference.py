@@ -1,0 +1,174 @@
+"""Token-statistics self-attention as its equations have it: the oracle of every other backend.
+
+Full form (ToST, Wu et al., 2025, Eq. 10 and Algorithm 1), heads h, tokens n, channels d::
+
+    c_hd   = max(sum_n w_hnd^2, 1e-24)
+    q_hn   = sum_d w_hnd^2 / c_hd
+    Pi_hn  = softmax over heads of temp_h q_hn
+    M_hd   = sum_n Pi_hn w_hnd^2 / (sum_n Pi_hn + 1e-8)
+    out    = -w_hnd Pi_hn / (1 + M_hd)
+
+with the gradient (g upstream, A = 1 / (1 + M), r the dropout factor, S the sum of Pi plus 1e-8)::
+
+    dM  = r A^2 sum_n(g w Pi) / S,   dS = -sum_d(dM M)
+    dPi = -sum_d(g w A r) + sum_d(dM w^2) + dS,   dlogit = Pi (dPi - sum_h' Pi dPi)
+    dtemp = sum(dlogit q),   dq = temp dlogit,   dc = -[c > 1e-24] sum_n(dq w^2) / c^2
+    dw  = -g Pi A r + 2 w (Pi dM + dq / c + dc)
+
+The causal form (ToST's language model) is a different function, not a mask on this one: running
+sums take the place of the sums, the floor of c is 1e-12, and denom_bias enters q once a channel::
+
+    c_hnd = max(cumsum_n w^2, 1e-12),   q_hn = sum_d (w^2 / c + denom_bias_hn)
+    M_hnd = cumsum_n(Pi w^2) / (cumsum_n Pi + 1e-8)
+
+and in its gradient the sums over tokens become suffix sums::
+
+    U = suffix(dMbar / s),   V = suffix(-sum_d dMbar M / s),   dMbar = g w Pi r A^2
+    dPi = -sum_d(g w A r) + sum_d(U w^2) + V,   dc = -[cs >= 1e-12] dq w^2 / c^2
+    dw  = -g Pi A r + 2 w (Pi U + dq / c + suffix(dc)),   ddenom_bias = head_dim temp sum_b dlogit
+
+Padded tokens leave the sums and still get an output; where no token is left the output is 0.
+Nothing is cast. A floor that the dtype cannot hold becomes its smallest subnormal, without which an
+all-zero channel in float16 is 0 / 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _philox
+
+
+def _floor(value: float, dtype: torch.dtype) -> float:
+    """Return ``value``, or the dtype's smallest subnormal where it would round to zero."""
+    info = torch.finfo(dtype)
+    return max(value, info.smallest_normal * info.eps)
+
+
+def _unpadded(key_padding_mask: Tensor | None, has_key: Tensor | None) -> Tensor | float:
+    """Return the 0/1 factor of each token in the sums; all ones where every token is padded.
+
+    Such rows are cleared at the end; until then they must stay free of 0 / 0, whose NaN would
+    survive a zero gradient.
+    """
+    if key_padding_mask is None or has_key is None:
+        return 1.0
+    return (key_padding_mask | ~has_key)[:, None, :, None]
+
+
+def _clear(out: Tensor, has_key: Tensor | None) -> Tensor:
+    return out if has_key is None else out.masked_fill(~has_key[:, None, :, None], 0.0)
+
+
+def full(
+    w: Tensor, temp: Tensor, key_padding_mask: Tensor | None, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and the membership Pi (batch, nheads, seqlen) of a padded batch."""
+    has_key = None if key_padding_mask is None else key_padding_mask.any(1, keepdim=True)
+    counted = _unpadded(key_padding_mask, has_key)
+    squares = w.square()
+    energy = (squares * counted).sum(2, keepdim=True).clamp_min(_floor(1e-24, w.dtype))
+    membership = (temp[:, None] * (squares / energy).sum(-1)).softmax(1)
+    weights = membership.unsqueeze(-1) * counted  # (batch, nheads, seqlen, 1)
+    moment = (weights * squares).sum(2, keepdim=True) / (weights.sum(2, keepdim=True) + 1e-8)
+    attention = 1 / (1 + moment)
+    if factor is not None:
+        attention = attention * factor
+    return _clear(-w * membership.unsqueeze(-1) * attention, has_key), membership
+
+
+def causal(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    factor: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and the membership of the causal form; denom_bias is (nheads, seqlen)."""
+    has_key = None if key_padding_mask is None else key_padding_mask.cumsum(1) > 0
+    counted = 1.0 if key_padding_mask is None else key_padding_mask[:, None, :, None]
+    squares = w.square()
+    energy = (squares * counted).cumsum(2).clamp_min(_floor(1e-12, w.dtype))
+    ratio = squares / energy
+    if denom_bias is not None:
+        ratio = ratio + denom_bias.unsqueeze(-1)
+    membership = (temp[:, None] * ratio.sum(-1)).softmax(1)
+    weights = membership.unsqueeze(-1) * counted
+    moment = (weights * squares).cumsum(2) / (weights.cumsum(2) + _floor(1e-8, w.dtype))
+    attention = 1 / (1 + moment)
+    if factor is not None:
+        attention = attention * factor
+    return _clear(-w * membership.unsqueeze(-1) * attention, has_key), membership
+
+
+def forward(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and membership of a padded batch or of packed sequences."""
+
+    def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        factor = None if seed is None else _dropout(w, seed, first, is_causal, dropout_p)
+        if not is_causal:
+            return full(w, temp, key_padding_mask, factor)
+        bias = None if denom_bias is None else denom_bias[:, : w.shape[2]]
+        return causal(w, temp, bias, key_padding_mask, factor)
+
+    if cu_seqlens is None:
+        return dense(w, 0)
+    bounds = cu_seqlens.tolist()
+    parts = [
+        dense(w[start:end].transpose(0, 1)[None], index)
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:]))
+    ]
+    out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
+    return out, torch.cat([membership[0] for _, membership in parts], dim=1)
+
+
+def _dropout(w: Tensor, seed: Tensor, first: int, is_causal: bool, dropout_p: float) -> Tensor:
+    """Return the factor on 1 / (1 + M): one a channel, or one an element in the causal form."""
+    batch, nheads, seqlen, head_dim = w.shape
+    heads = first * nheads + _philox.head_counter(batch, nheads, w.device)
+    rows = torch.arange(seqlen if is_causal else 1, device=w.device)[:, None]
+    channels = torch.arange(head_dim, device=w.device)
+    return _philox.keep_factor(seed, dropout_p, heads, rows, channels, w.dtype)
+
+
+def decode(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    energy: Tensor,
+    weighted: Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Advance the running sums token by token; they are changed in place."""
+    outs, memberships = [], []
+    for n in range(w.shape[2]):
+        token = w[:, :, n]  # (batch, nheads, head_dim)
+        keep = w.new_ones(w.shape[0]) if key_padding_mask is None else key_padding_mask[:, n].to(w.dtype)
+        counted = keep[:, None, None]
+        energy += token.square() * counted
+        ratio = token.square() / energy.clamp_min(1e-12)
+        if denom_bias is not None:
+            position = (lengths + n).clamp(max=denom_bias.shape[1] - 1).long()
+            ratio = ratio + denom_bias[:, position].t().unsqueeze(-1)
+        membership = (temp * ratio.sum(-1)).softmax(1)
+        weighted += membership.unsqueeze(-1) * token.square() * counted
+        mass += membership * counted[..., 0]
+        moment = weighted / (mass + 1e-8).unsqueeze(-1)
+        out = -token * membership.unsqueeze(-1) / (1 + moment)
+        seen = keep.bool() | (lengths > 0) | (mass.sum(1) > 0)
+        outs.append(out.masked_fill(~seen[:, None, None], 0.0))
+        memberships.append(membership)
+    lengths += w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1).to(lengths.dtype)
+    return torch.stack(outs, 2).to(w.dtype), torch.stack(memberships, 2)
