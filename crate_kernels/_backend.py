@@ -145,12 +145,8 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         raise RuntimeError(f"{op}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
     if backend.devices is not None and device.type not in backend.devices:
         wanted = " or ".join(backend.devices)
-        raise RuntimeError(
-            f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}"
-        )
+        raise RuntimeError(f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}")
     if backend.dtypes is not None and dtype not in backend.dtypes:
         wanted = ", ".join(str(d) for d in backend.dtypes)
-        raise NotImplementedError(
-            f"{op}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}"
-        )
+        raise NotImplementedError(f"{op}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}")
     return requested

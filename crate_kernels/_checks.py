@@ -6,6 +6,7 @@ tensor's values except on the CPU outside ``torch.compile``, so no check ever sy
 
 from __future__ import annotations
 
+import itertools
 import math
 from numbers import Real
 
@@ -93,13 +94,11 @@ def right_padded(op: str, mask: Tensor) -> None:
 def cu_seqlens_values(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """Require 0 = cu_seqlens[0] <= ... <= cu_seqlens[-1] = total, no sequence above max_seqlen."""
     bounds = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to total = {total}, got {bounds}")
     if lengths and max(lengths) > max_seqlen:
-        raise ValueError(
-            f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}"
-        )
+        raise ValueError(f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}")
 
 
 def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
@@ -166,7 +165,7 @@ def cache_matches(
     op: str, w: Tensor, expected: tuple[int | None, ...], device: torch.device, dtype: torch.dtype | None
 ) -> None:
     """Require new tokens of the cache's sizes (None = any), device and, unless None, dtype."""
-    if any(want is not None and want != got for want, got in zip(expected, w.shape)):
+    if any(want is not None and want != got for want, got in zip(expected, w.shape, strict=True)):
         wanted = ", ".join("seqlen" if size is None else str(size) for size in expected)
         raise ValueError(f"{op}: w must match the cache, ({wanted}), got {tuple(w.shape)}")
     if w.device != device:

@@ -27,12 +27,22 @@ class Layout:
 
     def pad(self, packed: Tensor) -> Tensor:
         """Gather (total, nheads, x) into (sequences, nheads, max_seqlen, x), zero where no token is."""
+        if packed.shape[0] == 0:
+            return packed.new_zeros(*self.mask.shape, *packed.shape[1:]).transpose(1, 2)
         return (packed[self.source] * self.mask[:, :, None, None]).transpose(1, 2)
+
+    def pad_rows(self, packed: Tensor) -> Tensor:
+        """Gather (nheads, total) into (sequences, nheads, max_seqlen)."""
+        return self.pad(packed.t().unsqueeze(-1)).squeeze(-1)
 
     def pack(self, padded: Tensor) -> Tensor:
         """Gather (sequences, nheads, max_seqlen, x) back into (total, nheads, x)."""
         out = padded.transpose(1, 2)[self.sequence, self.position]
         return out.masked_fill(~self.inside[:, None, None], 0.0)
+
+    def pack_rows(self, padded: Tensor) -> Tensor:
+        """Gather (sequences, nheads, max_seqlen) back into (nheads, total)."""
+        return self.pack(padded.unsqueeze(-1)).squeeze(-1).t().contiguous()
 
 
 def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Layout:

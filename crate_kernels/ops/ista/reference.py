@@ -36,9 +36,7 @@ def ista(x: Tensor, weight: Tensor, step_size: float, lambd: float, nonnegative:
     return torch.sign(update) * F.relu(update.abs() - step_size * lambd)
 
 
-def ista_overcomplete(
-    x: Tensor, weight: Tensor, decoder: Tensor, step_size: float, lambd: float, steps: int
-) -> Tensor:
+def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor, step_size: float, lambd: float, steps: int) -> Tensor:
     """Return the decoded code after ``steps`` proximal steps from zero."""
     code = x.new_zeros(*x.shape[:-1], weight.shape[1])
     for _ in range(steps):

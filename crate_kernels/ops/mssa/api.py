@@ -134,9 +134,7 @@ def _choose(w: Tensor, phi: str, requested: str | None) -> str:
     name = _backend.resolve("mssa", requested, w.device, w.dtype)
     if phi in _PLAIN_PHI and name not in ("reference", "composite"):
         if requested is not None:
-            raise NotImplementedError(
-                f"mssa: backend={name!r} does not have phi={phi!r}; use backend='composite'"
-            )
+            raise NotImplementedError(f"mssa: backend={name!r} does not have phi={phi!r}; use backend='composite'")
         return "composite"
     return name
 

@@ -7,6 +7,7 @@ backward, in row chunks, and only when it is asked for.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -159,12 +160,14 @@ def mssa(
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         # The offsets are free to read, so each sequence costs no more than its own length.
         bounds = cu_seqlens.tolist()
-        parts = [dense(one.transpose(0, 1)[None], None) for one in w.split([b - a for a, b in zip(bounds, bounds[1:])])]
+        parts = [
+            dense(one.transpose(0, 1)[None], None) for one in w.split([b - a for a, b in itertools.pairwise(bounds)])
+        ]
         out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
         return out, torch.cat([lse[0] for _, lse in parts], dim=1) if return_lse else None  # pyright: ignore
     padded, layout = _packing.pad(w, cu_seqlens, max_seqlen)
     out, lse = dense(padded, layout.mask)
-    return layout.pack(out), None if lse is None else layout.pack(lse.unsqueeze(-1)).squeeze(-1).t()
+    return layout.pack(out), None if lse is None else layout.pack_rows(lse)
 
 
 def decode(

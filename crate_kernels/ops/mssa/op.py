@@ -29,7 +29,15 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, *rest: A
 
 
 def _fake_decode(
-    w: Tensor, data: Tensor, lengths: Tensor, mask: Any, bound: int, uniform: bool, scale: float, need_lse: bool, *_: Any
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    mask: Any,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=_register.stat_dtype(w.dtype))
     return _register.empty_out(w), lse
@@ -90,9 +98,7 @@ class MSSAFunction(torch.autograd.Function):
         nothing = (None,) * (len(ctx.scalars) + 4)
         if dout is None and dlse is None:
             return None, *nothing
-        dw = mssa_bwd(
-            dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, ctx.max_seqlen, seed, *ctx.scalars
-        )
+        dw = mssa_bwd(dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, ctx.max_seqlen, seed, *ctx.scalars)
         return _register.once_differentiable("mssa", dw, dout, dlse, w), *nothing
 
 

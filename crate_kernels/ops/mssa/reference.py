@@ -20,6 +20,8 @@ One matrix serving three roles gives the backward, with delta_i = sum_d dO_id O_
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -70,7 +72,7 @@ def forward(
         return _dense(w, key_padding_mask, seed, 0, causal, scale, dropout_p, phi, threshold)
     outs, lses = [], []
     bounds = cu_seqlens.tolist()
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:])):
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = w[start:end].transpose(0, 1).unsqueeze(0)
         out, lse = _dense(one, None, seed, index, causal, scale, dropout_p, phi, threshold)
         outs.append(out[0].transpose(0, 1))

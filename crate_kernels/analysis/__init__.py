@@ -1,0 +1,29 @@
+"""What the owner of a white-box model wants to see: rates, sparsity, subspaces, attention, layer by layer."""
+
+from .attention import attention_maps
+from .layerwise import LayerMeasurement, layerwise
+from .rates import (
+    coding_rate,
+    projected_coding_rate,
+    rate_gradient,
+    rate_reduction,
+    sparsity,
+    subspace_coding_rate,
+)
+from .subspaces import projection_subspaces, snr, subspace_coherence, subspace_gram
+
+__all__ = [
+    "LayerMeasurement",
+    "attention_maps",
+    "coding_rate",
+    "layerwise",
+    "projected_coding_rate",
+    "projection_subspaces",
+    "rate_gradient",
+    "rate_reduction",
+    "snr",
+    "sparsity",
+    "subspace_coding_rate",
+    "subspace_coherence",
+    "subspace_gram",
+]

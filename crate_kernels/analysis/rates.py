@@ -1,0 +1,167 @@
+"""The terms of sparse rate reduction, ``R(Z) - Rc(Z | U) - lambda |Z|_0`` (CRATE, Yu et al.).
+
+Rows are tokens. ``logdet(I + a Z Z^T) = logdet(I + a Z^T Z)``, so the smaller Gram matrix is factored, by
+Cholesky. Everything is float64: the terms of a logdet span many orders of magnitude, and Gram products
+square them. (On a device without float64, move the tokens to the CPU first.)
+
+One convention decides the numbers: the papers write ``eps^2`` where the published code writes
+``eps = 0.01``. The argument here is ``eps_squared``, what both divide by, so neither reading needs a
+square root. Its default, 0.01, is the published code's, so that numbers can be laid beside the
+published figures (which also scale tokens to unit norm first); the papers' eps is then 0.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._inputs import distortion, tokens_and_subspaces, trailing
+
+
+def _factor(w: Tensor, alpha: float) -> Tensor:
+    """Cholesky factor of I + alpha times the smaller Gram matrix of w (..., seqlen, dim)."""
+    gram = w @ w.mT if w.shape[-2] < w.shape[-1] else w.mT @ w
+    return torch.linalg.cholesky(torch.eye(gram.shape[-1], dtype=w.dtype, device=w.device) + alpha * gram)
+
+
+def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure the nats that code all tokens up to distortion eps.
+
+    ``R(Z) = 1/2 logdet(I + dim / (seqlen eps^2) Z Z^T)`` (CRATE; the rate of MCR^2, Yu et al., 2020).
+
+    Args:
+        z: Tokens (..., seqlen, dim), any floating dtype.
+        eps_squared: The papers' eps^2, by default 0.01: what the published code passes as ``eps``.
+
+    Returns:
+        Float64 tensor (...), natural logarithm, differentiable.
+
+    Raises:
+        ValueError: z lacks the two axes, has an empty one or is not floating; eps_squared is not > 0.
+        TypeError: z is not a Tensor or eps_squared is not a number.
+        torch.linalg.LinAlgError: z is not finite.
+    """
+    z = trailing("coding_rate", "z", z, "(..., seqlen, dim)").double()
+    eps_squared = distortion("coding_rate", eps_squared)
+    seqlen, dim = z.shape[-2:]
+    factor = _factor(z, dim / (seqlen * eps_squared))
+    return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure Rc from tokens that are projected already, as MSSA's ``qkv`` gives them.
+
+    ``Rc = 1/2 sum_k logdet(I + head_dim / (seqlen eps^2) w_k w_k^T)``, ``w_k = Z U_k`` (CRATE). One head's
+    term is ``coding_rate(w)``. Published code scales projected tokens to unit norm first:
+    ``projected_coding_rate(F.normalize(w, dim=-1))``.
+
+    Args:
+        w: Projected tokens (..., nheads, seqlen, head_dim), any floating dtype.
+        eps_squared: The papers' eps^2, by default 0.01.
+
+    Returns:
+        Float64 tensor (...), natural logarithm, differentiable.
+
+    Raises:
+        ValueError: w lacks the three axes, has an empty one or is not floating; eps_squared is not > 0.
+        TypeError: w is not a Tensor or eps_squared is not a number.
+        torch.linalg.LinAlgError: w is not finite.
+    """
+    w = trailing("projected_coding_rate", "w", w, "(..., nheads, seqlen, head_dim)")
+    return coding_rate(w, eps_squared=distortion("projected_coding_rate", eps_squared)).sum(-1)
+
+
+def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure the nats that code the tokens' projections on each subspace.
+
+    ``Rc(Z | U) = 1/2 sum_k logdet(I + head_dim / (seqlen eps^2) (Z U_k) (Z U_k)^T)`` (CRATE).
+
+    Args:
+        z: Tokens (..., seqlen, dim), any floating dtype.
+        subspaces: U (nsubspaces, dim, head_dim), any floating dtype, columns not necessarily orthonormal;
+            ``projection_subspaces`` gives those of a layer.
+        eps_squared: The papers' eps^2, by default 0.01.
+
+    Returns:
+        Float64 tensor (...), natural logarithm, differentiable.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; eps_squared is not > 0.
+        TypeError: z or subspaces is not a Tensor, or eps_squared is not a number.
+        torch.linalg.LinAlgError: z or subspaces is not finite.
+    """
+    z, subspaces = tokens_and_subspaces("subspace_coding_rate", z, subspaces)
+    eps_squared = distortion("subspace_coding_rate", eps_squared)
+    return projected_coding_rate(z.unsqueeze(-3) @ subspaces, eps_squared=eps_squared)
+
+
+def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure what a representation gains: ``Delta R = R(Z) - Rc(Z | U)`` (CRATE; MCR^2).
+
+    Args:
+        z: Tokens (..., seqlen, dim), any floating dtype.
+        subspaces: U (nsubspaces, dim, head_dim), any floating dtype.
+        eps_squared: The papers' eps^2, by default 0.01, in both terms.
+
+    Returns:
+        Float64 tensor (...), natural logarithm, differentiable.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; eps_squared is not > 0.
+        TypeError: z or subspaces is not a Tensor, or eps_squared is not a number.
+        torch.linalg.LinAlgError: z or subspaces is not finite.
+    """
+    z, subspaces = tokens_and_subspaces("rate_reduction", z, subspaces)
+    eps_squared = distortion("rate_reduction", eps_squared)
+    return coding_rate(z, eps_squared=eps_squared) - subspace_coding_rate(
+        z, subspaces, eps_squared=eps_squared
+    )
+
+
+def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Return the gradient of Rc with respect to the tokens, of which MSSA is the first-order softmax form.
+
+    ``a sum_k (I + a (Z U_k) (Z U_k)^T)^-1 Z U_k U_k^T``, ``a = head_dim / (seqlen eps^2)`` (CRATE Eq. 9).
+
+    Args:
+        z: Tokens (..., seqlen, dim), any floating dtype.
+        subspaces: U (nsubspaces, dim, head_dim), any floating dtype.
+        eps_squared: The papers' eps^2, by default 0.01.
+
+    Returns:
+        Float64 tensor (..., seqlen, dim), differentiable.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; eps_squared is not > 0.
+        TypeError: z or subspaces is not a Tensor, or eps_squared is not a number.
+        torch.linalg.LinAlgError: z or subspaces is not finite.
+    """
+    z, subspaces = tokens_and_subspaces("rate_gradient", z, subspaces)
+    w = z.unsqueeze(-3) @ subspaces
+    seqlen, head_dim = w.shape[-2:]
+    alpha = head_dim / (seqlen * distortion("rate_gradient", eps_squared))
+    factor = _factor(w, alpha)
+    if factor.shape[-1] == seqlen:
+        solved = torch.cholesky_solve(w, factor)
+    else:
+        solved = torch.cholesky_solve(w.mT, factor).mT
+    return alpha * (solved @ subspaces.mT).sum(-3)
+
+
+def sparsity(z: Tensor) -> Tensor:
+    """Measure the fraction of NONZEROS, ``|Z|_0 / (seqlen dim)`` (CRATE, the layer-wise sparsity plots).
+
+    The published ``cal_sparsity`` returns the fraction of zeros and subtracts it from 1 when it plots.
+
+    Args:
+        z: Tokens (..., seqlen, dim), any floating dtype.
+
+    Returns:
+        Float64 tensor (...) in [0, 1].
+
+    Raises:
+        ValueError: z lacks the two axes, has an empty one or is not floating.
+        TypeError: z is not a Tensor.
+    """
+    z = trailing("sparsity", "z", z, "(..., seqlen, dim)")
+    return (z != 0).double().mean((-2, -1))
