@@ -18,7 +18,6 @@ import torch
 
 OPS = ("mssa", "tssa", "ista")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ROOT = Path(__file__).parent
 # The interpreter runs Triton kernels on CPU tensors; it is read once, as Triton itself does.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -67,7 +66,18 @@ _BACKENDS = {
 }
 _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
 _kernels: dict[tuple[str, str], ModuleType] = {}
-_present: dict[tuple[str, str], bool] = {}
+
+
+def _is_there(package: str) -> bool:
+    """Whether a kernel module exists; ours by its file, so that nothing is imported."""
+    root, _, rest = package.partition(".")
+    if root == __package__:
+        return Path(__file__).parent.joinpath(*rest.split(".")).with_suffix(".py").exists()
+    return find_spec(package) is not None
+
+
+# Probed once: a call must cost no look at the disk, and compile cannot trace one.
+_has_kernel = {(op, b.name): _is_there(b.package.format(op=op)) for op in OPS for b in _BACKENDS.values()}
 
 
 def names() -> tuple[str, ...]:
@@ -78,15 +88,15 @@ def names() -> tuple[str, ...]:
 def register(backend: Backend) -> None:
     """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
     _BACKENDS[backend.name] = backend
+    _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
 
 
 def unregister(name: str) -> None:
     """Remove a backend added with ``register``."""
     del _BACKENDS[name]
-    for key in [key for key in _kernels if key[1] == name]:
-        del _kernels[key]
-    for key in [key for key in _present if key[1] == name]:
-        del _present[key]
+    for op in OPS:
+        del _has_kernel[op, name]
+        _kernels.pop((op, name), None)
 
 
 def kernel(op: str, backend: str) -> ModuleType:
@@ -98,23 +108,10 @@ def kernel(op: str, backend: str) -> ModuleType:
     return module
 
 
-def _has_kernel(op: str, backend: Backend) -> bool:
-    """Whether a module for ``op`` exists; found by its file, so that nothing is imported."""
-    found = _present.get((op, backend.name))
-    if found is None:
-        package = backend.package.format(op=op)
-        if package.startswith("crate_kernels."):
-            found = (_ROOT / (package.partition(".")[2].replace(".", "/") + ".py")).exists()
-        else:
-            found = find_spec(package) is not None
-        _present[op, backend.name] = found
-    return found
-
-
 def why_not(op: str, name: str) -> str | None:
     """Say why ``op`` cannot run on backend ``name`` in this process; None if it can."""
     backend = _BACKENDS[name]
-    if not _has_kernel(op, backend):
+    if not _has_kernel[op, name]:
         return f"{name} has no {op} kernel yet"
     return backend.missing
 

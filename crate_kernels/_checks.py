@@ -147,6 +147,8 @@ def cache_sizes(op: str, sizes: dict[str, int], dtype: torch.dtype | None) -> No
             raise TypeError(f"{op}: {name} must be an int, got {_type_name(size)}")
         if size < 1:
             raise ValueError(f"{op}: {name} must be >= 1, got {size}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: dtype must be a torch.dtype, got {_type_name(dtype)}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"{op}: dtype must be floating, got {dtype}")
 

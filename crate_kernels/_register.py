@@ -32,7 +32,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
         with torch.no_grad():
             device_type = next(a.device.type for a in args if isinstance(a, Tensor))
-            if torch.is_autocast_enabled(device_type):
+            if autocast_dtype(device_type) is not None:
                 with torch.autocast(device_type, enabled=False):
                     return body(*args)
             return body(*args)
@@ -78,10 +78,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 class _RefuseDoubleBackward(torch.autograd.Function):
     """Identity on a gradient whose own derivative is an error with advice."""
 
+    generate_vmap_rule = True  # torch.func.grad builds this graph too; jacrev maps over it
+
     @staticmethod
-    def forward(ctx: Any, op: str, grad: Tensor, *sources: Tensor) -> Tensor:
-        ctx.op = op
+    def forward(op: str, grad: Tensor, *sources: Tensor) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -107,6 +112,18 @@ def empty_out(w: Tensor) -> Tensor:
         return w.new_empty(w.shape)
     batch, nheads, seqlen, head_dim = w.shape
     return w.new_empty(batch, seqlen, nheads, head_dim).transpose(1, 2)
+
+
+def merged_layout(out: Tensor) -> Tensor:
+    """Return ``out`` such that merging its heads is a view: itself if it is one already."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return autocast's dtype where autocast is on, else None; meta and some other devices have none."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _checks
+from crate_kernels import _backend, _checks, _register
 from crate_kernels.ops.ista import op, reference
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -94,18 +94,19 @@ def ista_overcomplete(
             does not have.
     """
     _check_tokens("ista_overcomplete", x, weight, "(dim, hidden)")
-    decoder = weight if decoder is None else decoder
-    _checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
-    _checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
-    _checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
-    if decoder.dtype != weight.dtype:
-        raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
+    if decoder is not None:
+        _checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
+        _checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
+        _checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
+        if decoder.dtype != weight.dtype:
+            raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
     step_size = _checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
     lambd = _checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
     _checks.integer("ista_overcomplete", "steps", steps, minimum=1)
     name = _backend.resolve("ista", backend, x.device, x.dtype)
     if name == "reference":
-        promoted, weight, decoder = *_promote(x, weight), decoder.to(torch.promote_types(x.dtype, weight.dtype))
+        promoted, weight = _promote(x, weight)
+        decoder = weight if decoder is None else decoder
         return reference.ista_overcomplete(promoted, weight, decoder, step_size, lambd, steps).to(x.dtype)
     _checks.transforms("ista_overcomplete", name, x, weight, decoder)
     operand = x.to(_compute_dtype(x))
@@ -125,9 +126,8 @@ def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of the products: autocast's for float32 ``x``, else x's own."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    dtype = _register.autocast_dtype(x.device.type) if x.dtype == torch.float32 else None
+    return x.dtype if dtype is None else dtype
 
 
 def _promote(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

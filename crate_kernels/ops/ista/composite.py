@@ -79,7 +79,7 @@ def _gram(weight: Tensor, compute: torch.dtype) -> Tensor:
 
 
 def forward_overcomplete(
-    x: Tensor, weight: Tensor, decoder: Tensor, step_size: float, lambd: float, steps: int, keep: bool
+    x: Tensor, weight: Tensor, decoder: Tensor | None, step_size: float, lambd: float, steps: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
     tokens = x.reshape(-1, x.shape[-1])
@@ -94,7 +94,7 @@ def forward_overcomplete(
         if keep:
             codes.append(code)
             residuals.append(residual)
-    out = (code @ decoder.to(x.dtype).t()).view(x.shape)
+    out = (code @ (matrix if decoder is None else decoder.to(x.dtype)).t()).view(x.shape)
     if not keep:
         return out, x.new_empty(0), x.new_empty(0)
     return out, torch.stack(codes), torch.stack(residuals) if residuals else x.new_empty(0, *tokens.shape)
@@ -104,19 +104,21 @@ def backward_overcomplete(
     dout: Tensor,
     x: Tensor,
     weight: Tensor,
-    decoder: Tensor,
+    decoder: Tensor | None,
     codes: Tensor,
     residuals: Tensor,
     step_size: float,
     lambd: float,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx, dweight and ddecoder."""
+    """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
     dim = x.shape[-1]
     dout, tokens, matrix = dout.reshape(-1, dim), x.reshape(-1, dim), weight.to(x.dtype)
-    ddecoder = (dout.t() @ codes[-1]).to(decoder.dtype)
-    dcode = dout @ decoder.to(x.dtype)
+    ddecoder = (dout.t() @ codes[-1]).to(weight.dtype)
+    dcode = dout @ (matrix if decoder is None else decoder.to(x.dtype))
     dx, dweight = torch.zeros_like(tokens), torch.zeros_like(weight)
+    if decoder is None:
+        dweight, ddecoder = ddecoder, weight.new_empty(0)
     for t in range(steps - 1, -1, -1):
         dcode = torch.ops.aten.threshold_backward(dcode, codes[t], 0)
         dr = (dcode @ matrix.t()).mul_(step_size)

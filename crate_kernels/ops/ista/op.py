@@ -27,7 +27,7 @@ def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[T
     return x.new_empty(x.shape if need_dx else (0,)), weight.new_empty(weight.shape if need_dweight else (0,))
 
 
-def _fake_overcomplete_fwd(x: Tensor, weight: Tensor, decoder: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_overcomplete_fwd(x: Tensor, weight: Tensor, decoder: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     steps, keep = rest[2], rest[3]
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
@@ -39,8 +39,9 @@ def _fake_overcomplete_fwd(x: Tensor, weight: Tensor, decoder: Tensor, *rest: An
     )
 
 
-def _fake_overcomplete_bwd(dout: Tensor, x: Tensor, weight: Tensor, decoder: Tensor, *rest: Any) -> Any:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), decoder.new_empty(decoder.shape)
+def _fake_overcomplete_bwd(dout: Tensor, x: Tensor, weight: Tensor, decoder: Tensor | None, *rest: Any) -> Any:
+    ddecoder = weight.new_empty(0 if decoder is None else decoder.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), ddecoder
 
 
 def _product(x_shape: tuple[int, ...], width: int) -> int:
@@ -62,14 +63,14 @@ ista_bwd = _register.define(
     flops=lambda dy, x, weight, y, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
 )
 ista_overcomplete_fwd = _register.define(
-    f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor decoder, {_STEPS}, bool keep, str backend)"
+    f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, {_STEPS}, bool keep, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _kernel("forward_overcomplete"),
     _fake_overcomplete_fwd,
     flops=lambda x, weight, decoder, eta, lambd, steps, *rest, **_: 2 * steps * _product(x, weight[1]),
 )
 ista_overcomplete_bwd = _register.define(
-    "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor decoder, Tensor codes, Tensor residuals, "
+    "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "
     f"{_STEPS}, str backend) -> (Tensor, Tensor, Tensor)",
     _kernel("backward_overcomplete"),
     _fake_overcomplete_bwd,
@@ -107,7 +108,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
     """(out, codes, residuals) = ista_overcomplete_fwd(...), out differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, decoder: Tensor, *options: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Any:
         outputs = ista_overcomplete_fwd(x, weight, decoder, *options)
         OvercompleteISTAFunction.save(ctx, (x, weight, decoder, *options), outputs)
         return outputs
@@ -124,8 +125,8 @@ class OvercompleteISTAFunction(torch.autograd.Function):
         x, weight, decoder, *saved = ctx.saved_tensors
         grads = ista_overcomplete_bwd(dout, x, weight, decoder, *saved, *ctx.options, ctx.backend)
         sources = (dout, x, weight, decoder)
-        grads = [_register.once_differentiable("ista_overcomplete", grad, *sources) for grad in grads]
-        return *grads, *(None,) * (len(ctx.options) + 2)
+        dx, dweight, ddecoder = (_register.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
+        return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(ctx.options) + 2)
 
 
 _register.functorch_twin(ISTAFunction, ista_fwd)
@@ -139,7 +140,7 @@ def ista(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     return ista_fwd(x, weight, *options)
 
 
-def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor, *options: Any) -> Tensor:
+def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Tensor:
     """Run the op, keeping the codes only when a gradient is wanted; ``options`` end in the backend."""
     *steps, backend = options
     if _register.needs_grad(x, weight, decoder):

@@ -67,7 +67,7 @@ def mssa(
     Returns:
         ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
         ``(out, lse)`` with the differentiable natural-log lse, scale included, (batch, nheads, seqlen) or
-        (nheads, total), in float32 (float64 for float64 ``w``). Under autocast a float32 ``w`` is cast as
+        (nheads, total), in float32 (float64 for float64 ``w``). Under autocast ``w`` is cast as
         ``F.scaled_dot_product_attention`` casts it.
 
     Raises:
@@ -80,6 +80,7 @@ def mssa(
     packed = cu_seqlens is not None
     _checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     _checks.flag("mssa", "causal", causal)
+    _checks.flag("mssa", "return_lse", return_lse)
     scale = w.shape[-1] ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
     dropout_p = _checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if phi not in _PHI:
@@ -123,10 +124,9 @@ def mssa(
 
 
 def _autocast(w: Tensor) -> Tensor:
-    """Cast float32 to the autocast dtype, as PyTorch does for its own attention."""
-    if w.dtype == torch.float32 and torch.is_autocast_enabled(w.device.type):
-        return w.to(torch.get_autocast_dtype(w.device.type))
-    return w
+    """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
+    dtype = None if w.dtype == torch.float64 else _register.autocast_dtype(w.device.type)
+    return w if dtype is None else w.to(dtype)
 
 
 def _choose(w: Tensor, phi: str, requested: str | None) -> str:

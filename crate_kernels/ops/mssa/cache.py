@@ -67,10 +67,10 @@ class SubspaceCache:
         """
         if isinstance(lengths, Tensor):
             _checks.cache_rows("SubspaceCache.truncate", "lengths", lengths, self.lengths)
-            self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0).to(torch.int32)))
+            self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0)))
             self._refresh_bound()
             return
-        _checks.number("SubspaceCache.truncate", "lengths", lengths, minimum=0)
+        _checks.integer("SubspaceCache.truncate", "lengths", lengths, minimum=0)
         self.lengths.clamp_(max=lengths)
         self._bound = min(self._bound, lengths)
         # Longer than every sequence, a limit leaves ragged lengths ragged; 0 makes them equal.

@@ -8,6 +8,7 @@ backward, in row chunks, and only when it is asked for.
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,19 +72,20 @@ def _dense(
     elif phi == "identity" and not causal and not dropout_p:
         # (w w^T) w = w (w^T w): linear in seqlen.
         keys = w if key_padding_mask is None else w * key_padding_mask[:, None, :, None]
-        return scale * (w @ (keys.transpose(-1, -2) @ w))
+        return _register.merged_layout(scale * (w @ (keys.transpose(-1, -2) @ w)))
     else:
         scores = scale * (w @ w.transpose(-1, -2))
         if causal and allowed is None:
             allowed = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
         if phi == "threshold":
             scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-            weights = torch.where(scores.softmax(-1) > threshold, threshold, 0.0).to(w.dtype)
+            weights = (scores.softmax(-1) > threshold).to(w.dtype) * threshold
         else:
             weights = scores.relu() if phi == "relu" else scores
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
         out = F.dropout(weights, dropout_p) @ w
-    return out if has_key is None else out.masked_fill(~has_key, 0.0)
+    out = out if has_key is None else torch.where(has_key, out, 0.0)
+    return _register.merged_layout(out)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -91,9 +93,10 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-        return torch.cat(
-            [_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2
-        )
+        with _full_precision(w):
+            return torch.cat(
+                [_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2
+            )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -107,13 +110,20 @@ class _LogSumExp(torch.autograd.Function):
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         w32 = w.to(lse.dtype)
         dw, dw_rows = torch.zeros_like(w32), []
-        for rows in _chunks(w):
-            scores = _scores(w, rows, key_padding_mask, ctx.causal, ctx.scale)
-            ds = (scores - lse[:, :, rows, None]).exp() * dlse[:, :, rows, None]
-            dw_rows.append(ds @ w32)
-            dw = dw + ds.transpose(-1, -2) @ w32[:, :, rows]
+        with _full_precision(w):
+            for rows in _chunks(w):
+                scores = _scores(w, rows, key_padding_mask, ctx.causal, ctx.scale)
+                ds = (scores - lse[:, :, rows, None]).exp() * dlse[:, :, rows, None]
+                dw_rows.append(ds @ w32)
+                dw = dw + ds.transpose(-1, -2) @ w32[:, :, rows]
         dw = ctx.scale * (dw + torch.cat(dw_rows, dim=2))
         return dw.to(w.dtype), None, None, None
+
+
+def _full_precision(w: Tensor) -> AbstractContextManager:
+    """Keep autocast from casting the fp32 scores back."""
+    on = _register.autocast_dtype(w.device.type) is not None
+    return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
 
 
 def _chunks(w: Tensor) -> list[slice]:
@@ -201,8 +211,7 @@ def decode(
     else:
         out = F.scaled_dot_product_attention(w, keys, keys, attn_mask=safe, scale=scale)
     # An op's output must not alias its input, and its layout is fixed by the op's fake.
-    out = out if has_key is None else out.masked_fill(~has_key, 0.0)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = _register.merged_layout(out if has_key is None else torch.where(has_key, out, 0.0))
     if not need_lse:
         return out, w.new_empty(0, dtype=_register.stat_dtype(w.dtype))
     scores = scale * (w.to(_register.stat_dtype(w.dtype)) @ keys.to(_register.stat_dtype(w.dtype)).mT)

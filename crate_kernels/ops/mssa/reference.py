@@ -104,7 +104,7 @@ def _dense(
         return _attend(scores, w, allowed, factor)
     if phi == "threshold":
         probs, lse, _ = _softmax(scores, allowed)
-        weights = torch.where(probs > threshold, threshold, 0.0).to(w.dtype)
+        weights = (probs > threshold).to(w.dtype) * threshold
     else:
         weights = scores.relu() if phi == "relu" else scores
         weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)

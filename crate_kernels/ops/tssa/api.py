@@ -74,6 +74,7 @@ def tssa(
     packed = cu_seqlens is not None
     _checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     _checks.flag("tssa", "causal", causal)
+    _checks.flag("tssa", "return_membership", return_membership)
     nheads = w.shape[1]
     temp = _per_head("temp", temp, w, nheads)
     dropout_p = _checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)

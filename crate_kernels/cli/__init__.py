@@ -1,0 +1,33 @@
+"""The command line: ``python -m crate_kernels info | verify | demo``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from crate_kernels import __version__
+
+_VERBS = {
+    "info": "what is installed, and which backend each operator can use",
+    "verify": "hold every available backend against float64 on named cases",
+    "demo": "train a CRATE on real digits and draw its white-box measurements",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit status.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+    """
+    parser = argparse.ArgumentParser(prog="crate_kernels", description="Fused operators for white-box transformers.")
+    parser.add_argument("--version", action="version", version=f"crate_kernels {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, summary in _VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=summary)
+        module = import_module(f"{__name__}.{name}")
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    return args.run(args)

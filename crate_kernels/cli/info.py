@@ -1,0 +1,94 @@
+"""``info``: versions, devices, and each operator on each backend: available, or why not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from crate_kernels import __version__, _backend
+from crate_kernels.cli import table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def collect() -> dict[str, Any]:
+    """Gather what ``info`` prints."""
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    return {
+        "versions": {
+            "crate_kernels": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "triton": _installed("triton"),
+            "numpy": _installed("numpy"),
+        },
+        "cpu": {
+            "machine": platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
+        "operators": {
+            op: {name: {"available": (why := _backend.why_not(op, name)) is None, "reason": why} for name in names}
+            for op in _backend.OPS
+            for names in [_backend.names()]
+        },
+        "default": {
+            device: {op: _backend.resolve(op, None, torch.device(device), torch.float32) for op in _backend.OPS}
+            for device in devices
+        },
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    facts = collect()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, value in facts["versions"].items():
+        print(f"{name:14}{value or 'not installed'}")
+    cpu = facts["cpu"]
+    print(f"{'cpu':14}{cpu['machine']}, {cpu['capability']}, {cpu['threads']} threads")
+    for gpu in facts["gpus"] or [None]:
+        line = "none" if gpu is None else f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_gib']} GiB"
+        print(f"{'gpu':14}{line}")
+    rows = [
+        [op, name, "available" if state["available"] else state["reason"]]
+        for op, backends in facts["operators"].items()
+        for name, state in backends.items()
+    ]
+    print("\n" + table.render(["operator", "backend", "state"], rows))
+    print("\nbackend=None picks:")
+    for device, choice in facts["default"].items():
+        print(f"  {device}: " + ", ".join(f"{op} {name}" for op, name in choice.items()))
+    return 0

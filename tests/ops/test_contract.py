@@ -1,0 +1,330 @@
+"""What every backend behind the op boundary owes PyTorch: opcheck, compile, export, checkpoint, meta."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import crate_kernels
+from crate_kernels import _backend, testing
+from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import op as mssa_op
+from crate_kernels.ops.tssa import op as tssa_op
+
+# The plain backend shows that a kernel file is enough for mssa, whose composite stays outside the op.
+BACKENDS = {"mssa": ["plain"], "tssa": ["composite"], "ista": ["composite"], "ista_overcomplete": ["composite"]}
+NAMES = {
+    "mssa": ["n65", "causal-n65", "pad-row", "causal-packed", "dropout", "strided", "empty-batch", "n1"],
+    "tssa": ["n65", "causal-n65", "pad-row", "packed", "causal-packed", "dropout", "causal-dropout", "empty-batch"],
+    "ista": ["few-tokens", "many-tokens", "two-sided", "strided", "empty-batch"],
+    "ista_overcomplete": ["two-steps", "one-step", "tied", "empty-batch"],
+}
+CALLS = [
+    pytest.param(case, backend, id=f"{case}-{backend}")
+    for case in testing.CASES
+    for backend in BACKENDS[case.op]
+    if case.name in NAMES[case.op]
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_backend():
+    _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}"))
+    yield
+    _backend.unregister("plain")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def call(case, inputs, backend):
+    result = getattr(crate_kernels, case.op)(**inputs.differentiable, **inputs.others, **case.options, backend=backend)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def leaves(case, dtype=torch.float32):
+    inputs = testing.make_inputs(case, dtype)
+    return testing.Inputs({k: t.detach().requires_grad_() for k, t in inputs.differentiable.items()}, inputs.others)
+
+
+def differentiate(outputs, inputs):
+    loss = sum((torch.where(out.isfinite(), out, 0.0) * (1 + out.detach().cos())).sum() for out in outputs)
+    return torch.autograd.grad(loss, list(inputs.differentiable.values()))
+
+
+@pytest.mark.parametrize("name", [c.name for c in testing.MSSA_CASES if c.options.get("phi") in (None, "threshold")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_plain_backend_is_within_budget(name, dtype):
+    case = next(c for c in testing.MSSA_CASES if c.name == name)
+    inputs = testing.make_inputs(case, dtype)
+    eager = testing.run(case, inputs, "reference")
+    oracle = testing.run(case, inputs.to(torch.float64), "reference")
+    for result in testing.measure(testing.run(case, inputs, "plain"), eager, oracle, dtype):
+        assert result.passed, result
+
+
+# A compiled function draws another seed: the checkpoint test covers dropout.
+@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if not c.values[0].options.get("dropout_p")])
+def test_fullgraph_compile_equals_eager(case, backend):
+    inputs = leaves(case)
+    compiled = torch.compile(lambda i: call(case, i, backend), fullgraph=True, backend="aot_eager")
+    expected, actual = call(case, inputs, backend), compiled(inputs)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(differentiate(actual, inputs), differentiate(expected, inputs))
+
+
+@pytest.mark.parametrize("op", list(BACKENDS))
+def test_inductor_compiles_a_module_around_the_op(op):
+    case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
+    inputs = leaves(case)
+
+    def model(i):
+        doubled = testing.Inputs({k: (2 * t).sin() for k, t in i.differentiable.items()}, i.others)
+        return tuple(out.tanh() for out in call(case, doubled, BACKENDS[op][0]))
+
+    actual, expected = torch.compile(model, fullgraph=True)(inputs), model(inputs)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(differentiate(actual, inputs), differentiate(expected, inputs))
+
+
+DYNAMIC = {
+    "mssa": lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, backend="plain")[0],
+    "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True),
+    "tssa": lambda w: crate_kernels.tssa(w, torch.ones(2), backend="composite"),
+    "tssa-causal": lambda w: crate_kernels.tssa(
+        w, torch.ones(2), causal=True, denom_bias=torch.zeros(2, 600, 1), backend="composite"
+    ),
+    "ista": lambda w: crate_kernels.ista(w, torch.eye(16), backend="composite"),
+    "ista_overcomplete": lambda w: crate_kernels.ista_overcomplete(w, torch.ones(16, 32), backend="composite"),
+}
+
+
+@pytest.mark.parametrize("name", list(DYNAMIC))
+def test_a_new_seqlen_does_not_recompile(name):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(DYNAMIC[name], fullgraph=True, backend=counter)
+    # 3 and 513 tokens are on either side of every choice by length, which belong inside the op.
+    for n in (3, 17, 100, 513):
+        w = torch.randn(1, 2, n, 16, requires_grad=True)
+        torch._dynamo.mark_dynamic(w, 2)
+        out = compiled(w)
+        torch.testing.assert_close(out, DYNAMIC[name](w))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
+def saved(op, name):
+    case = next(c for c in testing.CASES if c.op == op and c.name == name)
+    return leaves(case)
+
+
+def _mssa_forward_args(name, seed=None, dropout_p=0.0):
+    inputs = saved("mssa", name)
+    others = inputs.others
+    masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
+    options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, "plain")
+    return inputs.differentiable["w"], *masks, seed, *options
+
+
+def _mssa_backward_args(name, **kwargs):
+    w, *options = _mssa_forward_args(name, **kwargs)
+    out, lse = mssa_op.mssa_fwd(w.detach(), *options)
+    return torch.randn_like(out), torch.randn_like(lse), w, out, lse, *options
+
+
+def _mssa_decode_args(ragged):
+    cache = crate_kernels.SubspaceCache(2, 3, 16, 8)
+    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
+    return torch.randn(2, 3, 4, 8), cache.data, cache.lengths, mask, 0, True, 0.3, True, "composite"
+
+
+def _tssa_args(name, seed=None, dropout_p=0.0):
+    inputs = saved("tssa", name)
+    tensors, others = inputs.differentiable, inputs.others
+    masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
+    w, temp = tensors["w"], tensors["temp"].detach().reshape(-1).requires_grad_()
+    if "denom_bias" not in tensors:
+        return w, temp, *masks, seed, dropout_p, "composite"
+    bias = tensors["denom_bias"].detach().squeeze(-1)[:, :-3].requires_grad_()
+    return w, temp, bias, *masks, seed, dropout_p, "composite"
+
+
+def _tssa_backward_args(name, **kwargs):
+    args = _tssa_args(name, **kwargs)
+    causal = "causal" in name
+    split = 3 if causal else 2
+    forward = tssa_op.tssa_causal_fwd if causal else tssa_op.tssa_fwd
+    with torch.no_grad():
+        out, membership, *rest = forward(*args)
+    return torch.randn_like(out), torch.randn_like(membership), *args[:split], membership, *rest, *args[split:]
+
+
+def _tssa_decode_args(ragged):
+    cache = crate_kernels.TokenStatsCache(2, 3, 8)
+    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
+    bias = torch.randn(3, 16)
+    return torch.randn(2, 3, 4, 8), torch.rand(3), bias, *cache._tensors(), mask, "composite"
+
+
+def _ista_args(name):
+    tensors = saved("ista", name).differentiable
+    return tensors["x"], tensors["weight"], 0.1, 0.1, name != "two-sided", torch.float32, "composite"
+
+
+def _ista_backward_args(name, needs):
+    *args, backend = _ista_args(name)
+    with torch.no_grad():
+        y = ista_op.ista_fwd(*args, backend)
+    return torch.randn_like(y), *args[:2], y, *args[2:], *needs, backend
+
+
+def _overcomplete_args(keep):
+    tensors = saved("ista_overcomplete", "two-steps").differentiable
+    return tensors["x"], tensors["weight"], tensors["decoder"], 0.1, 0.1, 2, keep, "composite"
+
+
+def _overcomplete_backward_args():
+    *args, _, backend = _overcomplete_args(True)
+    with torch.no_grad():
+        out, codes, residuals = ista_op.ista_overcomplete_fwd(*args, True, backend)
+    return torch.randn_like(out), *args[:3], codes, residuals, *args[3:], backend
+
+
+SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
+OPCHECKS = {
+    "mssa_fwd": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("n65")),
+    "mssa_fwd-pad": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("pad-row")),
+    "mssa_fwd-packed": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("causal-packed")),
+    "mssa_fwd-dropout": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("dropout", **SEED)),
+    "mssa_bwd": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("causal-n65")),
+    "mssa_bwd-packed": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("packed", **SEED)),
+    "mssa_decode": (mssa_op.mssa_decode, lambda: _mssa_decode_args(False)),
+    "mssa_decode-ragged": (mssa_op.mssa_decode, lambda: _mssa_decode_args(True)),
+    "tssa_fwd": (tssa_op.tssa_fwd, lambda: _tssa_args("n65")),
+    "tssa_fwd-packed": (tssa_op.tssa_fwd, lambda: _tssa_args("packed", **SEED)),
+    "tssa_bwd": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("pad-row")),
+    "tssa_bwd-packed": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("packed")),
+    "tssa_causal_fwd": (tssa_op.tssa_causal_fwd, lambda: _tssa_args("causal-n65")),
+    "tssa_causal_bwd": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-pad-row", **SEED)),
+    "tssa_causal_bwd-packed": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-packed")),
+    "tssa_decode": (tssa_op.tssa_decode, lambda: _tssa_decode_args(False)),
+    "tssa_decode-ragged": (tssa_op.tssa_decode, lambda: _tssa_decode_args(True)),
+    "ista_fwd": (ista_op.ista_fwd, lambda: _ista_args("many-tokens")),
+    "ista_fwd-few": (ista_op.ista_fwd, lambda: _ista_args("few-tokens")),
+    "ista_bwd": (ista_op.ista_bwd, lambda: _ista_backward_args("many-tokens", (True, True))),
+    "ista_bwd-dx": (ista_op.ista_bwd, lambda: _ista_backward_args("two-sided", (True, False))),
+    "ista_bwd-few": (ista_op.ista_bwd, lambda: _ista_backward_args("few-tokens", (True, True))),
+    "ista_overcomplete_fwd": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(False)),
+    "ista_overcomplete_fwd-keep": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(True)),
+    "ista_overcomplete_bwd": (ista_op.ista_overcomplete_bwd, _overcomplete_backward_args),
+}
+
+
+@pytest.mark.parametrize("name", list(OPCHECKS))
+def test_opcheck(name):
+    op, make = OPCHECKS[name]
+    args = make()
+    if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        # The Autograd part of opcheck wants an input that asks for a gradient; caches never do.
+        utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    else:
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("op", list(BACKENDS))
+def test_export(op):
+    case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
+    inputs = testing.make_inputs(case, torch.float32)
+    names = list(inputs.differentiable)
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            return call(case, testing.Inputs(dict(zip(names, tensors, strict=True)), {}), BACKENDS[op][0])
+
+    tensors = tuple(inputs.differentiable.values())
+    program = torch.export.export(Model(), tensors)
+    torch.testing.assert_close(program.module()(*tensors), Model()(*tensors))
+    assert "crate_kernels" in str(program.graph)
+
+
+@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[0].options.get("dropout_p")])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
+    inputs = leaves(case)
+    names = list(inputs.differentiable)
+
+    def plain(*tensors):
+        return call(case, testing.Inputs(dict(zip(names, tensors, strict=True)), inputs.others), backend)
+
+    def recomputed(*tensors):
+        return checkpoint(plain, *tensors, use_reentrant=False)
+
+    results = []
+    for function in (plain, recomputed):
+        # Each its own compiler run, from the same seed: the same graph draws the same dropout seed.
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+        torch.manual_seed(0)
+        outputs = function(*inputs.differentiable.values())
+        # What a mask drawn anew in the backward would have to repeat is gone from the generator by now.
+        torch.manual_seed(1)
+        results.append((outputs, differentiate(outputs, inputs)))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize(("case", "backend"), CALLS)
+def test_meta_tensors(case, backend):
+    inputs = testing.make_inputs(case, torch.float16)
+    meta = testing.Inputs(
+        {k: t.to("meta") for k, t in inputs.differentiable.items()},
+        {k: t.to("meta") if isinstance(t, torch.Tensor) else t for k, t in inputs.others.items()},
+    )
+    for actual, expected in zip(call(case, meta, backend), call(case, inputs, backend), strict=True):
+        assert actual.device.type == "meta"
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        # The stride of a dimension of size 1 addresses nothing.
+        moving = [d for d, size in enumerate(expected.shape) if size > 1 and expected.numel()]
+        assert [actual.stride(d) for d in moving] == [expected.stride(d) for d in moving]
+
+
+def test_composite_mssa_takes_meta_tensors():
+    w = torch.empty(2, 3, 5, 16, device="meta", requires_grad=True)
+    out = crate_kernels.mssa(w, causal=True)
+    (dw,) = torch.autograd.grad(out.sum(), w)
+    assert out.shape == dw.shape == w.shape
+
+
+def test_flops_are_counted():
+    w = torch.randn(2, 3, 64, 16, requires_grad=True)
+    product = 2 * 2 * 3 * 64 * 64 * 16
+    with FlopCounterMode(display=False) as counter:
+        crate_kernels.mssa(w, backend="plain").sum().backward()
+    own = counter.get_flop_counts()["Global"]
+    assert {str(op): count for op, count in own.items() if "crate_kernels" in str(op)} == {
+        "crate_kernels.mssa_fwd": 2 * product,
+        "crate_kernels.mssa_bwd": 5 * product,
+    }
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_decoding_writes_the_cache_in_place_without_recompiling_every_step(compiled):
+    torch.manual_seed(0)
+    w = torch.randn(2, 3, 12, 8)
+    cache = crate_kernels.SubspaceCache(2, 3, 12, 8)
+    address = cache.data.data_ptr()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def step(token, cache):
+        return crate_kernels.mssa(token, causal=True, cache=cache)
+
+    function = torch.compile(step, fullgraph=True, backend=counter) if compiled else step
+    outs = [function(w[:, :, n : n + 1].clone(), cache) for n in range(12)]
+    torch.testing.assert_close(torch.cat(outs, 2), crate_kernels.mssa(w, causal=True))
+    assert cache.data.data_ptr() == address
+    torch.testing.assert_close(cache.data, w)
+    # Once for the first length, once with the length as a symbol.
+    assert counter.frame_count <= 2
