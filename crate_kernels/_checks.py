@@ -12,6 +12,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
 
@@ -130,7 +131,7 @@ def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
         raise NotImplementedError(f"{op}: forward-mode AD is not supported{advice}")
     if not torch._C._are_functorch_transforms_active():
         return
-    stack = torch._C._functorch.get_interpreter_stack() or []
+    stack = get_interpreter_stack() or []
     kinds = [level.key().name for level in stack]
     if "Jvp" in kinds:
         raise NotImplementedError(f"{op}: forward-mode AD is not supported{advice}")

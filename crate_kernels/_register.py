@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from crate_kernels import _flops
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
@@ -43,7 +44,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
-        register_flop_formula(packet)(flops)
+        _flops.register(packet, flops)
     return packet.default
 
 
@@ -65,14 +66,19 @@ def functorch_twin(function: type, op: Callable) -> None:
 
 def apply(function: Any, *args: Any) -> Any:
     """Apply an autograd.Function, or its twin while a functorch transform is active."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if _transformed():
         function = _twins[function]
     return function.apply(*args)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of ``tensors`` wants a gradient from this call."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Whether any of ``tensors`` wants a gradient from this call, or may: a batched tensor does not say."""
+    return torch.is_grad_enabled() and (_transformed() or any(t is not None and t.requires_grad for t in tensors))
+
+
+def _transformed() -> bool:
+    """Whether a functorch transform is active; compile traces those by itself."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):

@@ -1,9 +1,12 @@
 """``patch`` on re-statements of the published modules: same structure and arithmetic, no code of ours."""
 
+# pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
+
 import copy
 import inspect
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import crate_kernels.nn
-from crate_kernels import _backend, _patch_kinds
+from crate_kernels import _backend, _patch_kinds, _patch_probe
 from crate_kernels._patch import patch, unpatch
 
 DIM, HEADS, HEAD_DIM = 12, 3, 4
@@ -160,7 +163,7 @@ SYSTEMS = {
 }
 
 
-def system(name):
+def system(name) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(SYSTEMS[name][0]() for _ in range(2)))
 
@@ -366,6 +369,35 @@ def test_left_with_the_reason(make, reason):
     assert reason in str(report)
 
 
+class Switch(FeedForward):
+    """One class, two functions, by an attribute of each type."""
+
+    def __init__(self, plain, via=lambda value: value):
+        super().__init__()
+        self.plain = via(plain)
+
+    def forward(self, x):
+        plain = self.plain[0] if isinstance(self.plain, list) else self.plain
+        return F.linear(x, self.weight) if plain else super().forward(x)
+
+
+@pytest.mark.parametrize("via", [bool, str, lambda v: [v], torch.tensor], ids=["bool", "str", "list", "tensor"])
+def test_layers_of_one_class_are_told_apart(via):
+    values = ("", "plain") if via is str else (False, True)
+    model = nn.Sequential(*(Switch(value, via) for value in (*values, *values)))
+    assert list(patch(model).replaced) == ["0", "2"]
+
+
+def test_layers_of_one_signature_share_a_probe(monkeypatch):
+    probed, probe = [], _patch_probe.same_function
+    monkeypatch.setattr(_patch_probe, "same_function", lambda *args: probed.append(1) or probe(*args))
+    tied = Overcomplete()
+    tied.D1 = tied.D
+    model = nn.Sequential(Attention(), FeedForward(), FeedForward(lambd=0.5), Attention(), FeedForward(), tied)
+    assert len(patch(nn.Sequential(model, Overcomplete(), Overcomplete())).replaced) == 8
+    assert len(probed) == 5
+
+
 def test_unrelated_modules_are_not_listed():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Conv2d(1, 1, 1))
     report = patch(model)
@@ -391,7 +423,7 @@ def test_probe_leaves_no_trace():
     def hook(*_):
         calls.append(1)
 
-    model = nn.Sequential(Counting(), FeedForward())
+    model: Any = nn.Sequential(Counting(), FeedForward())
     model[0].qkv.eval()
     model[0].to_out[0].weight.requires_grad_(False)
     model[1].weight.grad = torch.ones(DIM, DIM)
@@ -441,6 +473,23 @@ def test_hooks_keep_firing():
     assert seen["attn"].shape == x.shape
 
 
+REST = {
+    "mssa": (Attention, ["qkv", "to_out"]),
+    "tssa": (VisionTSSA, ["qkv", "to_out"]),
+    "causal-tssa": (CausalTSSA, ["c_attn", "c_proj", "resid_dropout"]),
+}
+
+
+@pytest.mark.parametrize(("make", "children"), REST.values(), ids=REST)
+def test_what_the_operator_does_not_replace_still_runs(make, children):
+    model, seen = make(), []
+    patch(model)
+    for child in children:
+        getattr(model, child).register_forward_hook(lambda m, args, out, child=child: seen.append(child))
+    model(tokens())
+    assert seen == children
+
+
 @pytest.mark.parametrize("child", ["attend", "dropout"])
 def test_a_hook_on_a_bypassed_child_brings_the_published_forward(child):
     model = Attention(dropout=0.5).eval()
@@ -475,7 +524,10 @@ def test_calls_reach_the_operator(monkeypatch):
     patch(model, backend="reference")
     monkeypatch.setattr(_patch_kinds, "mssa", spy)
     x = tokens()
-    model(x), model(x=x), model(x, return_attention=False), model(x, None)
+    model(x)
+    model(x=x)
+    model(x, return_attention=False)
+    model(x, None)
     model.scale = 2.0
     model.dropout.eval()
     model(x)
@@ -550,7 +602,7 @@ def test_compiles_in_one_graph():
 
 def test_a_compiled_model_sees_the_patch():
     model = system("crate").eval()
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     calls, x = [], tokens()
     with torch.no_grad():
         before = compiled(x)

@@ -23,7 +23,7 @@ def ista(
     """Take one proximal step of sparse coding.
 
     ``y = relu(x + step_size * (x W - x W^T W) - step_size * lambd)`` with tokens as rows: the ISTA block of
-    CRATE (Yu et al., 2023) Eq. 17, with its non-negative threshold. Differentiable once on every backend, in
+    CRATE (Yu et al., 2023), with its non-negative threshold. Differentiable once on every backend, in
     any order on ``backend="reference"``.
 
     Args:
@@ -72,7 +72,7 @@ def ista_overcomplete(
     """Take proximal steps of sparse coding in an overcomplete dictionary, and decode.
 
     From ``z = 0``, ``steps`` times ``z = relu(z + step_size * (x - z D^T) D - step_size * lambd)``; returns
-    ``z D1^T``: CRATE-alpha (Yang et al., 2024) Eq. 9-10. The published block adds a residual around it.
+    ``z D1^T``: the ISTA block of CRATE-alpha (Yang et al., 2024). The published block adds a residual around it.
 
     Args:
         x: tokens, (..., dim), floating.

@@ -27,7 +27,9 @@ def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[T
     return x.new_empty(x.shape if need_dx else (0,)), weight.new_empty(weight.shape if need_dweight else (0,))
 
 
-def _fake_overcomplete_fwd(x: Tensor, weight: Tensor, decoder: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_overcomplete_fwd(
+    x: Tensor, weight: Tensor, decoder: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     steps, keep = rest[2], rest[3]
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)

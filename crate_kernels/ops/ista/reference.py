@@ -1,7 +1,7 @@
 """Sparse-coding steps as the published code has them: the oracle of every other backend.
 
 With tokens as the rows of X and D = weight, one ISTA step of min_Z |X - Z D^T|^2 / 2 + lambda |Z|_1,
-started at Z = X (CRATE, Eq. 17)::
+started at Z = X (CRATE's ISTA block)::
 
     Y = relu(X + eta (X D - (X D^T) D) - eta lambda)
 

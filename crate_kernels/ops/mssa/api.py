@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,9 +18,37 @@ _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 
 
 @overload
-def mssa(w: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+def mssa(
+    w: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    phi: str = ...,
+    threshold: float | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    cache: SubspaceCache | None = ...,
+    return_lse: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
 @overload
-def mssa(w: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+def mssa(
+    w: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    phi: str = ...,
+    threshold: float | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    cache: SubspaceCache | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def mssa(
     w: Tensor,
     *,
@@ -39,7 +67,7 @@ def mssa(
     """Attend with one projection as query, key and value.
 
     For each head, ``out = phi(softmax(scale * w w^T)) w`` over the allowed keys: multi-head subspace
-    self-attention, CRATE (Yu et al., 2023) Eq. 14-16. Differentiable once on every backend, in any
+    self-attention, CRATE (Yu et al., 2023) Eq. 11-12. Differentiable once on every backend, in any
     order on ``backend="reference"``.
 
     Args:
@@ -81,7 +109,7 @@ def mssa(
     _checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     _checks.flag("mssa", "causal", causal)
     _checks.flag("mssa", "return_lse", return_lse)
-    scale = w.shape[-1] ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
+    factor: float = w.shape[-1] ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
     dropout_p = _checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if phi not in _PHI:
         raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
@@ -105,10 +133,11 @@ def mssa(
     name = _choose(w, phi, backend)
     if cache is not None:
         _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
-        return _decode(w, cache, key_padding_mask, scale, return_lse, name)
+        if w.shape[2] > 0:  # no token: nothing to append, and the result is as empty without a cache
+            return _decode(w, cache, key_padding_mask, factor, return_lse, name)
 
     masks = (key_padding_mask, cu_seqlens)
-    numbers = (causal, scale, dropout_p, phi, threshold or 0.0)
+    numbers = (causal, factor, dropout_p, phi, threshold or 0.0)
     if name != "reference":
         _checks.transforms("mssa", name, w)
     if name == "composite":
@@ -170,6 +199,10 @@ def _decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append to the cache and attend over it."""
     args = (w, cache.data, cache.lengths, key_padding_mask, cache._bound, cache._uniform, scale, return_lse)
-    out, lse = reference.decode(*args) if name == "reference" else op.mssa_decode(*args, name)
+    if name == "reference":
+        out, lse = reference.decode(*args)
+        lse = lse.to(_register.stat_dtype(w.dtype))
+    else:
+        out, lse = op.mssa_decode(*args, name)
     cache._advance(w.shape[2], ragged=key_padding_mask is not None)
     return (out, lse) if return_lse else out

@@ -24,6 +24,8 @@ _CHUNK_ELEMENTS = 1 << 24
 class _FirstOrderOnly(torch.autograd.Function):
     """Identity whose gradient refuses to be differentiated again, with advice."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(w: Tensor) -> Tensor:
         return w.view_as(w)
@@ -90,6 +92,8 @@ def _dense(
 
 class _LogSumExp(torch.autograd.Function):
     """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32, a chunk of rows at a time."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -194,18 +198,17 @@ def decode(
     new = w.shape[2]
     end = min(bound + new, data.shape[2])
     keys = data[:, :, :end]
+    allowed = safe = has_key = None
     if uniform and key_padding_mask is None:
         data[:, :, bound:end] = w
         lengths += new
-        allowed = None
         if new > 1:
-            allowed = torch.ones(new, end, dtype=torch.bool, device=w.device).tril(bound)[None, None]
-        has_key = None
+            allowed = safe = torch.ones(new, end, dtype=torch.bool, device=w.device).tril(bound)[None, None]
     else:
         visible = _append_ragged(w, data, lengths, key_padding_mask)
         allowed = (torch.arange(end, device=w.device) < visible[:, :, None])[:, None]
         has_key = allowed.any(-1, keepdim=True)
-    safe = allowed if has_key is None else allowed | ~has_key  # pyright: ignore[reportOperatorIssue]
+        safe = allowed | ~has_key
     if uniform and bound == 0 and key_padding_mask is None:
         out = F.scaled_dot_product_attention(w, w, w, is_causal=True, scale=scale)
     else:

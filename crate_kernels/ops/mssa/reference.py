@@ -3,7 +3,7 @@
 For one head, with tokens as the rows of W (seqlen, head_dim)::
 
     S   = scale * W W^T
-    P   = softmax(S)  over the allowed keys       (CRATE, Eq. 14-16: Q = K = V = W)
+    P   = softmax(S)  over the allowed keys       (CRATE, Eq. 11-12: Q = K = V = W)
     lse = logsumexp(S) over the same keys
     O   = phi(P) W
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +16,35 @@ _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 
 
 @overload
-def tssa(w: Tensor, temp: Tensor, *, return_membership: Literal[False] = False, **options: Any) -> Tensor: ...
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    *,
+    causal: bool = ...,
+    denom_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    cache: TokenStatsCache | None = ...,
+    return_membership: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
 @overload
-def tssa(w: Tensor, temp: Tensor, *, return_membership: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    *,
+    causal: bool = ...,
+    denom_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    cache: TokenStatsCache | None = ...,
+    return_membership: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def tssa(
     w: Tensor,
     temp: Tensor,
@@ -36,7 +62,7 @@ def tssa(
     """Attend through second moments, in time linear in the sequence.
 
     With ``c_hd = max(sum_n w^2, 1e-24)``: ``Pi = softmax over heads of temp_h sum_d w^2 / c``, ``M = sum_n Pi w^2 /
-    (sum_n Pi + 1e-8)`` and ``out = -w Pi / (1 + M)``: ToST (Wu et al., 2025) Eq. 10. ``causal=True`` is ToST's
+    (sum_n Pi + 1e-8)`` and ``out = -w Pi / (1 + M)``: ToST (Wu et al., 2025). ``causal=True`` is ToST's
     language form, another function: running sums, a floor of 1e-12, and ``denom_bias`` added to each ``w^2 / c``.
     Differentiable once on every backend, in any order on ``backend="reference"``.
 
@@ -88,6 +114,7 @@ def tssa(
         _checks.padding_mask("tssa", key_padding_mask, w)
     if cache is not None:
         _check_cache(w, temp, denom_bias, cache, causal, dropout_p, packed, key_padding_mask)
+        cache = cache if w.shape[2] > 0 else None  # no token: the result is as empty without it
     if denom_bias is not None:
         if not causal:
             raise ValueError("tssa: denom_bias must be None with causal=False")

@@ -1,6 +1,6 @@
 """Token-statistics self-attention as its equations have it: the oracle of every other backend.
 
-Full form (ToST, Wu et al., 2025, Eq. 10 and Algorithm 1), heads h, tokens n, channels d::
+Full form (ToST, Wu et al., 2025, the vision model), heads h, tokens n, channels d::
 
     c_hd   = max(sum_n w_hnd^2, 1e-24)
     q_hn   = sum_d w_hnd^2 / c_hd

@@ -1,0 +1,73 @@
+"""Reference models: every published size by name, and published checkpoints.
+
+A family is a module with ``SIZES`` (name -> frozen config), ``Config`` and ``Model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from crate_kernels.models import _official, crate
+from crate_kernels.models.crate import CRATE, CRATEConfig
+
+__all__ = ["CRATE", "CRATEConfig", "create", "from_official", "names"]
+
+_FAMILIES: dict[str, ModuleType] = {"crate": crate}
+_OWNERS = {name: family for family in _FAMILIES.values() for name in family.SIZES}
+
+
+def names() -> tuple[str, ...]:
+    """List the sizes that ``create`` knows."""
+    return tuple(_OWNERS)
+
+
+def create(name: str, **overrides: Any) -> nn.Module:
+    """Build a published size, freshly initialised.
+
+    Args:
+        name: one of ``names()``.
+        **overrides: fields of its config to change: ``num_classes=10``, ``backend="reference"``.
+
+    Returns:
+        The model, on torch's default device.
+
+    Raises:
+        ValueError: no size has that name, no field has an override's name, or a value that cannot be.
+        TypeError: a value of the wrong type.
+    """
+    if name not in _OWNERS:
+        raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
+    family = _OWNERS[name]
+    overrides = _official.settings("create", family.Config, overrides, whole=False)
+    return family.Model(replace(family.SIZES[name], **overrides))
+
+
+def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
+    """Build our model of a published system and load a published checkpoint into it, strictly.
+
+    Args:
+        system: which system; now ``"crate"``.
+        state_dict: the checkpoint, as ``torch.load`` gives it: weights nested under ``state_dict``,
+            ``model`` or ``model_ema``, and names prefixed by ``module.`` or ``_orig_mod.``, are understood.
+            It is not changed, and nothing is shared with it.
+        config: keyword arguments of the published class. What checkpoints do not hold (step sizes,
+            thresholds, dropout) and our own choices (``backend``) may be given beside them.
+
+    Returns:
+        The model, in training mode as a constructor leaves it.
+
+    Raises:
+        ValueError: an unknown system or argument, a required one missing, or weights that do not fit, all of
+            them listed.
+        TypeError: an argument of the wrong type.
+    """
+    if system not in _FAMILIES:
+        raise ValueError(f"from_official: system must be one of {', '.join(_FAMILIES)}, got {system!r}")
+    family = _FAMILIES[system]
+    settings = _official.settings("from_official", family.Config, config, whole=True)
+    return _official.load(system, family.Model(family.Config(**settings)), state_dict)

@@ -1,0 +1,313 @@
+"""CRATE: white-box transformers via sparse rate reduction (Yu et al. 2023, arXiv 2306.01129).
+
+A layer compresses the tokens against its subspaces, then sparsifies them in its dictionary::
+
+    x_half = x + MSSA(LN(x))          -grad Rc, approximately (Eq. 11-12)
+    x      = ISTA(LN(x_half))         a proximal step, no residual around it
+
+State-dict keys are the published ones, so that published checkpoints and analyses fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from crate_kernels import _checks
+from crate_kernels.nn import ISTA, MSSA
+
+__all__ = ["CRATE", "SIZES", "CRATEConfig", "RateGradientStep"]
+
+
+def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """Return (height, width) of an int or a pair."""
+    height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    return (
+        _checks.integer("CRATE", name, height, minimum=1),
+        _checks.integer("CRATE", name, width, minimum=1),
+    )
+
+
+@dataclass(frozen=True)
+class CRATEConfig:
+    """What a CRATE is: the published constructor's arguments, then the papers' variants.
+
+    Attributes:
+        dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
+        image_size, patch_size: an int or (height, width), in pixels.
+        num_classes: outputs of the head.
+        pool: ``"cls"``, or ``"mean"`` over all tokens, the class token included.
+        channels: of the image.
+        dropout: in attention and after it; ``emb_dropout``: on the embedded tokens.
+        ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
+        attention: ``"mssa"`` as published; ``"tied"`` the derived form (Eq. 11-12); ``"gradient"`` the exact
+            gradient of Rc (Eq. 9), of which MSSA is the first-order approximation.
+        gamma: p / (N eps^2) of the derived forms; 1 is eps^2 = p / N.
+        kappa: step along the subspaces. None is the published residual ``x + MSSA``; a number is
+            ``(1 - kappa gamma) x + kappa gamma MSSA`` (Eq. 10), or ``x - kappa grad Rc`` with ``"gradient"``.
+        prox: ISTA's step: ``"nonnegative"``, ``"soft"`` or ``"mm"``, as in ``crate_kernels.nn.ISTA``.
+        alpha: dim / (N eps^2) of ``prox="mm"``.
+        grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        backend: of the operators; None is the best available.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    dim: int
+    depth: int
+    heads: int
+    dim_head: int = 64
+    image_size: int | Sequence[int] = 224
+    patch_size: int | Sequence[int] = 16
+    num_classes: int = 1000
+    pool: str = "cls"
+    channels: int = 3
+    dropout: float = 0.0
+    emb_dropout: float = 0.0
+    ista: float = 0.1
+    lambd: float = 0.1
+    attention: str = "mssa"
+    gamma: float = 1.0
+    kappa: float | None = None
+    prox: str = "nonnegative"
+    alpha: float = 1.0
+    grad_checkpointing: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        height, width = _pair("image_size", self.image_size)
+        ph, pw = _pair("patch_size", self.patch_size)
+        if height % ph or width % pw:
+            got = f"{height}x{width} by {ph}x{pw}"
+            raise ValueError(f"CRATE: image_size must be a multiple of patch_size, got {got}")
+        for name in ("dim", "depth", "heads", "dim_head", "num_classes", "channels"):
+            _checks.integer("CRATE", name, getattr(self, name), minimum=1)
+        if self.pool not in ("cls", "mean"):
+            raise ValueError(f"CRATE: pool must be 'cls' or 'mean', got {self.pool!r}")
+        if self.attention not in ("mssa", "tied", "gradient"):
+            raise ValueError(f"CRATE: attention must be 'mssa', 'tied' or 'gradient', got {self.attention!r}")
+        _checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
+        if self.kappa is not None:
+            _checks.number("CRATE", "kappa", self.kappa)
+
+
+SIZES = {
+    "crate_tiny": CRATEConfig(dim=384, depth=12, heads=6, dim_head=64),
+    "crate_small": CRATEConfig(dim=576, depth=12, heads=12, dim_head=48),
+    "crate_base": CRATEConfig(dim=768, depth=12, heads=12, dim_head=64),
+    "crate_large": CRATEConfig(dim=1024, depth=24, heads=16, dim_head=64),
+    "crate_base_demo": CRATEConfig(dim=768, depth=12, heads=6, dim_head=128, patch_size=8, num_classes=21842),
+    "crate_small_21k": CRATEConfig(dim=384, depth=12, heads=6, dim_head=64, patch_size=8, num_classes=21842),
+    "crate_base_21k": CRATEConfig(dim=768, depth=12, heads=12, dim_head=64, patch_size=8, num_classes=21842),
+    "crate_base_768": CRATEConfig(dim=768, depth=12, heads=12, dim_head=64, patch_size=8, num_classes=768),
+}
+
+
+class RateGradientStep(nn.Module):
+    """Return ``-grad Rc(x | U)`` (CRATE Eq. 9), with the subspaces U as the rows of ``qkv.weight``.
+
+    ``grad Rc = gamma sum_k (I + gamma V_k V_k^T)^-1 V_k U_k^T``, ``V_k = x U_k``. Pushing the inverse
+    through, ``V_k (I + gamma V_k^T V_k)^-1`` solves a system of dim_head unknowns instead of seqlen.
+
+    Args:
+        dim, heads, dim_head: as in ``crate_kernels.nn.MSSA``.
+        gamma: p / (N eps^2); default 1.
+    """
+
+    def __init__(self, dim: int, heads: int, dim_head: int, *, gamma: float = 1.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.gamma = _checks.number("RateGradientStep", "gamma", gamma, minimum=0.0)
+        self.qkv = nn.Linear(dim, heads * dim_head, bias=False)
+
+    def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
+        """Return (batch, seqlen, dim); or the projection ``qkv(x)`` if ``return_key``."""
+        if return_attention:
+            raise ValueError("RateGradientStep: return_attention must be False, an exact gradient has none")
+        projected = self.qkv(x)
+        if return_key:
+            return projected
+        # Half precision has no factorisation, and the condition number squares that of the tokens.
+        with torch.autocast(x.device.type, enabled=False):
+            v = projected.to(torch.promote_types(projected.dtype, torch.float32))
+            v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (batch, heads, seqlen, dim_head)
+            identity = torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
+            factor = torch.linalg.cholesky(identity + self.gamma * (v.mT @ v))
+            shrunk = torch.cholesky_solve(v.mT, factor).mT.transpose(1, 2).flatten(2)
+        return -self.gamma * (shrunk.to(projected.dtype) @ self.qkv.weight)
+
+
+class PreNorm(nn.Module):
+    """Apply ``fn`` to layer-normalised tokens."""
+
+    def __init__(self, dim: int, fn: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.fn = fn
+
+    def forward(self, x: Tensor, **kwargs: bool) -> Tensor:
+        return self.fn(self.norm(x), **kwargs)
+
+
+class Transformer(nn.Module):
+    """The layers: each a PreNorm of attention and a PreNorm of ISTA."""
+
+    def __init__(self, config: CRATEConfig) -> None:
+        super().__init__()
+        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
+        self.grad_checkpointing = config.grad_checkpointing
+        self.kept, self.step = _residual(config)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    PreNorm(config.dim, _attention(config)),
+                    PreNorm(
+                        config.dim,
+                        ISTA(
+                            config.dim,
+                            step_size=config.ista,
+                            lambd=config.lambd,
+                            prox=config.prox,
+                            alpha=config.alpha,
+                            backend=config.backend,
+                        ),
+                    ),
+                ]
+            )
+            for _ in range(config.depth)
+        )
+
+    def _layer(self, index: int, x: Tensor) -> Tensor:
+        attention, sparsify = cast(nn.ModuleList, self.layers[index])
+        update = attention(x)
+        if (self.kept, self.step) == (1.0, 1.0):
+            return sparsify(update + x)
+        return sparsify(self.kept * x + self.step * update)
+
+    def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
+        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
+        for index in range(self.depth if layers is None else layers):
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = cast(Tensor, checkpoint(self._layer, index, x, use_reentrant=False))
+            else:
+                x = self._layer(index, x)
+        return x
+
+
+def _attention(config: CRATEConfig) -> nn.Module:
+    """Build the compression step of a layer."""
+    if config.attention == "gradient":
+        return RateGradientStep(config.dim, config.heads, config.dim_head, gamma=config.gamma)
+    return MSSA(
+        config.dim,
+        config.heads,
+        config.dim_head,
+        config.dropout,
+        tied=config.attention == "tied",
+        gamma=config.gamma,
+        backend=config.backend,
+    )
+
+
+def _residual(config: CRATEConfig) -> tuple[float, float]:
+    """Return the factors of the stream and of the update."""
+    if config.kappa is None:
+        return 1.0, 1.0
+    if config.attention == "gradient":
+        return 1.0, config.kappa
+    return 1.0 - config.kappa * config.gamma, config.kappa * config.gamma
+
+
+class Patchify(nn.Module):
+    """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
+
+    def __init__(self, config: CRATEConfig) -> None:
+        super().__init__()
+        self.channels = config.channels
+        self.patch_size = _pair("patch_size", config.patch_size)
+
+    def forward(self, img: Tensor) -> Tensor:
+        ph, pw = self.patch_size
+        if img.dim() != 4 or img.shape[1] != self.channels or img.shape[2] % ph or img.shape[3] % pw:
+            wanted = f"(batch, channels={self.channels}, height, width) in patches of {ph}x{pw}"
+            raise ValueError(f"CRATE: img must be {wanted}, got {tuple(img.shape)}")
+        patches = img.unflatten(3, (-1, pw)).unflatten(2, (-1, ph))  # (b, c, h, ph, w, pw)
+        return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+class CRATE(nn.Module):
+    """Classify images with a white-box transformer.
+
+    Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
+    flattened patches), ``pos_embedding`` (1, patches + 1, dim), ``cls_token`` (1, 1, dim),
+    ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``, ``transformer.layers.{i}.1.{norm,fn.weight}``,
+    ``mlp_head.{0,1}`` (LN, Linear).
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    def __init__(self, config: CRATEConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        height, width = _pair("image_size", config.image_size)
+        ph, pw = _pair("patch_size", config.patch_size)
+        patches, patch_dim = (height // ph) * (width // pw), config.channels * ph * pw
+        self.to_patch_embedding = nn.Sequential(
+            Patchify(config), nn.LayerNorm(patch_dim), nn.Linear(patch_dim, dim), nn.LayerNorm(dim)
+        )
+        self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, dim))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
+        self.dropout = nn.Dropout(config.emb_dropout)
+        self.transformer = Transformer(config)
+        self.pool = config.pool
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, config.num_classes))
+
+    def _embed(self, img: Tensor) -> Tensor:
+        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
+        x = self.to_patch_embedding(img)
+        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
+            # Published code would use the first positions, which belong to other places of the image.
+            raise ValueError(
+                f"CRATE: img must have {self.pos_embedding.shape[1] - 1} patches (image_size "
+                f"{self.config.image_size}), got {x.shape[1]} from {tuple(img.shape)}"
+            )
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+        return self.dropout(x + self.pos_embedding)
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+        return self.transformer(self._embed(img))
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        x = self.forward_features(img)
+        return self.mlp_head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
+
+    def get_last_selfattention(self, img: Tensor, layer: int = 5) -> Tensor:
+        """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0."""
+        return self._inspect(img, "layer", layer, return_attention=True)
+
+    def get_last_key(self, img: Tensor, depth: int = 11) -> Tensor:
+        """Return the projected tokens ``qkv(LN(x))`` (batch, tokens, heads * dim_head) of a layer, from 0."""
+        return self._inspect(img, "depth", depth, return_key=True)
+
+    def _inspect(self, img: Tensor, name: str, index: int, **what: bool) -> Tensor:
+        if _checks.integer("CRATE", name, index, minimum=0) >= self.transformer.depth:
+            raise ValueError(f"CRATE: {name} must be < {self.transformer.depth} layers, got {index}")
+        x = self.transformer(self._embed(img), index)
+        return cast(nn.ModuleList, self.transformer.layers[index])[0](x, **what)
+
+
+Config, Model = CRATEConfig, CRATE

@@ -1,0 +1,285 @@
+"""CRATE: sizes, keys, variants, loading, errors."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crate_kernels import models
+from crate_kernels.analysis import rate_gradient
+from crate_kernels.models.crate import CRATE, CRATEConfig, RateGradientStep
+
+SMALL = CRATEConfig(dim=24, depth=2, heads=3, dim_head=8, image_size=(8, 12), patch_size=(2, 4), num_classes=5)
+PUBLISHED = {  # what the published constructor takes
+    "image_size": [8, 12],
+    "patch_size": [2, 4],
+    "num_classes": 5,
+    "dim": 24,
+    "depth": 2,
+    "heads": 3,
+    "dim_head": 8,
+}
+PARAMETERS = {
+    "crate_tiny": 6_090_856,
+    "crate_small": 13_116_328,
+    "crate_base": 22_796_008,
+    "crate_large": 77_641_192,
+    "crate_base_demo": 38_831_570,
+    "crate_small_21k": 14_118_482,
+    "crate_base_21k": 38_831_570,
+    "crate_base_768": 22_625_664,
+}
+
+
+def build(seed=0, **changes) -> Any:
+    torch.manual_seed(seed)
+    return CRATE(replace(SMALL, **changes))
+
+
+def images(batch=2, dtype=torch.float32):
+    return torch.randn(batch, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def test_names_are_the_published_sizes():
+    assert set(models.names()) == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count(name):
+    with torch.device("meta"):
+        model = models.create(name)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+def test_create_overrides():
+    with torch.device("meta"):
+        model: Any = models.create("crate_tiny", num_classes=10, backend="reference", depth=3, image_size=32)
+    assert model.config.num_classes == 10
+    assert model.pos_embedding.shape == (1, 5, 384)
+    assert len(model.transformer.layers) == 3
+    assert all(m.backend == "reference" for m in model.modules() if hasattr(m, "backend"))
+
+
+def test_state_dict_keys():
+    layer = ["0.norm.weight", "0.norm.bias", "0.fn.qkv.weight", "0.fn.to_out.0.weight", "0.fn.to_out.0.bias"]
+    layer += ["1.norm.weight", "1.norm.bias", "1.fn.weight"]
+    wanted = ["pos_embedding", "cls_token"]
+    wanted += [f"to_patch_embedding.{i}.{name}" for i in (1, 2, 3) for name in ("weight", "bias")]
+    wanted += [f"transformer.layers.{i}.{name}" for i in range(2) for name in layer]
+    wanted += [f"mlp_head.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")]
+    assert sorted(build().state_dict()) == sorted(wanted)
+
+
+def test_patches_are_flattened_row_by_row_channel_last():
+    img = images()
+    patches = build().to_patch_embedding[0](img)
+    assert patches.shape == (2, 12, 24)
+    for index in range(12):
+        row, col = 2 * (index // 3), 4 * (index % 3)
+        wanted = img[:, :, row : row + 2, col : col + 4].permute(0, 2, 3, 1).flatten(1)
+        assert torch.equal(patches[:, index], wanted)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_pool(pool):
+    model = build(pool=pool)
+    tokens = model.forward_features(images())
+    pooled = tokens[:, 0] if pool == "cls" else tokens.sum(1) / 13
+    torch.testing.assert_close(model(images()), model.mlp_head(pooled))
+
+
+def test_inspection():
+    model, img = build().eval(), images()
+    keys = []
+    for attention, _ in model.transformer.layers:
+        attention.fn.qkv.register_forward_hook(lambda m, args, out: keys.append(out))
+    model(img)
+    for index in range(2):
+        assert torch.equal(model.get_last_key(img, index), keys[index])
+        w = keys[index].unflatten(-1, (3, 8)).transpose(1, 2)
+        weights = (8**-0.5 * w @ w.mT).softmax(-1)
+        torch.testing.assert_close(model.get_last_selfattention(img, layer=index), weights)
+
+
+def half_step(model, x):
+    """The first layer up to the input of its ISTA block."""
+    seen = []
+    handle = model.transformer.layers[0][1].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model.transformer(x, 1)
+    handle.remove()
+    return seen[0]
+
+
+RESIDUALS = {
+    "published": ({}, 1.0, 1.0),
+    "tied": ({"attention": "tied", "gamma": 0.5}, 1.0, 1.0),
+    "leaky": ({"kappa": 0.5, "gamma": 0.4}, 0.8, 0.2),
+    "leaky-tied": ({"attention": "tied", "kappa": 0.5, "gamma": 0.4}, 0.8, 0.2),
+    "gradient": ({"attention": "gradient", "gamma": 0.4}, 1.0, 1.0),
+    "gradient-step": ({"attention": "gradient", "gamma": 0.4, "kappa": 0.5}, 1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize(("changes", "kept", "step"), RESIDUALS.values(), ids=RESIDUALS)
+def test_residual(changes, kept, step):
+    model, x = build(**changes).double().eval(), torch.randn(2, 13, 24, dtype=torch.float64)
+    wanted = kept * x + step * model.transformer.layers[0][0](x)
+    torch.testing.assert_close(half_step(model, x), wanted)
+    assert any("to_out" in name for name in model.state_dict()) == ("attention" not in changes)
+    out = model(images(dtype=torch.float64))
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_gradient_step_is_equation_9():
+    torch.manual_seed(0)
+    module, x = RateGradientStep(24, 3, 8, gamma=0.4).double(), torch.randn(2, 13, 24, dtype=torch.float64)
+    subspaces = module.qkv.weight.view(3, 8, 24).mT
+    torch.testing.assert_close(module(x), -rate_gradient(x, subspaces, eps_squared=8 / (13 * 0.4)))
+    assert torch.equal(module(x, return_key=True), module.qkv(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module.float()(x.float())
+    assert (low - module.double()(x)).abs().max() < 0.05 * module(x).abs().max()
+
+
+@pytest.mark.parametrize("prox", ["nonnegative", "soft", "mm"])
+def test_prox_reaches_every_layer(prox):
+    model = build(prox=prox, ista=0.2, lambd=0.3, alpha=0.5)
+    codes = [m for m in model.modules() if hasattr(m, "prox")]
+    assert [(m.prox, m.step_size, m.lambd, m.alpha) for m in codes] == [(prox, 0.2, 0.3, 0.5)] * 2
+
+
+def gradients(model, img):
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(img).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_changes_no_gradient(dropout):
+    plain, saving = build(dropout=dropout), build(dropout=dropout, grad_checkpointing=True)
+    runs = []
+    saving.transformer.layers[0][0].register_forward_hook(lambda *_: runs.append(1))
+    wanted, actual = gradients(plain, images()), gradients(saving, images())
+    assert all(torch.equal(a, w) for a, w in zip(actual, wanted, strict=True))
+    assert len(runs) == 2
+    with torch.no_grad():
+        saving(images())
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_compiles_in_one_graph(checkpointing):
+    model = build(depth=1, grad_checkpointing=checkpointing)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, images()), gradients(model, images()))
+
+
+def test_empty_batch():
+    assert build()(images(0)).shape == (0, 5)
+
+
+NESTINGS = {
+    "bare": lambda state: state,
+    "state_dict": lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"state": {}}},
+    "model": lambda state: {"model": state, "args": None},
+    "model_ema": lambda state: {"model_ema": state},
+    "model-before-ema": lambda state: {"model_ema": {}, "model": state},
+    "twice": lambda state: {"model": {"state_dict": state}},
+}
+PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=lambda prefix: prefix or "none")
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_from_official(nest, prefix):
+    source = build(seed=5, ista=0.2, lambd=0.5)
+    checkpoint = nest({prefix + name: value for name, value in source.state_dict().items()})
+    before, config = copy.deepcopy(checkpoint), copy.deepcopy(PUBLISHED)
+    model: Any = models.from_official("crate", checkpoint, {**PUBLISHED, "ista": 0.2, "lambd": 0.5})
+    assert torch.equal(model(images()), source(images()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert str(checkpoint) == str(before)
+    assert config == PUBLISHED
+
+
+def broken(state):
+    state = {name: value for name, value in state.items() if "mlp_head" not in name}
+    state["transformer.layers.2.0.norm.weight"] = torch.zeros(24)
+    state["cls_token"] = torch.zeros(1, 24)
+    state["pos_embedding"] = [0.0]
+    return state
+
+
+def test_from_official_lists_all_that_does_not_fit():
+    with pytest.raises(ValueError, match="state_dict does not fit the crate of this config") as caught:
+        models.from_official("crate", {"state_dict": broken(build().state_dict())}, PUBLISHED)
+    assert sorted(str(caught.value).split("\n  ")[1:]) == [
+        "cls_token must be (1, 1, 24), got (1, 24)",
+        "missing mlp_head.0.bias (24,)",
+        "missing mlp_head.0.weight (24,)",
+        "missing mlp_head.1.bias (5,)",
+        "missing mlp_head.1.weight (5, 24)",
+        "pos_embedding must be a Tensor, got list",
+        "unexpected transformer.layers.2.0.norm.weight",
+    ]
+
+
+def official(system="crate", state=None, config=None):
+    state = build().state_dict() if state is None else state
+    return models.from_official(system, state, PUBLISHED if config is None else config)
+
+
+BAD = {
+    "size": (lambda: models.create("crate_huge"), ValueError, "create: name must be one of crate_tiny, .*'crate_huge'"),
+    "override": (lambda: models.create("crate_tiny", width=3), ValueError, "create: arguments must be among .*; got w"),
+    "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, got 'vit'"),
+    "config": (lambda: official(config={**PUBLISHED, "mlp": 4}), ValueError, "from_official: arguments .*; got mlp"),
+    "config-short": (lambda: official(config={"dim": 24}), ValueError, "config must give depth, heads$"),
+    "config-type": (lambda: official(config=[1]), TypeError, "from_official: config must be a mapping, got list"),
+    "state-type": (lambda: official(state=[1]), TypeError, "from_official: state_dict must be a mapping, got list"),
+    "state-twice": (lambda: official(state={"a": 1, "module.a": 2}), ValueError, "name each weight once, got a twice"),
+    "image-size": (lambda: build(image_size=9), ValueError, "image_size must be a multiple of patch_size, got 9x9 by"),
+    "patch-size": (lambda: build(patch_size=0), ValueError, "CRATE: patch_size must be >= 1, got 0"),
+    "pair": (lambda: build(image_size=(8, 8, 8)), TypeError, "CRATE: image_size must be an int, got tuple"),
+    "pool": (lambda: build(pool="max"), ValueError, "CRATE: pool must be 'cls' or 'mean', got 'max'"),
+    "attention": (lambda: build(attention="mhsa"), ValueError, "CRATE: attention must be 'mssa', 'tied' or 'gradient'"),
+    "prox": (lambda: build(prox="hard"), ValueError, "ISTA: prox must be"),
+    "depth": (lambda: build(depth=0), ValueError, "CRATE: depth must be >= 1, got 0"),
+    "classes": (lambda: build(num_classes=1.5), TypeError, "CRATE: num_classes must be an int, got float"),
+    "kappa": (lambda: build(kappa="1"), TypeError, "CRATE: kappa must be a number, got str"),
+    "emb-dropout": (lambda: build(emb_dropout=1), ValueError, "CRATE: emb_dropout must be < 1.0, got 1.0"),
+    "channels": (lambda: build()(torch.ones(1, 1, 8, 12)), ValueError, r"img must be \(batch, channels=3, height"),
+    "rank": (lambda: build()(torch.ones(3, 8, 12)), ValueError, r"CRATE: img must be .*, got \(3, 8, 12\)"),
+    "height": (lambda: build()(torch.ones(1, 3, 9, 12)), ValueError, r"in patches of 2x4, got \(1, 3, 9, 12\)"),
+    "smaller": (lambda: build()(torch.ones(1, 3, 8, 8)), ValueError, "CRATE: img must have 12 patches .*, got 8 from"),
+    "layer": (lambda: build().get_last_selfattention(images()), ValueError, "CRATE: layer must be < 2 layers, got 5"),
+    "negative": (lambda: build().get_last_key(images(), -1), ValueError, "CRATE: depth must be >= 0, got -1"),
+    "no-attention": (
+        lambda: build(attention="gradient").get_last_selfattention(images(), 0),
+        ValueError,
+        "RateGradientStep: return_attention must be False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_module_of_the_model_keeps_its_hooks():
+    model, seen = build(), []
+    for layer in model.transformer.layers:
+        assert isinstance(layer[0].fn.qkv, nn.Linear)
+        layer[0].fn.qkv.register_forward_hook(lambda *_: seen.append("rate"))
+        layer[1].register_forward_hook(lambda *_: seen.append("sparsity"))
+    model(images())
+    assert seen == ["rate", "sparsity"] * 2

@@ -1,0 +1,87 @@
+"""What the operator tests share: the backends of this machine, losses, keep masks and budgets."""
+
+import pytest
+import torch
+
+from crate_kernels import _backend, _register, testing
+from tests.naive import philox4x32_10
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+DTYPES = [
+    pytest.param(torch.float32, id="fp32"),
+    pytest.param(torch.bfloat16, id="bf16"),
+    pytest.param(torch.float16, id="fp16"),
+]
+
+
+def backends(op, reference=True):
+    """List (backend, device type) for every backend that computes ``op`` here; kernels to come are found by name."""
+    found = []
+    for name in _backend.names():
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            try:
+                _backend.resolve(op, name, torch.device(device), torch.float32)
+            except RuntimeError:
+                continue
+            if reference or name != "reference":
+                marks = [pytest.mark.gpu] if device == "cuda" else []
+                found.append(pytest.param(name, device, id=f"{name}-{device}", marks=marks))
+    return found
+
+
+def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def padding(kind, batch, seqlen):
+    return testing.padding_mask(kind, batch, seqlen, torch.Generator().manual_seed(2)) if kind else None
+
+
+def offsets(lengths):
+    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+
+
+def outputs_and_gradients(function, *tensors):
+    """Return every output of ``function`` and the gradients of a random loss of all of them."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator, loss = torch.Generator().manual_seed(1), 0.0
+    for out in outputs:
+        # Drawn in the coarsest precision, so that every dtype sees the same upstream values.
+        upstream = torch.randn(out.shape, generator=generator).bfloat16().to(out)
+        # lse of a row without keys is -inf.
+        loss = loss + (torch.where(out.isfinite(), out, 0.0) * upstream).sum()
+    grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    return [*(out.detach() for out in outputs), *grads]
+
+
+def keep_mask(seed, dropout_p, heads, rows, columns):
+    """Return the (heads, rows, columns) dropout mask of a call made right after ``torch.manual_seed(seed)``."""
+    torch.manual_seed(seed)
+    key = int(_register.draw_seed(torch.device("cpu")))
+    torch.manual_seed(seed)
+    return torch.tensor(
+        [
+            [[philox4x32_10((j, i, h, 0), key)[0] >= dropout_p * 2**32 for j in range(columns)] for i in range(rows)]
+            for h in range(heads)
+        ]
+    )
+
+
+_expected = {}
+
+
+def over_budget(case, dtype, backend, device):
+    """Return what ``backend`` gets wrong in ``case``; eager's and float64's results serve every backend."""
+    reason = testing.excluded(case, backend, dtype)
+    if reason is not None:
+        pytest.skip(reason)
+    inputs = testing.make_inputs(case, dtype, device)
+    key = str(case), dtype, device
+    if key not in _expected:
+        exact = testing.run(case, inputs.to(torch.float64), "reference")
+        _expected[key] = testing.run(case, inputs, "reference"), exact
+    actual = testing.run(case, inputs, backend)
+    assert actual.keys() == _expected[key][1].keys()
+    return [m for m in testing.measure(actual, *_expected[key], dtype) if not m.passed]

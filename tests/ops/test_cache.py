@@ -1,0 +1,249 @@
+"""Decoding: whatever the blocks, a cache gives what the full causal forward gives."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from crate_kernels import SubspaceCache, testing
+from tests.ops.common import DTYPES, backends
+from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, contents, new_cache, tokens
+
+
+def calls(reference):
+    ids = ((op, p) for op in ("mssa", "tssa") for p in backends(op, reference))
+    return [pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks) for op, p in ids]
+
+
+EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
+FUSED = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=False))
+SUBSPACE = pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+
+
+def decode(op, w, backend, cache, blocks):
+    parts = [attend(op, block, backend, cache) for block in w.split(blocks, dim=2)]
+    return tuple(torch.cat(results, 2) for results in zip(*parts, strict=True))
+
+
+BLOCKS = {
+    "token-by-token": [1] * 12,
+    "all-at-once": [12],
+    "prefill-and-steps": [9, 1, 1, 1],
+    "blocks": [4, 4, 4],
+    "uneven-blocks": [1, 5, 2, 4],
+}
+
+
+@EACH
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_decoding_equals_the_full_forward(op, backend, device, blocks):
+    w, cache = tokens(device=device), new_cache(op, device=device)
+    torch.testing.assert_close(decode(op, w, backend, cache, blocks), attend(op, w, backend))
+    assert cache.lengths.tolist() == [CAPACITY] * BATCH
+
+
+@EACH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
+def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
+    w = tokens(dtype=dtype, device=device)
+    names = ("out", "statistic")
+    actual, eager, exact = (
+        dict(zip(names, results, strict=True))
+        for results in (
+            decode(op, w, backend, new_cache(op, dtype, device), blocks),
+            attend(op, w, "reference"),
+            attend(op, w.double(), "reference"),
+        )
+    )
+    assert (actual["out"].dtype, actual["statistic"].dtype) == (dtype, torch.float32)
+    assert [m for m in testing.measure(actual, eager, exact, dtype) if not m.passed] == []
+
+
+@FUSED
+def test_output_of_a_step_merges_its_heads_as_a_view(op, backend, device):
+    cache = new_cache(op, device=device)
+    for seqlen in (3, 1):
+        out, _ = attend(op, tokens(seqlen, device=device), backend, cache)
+        assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
+
+
+@EACH
+def test_ragged_prefill_then_steps(op, backend, device):
+    """Sequences of 2, 5 and no tokens, right-padded; then a common step, a ragged block and another step."""
+    cache, held = new_cache(op, device=device), [torch.empty(HEADS, 0, HEAD_DIM, device=device)] * BATCH
+    for step, kept in enumerate([(2, 5, 0), (1, 1, 1), (3, 0, 2), (1, 1, 1)]):
+        w = tokens(max(kept), device=device, seed=step)
+        mask = torch.arange(max(kept), device=device) < torch.tensor(kept, device=device)[:, None]
+        results = attend(op, w, backend, cache, mask if min(kept) < max(kept) else None)
+        assert all(r.isfinite().all() for r in results) or step == 0, "a padded query of an empty sequence has lse -inf"
+        for b, n in enumerate(kept):
+            held[b] = torch.cat([held[b], w[b, :, :n]], 1)
+            for actual, full in zip(results, attend(op, held[b][None], backend), strict=True):
+                torch.testing.assert_close(actual[b, :, :n], full[0, :, full.shape[2] - n :])
+    assert cache.lengths.tolist() == [7, 7, 4]
+
+
+@EACH
+def test_an_empty_sequence_gives_zero_until_its_first_token(op, backend, device):
+    cache, mask = new_cache(op, device=device), torch.tensor([[True] * 2, [False] * 2, [True, False]], device=device)
+    out, statistic = attend(op, tokens(2, device=device), backend, cache, mask)
+    assert not out[1].any()
+    assert statistic[1].eq(-torch.inf if op == "mssa" else 0.0).all()
+    assert cache.lengths.tolist() == [2, 0, 1]
+
+
+@SUBSPACE
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [(3, (3, 3, 3)), (0, (0, 0, 0)), (20, (6, 6, 6)), ([2, 5, 0], (2, 5, 0)), ([2, 2**40, -1], (2, 6, 0))],
+    ids=["int", "zero", "longer", "tensor", "tensor-out-of-range"],
+)
+def test_truncate_forgets_the_end(backend, device, lengths, kept):
+    w, cache = tokens(device=device), new_cache("mssa", device=device)
+    attend("mssa", w[:, :, :6], backend, cache)
+    cache.truncate(torch.tensor(lengths, device=device) if isinstance(lengths, list) else lengths)
+    assert cache.lengths.tolist() == list(kept)
+    out, lse = attend("mssa", w[:, :, 6:8], backend, cache)
+    for b, n in enumerate(kept):
+        full = attend("mssa", torch.cat([w[b : b + 1, :, :n], w[b : b + 1, :, 6:8]], 2), backend)
+        torch.testing.assert_close((out[b, :, :2], lse[b]), (full[0][0, :, n:], full[1][0, :, n:]))
+
+
+@SUBSPACE
+def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device):
+    w, cache = tokens(device=device), new_cache("mssa", device=device)
+    mask = torch.arange(5, device=device) < torch.tensor([2, 5, 1], device=device)[:, None]
+    attend("mssa", w[:, :, :5], backend, cache, mask)
+    cache.truncate(4)
+    assert cache.lengths.tolist() == [2, 4, 1]
+    out, _ = attend("mssa", w[:, :, 5:6], backend, cache)
+    full, _ = attend("mssa", torch.cat([w[:1, :, :2], w[:1, :, 5:6]], 2), backend)
+    torch.testing.assert_close(out[0], full[0, :, 2:])
+
+
+@EACH
+def test_reset_forgets_everything(op, backend, device):
+    w, cache = tokens(device=device), new_cache(op, device=device)
+    first = decode(op, w[:, :, :7], backend, cache, [7])
+    cache.reset()
+    assert cache.lengths.tolist() == [0] * BATCH
+    torch.testing.assert_close(decode(op, w[:, :, :7], backend, cache, [7]), first, rtol=0, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_reorder_gathers_sequences(op, backend, device, dtype):
+    w, cache = tokens(device=device), new_cache(op, device=device)
+    mask = torch.arange(5, device=device) < torch.tensor([2, 5, 3], device=device)[:, None]
+    attend(op, w[:, :, :5], backend, cache, mask)
+    index = [2, 0, 2]
+    cache.reorder(torch.tensor(index, dtype=dtype, device=device))
+    assert cache.lengths.tolist() == [3, 2, 3]
+    results = attend(op, w[:, :, 5:6], backend, cache)
+    for b, source in enumerate(index):
+        n = (2, 5, 3)[source]
+        sequence = torch.cat([w[source : source + 1, :, :n], w[b : b + 1, :, 5:6]], 2)
+        for actual, full in zip(results, attend(op, sequence, backend), strict=True):
+            torch.testing.assert_close(actual[b], full[0, :, n:])
+
+
+@EACH
+def test_a_clone_is_independent(op, backend, device):
+    w, cache = tokens(device=device), new_cache(op, device=device)
+    attend(op, w[:, :, :4], backend, cache)
+    clone = cache.clone()
+    before = [t.clone() for t in contents(cache)]
+    expected = attend(op, w[:, :, 4:6], backend, clone)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+    torch.testing.assert_close(attend(op, w[:, :, 4:6], backend, cache), expected, rtol=0, atol=0)
+
+
+def test_running_sums_can_be_truncated_to_nothing():
+    cache = new_cache("tssa")
+    attend("tssa", tokens(4), "reference", cache)
+    cache.truncate(0)
+    torch.testing.assert_close(contents(cache), contents(new_cache("tssa")), rtol=0, atol=0)
+
+
+def test_max_seqlen_is_the_capacity():
+    assert SubspaceCache(2, 3, 12, 8).max_seqlen == 12
+
+
+@st.composite
+def operations(draw):
+    """Draw what happens to a cache of three sequences, as (name, argument)."""
+    lengths = st.tuples(*[st.integers(0, 4)] * BATCH)
+    kinds = {
+        "append": st.integers(1, 4),
+        "ragged": lengths,
+        "truncate": st.integers(0, 8),
+        "truncate-each": lengths,
+        "reorder": st.tuples(*[st.integers(0, BATCH - 1)] * BATCH),
+        "clone": st.none(),
+        "reset": st.none(),
+    }
+    names = st.sampled_from(["append", "append", "ragged", "ragged", *kinds])
+    return [(name, draw(kinds[name])) for name in draw(st.lists(names, min_size=1, max_size=8))]
+
+
+class Model:
+    """A cache, and beside it what it must hold: a list of tokens a sequence."""
+
+    def __init__(self, op, backend, device):
+        self.op, self.backend, self.device = op, backend, device
+        self.dtype = torch.float64 if backend in ("reference", "composite") else torch.float32
+        self.cache, self.drawn = new_cache(op, self.dtype, device), 0
+        self.held = [torch.zeros(HEADS, 0, HEAD_DIM, dtype=self.dtype, device=device)] * BATCH
+
+    def apply(self, name, argument):
+        if name in ("append", "ragged"):
+            self.append((argument,) * BATCH if name == "append" else argument, ragged=name == "ragged")
+        elif name in ("truncate", "truncate-each"):
+            if self.op == "tssa":
+                return
+            limits = (argument,) * BATCH if name == "truncate" else argument
+            self.cache.truncate(argument if name == "truncate" else torch.tensor(argument, device=self.device))
+            self.held = [sequence[:, :limit] for sequence, limit in zip(self.held, limits, strict=True)]
+        elif name == "reorder":
+            self.cache.reorder(torch.tensor(argument, device=self.device))
+            self.held = [self.held[b] for b in argument]
+        elif name == "clone":
+            abandoned, self.cache = self.cache, self.cache.clone()
+            for tensor in contents(abandoned):
+                tensor.fill_(7)
+        else:
+            self.cache.reset()
+            self.held = [sequence[:, :0] for sequence in self.held]
+        assert self.cache.lengths.tolist() == [sequence.shape[1] for sequence in self.held]
+
+    def append(self, kept, ragged):
+        new, self.drawn = max(kept), self.drawn + 1
+        w = tokens(new, self.dtype, self.device, seed=self.drawn)
+        mask = torch.arange(new, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
+        mask = mask if ragged else None
+        # What the host takes for the longest sequence may be above what is held, never below.
+        assert self.cache._bound >= max(sequence.shape[1] for sequence in self.held)
+        if self.cache._bound + new > CAPACITY:  # of the cache, or of the bias of the tests
+            with pytest.raises(ValueError, match=r"capacity is 12|must cover the sequence"):
+                attend(self.op, w, self.backend, self.cache, mask)
+            return
+        results = attend(self.op, w, self.backend, self.cache, mask)
+        for b, n in enumerate(kept):
+            self.held[b] = torch.cat([self.held[b], w[b, :, :n]], 1)
+            if n:
+                expected = attend(self.op, self.held[b][None], self.backend)
+                for actual, full in zip(results, expected, strict=True):
+                    torch.testing.assert_close(actual[b, :, :n], full[0, :, full.shape[2] - n :])
+
+
+@EACH
+def test_any_sequence_of_operations(op, backend, device):
+    @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(operations())
+    def check(steps):
+        model = Model(op, backend, device)
+        for step in steps:
+            model.apply(*step)
+
+    check()

@@ -1,0 +1,197 @@
+"""Which derivatives a backend has; those it has not are refused, for silence would mean zeros."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from crate_kernels import ista, ista_overcomplete, mssa, tssa
+from tests.ops.common import backends, offsets, padding, randn
+
+TEMP, BIAS = torch.tensor([0.8, 1.0, 1.3]), 0.1 * randn(3, 5, seed=3).float()
+WEIGHT, DICTIONARY = randn(8, 8, seed=1).float() / 3, randn(8, 12, seed=2).float() / 3
+PACKED = {"cu_seqlens": offsets((2, 3, 5)), "max_seqlen": 5}
+MASK = padding("right", 2, 5)
+FUNCTIONS = {
+    "mssa": lambda w, **b: mssa(w, **b),
+    "mssa-lse": lambda w, **b: mssa(w, return_lse=True, **b)[1],
+    "mssa-causal-pad": lambda w, **b: mssa(w, causal=True, key_padding_mask=MASK, **b),
+    "mssa-packed": lambda w, **b: mssa(w.transpose(1, 2).flatten(0, 1), **PACKED, **b),
+    "mssa-relu": lambda w, **b: mssa(w, phi="relu", **b),
+    "tssa": lambda w, **b: tssa(w, TEMP.to(w.dtype), **b),
+    "tssa-pad": lambda w, **b: tssa(w, TEMP.to(w.dtype), key_padding_mask=MASK, **b),
+    "tssa-membership": lambda w, **b: tssa(w, TEMP.to(w.dtype), return_membership=True, **b)[1],
+    "tssa-causal": lambda w, **b: tssa(w, TEMP.to(w.dtype), causal=True, denom_bias=BIAS.to(w.dtype), **b),
+    "ista": lambda w, **b: ista(w, WEIGHT.to(w.dtype), **b),
+    "ista_overcomplete": lambda w, **b: ista_overcomplete(w, DICTIONARY.to(w.dtype), **b),
+}
+REFERENCE = pytest.mark.parametrize("name", FUNCTIONS)
+MISSING = "is not supported.*use backend='reference'"
+# PyTorch has no batching rule for its own CPU attention, nor for our ops, and says that a loop is slow.
+SLOW_VMAP = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def params(reference, names=FUNCTIONS):
+    """List (name, function) for every backend of this machine that takes CPU tensors."""
+    return [
+        pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}")
+        for name in names
+        for p in backends(name.partition("-")[0].removesuffix("_overcomplete"), reference)
+        if p.values[1] == "cpu"
+    ]
+
+
+ALL, FUSED = (pytest.mark.parametrize(("name", "backend"), params(reference)) for reference in (True, False))
+
+
+def tokens(seed=0, dtype=torch.float32):
+    return randn(2, 5, 3, 8, seed=seed, dtype=dtype).transpose(1, 2)
+
+
+def function(name, backend):
+    return lambda w: FUNCTIONS[name](w, backend=backend)
+
+
+def loss(name, backend):
+    return lambda w: FUNCTIONS[name](w, backend=backend).sin().sum()
+
+
+def gradient(name, backend, w):
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad(loss(name, backend)(w), w)[0]
+
+
+@ALL
+def test_functional_gradients_are_those_of_autograd(name, backend):
+    w, f = tokens(), loss(name, backend)
+    expected = gradient(name, backend, w)
+    torch.testing.assert_close(torch.func.grad(f)(w), expected)
+    value, pullback = torch.func.vjp(f, w)
+    torch.testing.assert_close((value, *pullback(torch.tensor(2.0))), (f(w), 2 * expected))
+
+
+@ALL
+@SLOW_VMAP
+def test_jacrev_is_a_row_for_each_output(name, backend):
+    w = tokens()
+
+    def few(w):
+        return function(name, backend)(w).flatten()[::29]
+
+    leaf = w.detach().requires_grad_()
+    rows = [torch.autograd.grad(out, leaf, retain_graph=True)[0] for out in few(leaf)]
+    torch.testing.assert_close(torch.func.jacrev(few)(w), torch.stack(rows))
+    batched = torch.autograd.grad(few(leaf), leaf, torch.eye(len(rows)), is_grads_batched=True)[0]
+    torch.testing.assert_close(batched, torch.stack(rows))
+
+
+@ALL
+@SLOW_VMAP
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "leaf"])
+def test_vmap_is_a_loop(name, backend, requires_grad):
+    f, w = function(name, backend), torch.stack([tokens(), tokens(1)]).requires_grad_(requires_grad)
+    mapped, looped = torch.func.vmap(f)(w), torch.stack([f(one) for one in w])
+    torch.testing.assert_close(mapped, looped)
+    if requires_grad:
+        grads = [torch.autograd.grad(out.sin().sum(), w)[0] for out in (mapped, looped)]
+        torch.testing.assert_close(*grads)
+
+
+@ALL
+def test_a_gradient_under_create_graph_has_the_same_value(name, backend):
+    w = tokens().requires_grad_()
+    (dw,) = torch.autograd.grad(loss(name, backend)(w), w, create_graph=True)
+    torch.testing.assert_close(dw.detach(), gradient(name, backend, w))
+    assert dw.requires_grad
+
+
+def forward_mode(f, w):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(w, tokens(1)))).tangent
+
+
+def double_backward(f, w):
+    w = w.requires_grad_()
+    (dw,) = torch.autograd.grad(f(w).sin().sum(), w, create_graph=True)
+    return torch.autograd.grad(dw.square().sum(), w)
+
+
+def double_backward_through_dout(f, w):
+    w = w.requires_grad_()
+    upstream = torch.ones_like(f(w)).requires_grad_()
+    (dw,) = torch.autograd.grad(f(w), w, upstream, create_graph=True)
+    return torch.autograd.grad(dw.square().sum(), upstream)
+
+
+def autograd_of_functional_gradient(f, w):
+    w = w.requires_grad_()
+    dw = torch.func.grad(lambda w: f(w).sin().sum())(w)
+    return torch.autograd.grad(dw.square().sum(), w)
+
+
+def grad_of_grad(f, w):
+    dw = torch.func.grad(lambda w: f(w).sin().sum())
+    return torch.func.grad(lambda w: dw(w).square().sum())(w)
+
+
+REFUSED = {
+    "func.jvp": (lambda f, w: torch.func.jvp(f, (w,), (w,)), "forward-mode AD"),
+    "func.jacfwd": (lambda f, w: torch.func.jacfwd(f)(w), "forward-mode AD"),
+    "func.hessian": (lambda f, w: torch.func.hessian(lambda w: f(w).sum())(w), "(forward-mode AD|vmap of a gradient)"),
+    "forward_ad": (forward_mode, "forward-mode AD"),
+    "vmap-of-grad": (lambda f, w: torch.func.vmap(torch.func.grad(lambda w: f(w).sum()))(w[None]), "vmap of a grad"),
+    "grad-of-vmap": (lambda f, w: torch.func.grad(lambda w: torch.func.vmap(f)(w).sum())(w[None]), "vmap of a grad"),
+    "create_graph": (double_backward, "double backward"),
+    "create_graph-dout": (double_backward_through_dout, "double backward"),
+    "autograd-of-func.grad": (autograd_of_functional_gradient, "double backward"),
+    "grad-of-grad": (grad_of_grad, "double backward"),
+}
+
+
+@FUSED
+@pytest.mark.parametrize("how", REFUSED)
+def test_other_derivatives_are_refused_with_advice(name, backend, how):
+    attempt, what = REFUSED[how]
+    with pytest.raises(NotImplementedError, match=f"^{name.partition('-')[0]}: {what}.*{MISSING}"):
+        attempt(function(name, backend), tokens())
+
+
+PARAMETERS = {
+    "tssa": (lambda temp, **b: tssa(tokens(), temp, **b), TEMP),
+    "tssa-causal": (lambda bias, **b: tssa(tokens(), TEMP, causal=True, denom_bias=bias, **b), BIAS),
+    "ista": (lambda weight, **b: ista(tokens(), weight, **b), WEIGHT),
+    "ista_overcomplete": (lambda decoder, **b: ista_overcomplete(tokens(), DICTIONARY, decoder, **b), DICTIONARY),
+}
+
+
+@pytest.mark.parametrize(("name", "backend"), params(reference=False, names=PARAMETERS))
+def test_forward_mode_of_a_parameter_alone_is_refused(name, backend):
+    f, primal = PARAMETERS[name]
+    with pytest.raises(NotImplementedError, match=f"forward-mode AD {MISSING}"):
+        torch.func.jvp(lambda p: f(p, backend=backend), (primal,), (primal,))
+
+
+@REFERENCE
+def test_forward_mode_of_the_reference(name):
+    f, w, v = function(name, "reference"), tokens(dtype=torch.float64), tokens(1, torch.float64)
+    tangent = torch.func.jvp(f, (w,), (v,))[1]
+    step = 1e-6
+    torch.testing.assert_close(tangent, (f(w + step * v) - f(w - step * v)) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@REFERENCE
+def test_double_backward_of_the_reference(name):
+    w, v, step = tokens(dtype=torch.float64), tokens(1, torch.float64), 1e-5
+    leaf = w.clone().requires_grad_()
+    (dw,) = torch.autograd.grad(loss(name, "reference")(leaf), leaf, create_graph=True)
+    (product,) = torch.autograd.grad((dw * v).sum(), leaf)
+    expected = (gradient(name, "reference", w + step * v) - gradient(name, "reference", w - step * v)) / (2 * step)
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    twice = torch.func.grad(lambda w: (torch.func.grad(loss(name, "reference"))(w) * v).sum())(w)
+    torch.testing.assert_close(twice, product)
+
+
+@REFERENCE
+def test_vmap_of_a_gradient_of_the_reference(name):
+    w = torch.stack([tokens(), tokens(1)])
+    mapped = torch.func.vmap(torch.func.grad(loss(name, "reference")))(w)
+    torch.testing.assert_close(mapped, torch.stack([gradient(name, "reference", one) for one in w]))

@@ -1,0 +1,267 @@
+"""Bad input: each is refused by the public function, in one form of words."""
+
+import re
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels import _backend, _checks
+from tests.ops.common import offsets, randn
+
+INF, NAN = float("inf"), float("nan")
+W, PACKED, TEMP = randn(2, 3, 4, 8).float(), randn(6, 3, 8).float(), torch.ones(3)
+X, WEIGHT, DICTIONARY = randn(5, 8).float(), randn(8, 8).float(), randn(8, 12).float()
+MASK, META = torch.ones(2, 4, dtype=torch.bool), torch.device("meta")
+BOTH, ALL = ("mssa", "tssa"), ("mssa", "tssa", "ista", "ista_overcomplete")
+
+
+def packing(*bounds, longest=4, dtype=torch.int32):
+    return {"w": PACKED, "cu_seqlens": torch.tensor(bounds, dtype=dtype), "max_seqlen": longest}
+
+
+SHARED = {
+    "rank": ({"w": W[0]}, ValueError, r"w must be \(batch, nheads, seqlen, head_dim\), got \(3, 4, 8\)"),
+    "packed-rank": (
+        {**packing(0, 6), "w": W},
+        ValueError,
+        r"w must be \(total, nheads, head_dim\) with cu_seqlens, got",
+    ),
+    "integer": ({"w": W.int()}, ValueError, "w must have a floating dtype, got torch.int32"),
+    "complex": ({"w": W.to(torch.complex64)}, ValueError, "w must have a floating dtype, got torch.complex64"),
+    "list": ({"w": [1.0]}, TypeError, r"w must be a Tensor \(batch, .*, got list"),
+    "causal-int": ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+    "dropout-one": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be < 1.0, got 1.0"),
+    "dropout-negative": ({"dropout_p": -0.1}, ValueError, r"dropout_p must be >= 0.0, got -0.1"),
+    "dropout-nan": ({"dropout_p": NAN}, ValueError, "dropout_p must be finite, got nan"),
+    "dropout-bool": ({"dropout_p": True}, TypeError, "dropout_p must be a number, got bool"),
+    "dropout-tensor": ({"dropout_p": torch.tensor(0.1)}, TypeError, "dropout_p must be a number, got a Tensor"),
+    "mask-list": ({"key_padding_mask": [True]}, TypeError, "key_padding_mask must be a Tensor, got list"),
+    "mask-dtype": ({"key_padding_mask": MASK.float()}, ValueError, r"must be bool \(True = keep\), got torch.float32"),
+    "mask-shape": ({"key_padding_mask": MASK.t()}, ValueError, r"must be \(batch, seqlen\) = \(2, 4\), got \(4, 2\)"),
+    "mask-device": ({"key_padding_mask": MASK.to(META)}, ValueError, "must be on w's device cpu, got meta"),
+    "mask-packed": (
+        {**packing(0, 2, 6), "key_padding_mask": MASK},
+        ValueError,
+        "key_padding_mask must be None with cu_seqlens",
+    ),
+    "cu-list": ({**packing(0, 6), "cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be a Tensor, got list"),
+    "cu-dtype": (
+        packing(0, 2, 6, dtype=torch.int64),
+        ValueError,
+        r"cu_seqlens must be int32 .*, got torch.int64 \(3,\)",
+    ),
+    "cu-rank": (packing((0, 2, 6)), ValueError, r"must be int32 \(sequences \+ 1,\), got torch.int32 \(1, 3\)"),
+    "cu-empty": (packing(0), ValueError, r"must be int32 \(sequences \+ 1,\), got torch.int32 \(1,\)"),
+    "cu-falls": (packing(0, 4, 2, 6), ValueError, r"must rise from 0 to total = 6, got \[0, 4, 2, 6\]"),
+    "cu-start": (packing(1, 4, 6), ValueError, r"must rise from 0 to total = 6, got \[1, 4, 6\]"),
+    "cu-end": (packing(0, 2, 5), ValueError, r"must rise from 0 to total = 6, got \[0, 2, 5\]"),
+    "cu-beyond": (packing(0, 4, 8), ValueError, r"must rise from 0 to total = 6, got \[0, 4, 8\]"),
+    "cu-device": (
+        {**packing(0, 6), "cu_seqlens": offsets((2, 4)).to(META)},
+        ValueError,
+        "cu_seqlens must be on w's device cpu, got meta",
+    ),
+    "longest": (packing(0, 1, 6), ValueError, "max_seqlen must be >= the longest sequence = 5, got 4"),
+    "longest-missing": (
+        packing(0, 2, 6, longest=None),
+        TypeError,
+        "max_seqlen must be an int with cu_seqlens, got None",
+    ),
+    "longest-float": (packing(0, 2, 6, longest=4.0), TypeError, "max_seqlen must be an int with cu_seqlens, got float"),
+    "longest-bool": (packing(0, 2, 6, longest=True), TypeError, "max_seqlen must be an int with cu_seqlens, got bool"),
+    "longest-tensor": (
+        packing(0, 2, 6, longest=torch.tensor(4)),
+        TypeError,
+        "max_seqlen must be an int with cu_seqlens, got a Tensor",
+    ),
+    "longest-negative": (packing(0, 2, 6, longest=-1), ValueError, "max_seqlen must be >= 0, got -1"),
+    "longest-alone": ({"max_seqlen": 4}, ValueError, "max_seqlen must be None without cu_seqlens"),
+}
+MSSA = {
+    "scale-nan": ({"scale": NAN}, ValueError, "scale must be finite, got nan"),
+    "scale-inf": ({"scale": -INF}, ValueError, "scale must be finite, got -inf"),
+    "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a number, got a Tensor"),
+    "scale-bool": ({"scale": True}, TypeError, "scale must be a number, got bool"),
+    "scale-str": ({"scale": "0.1"}, TypeError, "scale must be a number, got str"),
+    "phi": ({"phi": "sigmoid"}, ValueError, "phi must be one of softmax, threshold, relu, identity, got 'sigmoid'"),
+    "no-threshold": ({"phi": "threshold"}, ValueError, "threshold must be given with phi='threshold', got None"),
+    "threshold-nan": ({"phi": "threshold", "threshold": NAN}, ValueError, "threshold must be finite, got nan"),
+    "threshold-negative": ({"phi": "threshold", "threshold": -1.0}, ValueError, r"threshold must be >= 0.0, got -1.0"),
+    "threshold-extra": ({"threshold": 0.5}, ValueError, "threshold must be None with phi='softmax', got 0.5"),
+    "lse-relu": (
+        {"phi": "relu", "return_lse": True},
+        ValueError,
+        "return_lse must be False with phi='relu', which has",
+    ),
+    "lse-int": ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
+    "cache-dict": ({"cache": {}, "causal": True}, TypeError, "cache must be a SubspaceCache, got dict"),
+}
+TSSA = {
+    "temp-list": ({"temp": [1.0]}, TypeError, r"temp must be a Tensor \(nheads,\), got list"),
+    "temp-shape": ({"temp": torch.ones(8)}, ValueError, r"temp must be \(nheads,\) = \(3,\), got \(8,\)"),
+    "temp-row": ({"temp": torch.ones(1, 3)}, ValueError, r"temp must be \(nheads,\) = \(3,\), got \(1, 3\)"),
+    "temp-integer": ({"temp": torch.ones(3).int()}, ValueError, "temp must have a floating dtype, got torch.int32"),
+    "temp-dtype": (
+        {"temp": TEMP.double()},
+        ValueError,
+        "temp must be torch.float32 as w, or float32, got torch.float64",
+    ),
+    "temp-device": ({"temp": TEMP.to(META)}, ValueError, "temp must be on w's device cpu, got meta"),
+    "membership-int": ({"return_membership": 1}, TypeError, "return_membership must be a bool, got int"),
+    "cache-dict": ({"cache": {}, "causal": True}, TypeError, "cache must be a TokenStatsCache, got dict"),
+    "bias-full": ({"denom_bias": torch.ones(3, 4)}, ValueError, "denom_bias must be None with causal=False"),
+    **{
+        f"bias-{name}": ({"denom_bias": bias, "causal": True}, kind, message)
+        for name, bias, kind, message in [
+            ("short", torch.ones(3, 3), ValueError, r"must cover the sequence, \(nheads, >= 4\), got \(3, 3\)"),
+            (
+                "heads",
+                torch.ones(2, 4),
+                ValueError,
+                r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(2, 4\)",
+            ),
+            ("rank", torch.ones(3), ValueError, r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(3,\)"),
+            ("wide", torch.ones(3, 4, 2), ValueError, r"must be .* = \(3, >= 4\), got \(3, 4, 2\)"),
+            ("dtype", torch.ones(3, 4).half(), ValueError, "must be torch.float32 as w, or float32, got torch.float16"),
+            ("device", torch.ones(3, 4, device=META), ValueError, "must be on w's device cpu, got meta"),
+            ("list", [0.0], TypeError, r"must be a Tensor \(nheads, >= seqlen\), got list"),
+        ]
+    },
+    "bias-packed": (
+        {**packing(0, 2, 6), "denom_bias": torch.ones(3, 3), "causal": True},
+        ValueError,
+        r"denom_bias must cover the sequence, \(nheads, >= 4\), got \(3, 3\)",
+    ),
+}
+SPARSE = {
+    "x-list": ({"x": [1.0]}, TypeError, r"x must be a Tensor \(..., dim\), got list"),
+    "x-integer": ({"x": X.long()}, ValueError, "x must have a floating dtype, got torch.int64"),
+    "x-scalar": ({"x": torch.tensor(1.0)}, ValueError, r"x must be \(..., dim\) with dim = 8, got \(\)"),
+    "x-dim": ({"x": X[:, :6]}, ValueError, r"x must be \(..., dim\) with dim = 8, got \(5, 6\)"),
+    "weight-rank": ({"weight": WEIGHT[0]}, ValueError, r"weight must be \(dim, (dim|hidden)\), got \(8,\)"),
+    "weight-dtype": (
+        {"weight": WEIGHT.double()},
+        ValueError,
+        "weight must be torch.float32 as x, or float32 beside half",
+    ),
+    "weight-half": ({"weight": WEIGHT.half()}, ValueError, "weight must be torch.float32 as x, .* got torch.float16"),
+    "weight-device": ({"weight": WEIGHT.to(META)}, ValueError, "weight must be on x's device cpu, got meta"),
+    "step-nan": ({"step_size": NAN}, ValueError, "step_size must be finite, got nan"),
+    "step-negative": ({"step_size": -0.1}, ValueError, r"step_size must be >= 0.0, got -0.1"),
+    "step-tensor": ({"step_size": torch.tensor(0.1)}, TypeError, "step_size must be a number, got a Tensor"),
+    "lambd-inf": ({"lambd": INF}, ValueError, "lambd must be finite, got inf"),
+    "lambd-negative": ({"lambd": -1}, ValueError, r"lambd must be >= 0.0, got -1.0"),
+    "lambd-bool": ({"lambd": True}, TypeError, "lambd must be a number, got bool"),
+}
+ISTA = {
+    "weight-square": ({"weight": DICTIONARY}, ValueError, r"weight must be \(dim, dim\), got \(8, 12\)"),
+    "nonnegative": ({"nonnegative": 0}, TypeError, "nonnegative must be a bool, got int"),
+}
+OVERCOMPLETE = {
+    "steps-zero": ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
+    "steps-float": ({"steps": 2.0}, TypeError, "steps must be an int, got float"),
+    "steps-bool": ({"steps": True}, TypeError, "steps must be an int, got bool"),
+    "decoder-list": ({"decoder": [1.0]}, TypeError, r"decoder must be a Tensor \(dim, hidden\), got list"),
+    "decoder-shape": ({"decoder": DICTIONARY.t()}, ValueError, r"must be weight's shape = \(8, 12\), got \(12, 8\)"),
+    "decoder-dtype": ({"decoder": DICTIONARY.half()}, ValueError, "must be torch.float32 as weight, got torch.float16"),
+    "decoder-device": ({"decoder": DICTIONARY.to(META)}, ValueError, "decoder must be on x's device cpu, got meta"),
+}
+BACKEND = {
+    "backend-unknown": (
+        {"backend": "cuda"},
+        ValueError,
+        "backend must be None or one of triton, cpp, composite, reference.*, got 'cuda'",
+    ),
+    "backend-type": ({"backend": 1}, TypeError, "backend must be None or a string, got int"),
+}
+TABLES = [(BOTH, SHARED), (("mssa",), MSSA), (("tssa",), TSSA), (ALL[2:], SPARSE), (("ista",), ISTA)]
+TABLES += [(("ista_overcomplete",), OVERCOMPLETE), (ALL, BACKEND)]
+CASES = [
+    pytest.param(op, *entry, id=f"{op}-{name}") for ops, table in TABLES for op in ops for name, entry in table.items()
+]
+GOOD = {
+    "mssa": {"w": W},
+    "tssa": {"w": W, "temp": TEMP},
+    "ista": {"x": X, "weight": WEIGHT},
+    "ista_overcomplete": {"x": X, "weight": DICTIONARY},
+}
+
+
+def room(op):
+    return op.removesuffix("_overcomplete")
+
+
+def call(op, **changes):
+    return getattr(crate_kernels, op)(**{**GOOD[op], **changes})
+
+
+@pytest.mark.parametrize("op", ALL)
+def test_the_input_that_the_errors_start_from_is_good(op):
+    assert call(op).isfinite().all()
+
+
+@pytest.mark.parametrize(("op", "changes", "kind", "message"), CASES)
+def test_bad_input_is_refused(op, changes, kind, message):
+    # Where the backend is at fault, the message names the room: both ista functions are "ista" there.
+    name = room(op) if "backend" in changes else op
+    with pytest.raises(kind, match=f"^{name}: .*{message}"):
+        call(op, **changes)
+
+
+@pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_nested_tensors_are_refused_with_advice(op, layout):
+    nested = torch.nested.nested_tensor([randn(2, 8), randn(3, 8)], layout=layout)
+    name = next(iter(GOOD[op]))
+    with pytest.raises(
+        NotImplementedError, match=f"^{op}: {name} must not be a nested tensor; pack it with cu_seqlens"
+    ):
+        call(op, **{name: nested})
+
+
+UNAVAILABLE = [
+    pytest.param(op, name, id=f"{op}-{name}")
+    for op in ALL
+    for name in _backend.names()
+    if _backend.why_not(room(op), name)
+]
+
+
+@pytest.mark.parametrize(("op", "name"), UNAVAILABLE)
+def test_an_unavailable_backend_says_why(op, name):
+    reason = re.escape(str(_backend.why_not(room(op), name)))
+    message = f"^{room(op)}: backend='{name}' is unavailable: {reason}; use backend='composite'"
+    with pytest.raises(RuntimeError, match=message):
+        call(op, backend=name)
+
+
+@pytest.mark.parametrize("phi", ["relu", "identity"])
+def test_a_phi_that_a_kernel_does_not_have_is_refused(phi, monkeypatch):
+    kernel = _backend.Backend("fake", "crate_kernels.ops.{op}.composite")
+    monkeypatch.setitem(_backend._BACKENDS, "fake", kernel)
+    monkeypatch.setitem(_backend._has_kernel, ("mssa", "fake"), True)
+    with pytest.raises(
+        NotImplementedError, match=f"^mssa: backend='fake' does not have phi='{phi}'; use backend='comp"
+    ):
+        call("mssa", phi=phi, backend="fake")
+
+
+def test_offsets_are_checked_by_value_on_request():
+    crate_kernels.testing.check_cu_seqlens(offsets((2, 4)), 6, 4)
+    with pytest.raises(ValueError, match=r"^check_cu_seqlens: cu_seqlens must rise from 0 to total = 6, got \[0, 8\]"):
+        crate_kernels.testing.check_cu_seqlens(offsets((8,)), 6, 8)
+    with pytest.raises(ValueError, match=r"^check_cu_seqlens: max_seqlen must be >= the longest sequence = 4, got 3"):
+        crate_kernels.testing.check_cu_seqlens(offsets((2, 4)), 6, 3)
+
+
+def test_offsets_out_of_range_are_clamped_where_reading_them_is_not_free(monkeypatch):
+    expected = call("tssa", **packing(0, 2, 6))
+    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    torch.testing.assert_close(call("tssa", **packing(0, 2, 9)), expected)
+    torch.testing.assert_close(call("tssa", **packing(-3, 2, 6)), expected)
+    # Rows of no sequence get zero; rows beyond max_seqlen too.
+    assert not call("tssa", **packing(0, 2, 5))[5:].any()
+    assert not call("tssa", **packing(0, 6))[4:].any()
+    assert call("tssa", **packing(0, 4, 2, 6)).isfinite().all()

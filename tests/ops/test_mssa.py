@@ -1,0 +1,267 @@
+"""Subspace self-attention: loops = reference = every backend, and what the named cases do not show."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from crate_kernels import mssa, testing
+from tests.naive import mssa_loop
+from tests.ops.common import (
+    DTYPES,
+    EXACT,
+    backends,
+    keep_mask,
+    offsets,
+    outputs_and_gradients,
+    over_budget,
+    padding,
+    randn,
+)
+
+BACKENDS, FUSED = backends("mssa"), backends("mssa", reference=False)
+BATCH, HEADS, SEQLEN, HEAD_DIM = 3, 2, 7, 3
+LOOPS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"scale": 0.7},
+    "negative-scale": {"scale": -0.4, "causal": True},
+    "pad-right": {"pad": "right"},
+    "pad-scattered": {"pad": "scattered"},
+    "pad-row": {"pad": "row"},
+    "causal-pad-left": {"pad": "left", "causal": True},
+    "causal-pad-scattered": {"pad": "scattered", "causal": True},
+    "causal-pad-row": {"pad": "row", "causal": True},
+    "dropout": {"dropout_p": 0.4},
+    "dropout-causal-pad": {"dropout_p": 0.4, "causal": True, "pad": "left"},
+    "threshold": {"phi": "threshold", "threshold": 0.3},
+    "threshold-causal-pad-row": {"phi": "threshold", "threshold": 0.3, "causal": True, "pad": "row"},
+    "threshold-dropout": {"phi": "threshold", "threshold": 0.2, "dropout_p": 0.4},
+    "relu": {"phi": "relu"},
+    "relu-causal-pad-row": {"phi": "relu", "causal": True, "pad": "row"},
+    "relu-dropout": {"phi": "relu", "dropout_p": 0.4},
+    "identity": {"phi": "identity"},
+    "identity-pad-row": {"phi": "identity", "pad": "row"},
+    "identity-causal-pad": {"phi": "identity", "causal": True, "pad": "left"},
+}
+
+
+def tokens(*shape, dtype=torch.float64, device="cpu", seed=0):
+    """Heads cut from a projection, as a model has them."""
+    batch, heads, seqlen, head_dim = shape or (BATCH, HEADS, SEQLEN, HEAD_DIM)
+    return randn(batch, seqlen, heads, head_dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+
+
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_reference_is_the_loop(options):
+    w, options = tokens(), dict(options)
+    options["key_padding_mask"] = padding(options.pop("pad", ""), BATCH, SEQLEN)
+    has_lse = options.get("phi", "softmax") in ("softmax", "threshold")
+    keep = None
+    if "dropout_p" in options:
+        keep = keep_mask(5, options["dropout_p"], BATCH * HEADS, SEQLEN, SEQLEN).view(BATCH, HEADS, SEQLEN, SEQLEN)
+
+    def loop(w):
+        out, lse = mssa_loop(w, keep=keep, **options)
+        return (out, lse) if has_lse else out
+
+    expected = outputs_and_gradients(loop, w)
+    actual = outputs_and_gradients(lambda w: mssa(w, **options, return_lse=has_lse, backend="reference"), w)
+    torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.4}], ids=["plain", "causal", "dropout"])
+def test_packed_reference_is_the_loop_on_each_sequence(options):
+    lengths = (3, 0, 5, 1)
+    keep = keep_mask(5, 0.4, len(lengths) * HEADS, 5, 5) if "dropout_p" in options else None
+
+    def loop(w):
+        outs, lses = [], []
+        for b, one in enumerate(w.split(lengths)):
+            kept = None if keep is None else keep[None, b * HEADS : (b + 1) * HEADS]
+            if len(one):
+                out, lse = mssa_loop(one.transpose(0, 1)[None], keep=kept, **options)
+                outs.append(out[0].transpose(0, 1))
+                lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, 1)
+
+    def packed(w):
+        packing = {"cu_seqlens": offsets(lengths), "max_seqlen": 5}
+        return mssa(w, **packing, **options, return_lse=True, backend="reference")
+
+    w = randn(sum(lengths), HEADS, HEAD_DIM)
+    torch.testing.assert_close(outputs_and_gradients(packed, w), outputs_and_gradients(loop, w), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal-pad-left", "relu", "identity"])
+def test_gradcheck(name):
+    options = dict(LOOPS[name])
+    mask = padding(options.pop("pad", ""), 2, 3)
+    w = tokens(2, 1, 3, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: mssa(w, key_padding_mask=mask, **options, backend="reference"), w)
+
+
+def test_second_derivatives_of_the_reference():
+    w = tokens(1, 1, 3, 2).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda w: mssa(w, causal=True, return_lse=True, backend="reference"), w)
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", testing.MSSA_CASES, ids=str)
+def test_within_budget(case, dtype, backend, device):
+    assert over_budget(case, dtype, backend, device) == []
+
+
+NORMS = [
+    testing.Case("mssa", "wide-norms", (1, 2, 65, 16), {"return_lse": True}, magnitude=4.0, special="mixed norms"),
+    testing.Case("mssa", "tiny", (1, 2, 65, 16), {"return_lse": True}, magnitude=1e-3),
+]
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_very_different_norms_are_within_budget(case, dtype, backend, device):
+    assert over_budget(case, dtype, backend, device) == []
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_half_precision_survives_scores_that_overflow(causal, backend, device):
+    case = testing.Case("mssa", f"overflow-{causal}", (1, 2, 65, 16), {"causal": causal}, magnitude=100.0)
+    w = testing.make_inputs(case, torch.float16, device).differentiable["w"]
+    assert w.double().square().sum(-1).max() > torch.finfo(torch.float16).max
+    assert mssa(w, causal=causal, backend="reference").isnan().any(), "published code has become finite"
+    assert over_budget(case, torch.float16, backend, device) == []
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lse_is_the_logsumexp_of_the_scaled_scores(backend, device, dtype):
+    w = tokens(2, 3, 5, 16, dtype=dtype, device=device)
+    mask = torch.tensor([[True, True, False, True, False], [False] * 5], device=device)
+    out, lse = mssa(w, scale=0.3, key_padding_mask=mask, return_lse=True, backend=backend)
+    scores = 0.3 * (w.double() @ w.double().transpose(-1, -2))
+    expected = scores.masked_fill(~mask[:, None, None], -math.inf).logsumexp(-1)
+    assert (lse.dtype, tuple(lse.shape), out.dtype) == (torch.float32, (2, 3, 5), dtype)
+    assert lse[1].eq(-math.inf).all()
+    assert not out[1].any()
+    tolerance = 4 * torch.finfo(dtype if backend == "reference" else torch.float32).eps
+    torch.testing.assert_close(lse.double(), expected, rtol=tolerance, atol=tolerance * scores.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", ["reference", "composite"])
+def test_float64_stays_float64(backend):
+    out, lse = mssa(tokens(), return_lse=True, backend=backend)
+    assert out.dtype == lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_packed_lse_is_heads_by_total(backend, device):
+    packing = {"cu_seqlens": offsets((2, 3)).to(device), "max_seqlen": 3}
+    out, lse = mssa(randn(5, 4, 16, dtype=torch.float32, device=device), **packing, return_lse=True, backend=backend)
+    assert (out.shape, lse.shape) == ((5, 4, 16), (4, 5))
+
+
+LAYOUTS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "pad": {"pad": "right"},
+    "causal-pad": {"causal": True, "pad": "row"},
+    "dropout": {"dropout_p": 0.5},
+    "threshold": {"phi": "threshold", "threshold": 0.1},
+    "identity": {"phi": "identity"},
+    "relu": {"phi": "relu"},
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_merging_the_heads_of_the_output_is_a_view(options, backend, device):
+    options = dict(options)
+    mask = padding(options.pop("pad", ""), 2, 9)
+    w = tokens(2, 3, 9, 16, dtype=torch.float32, device=device).requires_grad_()
+    out = mssa(w, key_padding_mask=None if mask is None else mask.to(device), **options, backend=backend)
+    assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_right_padding_equals_no_padding(backend, device, causal):
+    w = tokens(2, 3, 9, 16, dtype=torch.float32, device=device)
+    lengths = (4, 9)
+    mask = torch.arange(9, device=device) < torch.tensor(lengths, device=device)[:, None]
+    out = mssa(w, causal=causal, key_padding_mask=mask, backend=backend)
+    for b, length in enumerate(lengths):
+        alone = mssa(w[b : b + 1, :, :length], causal=causal, backend=backend)
+        torch.testing.assert_close(out[b : b + 1, :, :length], alone)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("seqlen", [9, 130])
+def test_causal_prefixes_do_not_depend_on_the_future(backend, device, seqlen):
+    """Bit for bit: the same shape, so the same blocks, and only masked places differ."""
+    w = tokens(1, 2, seqlen, 16, dtype=torch.float32, device=device)
+    other = torch.cat([w[:, :, : seqlen // 2], 5 * w[:, :, seqlen // 2 :]], dim=2)
+    out, lse = mssa(w, causal=True, return_lse=True, backend=backend)
+    out_other, lse_other = mssa(other, causal=True, return_lse=True, backend=backend)
+    assert torch.equal(out[:, :, : seqlen // 2], out_other[:, :, : seqlen // 2])
+    assert torch.equal(lse[:, :, : seqlen // 2], lse_other[:, :, : seqlen // 2])
+
+
+def dropout_factors(dropout_p, backend, device, batch=4, nheads=2, seqlen=64):
+    """Read the factor of every weight: orthogonal tokens so short that all weights are 1 / seqlen."""
+    w = (1e-3 * torch.eye(seqlen, device=device)).expand(batch, nheads, seqlen, seqlen)
+    return mssa(w, dropout_p=dropout_p, backend=backend) * (seqlen / 1e-3)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_dropout_keeps_the_expectation(backend, device):
+    p = 0.3
+    factors = dropout_factors(p, backend, device)
+    kept = factors > 0.5 / (1 - p)
+    torch.testing.assert_close(factors[kept], torch.full_like(factors[kept], 1 / (1 - p)), rtol=1e-4, atol=0.0)
+    assert factors[~kept].abs().max() < 1e-4
+    # Five standard deviations of a binomial, of each weight's mean and of the whole.
+    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+    assert factors.var() == pytest.approx(p / (1 - p), rel=0.05)
+    for dim in (1, 2, 3):
+        counts = kept.double().sum(dim)
+        assert counts.std() > 0.5 * math.sqrt(kept.shape[dim] * p * (1 - p)), "one mask value for all"
+
+
+@pytest.mark.parametrize(("backend", "device"), [p for p in BACKENDS if p.values[0] != "composite"])
+def test_dropout_mask_is_philox(backend, device):
+    if device == "cuda":
+        pytest.skip("the CUDA generator draws another seed")
+    expected = keep_mask(3, 0.3, 2, 16, 16)
+    assert torch.equal(dropout_factors(0.3, backend, device, 1, 2, 16)[0] > 0.5, expected)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_dropout_repeats_with_the_seed(backend, device):
+    w = tokens(2, 3, 9, 16, dtype=torch.float32, device=device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(mssa(w, dropout_p=0.5, backend=backend))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_autocast_casts_as_attention_does(backend, device, dtype):
+    w = tokens(2, 3, 9, 16, dtype=dtype, device=device).requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        cast = F.scaled_dot_product_attention(w, w, w).dtype
+        out, lse = mssa(w, return_lse=True, backend=backend)
+    expected_out, expected_lse = mssa(w.to(cast), return_lse=True, backend=backend)
+    assert (out.dtype, lse.dtype) == (cast, torch.float32)
+    if backend != "reference":  # whose products autocast rounds, lse's too
+        torch.testing.assert_close((out, lse), (expected_out, expected_lse), rtol=0, atol=0)
+    (dw,) = torch.autograd.grad(out.float().sum() + lse.sum(), w)
+    assert dw.dtype == dtype
+    assert dw.isfinite().all()

@@ -1,0 +1,239 @@
+"""Which backend a call gets, why one is unavailable, and that an import starts nothing."""
+
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels import _backend
+from crate_kernels._backend import Backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KERNELS = "crate_kernels.ops.{op}.composite"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that pretends that the named kernel backends are ready, and no other."""
+
+    def pretend(*ready):
+        for name in ("triton", "cpp"):
+            real = _backend._BACKENDS[name]
+            devices = ("cuda",) if name == "triton" else ("cpu", "cuda")
+            missing = None if name in ready else f"{name} is away"
+            monkeypatch.setitem(_backend._BACKENDS, name, Backend(name, KERNELS, devices, real.dtypes, missing))
+            for op in _backend.OPS:
+                monkeypatch.setitem(_backend._has_kernel, (op, name), True)
+
+    return pretend
+
+
+@pytest.fixture
+def registered():
+    """Return a function that registers a backend for this test alone."""
+    names = []
+
+    def register(*args, **kwargs):
+        _backend.register(Backend(*args, **kwargs))
+        names.append(args[0])
+
+    yield register
+    for name in names:
+        _backend.unregister(name)
+
+
+CHOICES = {
+    "cuda-all": (("triton", "cpp"), CUDA, torch.float32, "triton"),
+    "cuda-half": (("triton", "cpp"), CUDA, torch.bfloat16, "triton"),
+    "cuda-no-triton": (("cpp",), CUDA, torch.float16, "cpp"),
+    "cuda-nothing": ((), CUDA, torch.float32, "composite"),
+    "cuda-double": (("triton", "cpp"), CUDA, torch.float64, "composite"),
+    "cpu-all": (("triton", "cpp"), CPU, torch.float32, "cpp"),
+    "cpu-no-extension": (("triton",), CPU, torch.float32, "composite"),
+    "cpu-double": (("triton", "cpp"), CPU, torch.float64, "composite"),
+    "other-device": (("triton", "cpp"), torch.device("mps"), torch.float32, "composite"),
+    "meta": (("triton", "cpp"), torch.device("meta"), torch.float32, "composite"),
+}
+
+
+@pytest.mark.parametrize("op", _backend.OPS)
+@pytest.mark.parametrize(("ready", "device", "dtype", "expected"), CHOICES.values(), ids=CHOICES)
+def test_none_chooses_the_best_that_is_ready(op, ready, device, dtype, expected, machine):
+    machine(*ready)
+    assert _backend.resolve(op, None, device, dtype) == expected
+
+
+@pytest.mark.parametrize("name", ["composite", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_plain_pytorch_takes_every_device_and_dtype(name, dtype):
+    for device in (CPU, CUDA, torch.device("meta")):
+        assert _backend.resolve("mssa", name, device, dtype) == name
+
+
+REFUSALS = {
+    "absent": ("cpp", CPU, torch.float32, RuntimeError, "backend='cpp' is unavailable: cpp is away; use backend='comp"),
+    "device": ("triton", CPU, torch.float32, RuntimeError, "backend='triton' takes cuda tensors, got cpu; use backend"),
+    "dtype": (
+        "triton",
+        CUDA,
+        torch.float64,
+        NotImplementedError,
+        "backend='triton' takes torch.float32, torch.bfloat16, torch.float16, got torch.float64; use backend='composite'",
+    ),
+    "name": ("cuda", CUDA, torch.float32, ValueError, "backend must be None or one of triton, cpp, composite, refer"),
+    "empty": ("", CUDA, torch.float32, ValueError, "backend must be None or one of .* got ''"),
+    "type": (True, CUDA, torch.float32, TypeError, "backend must be None or a string, got bool"),
+}
+
+
+@pytest.mark.parametrize(("requested", "device", "dtype", "kind", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_a_request_is_refused_never_replaced(requested, device, dtype, kind, message, machine):
+    machine("triton")
+    with pytest.raises(kind, match=f"^tssa: {message}"):
+        _backend.resolve("tssa", requested, device, dtype)
+
+
+def test_a_request_is_obeyed_where_none_would_choose_another(machine):
+    machine("triton", "cpp")
+    assert _backend.resolve("ista", "cpp", CUDA, torch.float32) == "cpp"
+    assert _backend.resolve("ista", "composite", CUDA, torch.float32) == "composite"
+
+
+def test_a_registered_backend_is_offered_until_it_is_unregistered():
+    before = _backend.names()
+    _backend.register(Backend("extra", KERNELS, remedy="wait"))
+    try:
+        assert _backend.names() == (*before, "extra")
+        assert _backend.why_not("mssa", "extra") is None
+        assert _backend.resolve("mssa", "extra", CPU, torch.float64) == "extra"
+        assert _backend.kernel("tssa", "extra").__name__ == "crate_kernels.ops.tssa.composite"
+    finally:
+        _backend.unregister("extra")
+    assert _backend.names() == before
+    with pytest.raises(ValueError, match="got 'extra'"):
+        _backend.resolve("mssa", "extra", CPU, torch.float32)
+
+
+def test_a_registered_backend_computes_what_is_asked_of_it(registered):
+    registered("extra", KERNELS)
+    w, temp = torch.randn(2, 3, 5, 8), torch.ones(3)
+    torch.testing.assert_close(
+        crate_kernels.tssa(w, temp, backend="extra"), crate_kernels.tssa(w, temp, backend="composite"), rtol=0, atol=0
+    )
+
+
+def test_a_backend_without_a_kernel_for_the_op_says_so(registered):
+    registered("partial", "crate_kernels.{op}")
+    assert _backend.why_not("tssa", "partial") == "partial has no tssa kernel yet"
+    with pytest.raises(RuntimeError, match=r"tssa: backend='partial' is unavailable: partial has no tssa kernel yet; "):
+        crate_kernels.tssa(torch.randn(1, 1, 2, 4), torch.ones(1), backend="partial")
+
+
+def test_a_backend_that_is_missing_keeps_its_reason_and_remedy(registered):
+    registered("away", KERNELS, missing="no such driver", remedy="install the driver")
+    assert _backend.why_not("ista", "away") == "no such driver"
+    with pytest.raises(RuntimeError, match="is unavailable: no such driver; install the driver$"):
+        _backend.resolve("ista", "away", CPU, torch.float32)
+
+
+def test_registering_imports_no_kernel(registered, tmp_path, monkeypatch):
+    (tmp_path / "kernels_on_disk").mkdir()
+    (tmp_path / "kernels_on_disk" / "mssa.py").write_text("raise ImportError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    registered("disk", "kernels_on_disk.{op}")
+    assert _backend.why_not("mssa", "disk") is None
+    assert _backend.why_not("tssa", "disk") == "disk has no tssa kernel yet"
+    with pytest.raises(ImportError, match="^imported$"):
+        _backend.kernel("mssa", "disk")
+
+
+def test_a_kernel_is_imported_once(registered, monkeypatch):
+    registered("once", KERNELS)
+    imported = []
+    monkeypatch.setattr(
+        _backend.importlib, "import_module", lambda name: imported.append(name) or types.ModuleType(name)
+    )
+    assert _backend.kernel("mssa", "once") is _backend.kernel("mssa", "once")
+    assert imported == ["crate_kernels.ops.mssa.composite"]
+
+
+USE_EVERYTHING = """
+import sys, torch
+import crate_kernels, crate_kernels.nn, crate_kernels.models, crate_kernels.testing
+assert "triton" not in sys.modules, "imported with the package"
+w = torch.randn(2, 3, 5, 8, requires_grad=True)
+out = crate_kernels.mssa(w) + crate_kernels.tssa(w, torch.ones(3)) + crate_kernels.tssa(w, torch.ones(3), causal=True)
+out = out + crate_kernels.ista(w, torch.eye(8)) + crate_kernels.ista_overcomplete(w, torch.ones(8, 9))
+out.sum().backward()
+assert w.grad.isfinite().all()
+assert "triton" not in sys.modules, "imported by a call that needs none"
+"""
+HIDE_TRITON = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+REASON = """
+import re
+from crate_kernels import _backend
+try:
+    crate_kernels.mssa(w, backend="triton")
+except RuntimeError as error:
+    assert re.search("backend='triton' is unavailable: .*; use backend='composite'", str(error)), error
+else:
+    raise AssertionError("triton ran where there is none")
+assert _backend._BACKENDS["triton"].missing == "Triton is not installed (pip install triton)"
+assert _backend.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("cpp", "composite")
+"""
+
+
+def python(script, **environment):
+    """Run a script in a fresh interpreter from the root of the tree, warnings as errors."""
+    root = str(_backend.Path(crate_kernels.__file__).parents[1])
+    # torch itself may warn while it is imported; what counts is what comes after.
+    script = "import torch, warnings; warnings.simplefilter('error')\n" + script
+    command = [sys.executable, "-c", script]
+    path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, **environment}
+    return subprocess.run(command, env=path, capture_output=True, text=True, timeout=120)
+
+
+def test_importing_and_calling_import_no_triton():
+    result = python(USE_EVERYTHING)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_everything_works_where_triton_is_not_installed():
+    result = python(HIDE_TRITON + USE_EVERYTHING + REASON)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_environment_variable_steers_the_choice():
+    script = """
+import crate_kernels, torch
+from crate_kernels import _backend
+print([_backend.resolve(op, None, torch.device(d), torch.float32) for op in _backend.OPS for d in ("cpu", "cuda")])
+"""
+    steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}
+    plain, steered = python(script), python(script, **steering)
+    assert plain.returncode == steered.returncode == 0, plain.stderr + steered.stderr
+    assert plain.stdout == steered.stdout
+
+
+def test_only_the_interpreter_of_triton_reads_the_environment():
+    """And that one is no choice: it says on which device Triton can run at all."""
+    root = _backend.Path(crate_kernels.__file__).parent
+    reads = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(root.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"os\.(environ|getenv)", line)
+    ]
+    assert reads == ["_backend.py: " + '_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"']
