@@ -37,9 +37,7 @@ def _unit_norm_rate(w: Tensor) -> Tensor:
     return projected_coding_rate(nn.functional.normalize(w.double(), dim=-1))
 
 
-def _observe(
-    layer: Any, record: dict[str, Tensor], measure: Callable[[Tensor], Tensor]
-) -> list[RemovableHandle]:
+def _observe(layer: Any, record: dict[str, Tensor], measure: Callable[[Tensor], Tensor]) -> list[RemovableHandle]:
     """Hook one layer; the hooks fill ``record``."""
     attention, ista = layer
     qkv, nheads, norm = attention.fn.qkv, attention.fn.heads, ista.norm
@@ -99,9 +97,7 @@ def layerwise(
         layers = getattr(getattr(model, "transformer", None), "layers", None)
         if layers is None:
             name = type(model).__name__
-            raise TypeError(
-                f"layerwise: {name} must have transformer.layers, each {_EXPECTED}; or pass layers"
-            )
+            raise TypeError(f"layerwise: {name} must have transformer.layers, each {_EXPECTED}; or pass layers")
     modes = [(module, module.training) for module in model.modules()]
     records: list[dict[str, Tensor]] = []
     handles: list[RemovableHandle] = []

@@ -113,9 +113,7 @@ def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -
     """
     z, subspaces = tokens_and_subspaces("rate_reduction", z, subspaces)
     eps_squared = distortion("rate_reduction", eps_squared)
-    return coding_rate(z, eps_squared=eps_squared) - subspace_coding_rate(
-        z, subspaces, eps_squared=eps_squared
-    )
+    return coding_rate(z, eps_squared=eps_squared) - subspace_coding_rate(z, subspaces, eps_squared=eps_squared)
 
 
 def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:

@@ -109,9 +109,7 @@ def _check(
         worst = max(results, key=lambda r: (not r.passed, r.error / r.budget if r.budget else r.error))
         ratio = worst.error / worst.eager_error if worst.eager_error else None
         note = "" if worst.finite else f"{worst.output} is not finite where float64 is"
-        yield Row(
-            str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.budget, worst.passed, note
-        )
+        yield Row(str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.budget, worst.passed, note)
 
 
 def _cells(rows: list[Row]) -> list[list[str]]:

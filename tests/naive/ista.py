@@ -16,9 +16,7 @@ def _prox(value: Tensor, bias: float, nonnegative: bool) -> Tensor:
     return torch.stack(shrunk)
 
 
-def ista_loop(
-    x: Tensor, weight: Tensor, *, step_size: float, lambd: float, nonnegative: bool = True
-) -> Tensor:
+def ista_loop(x: Tensor, weight: Tensor, *, step_size: float, lambd: float, nonnegative: bool = True) -> Tensor:
     """Step once: ``relu(x + eta (D^T x - D^T D x) - eta lambda)`` (CRATE), in three products.
 
     ``nonnegative=False`` soft-thresholds both signs instead (CRATE Eq. 116-117).
