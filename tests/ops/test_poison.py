@@ -10,7 +10,7 @@ from tests.ops.common import backends, over_budget
 ALLOCATORS = {
     "empty": lambda t: torch.empty(t.shape, dtype=t.dtype),
     "empty-size": lambda t: torch.empty(*t.shape, dtype=t.dtype, requires_grad=True),
-    "empty_like": torch.empty_like,
+    "empty_like": lambda t: torch.empty_like(t),  # looked up when called, after the allocators are patched
     "empty_strided": lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype),
     "empty_permuted": lambda t: torch.empty_permuted(t.shape, (1, 0), dtype=t.dtype),
     "new_empty": lambda t: t.new_empty(t.shape),
