@@ -41,6 +41,12 @@ def offsets(lengths):
     return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 
+def leaves(case, dtype=torch.float32):
+    """Draw the inputs of ``case`` as leaves that want a gradient."""
+    inputs = testing.make_inputs(case, dtype)
+    return testing.Inputs({k: t.detach().requires_grad_() for k, t in inputs.differentiable.items()}, inputs.others)
+
+
 def outputs_and_gradients(function, *tensors):
     """Return every output of ``function`` and the gradients of a random loss of all of them."""
     leaves = [t.detach().requires_grad_() for t in tensors]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from crate_kernels import _backend
+
 
 def _poisoned(allocate):
     """Wrap an allocator so that what it returns is NaN wherever the dtype has one."""
@@ -31,3 +33,11 @@ def poisoned_memory(monkeypatch):
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def plain_backend():
+    """Put plain PyTorch behind the op of mssa, whose composite stays outside it."""
+    _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}"))
+    yield
+    _backend.unregister("plain")

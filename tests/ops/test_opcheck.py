@@ -1,0 +1,137 @@
+"""``torch.library.opcheck`` of every op: schemas, fakes and the dispatch of gradients."""
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels import testing
+from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import op as mssa_op
+from crate_kernels.ops.tssa import op as tssa_op
+from tests.ops.common import leaves
+
+pytestmark = pytest.mark.usefixtures("plain_backend")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def saved(op, name):
+    case = next(c for c in testing.CASES if c.op == op and c.name == name)
+    return leaves(case)
+
+
+def _mssa_forward_args(name, seed=None, dropout_p=0.0):
+    inputs = saved("mssa", name)
+    others = inputs.others
+    masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
+    options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, "plain")
+    return inputs.differentiable["w"], *masks, seed, *options
+
+
+def _mssa_backward_args(name, **kwargs):
+    w, *options = _mssa_forward_args(name, **kwargs)
+    out, lse = mssa_op.mssa_fwd(w.detach(), *options)
+    return torch.randn_like(out), torch.randn_like(lse), w, out, lse, *options
+
+
+def _mssa_decode_args(ragged):
+    cache = crate_kernels.SubspaceCache(2, 3, 16, 8)
+    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
+    return torch.randn(2, 3, 4, 8), cache.data, cache.lengths, mask, 0, True, 0.3, True, "composite"
+
+
+def _tssa_args(name, seed=None, dropout_p=0.0):
+    inputs = saved("tssa", name)
+    tensors, others = inputs.differentiable, inputs.others
+    masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
+    w, temp = tensors["w"], tensors["temp"].detach().reshape(-1).requires_grad_()
+    if "denom_bias" not in tensors:
+        return w, temp, *masks, seed, dropout_p, "composite"
+    bias = tensors["denom_bias"].detach().squeeze(-1)[:, :-3].requires_grad_()
+    return w, temp, bias, *masks, seed, dropout_p, "composite"
+
+
+def _tssa_backward_args(name, **kwargs):
+    args = _tssa_args(name, **kwargs)
+    causal = "causal" in name
+    split = 3 if causal else 2
+    forward = tssa_op.tssa_causal_fwd if causal else tssa_op.tssa_fwd
+    with torch.no_grad():
+        out, membership, *rest = forward(*args)
+    return torch.randn_like(out), torch.randn_like(membership), *args[:split], membership, *rest, *args[split:]
+
+
+def _tssa_decode_args(ragged):
+    cache = crate_kernels.TokenStatsCache(2, 3, 8)
+    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
+    bias = torch.randn(3, 16)
+    return torch.randn(2, 3, 4, 8), torch.rand(3), bias, *cache._tensors(), mask, "composite"
+
+
+def _ista_args(name):
+    tensors = saved("ista", name).differentiable
+    return tensors["x"], tensors["weight"], 0.1, 0.1, name != "two-sided", torch.float32, "composite"
+
+
+def _ista_backward_args(name, needs):
+    *args, backend = _ista_args(name)
+    with torch.no_grad():
+        y = ista_op.ista_fwd(*args, backend)
+    return torch.randn_like(y), *args[:2], y, *args[2:], *needs, backend
+
+
+def _overcomplete_args(keep):
+    tensors = saved("ista_overcomplete", "two-steps").differentiable
+    return tensors["x"], tensors["weight"], tensors["decoder"], 0.1, 0.1, 2, keep, "composite"
+
+
+def _overcomplete_backward_args():
+    *args, _, backend = _overcomplete_args(True)
+    with torch.no_grad():
+        out, codes, residuals = ista_op.ista_overcomplete_fwd(*args, True, backend)
+    return torch.randn_like(out), *args[:3], codes, residuals, *args[3:], backend
+
+
+SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
+OPCHECKS = {
+    "mssa_fwd": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("n65")),
+    "mssa_fwd-pad": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("pad-row")),
+    "mssa_fwd-packed": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("causal-packed")),
+    "mssa_fwd-dropout": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("dropout", **SEED)),
+    "mssa_bwd": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("causal-n65")),
+    "mssa_bwd-packed": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("packed", **SEED)),
+    "mssa_decode": (mssa_op.mssa_decode, lambda: _mssa_decode_args(False)),
+    "mssa_decode-ragged": (mssa_op.mssa_decode, lambda: _mssa_decode_args(True)),
+    "tssa_fwd": (tssa_op.tssa_fwd, lambda: _tssa_args("n65")),
+    "tssa_fwd-packed": (tssa_op.tssa_fwd, lambda: _tssa_args("packed", **SEED)),
+    "tssa_bwd": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("pad-row")),
+    "tssa_bwd-packed": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("packed")),
+    "tssa_causal_fwd": (tssa_op.tssa_causal_fwd, lambda: _tssa_args("causal-n65")),
+    "tssa_causal_bwd": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-pad-row", **SEED)),
+    "tssa_causal_bwd-packed": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-packed")),
+    "tssa_decode": (tssa_op.tssa_decode, lambda: _tssa_decode_args(False)),
+    "tssa_decode-ragged": (tssa_op.tssa_decode, lambda: _tssa_decode_args(True)),
+    "ista_fwd": (ista_op.ista_fwd, lambda: _ista_args("many-tokens")),
+    "ista_fwd-few": (ista_op.ista_fwd, lambda: _ista_args("few-tokens")),
+    "ista_bwd": (ista_op.ista_bwd, lambda: _ista_backward_args("many-tokens", (True, True))),
+    "ista_bwd-dx": (ista_op.ista_bwd, lambda: _ista_backward_args("two-sided", (True, False))),
+    "ista_bwd-few": (ista_op.ista_bwd, lambda: _ista_backward_args("few-tokens", (True, True))),
+    "ista_overcomplete_fwd": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(False)),
+    "ista_overcomplete_fwd-keep": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(True)),
+    "ista_overcomplete_bwd": (ista_op.ista_overcomplete_bwd, _overcomplete_backward_args),
+}
+
+
+@pytest.mark.parametrize("name", list(OPCHECKS))
+def test_opcheck(name):
+    op, make = OPCHECKS[name]
+    args = make()
+    if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        # The Autograd part of opcheck wants an input that asks for a gradient; caches never do.
+        utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    else:
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, args, test_utils=utils)
