@@ -1,0 +1,115 @@
+"""The command line: what ``info`` says, and that ``verify`` fails where a backend is wrong."""
+
+import json
+
+import pytest
+import torch
+
+from crate_kernels import _backend, testing
+from crate_kernels.cli import main
+from crate_kernels.ops.ista import composite
+
+CASE = next(c for c in testing.ISTA_CASES if c.name == "few-tokens")
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    monkeypatch.setattr(testing, "CASES", (CASE,))
+
+
+@pytest.fixture
+def away():
+    """Offer a backend that is not there."""
+    _backend.register(_backend.Backend("away", "crate_kernels.ops.{op}.composite", missing="no such driver"))
+    yield
+    _backend.unregister("away")
+
+
+def verify(*options):
+    return main(["verify", "--device", "cpu", "--backend", "composite", "--dtype", "fp32", *options])
+
+
+def printed(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def off_by(factor, forward=composite.forward):
+    return lambda *args: factor * forward(*args)
+
+
+def not_finite(*args, forward=composite.forward):
+    return forward(*args).index_fill(-1, torch.tensor([0]), torch.nan)
+
+
+def dying(*args):
+    raise OverflowError("in the kernel")
+
+
+BROKEN = {
+    "off": (off_by(1.001), "NO"),
+    "not-finite": (not_finite, "is not finite where float64 is"),
+    "dies": (dying, "OverflowError('in the kernel')"),
+}
+
+
+def test_verify_passes(one_case, capsys):
+    assert verify("--json") == 0
+    (row,) = printed(capsys)
+    assert (row["case"], row["backend"], row["dtype"], row["passed"]) == (str(CASE), "composite", "fp32", True)
+    assert 0 < row["error"] <= row["budget"]
+    assert verify() == 0
+    assert "1 passed, 0 failed, on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("forward", "words"), BROKEN.values(), ids=BROKEN)
+def test_verify_fails_where_a_kernel_is_wrong(forward, words, one_case, monkeypatch, capsys):
+    monkeypatch.setattr(composite, "forward", forward)
+    assert verify() == 1
+    out = capsys.readouterr().out
+    assert words in out
+    assert "0 passed, 1 failed" in out
+    assert verify("--json") == 1
+    assert [row["passed"] for row in printed(capsys)] == [False]
+
+
+def test_one_failure_among_many_fails(monkeypatch, capsys):
+    monkeypatch.setattr(testing, "CASES", (CASE, next(c for c in testing.CASES if c.name == "many-tokens")))
+    forward = composite.forward
+    monkeypatch.setattr(composite, "forward", lambda x, *args: forward(x, *args) * (1.001 if len(x) == 2 else 1))
+    assert verify("--json") == 1
+    assert [row["passed"] for row in printed(capsys)] == [False, True]
+
+
+NOTHING = {
+    "unknown": ("nowhere", "verify: --backend must be one of"),
+    "unavailable": ("away", "no backend was asked for that is available"),
+    "the-oracle": ("reference", "no backend was asked for that is available"),
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NOTHING.values(), ids=NOTHING)
+def test_verifying_nothing_is_no_success(name, words, one_case, away, capsys):
+    assert main(["verify", "--device", "cpu", "--backend", name]) == 2
+    assert words in capsys.readouterr().out
+
+
+def test_verify_counts_what_it_leaves_out(monkeypatch, capsys):
+    case = next(c for c in testing.MSSA_CASES if c.name == "dropout")
+    monkeypatch.setattr(testing, "CASES", (CASE, case))
+    assert verify() == 0
+    assert "excluded, 1 cases: PyTorch's attention draws its own dropout mask" in capsys.readouterr().out
+
+
+def test_info_says_what_is_available_and_why_not(away, capsys):
+    assert main(["info", "--json"]) == 0
+    facts = printed(capsys)
+    for op in _backend.OPS:
+        states = facts["operators"][op]
+        assert list(states) == list(_backend.names())
+        assert states["composite"] == {"available": True, "reason": None}
+        assert states["away"] == {"available": False, "reason": "no such driver"}
+        assert facts["default"]["cpu"][op] == _backend.resolve(op, None, torch.device("cpu"), torch.float32)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "no such driver" in text
+    assert f"torch         {torch.__version__}" in text
