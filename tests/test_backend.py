@@ -161,6 +161,15 @@ def test_a_kernel_is_imported_once(registered, monkeypatch):
     assert imported == ["crate_kernels.ops.mssa.composite"]
 
 
+def test_a_name_registered_again_gets_its_own_kernel():
+    for package in ("composite", "reference"):
+        _backend.register(Backend("again", f"crate_kernels.ops.{{op}}.{package}"))
+        try:
+            assert _backend.kernel("mssa", "again").__name__ == f"crate_kernels.ops.mssa.{package}"
+        finally:
+            _backend.unregister("again")
+
+
 USE_EVERYTHING = """
 import sys, torch
 import crate_kernels, crate_kernels.nn, crate_kernels.models, crate_kernels.testing

@@ -196,6 +196,25 @@ def test_dropout_follows_its_own_mode(name, monkeypatch):
     assert rates == [0.25, 0.0, 0.0]
 
 
+AFTER = {
+    "mssa": (lambda: MODULES["mssa"](dropout=0.5), "dropout"),
+    "mssa-tied": (lambda: MODULES["mssa"](dropout=0.5, tied=True), "dropout"),
+    "tssa": (lambda: MODULES["tssa"](proj_drop=0.5), "attn_drop"),
+    "causal-tssa": (lambda: MODULES["causal-tssa"](dropout=0.5), "attn_dropout"),
+}
+
+
+@pytest.mark.parametrize(("make", "inside"), AFTER.values(), ids=AFTER)
+def test_dropout_of_the_output(make, inside):
+    module, x = built(make()).train(), tokens()
+    getattr(module, inside).eval()
+    torch.manual_seed(0)
+    out = module(x)
+    kept = out != 0
+    assert abs(kept.double().mean() - 0.5) < 5 * 0.5 / kept.numel() ** 0.5  # five standard deviations
+    torch.testing.assert_close(out[kept], 2 * module.eval()(x)[kept])
+
+
 def test_return_key_is_the_projection():
     module, x = MODULES["mssa"](), tokens(dtype=torch.float32)
     assert torch.equal(module(x, return_key=True), module.qkv(x))

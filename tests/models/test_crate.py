@@ -63,6 +63,19 @@ def test_create_overrides():
     assert all(m.backend == "reference" for m in model.modules() if hasattr(m, "backend"))
 
 
+def test_dropout_is_where_the_config_says():
+    model, img = build(dropout=0.25, emb_dropout=0.5), images()
+    rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert rates == [0.5, *[0.25] * 4]  # of the embedding; of the weights and the output of both layers
+    seen = []
+    model.transformer.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model(img)
+    model.eval()(img)
+    kept = seen[0] != 0
+    assert 0 < kept.sum() < kept.numel()
+    torch.testing.assert_close(seen[0][kept], 2 * seen[1][kept])
+
+
 def test_state_dict_keys():
     layer = ["0.norm.weight", "0.norm.bias", "0.fn.qkv.weight", "0.fn.to_out.0.weight", "0.fn.to_out.0.bias"]
     layer += ["1.norm.weight", "1.norm.bias", "1.fn.weight"]

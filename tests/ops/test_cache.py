@@ -123,6 +123,16 @@ def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device):
 
 
 @EACH
+def test_a_block_without_tokens_changes_nothing(op, backend, device):
+    cache = new_cache(op, device=device)
+    attend(op, tokens(4, device=device), backend, cache)
+    before = [t.clone() for t in contents(cache)]
+    out, statistic = attend(op, tokens(0, device=device), backend, cache)
+    assert (out.shape, statistic.shape) == ((BATCH, HEADS, 0, HEAD_DIM), (BATCH, HEADS, 0))
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@EACH
 def test_reset_forgets_everything(op, backend, device):
     w, cache = tokens(device=device), new_cache(op, device=device)
     first = decode(op, w[:, :, :7], backend, cache, [7])

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
 from crate_kernels import testing
-from tests.ops.common import leaves
+from tests.ops.common import leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -160,6 +160,19 @@ def test_meta_tensors(case, backend):
         assert [actual.stride(d) for d in moving] == [expected.stride(d) for d in moving]
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_composite_mssa_packs_alike_under_compile(causal):
+    """Traced offsets cannot be read, so the sequences are padded to the longest instead of split."""
+
+    def packed(w):
+        packing = {"cu_seqlens": offsets((5, 0, 9, 1)), "max_seqlen": 9}
+        return crate_kernels.mssa(w, **packing, causal=causal, return_lse=True, backend="composite")
+
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    w = randn(15, 3, 8, dtype=torch.float32)
+    torch.testing.assert_close(outputs_and_gradients(compiled, w), outputs_and_gradients(packed, w))
+
+
 def test_composite_mssa_takes_meta_tensors():
     w = torch.empty(2, 3, 5, 16, device="meta", requires_grad=True)
     out = crate_kernels.mssa(w, causal=True)
@@ -167,11 +180,19 @@ def test_composite_mssa_takes_meta_tensors():
     assert out.shape == dw.shape == w.shape
 
 
-def test_flops_are_counted():
-    w = torch.randn(2, 3, 64, 16, requires_grad=True)
-    product = 2 * 2 * 3 * 64 * 64 * 16
+FLOPS = {
+    "full": ((2, 3, 64, 16), {}, 2 * 2 * 3 * 64 * 64 * 16),
+    "causal": ((2, 3, 64, 16), {"causal": True}, 2 * 3 * 64 * 64 * 16),
+    # Offsets are not shapes: every sequence counts as the longest.
+    "packed": ((64, 3, 16), {"cu_seqlens": offsets((20, 44)), "max_seqlen": 44}, 2 * 3 * 64 * 44 * 16),
+}
+
+
+@pytest.mark.parametrize(("shape", "options", "product"), FLOPS.values(), ids=FLOPS)
+def test_flops_are_counted(shape, options, product):
+    w = torch.randn(shape, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        crate_kernels.mssa(w, backend="plain").sum().backward()
+        crate_kernels.mssa(w, **options, backend="plain").sum().backward()
     own = counter.get_flop_counts()["Global"]
     assert {str(op): count for op, count in own.items() if "crate_kernels" in str(op)} == {
         "crate_kernels.mssa_fwd": 2 * product,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from crate_kernels import mssa, testing
+from crate_kernels.ops.mssa import composite
 from tests.naive import mssa_loop
 from tests.ops.common import (
     DTYPES,
@@ -114,6 +115,27 @@ def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
 
+@pytest.mark.parametrize("name", ["pad-scattered", "causal-pad-row"])
+def test_logsumexp_in_chunks_of_rows_is_that_of_all(name, monkeypatch):
+    options = dict(LOOPS[name])
+    mask = padding(options.pop("pad"), BATCH, SEQLEN)
+
+    def lse(w):
+        return mssa(w, key_padding_mask=mask, **options, return_lse=True, backend="composite")[1]
+
+    whole = outputs_and_gradients(lse, tokens())
+    monkeypatch.setattr(composite, "_CHUNK_ELEMENTS", 2 * BATCH * HEADS * SEQLEN)  # two rows of seven
+    torch.testing.assert_close(outputs_and_gradients(lse, tokens()), whole, **EXACT)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize(("threshold", "selected"), [(0.5, 0), (0.25, 2)], ids=["tie", "above"])
+def test_threshold_is_strict(threshold, selected, backend, device):
+    w = torch.ones(1, 1, 2, 16, device=device)  # equal tokens: every probability is one half, exactly
+    out = mssa(w, phi="threshold", threshold=threshold, backend=backend)
+    assert torch.equal(out, selected * threshold * w)
+
+
 NORMS = [
     testing.Case("mssa", "wide-norms", (1, 2, 65, 16), {"return_lse": True}, magnitude=4.0, special="mixed norms"),
     testing.Case("mssa", "tiny", (1, 2, 65, 16), {"return_lse": True}, magnitude=1e-3),
@@ -156,6 +178,15 @@ def test_lse_is_the_logsumexp_of_the_scaled_scores(backend, device, dtype):
 def test_float64_stays_float64(backend):
     out, lse = mssa(tokens(), return_lse=True, backend=backend)
     assert out.dtype == lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", ["reference", "composite"])
+def test_autocast_leaves_float64_alone(backend):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mssa(tokens(), backend=backend)
+    assert out.dtype == torch.float64
+    if backend != "reference":  # whose products autocast may round
+        torch.testing.assert_close(out, mssa(tokens(), backend=backend), **EXACT)
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
