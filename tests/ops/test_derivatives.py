@@ -27,17 +27,21 @@ FUNCTIONS = {
 REFERENCE = pytest.mark.parametrize("name", FUNCTIONS)
 MISSING = "is not supported.*use backend='reference'"
 # PyTorch has no batching rule for its own CPU attention, nor for our ops, and says that a loop is slow.
+pytestmark = pytest.mark.usefixtures("plain_backend")
 SLOW_VMAP = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
 def params(reference, names=FUNCTIONS):
     """List (name, function) for every backend of this machine that takes CPU tensors."""
-    return [
-        pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}")
+    pairs = [
+        (name, p.values[0])
         for name in names
         for p in backends(name.partition("-")[0].removesuffix("_overcomplete"), reference)
         if p.values[1] == "cpu"
     ]
+    # composite's mssa stays outside the op, whose autograd.Function every kernel shares.
+    pairs += [(name, "plain") for name in names if name.startswith("mssa") and name != "mssa-relu"]
+    return [pytest.param(name, backend, id=f"{name}-{backend}") for name, backend in pairs]
 
 
 ALL, FUSED = (pytest.mark.parametrize(("name", "backend"), params(reference)) for reference in (True, False))
@@ -115,6 +119,13 @@ def double_backward(f, w):
     return torch.autograd.grad(dw.square().sum(), w)
 
 
+def double_backward_of_a_sum(f, w):
+    """The upstream gradient is constant: only what the op saved says that dw depends on w."""
+    w = w.requires_grad_()
+    (dw,) = torch.autograd.grad(f(w).sum(), w, create_graph=True)
+    return torch.autograd.grad(dw.square().sum(), w)
+
+
 def double_backward_through_dout(f, w):
     w = w.requires_grad_()
     upstream = torch.ones_like(f(w)).requires_grad_()
@@ -141,6 +152,7 @@ REFUSED = {
     "vmap-of-grad": (lambda f, w: torch.func.vmap(torch.func.grad(lambda w: f(w).sum()))(w[None]), "vmap of a grad"),
     "grad-of-vmap": (lambda f, w: torch.func.grad(lambda w: torch.func.vmap(f)(w).sum())(w[None]), "vmap of a grad"),
     "create_graph": (double_backward, "double backward"),
+    "create_graph-sum": (double_backward_of_a_sum, "double backward"),
     "create_graph-dout": (double_backward_through_dout, "double backward"),
     "autograd-of-func.grad": (autograd_of_functional_gradient, "double backward"),
     "grad-of-grad": (grad_of_grad, "double backward"),

@@ -157,6 +157,18 @@ def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
+def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
+    """The identity as tokens shows W - W^T W itself; rounding W first would cost bits where the two cancel."""
+    x, weight = torch.eye(12, device=device), dictionary(12, 12).to(device, torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
+    exact = weight.double() - weight.double().T @ weight.double()
+    # Half a unit in the last place of bfloat16, and a rounding of 1 + K in float32.
+    budget = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
+    assert ((y.double() - x - exact).abs() <= budget).all()
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
 def test_only_the_gradients_asked_for_are_computed(backend, device):
     for shape in SHAPES.values():
         x, weight = randn(*shape).to(device, torch.float32), dictionary().to(device, torch.float32)

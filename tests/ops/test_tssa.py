@@ -25,7 +25,9 @@ LOOPS = {
     "pad-right": {"pad": "right"},
     "pad-scattered": {"pad": "scattered"},
     "pad-row": {"pad": "row"},
-    "dead-channel": {"dead": True},
+    "dead-channel": {"channel": 0.0},
+    "channel-below-the-floor": {"channel": 1e-13},
+    "channel-above-the-floor": {"channel": 3e-12},
     "dropout": {"dropout_p": 0.4},
     "dropout-pad": {"dropout_p": 0.4, "pad": "left"},
     "causal": {"causal": True},
@@ -33,18 +35,18 @@ LOOPS = {
     "causal-pad-left": {"causal": True, "pad": "left"},
     "causal-pad-scattered": {"causal": True, "pad": "scattered"},
     "causal-pad-row": {"causal": True, "pad": "row"},
-    "causal-dead-channel": {"causal": True, "dead": True},
+    "causal-dead-channel": {"causal": True, "channel": 0.0},
+    "causal-channel-across-the-floor": {"causal": True, "channel": 6e-7},
     "causal-dropout": {"causal": True, "dropout_p": 0.4},
     "causal-dropout-pad": {"causal": True, "dropout_p": 0.4, "pad": "right"},
 }
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
-def inputs(causal=False, nheads=HEADS, bias=True, dead=False, seqlen=SEQLEN, batch=BATCH):
+def inputs(causal=False, nheads=HEADS, bias=True, channel=1.0, seqlen=SEQLEN, batch=BATCH):
     """Return w, temp and, for the causal form, a denom_bias longer than the sequence."""
     w = randn(batch, seqlen, nheads, HEAD_DIM).transpose(1, 2)
-    if dead:
-        w[..., 1] = 0.0
+    w[..., 1] *= channel
     tensors = [w, 1 + 0.3 * randn(nheads, 1, seed=1)]
     return [*tensors, 0.1 * randn(nheads, seqlen + 2, 1, seed=2)] if causal and bias else tensors
 
@@ -75,7 +77,7 @@ def channel_or_element_mask(causal, heads, seqlen):
 def test_float64_is_the_loop(options, backend):
     options = dict(options)
     causal, nheads = options.pop("causal", False), options.pop("nheads", HEADS)
-    tensors = inputs(causal, nheads, options.pop("bias", True), options.pop("dead", False))
+    tensors = inputs(causal, nheads, options.pop("bias", True), options.pop("channel", 1.0))
     options["key_padding_mask"] = padding(options.pop("pad", ""), BATCH, SEQLEN)
     keep = None
     if "dropout_p" in options:
