@@ -122,14 +122,18 @@ def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device):
     torch.testing.assert_close(out[0], full[0, :, 2:])
 
 
-@EACH
-def test_a_block_without_tokens_changes_nothing(op, backend, device):
-    cache = new_cache(op, device=device)
-    attend(op, tokens(4, device=device), backend, cache)
-    before = [t.clone() for t in contents(cache)]
-    out, statistic = attend(op, tokens(0, device=device), backend, cache)
-    assert (out.shape, statistic.shape) == ((BATCH, HEADS, 0, HEAD_DIM), (BATCH, HEADS, 0))
-    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+@SUBSPACE
+def test_writes_beyond_the_capacity_are_dropped(backend, device):
+    """The host cannot know what was written to ``lengths``, which is public."""
+    w, cache = tokens(device=device), new_cache("mssa", device=device)
+    attend("mssa", w[:, :, :10], backend, cache)
+    cache.lengths.copy_(torch.tensor([11, 12, 4]))
+    before, new = cache.data.clone(), tokens(2, device=device, seed=1)
+    out, _ = attend("mssa", new, backend, cache, torch.ones(BATCH, 2, dtype=torch.bool, device=device))
+    assert cache.lengths.tolist() == [12, 12, 6]
+    before[0, :, 11], before[2, :, 4:6] = new[0, :, 0], new[2]
+    torch.testing.assert_close(cache.data, before, rtol=0, atol=0)
+    assert out.isfinite().all()
 
 
 @EACH

@@ -263,6 +263,26 @@ def test_dropout_keeps_the_expectation(backend, device):
         assert counts.std() > 0.5 * math.sqrt(kept.shape[dim] * p * (1 - p)), "one mask value for all"
 
 
+PHI_DROPOUT = {
+    "threshold": {"phi": "threshold", "threshold": 0.5 / 64},
+    "relu": {"phi": "relu"},
+    "identity": {"phi": "identity"},
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("options", PHI_DROPOUT.values(), ids=PHI_DROPOUT)
+def test_every_phi_drops_weights(options, backend, device):
+    if options["phi"] != "threshold" and backend not in ("reference", "composite"):
+        pytest.skip("kernels have a softmax")
+    p, w = 0.3, torch.ones(4, 2, 64, 16, device=device)  # equal tokens: 64 equal weights a query
+    kept = mssa(w, dropout_p=p, **options, backend=backend) / mssa(w, **options, backend=backend) * (1 - p)
+    # Five standard deviations of the mean over 512 rows, and of the deviation measured on them.
+    deviation = math.sqrt(p * (1 - p) / 64)
+    assert abs(kept[..., 0].mean() - (1 - p)) < 5 * deviation / math.sqrt(4 * 2 * 64)
+    assert kept[..., 0].std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * 4 * 2 * 64))
+
+
 @pytest.mark.parametrize(("backend", "device"), [p for p in BACKENDS if p.values[0] != "composite"])
 def test_dropout_mask_is_philox(backend, device):
     if device == "cuda":

@@ -160,7 +160,7 @@ def test_half_precision_survives_squares_that_overflow(causal, backend, device):
     assert over_budget(case, torch.float16, backend, device) == []
 
 
-@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FORMS
 def test_a_dead_channel_stays_dead(causal, dtype, backend, device):
@@ -173,6 +173,17 @@ def test_a_dead_channel_stays_dead(causal, dtype, backend, device):
     # The channel adds exactly nothing to the similarity, so the others cannot tell.
     without = call(causal, backend)(torch.cat([w[..., :3], w[..., 4:]], -1), temp)
     torch.testing.assert_close((torch.cat([out[..., :3], out[..., 4:]], -1), membership), without)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@FORMS
+def test_tokens_without_any_to_sum_over_stay_finite(causal, dtype, backend, device):
+    w = randn(2, 9, 3, 16, dtype=dtype, device=device).transpose(1, 2)
+    temp = torch.ones(3, dtype=dtype, device=device)
+    mask = torch.tensor([[False] * 3 + [True] * 6, [False] * 9], device=device)
+    results = outputs_and_gradients(call(causal, backend, key_padding_mask=mask), w, temp)
+    assert all(t.isfinite().all() for t in results)
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

@@ -28,8 +28,8 @@ and in its gradient the sums over tokens become suffix sums::
     dw  = -g Pi A r + 2 w (Pi U + dq / c + suffix(dc)),   ddenom_bias = head_dim temp sum_b dlogit
 
 Padded tokens leave the sums and still get an output; where no token is left, output and membership are 0.
-Nothing is cast. A floor that the dtype cannot hold becomes its smallest subnormal, without which an
-all-zero channel in float16 is 0 / 0.
+Nothing is cast. A floor below the dtype's smallest normal number becomes that number: in float16 an all-zero
+channel would be 0 / 0, and over a subnormal floor its gradient, infinity times zero.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ from crate_kernels import _philox
 
 
 def _floor(value: float, dtype: torch.dtype) -> float:
-    """Return ``value``, or the dtype's smallest subnormal where it would round to zero."""
-    info = torch.finfo(dtype)
-    return max(value, info.smallest_normal * info.eps)
+    """Return ``value``, or the dtype's smallest normal number where that is larger."""
+    return max(value, torch.finfo(dtype).smallest_normal)
 
 
 def _unpadded(key_padding_mask: Tensor | None, has_key: Tensor | None) -> Tensor | float:
@@ -93,6 +92,9 @@ def causal(
     counted = 1.0 if key_padding_mask is None else key_padding_mask[:, None, :, None]
     squares = w.square()
     energy = (squares * counted).cumsum(2).clamp_min(_floor(1e-12, w.dtype))
+    if has_key is not None:
+        # Cleared at the end; over the floor a padded token is beyond float16, and infinity stays in running sums.
+        energy = energy.masked_fill(~has_key[:, None, :, None], 1.0)
     ratio = squares / energy
     if denom_bias is not None:
         ratio = ratio + denom_bias.unsqueeze(-1)
