@@ -227,6 +227,19 @@ def test_everything_works_where_triton_is_not_installed():
     assert result.returncode == 0, result.stderr
 
 
+def test_a_flop_counter_imported_later_knows_the_ops():
+    script = """
+import sys, crate_kernels
+assert "torch.utils.flop_counter" not in sys.modules, "imported with the package"
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    crate_kernels.ista(torch.ones(9, 4), torch.eye(4), backend="composite")
+assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
+"""
+    result = python(HIDE_TRITON + script)  # of which the counter would only warn
+    assert result.returncode == 0, result.stderr
+
+
 def test_no_environment_variable_steers_the_choice():
     script = """
 import crate_kernels, torch

@@ -66,6 +66,17 @@ def test_more_than_the_output_comes_from_the_published_forward():
         model(x, mask=True)
 
 
+class AnyRank(Attention):
+    def forward(self, x):
+        return super().forward(x) if x.dim() == 3 else super().forward(x[None])[0]
+
+
+def test_tokens_of_another_rank_come_to_the_published_forward():
+    model, x = AnyRank().eval(), tokens()
+    patch(model)
+    torch.testing.assert_close(model(x[0]), model(x)[0])
+
+
 def test_calls_reach_the_operator(monkeypatch):
     calls = []
 

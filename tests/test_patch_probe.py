@@ -106,9 +106,9 @@ def instance_forward():
     return module
 
 
-def other_attend():
+def attention_with(attend):
     module = Attention()
-    module.attend = nn.Sigmoid()
+    module.attend = attend
     return module
 
 
@@ -122,11 +122,13 @@ LEFT = {
     "denom-bias-unused": (BiasUnused, "something else"),
     "plain-product": (DecoderFeedForward, "something else: output differs by"),
     "double-threshold": (DoubleThreshold, "something else: output differs by"),
+    "small-threshold": (lambda: DoubleThreshold(lambd=0.01), "something else: output differs by"),
     "always-zero": (Silent, "something else: output differs by"),
     "three-steps": (ThreeSteps, "something else: output differs by"),
     "instance-forward": (instance_forward, "set on the instance"),
     "final": (Final, "cannot be derived from: Final is final"),
-    "other-attend": (other_attend, "has another attend"),
+    "other-attend": (lambda: attention_with(nn.Sigmoid()), "has another attend"),
+    "other-softmax": (lambda: attention_with(nn.Softmax(dim=-2)), "has another attend"),
     "our-ista": (lambda: crate_kernels.nn.ISTA(DIM), "already fused"),
     "our-mssa": (lambda: crate_kernels.nn.MSSA(DIM, HEADS, HEAD_DIM), "already fused"),
 }
@@ -158,6 +160,33 @@ def test_layers_of_one_class_are_told_apart(via):
     values = ("", "plain") if via is str else (False, True)
     model = nn.Sequential(*(Switch(value, via) for value in (*values, *values)))
     assert list(patch(model).replaced) == ["0", "2"]
+
+
+class PlainIfNarrow(FeedForward):
+    def forward(self, x):
+        return super().forward(x) if self.weight.shape[0] == DIM else F.linear(x, self.weight)
+
+
+def test_layers_of_other_widths_are_told_apart():
+    model = nn.ModuleList([PlainIfNarrow(), PlainIfNarrow(DIM - 4), PlainIfNarrow()])
+    assert list(patch(model).replaced) == ["0", "2"]
+
+
+class TiedByName(Overcomplete):
+    """Decodes with D, of which D1 is another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.D1 = self.D
+
+    def forward(self, x):
+        untied = copy.copy(self)
+        untied._parameters = {**self._parameters, "D1": self.D}
+        return Overcomplete.forward(untied, x)
+
+
+def test_tied_parameters_stay_tied_in_the_probe():
+    assert patch(TiedByName()).replaced == {"": "ista_overcomplete"}
 
 
 def test_layers_of_one_signature_share_a_probe(monkeypatch):
