@@ -1,4 +1,4 @@
-"""The command line: ``python -m crate_kernels info | verify``."""
+"""The command line: ``python -m crate_kernels info | verify | demo``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from crate_kernels import __version__
 _VERBS = {
     "info": "what is installed, and which backend each operator can use",
     "verify": "hold every available backend against float64 on named cases",
+    "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
 }
 
 

@@ -1,0 +1,117 @@
+"""The main job from digits to report."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from crate_kernels import __version__
+from crate_kernels.cli.demo import checkpoint, compare, data, loop, report, whitebox
+from crate_kernels.cli.demo.training import Settings, Training, fresh_model
+
+_SHOWN = (2, 3, 4, 5, 7, 8)
+_ROUNDS, _QUICK_ROUNDS = 15, 3
+
+
+def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: bool, fresh: bool) -> int:
+    """Do it all, and return 1 if the fused losses are not the naive ones, else 0.
+
+    Raises:
+        checkpoint.Unusable: the checkpoint in ``folder`` is of another run, or cannot be read.
+        KeyboardInterrupt: interrupted; what was trained is in the checkpoint.
+    """
+    console = Console()
+    digits = data.load()
+    neighbours = data.nearest_neighbours(digits)
+    settings = Settings(seed=seed, epochs=1) if quick else Settings(seed=seed)
+    training = Training(settings, digits, backend, device)
+    machine = _machine(device)
+    console.print(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    console.print(f"3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
+    console.print(f"CRATE, operators of backend {backend}, on {machine['device']}", highlight=False)
+
+    seconds = _train(training, folder, console, fresh=fresh)
+    checkpoint.save_model(training, folder)
+    start = fresh_model(settings, training.config, device)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def doing(what: str) -> None:
+            progress.update(task, description=what)
+            if not console.is_terminal:
+                console.print(what)
+
+        doing("repeating the first steps with the naive equations")
+        agreement = compare.agreement(training)
+        doing("timing a training step, naive and fused")
+        costs = compare.costs(settings, digits, backend, device, _QUICK_ROUNDS if quick else _ROUNDS)
+        doing("looking inside")
+        outcome = report.Outcome(
+            training=training,
+            neighbours=neighbours,
+            seconds=seconds,
+            agreement=agreement,
+            costs=costs,
+            before=whitebox.measure(start, digits, device),
+            after=whitebox.measure(training.model, digits, device),
+            attention=whitebox.class_attention(training.model, digits, device, _SHOWN),
+            machine=machine,
+        )
+        doing("drawing")
+        paths = report.write(outcome, folder)
+    _print(outcome, console)
+    console.print(f"Wrote {len(paths)} files beside the model; open {folder / 'report.html'}", highlight=False)
+    return 0 if agreement.agrees else 1
+
+
+def _train(training: Training, folder: Path, console: Console, *, fresh: bool) -> float | None:
+    """Train, or go on; return the seconds of an uninterrupted training, else None."""
+    if fresh or not checkpoint.resume(training, folder):
+        return loop.train(training, folder, console)
+    if training.done == training.total:
+        console.print("Already trained: this is measured and drawn again; --fresh trains anew")
+    else:
+        console.print(f"Going on from step {training.done} of {training.total}")
+        loop.train(training, folder, console)
+    return None
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    """Say where the numbers come from."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{device.type}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "crate_kernels": __version__,
+    }
+
+
+def _print(outcome: report.Outcome, console: Console) -> None:
+    table = Table()
+    for column in ("", "naive", "fused", "ratio"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for row in report.cost_rows(outcome.costs):
+        table.add_row(*row)
+    console.print(table)
+    agreement, depth = outcome.agreement, outcome.training.config.depth
+    verdict = "agrees with" if agreement.agrees else "[bold]DISAGREES[/bold] with"
+    console.print(
+        f"Same model: the fused loss {verdict} the naive one over {len(agreement.naive)} steps, "
+        f"at most {max(agreement.differences):.1e} apart"
+    )
+    before, after = outcome.before.summary(), outcome.after.summary()
+    for name, key, places in (("coding rate after MSSA", "coding_rate", 1), ("nonzeros after ISTA", "nonzeros", 3)):
+        change = ", ".join(f"{before[key][i]:.{places}f} to {after[key][i]:.{places}f}" for i in range(depth))
+        console.print(f"White box: {name}, layers 1 to {depth}, before to after training: {change}")
+    took = "" if outcome.seconds is None else f", trained in {outcome.seconds:.0f} s"
+    console.print(f"Test accuracy {outcome.accuracy:.4f}{took}; 3 nearest neighbours {outcome.neighbours:.4f}")
