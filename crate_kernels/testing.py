@@ -261,7 +261,7 @@ def _make_special(w: Tensor, special: str) -> Tensor:
     if special == "dead channel":
         w[..., 0] = 0.0
     elif special == "faint channel":
-        w[..., 0] *= 1e-11  # its energy is a float32, the square of its energy is none
+        w[..., 0] *= 1e-12  # its energy is a normal float32, the square of its energy is none
     elif special == "zero token":
         w[..., ::7, :] = 0.0
     elif special == "mixed norms":

@@ -158,6 +158,17 @@ def test_gradient_step_is_equation_9():
     assert (low - module.double()(x)).abs().max() < 0.05 * module(x).abs().max()
 
 
+def test_gradient_step_is_factored_in_float32_under_autocast(monkeypatch):
+    """The Gram matrix squares the condition of the tokens: in bfloat16 it would lose all of a small direction."""
+    module, x = RateGradientStep(24, 3, 8, gamma=0.4), torch.randn(2, 13, 24)
+    factored, cholesky = [], torch.linalg.cholesky
+    monkeypatch.setattr(torch.linalg, "cholesky", lambda a: factored.append(a) or cholesky(a))
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x)
+        v = module(x, return_key=True).float().unflatten(-1, (3, 8)).transpose(1, 2)
+    torch.testing.assert_close(factored, [torch.eye(8) + 0.4 * v.mT @ v])
+
+
 @pytest.mark.parametrize("prox", ["nonnegative", "soft", "mm"])
 def test_prox_reaches_every_layer(prox):
     model = build(prox=prox, ista=0.2, lambd=0.3, alpha=0.5)
