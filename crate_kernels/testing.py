@@ -91,6 +91,7 @@ MSSA_CASES = (
     _mssa("threshold-causal", 2, 3, 65, 16, phi="threshold", threshold=0.5, causal=True, magnitude=2.0),
     _mssa("relu", 2, 3, 65, 16, phi="relu", return_lse=False),
     _mssa("identity", 2, 3, 65, 16, phi="identity", return_lse=False),
+    _mssa("identity-pad-row", 3, 2, 65, 16, phi="identity", return_lse=False, padding="row"),
     _mssa("identity-causal-pad", 2, 3, 65, 16, phi="identity", return_lse=False, causal=True, padding="right"),
     _mssa("empty-batch", 0, 3, 65, 16),
 )

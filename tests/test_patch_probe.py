@@ -168,7 +168,8 @@ class PlainIfNarrow(FeedForward):
 
 
 def test_layers_of_other_widths_are_told_apart():
-    model = nn.ModuleList([PlainIfNarrow(), PlainIfNarrow(DIM - 4), PlainIfNarrow()])
+    with torch.device("meta"):  # where there are no numbers to compare with the backend's
+        model = nn.ModuleList([PlainIfNarrow(), PlainIfNarrow(DIM - 4), PlainIfNarrow()])
     assert list(patch(model).replaced) == ["0", "2"]
 
 

@@ -208,6 +208,16 @@ def test_packed_membership_is_heads_by_total(backend, device):
     assert (out.shape, membership.shape) == ((5, 4, 16), (4, 5))
 
 
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@FORMS
+def test_packed_nothing_below_a_longer_max_seqlen(causal, backend, device):
+    w, temp = torch.ones(0, 3, 16, device=device), torch.ones(3, device=device)
+    packing = {"cu_seqlens": offsets((0, 0)).to(device), "max_seqlen": 4}
+    out, membership, dw, dtemp = outputs_and_gradients(call(causal, backend, **packing), w, temp)
+    assert (out.shape, membership.shape, dw.shape) == ((0, 3, 16), (3, 0), (0, 3, 16))
+    assert not dtemp.any()
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("layout", ["projection", "contiguous"])
 @FORMS
