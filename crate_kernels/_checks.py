@@ -177,10 +177,11 @@ def cache_matches(
         raise ValueError(f"{op}: w must have the cache's dtype {dtype}, got {w.dtype}")
 
 
-def inference_only(op: str, *tensors: Tensor | None) -> None:
+def inference_only(op: str, **tensors: Tensor | None) -> None:
     """Refuse to append to a cache what wants a gradient."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError(f"{op}: w must not require a gradient with a cache: wrap the call in torch.no_grad()")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: {name} must not require a gradient with a cache: wrap the call in torch.no_grad()")
 
 
 def integer(op: str, name: str, value: object, minimum: int) -> int:

@@ -80,7 +80,7 @@ def mssa(
         phi: what becomes of the probabilities: "softmax" (the default) keeps them; "threshold" replaces
             those above ``threshold`` by it and the others by 0 (AoT, Theorem 3.1); "relu" and "identity" use
             ReLU of the scores and the scores themselves, without a softmax.
-        threshold: the threshold, positive; required with phi="threshold" and refused otherwise.
+        threshold: the threshold, at least 0; required with phi="threshold" and refused otherwise.
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. It removes keys only; padded
             queries still attend. A query with no key left gives 0, gradient 0 and lse -inf.
         cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are
@@ -188,7 +188,7 @@ def _check_cache(
         raise ValueError(f"mssa: dropout_p must be 0 with a cache, got {dropout_p}")
     if phi != "softmax":
         raise ValueError(f"mssa: phi must be 'softmax' with a cache, got {phi!r}")
-    _checks.inference_only("mssa", w)
+    _checks.inference_only("mssa", w=w)
     cache._check_room(w)
     if key_padding_mask is not None:
         _checks.right_padded("mssa", key_padding_mask)

@@ -192,7 +192,7 @@ def _check_cache(
         raise ValueError("tssa: cu_seqlens must be None with a cache; pad w and give key_padding_mask")
     if dropout_p:
         raise ValueError(f"tssa: dropout_p must be 0 with a cache, got {dropout_p}")
-    _checks.inference_only("tssa", w, temp, denom_bias)
+    _checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
     batch, nheads, head_dim = cache.energy.shape
     _checks.cache_matches("tssa", w, (batch, nheads, None, head_dim), cache.energy.device, None)
     if cache.energy.dtype != _register.stat_dtype(w.dtype):

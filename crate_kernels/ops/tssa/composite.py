@@ -297,7 +297,7 @@ def decode(
     bias = None
     if denom_bias is not None:
         position = lengths[:, None] + torch.arange(w.shape[2], device=w.device)
-        # Past the end only for padded tokens, which nobody reads.
+        # Never past the end through the public function; on a GPU an index error would end the process.
         bias = denom_bias[:, position.clamp(max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
     squares, energies = _running_energy(w, key_padding_mask, energy)
     similarity = _causal_similarity(squares / energies, bias)
