@@ -72,7 +72,7 @@ ERRORS = [
         "tssa",
         lambda cache: tssa(tokens(2), requiring_grad(TEMP), causal=True, cache=cache),
         ValueError,
-        "tssa: temp must not require a gradient with a cache.*no_grad",
+        "temp must not require a gradient with a cache.*no_grad",
     ),
     (
         "denom-bias",
