@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        again = " without --fresh" if args.fresh else ""
-        print(f"\nInterrupted. The same command{again} goes on from {args.output / checkpoint.NAME}.")
+        saved, again = args.output / checkpoint.NAME, " without --fresh" if args.fresh else ""
+        print(f"\nInterrupted. The same command{again} goes on from {saved}." if saved.exists() else "\nInterrupted.")
         return _INTERRUPTED
 
 
