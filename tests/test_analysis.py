@@ -83,6 +83,21 @@ def test_projected_rate_is_the_subspace_rate_of_a_projection(shape):
     )
 
 
+DEFAULTS = {
+    "coding_rate": (_randn(9, 6),),
+    "projected_coding_rate": (_randn(2, 9, 3),),
+    "subspace_coding_rate": (_randn(9, 6), _subspaces(2, 3)),
+    "rate_reduction": (_randn(9, 6), _subspaces(2, 3)),
+    "rate_gradient": (_randn(9, 6), _subspaces(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_distortion_is_by_default_the_published_one(name):
+    measure, args = getattr(analysis, name), DEFAULTS[name]
+    torch.testing.assert_close(measure(*args), measure(*args, eps_squared=0.01), rtol=0, atol=0)
+
+
 def test_rate_reduction_vanishes_where_orthogonal_subspaces_are_coded_apart():
     # R of a block-diagonal Gram matrix is the sum over blocks; dim against head_dim is the rest
     nsubspaces, head_dim, seqlen = 3, 4, 30

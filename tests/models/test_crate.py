@@ -96,6 +96,15 @@ def test_patches_are_flattened_row_by_row_channel_last():
         assert torch.equal(patches[:, index], wanted)
 
 
+def test_the_class_token_comes_first():
+    model, img, seen = build(), images(), []
+    model.transformer.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model(img)
+    token = model.cls_token[0] + model.pos_embedding[0, :1]
+    patches = model.to_patch_embedding(img) + model.pos_embedding[:, 1:]
+    torch.testing.assert_close(seen, [torch.cat([token.expand(2, 1, -1), patches], dim=1)])
+
+
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_pool(pool):
     model = build(pool=pool)

@@ -265,3 +265,16 @@ def test_offsets_out_of_range_are_clamped_where_reading_them_is_not_free(monkeyp
     assert not call("tssa", **packing(0, 2, 5))[5:].any()
     assert not call("tssa", **packing(0, 6))[4:].any()
     assert call("tssa", **packing(0, 4, 2, 6)).isfinite().all()
+
+
+def test_traced_offsets_out_of_range_leave_no_row_unwritten():
+    """Composite's mssa pads where it cannot read the offsets, and a place in the padding attends like any other."""
+
+    def packed(cu_seqlens):
+        return call("mssa", w=PACKED, cu_seqlens=cu_seqlens, max_seqlen=4, return_lse=True, backend="composite")
+
+    out, lse = torch.compile(packed, fullgraph=True, backend="aot_eager")(offsets((2, 3)))
+    expected, expected_lse = call("mssa", **{**packing(0, 2, 5), "w": PACKED[:5]}, return_lse=True)
+    torch.testing.assert_close((out[:5], lse[:, :5]), (expected, expected_lse))
+    assert not out[5:].any()
+    assert not lse[:, 5:].any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels import _backend, ista, ista_overcomplete, testing
 from tests.naive import ista_loop, ista_overcomplete_loop
 from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
 
@@ -169,13 +169,17 @@ def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
-def test_only_the_gradients_asked_for_are_computed(backend, device):
+def test_only_the_gradients_asked_for_are_computed(backend, device, monkeypatch):
+    kernel, asked = _backend.kernel("ista", backend), []
+    backward = kernel.backward
+    monkeypatch.setattr(kernel, "backward", lambda *args: asked.append(args[-2:]) or backward(*args))
     for shape in SHAPES.values():
         x, weight = randn(*shape).to(device, torch.float32), dictionary().to(device, torch.float32)
         both = outputs_and_gradients(lambda *t: ista(*t, backend=backend), x, weight)
         only_x = outputs_and_gradients(lambda x, weight=weight: ista(x, weight, backend=backend), x)
         only_weight = outputs_and_gradients(lambda weight, x=x: ista(x, weight, backend=backend), weight)
         torch.testing.assert_close([*only_x, only_weight[1]], both)
+    assert asked == [(True, True), (True, False), (False, True)] * len(SHAPES)
 
 
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
