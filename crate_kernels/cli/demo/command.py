@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, measure and draw.
 
     Returns:
-        0; 1 if fused and naive losses disagree; 2 if it cannot run as asked; 130 if interrupted.
+        0; 1 if fused and naive losses disagree or the weights are not finite; 2 if it cannot run as asked;
+        130 if interrupted.
     """
     missing = [package for module, package in _NEEDS.items() if find_spec(module) is None]
     if missing:

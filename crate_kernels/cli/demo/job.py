@@ -19,7 +19,7 @@ _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 
 def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: bool, fresh: bool) -> int:
-    """Do it all, and return 1 if the fused losses are not the naive ones, else 0.
+    """Do it all, and return 1 if the fused losses are not the naive ones or the weights are not finite, else 0.
 
     Raises:
         checkpoint.Unusable: the checkpoint in ``folder`` is of another run, or cannot be read.
@@ -48,6 +48,10 @@ def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: b
 
         doing("repeating the first steps with the naive equations")
         agreement = compare.agreement(training)
+        if not all(p.isfinite().all() for p in training.model.parameters()):
+            console.print(_verdict(agreement))
+            console.print(f"{training.done} steps left weights that are not finite: nothing to measure or draw")
+            return 1
         doing("timing a training step, naive and fused")
         costs = compare.costs(settings, digits, backend, device, _QUICK_ROUNDS if quick else _ROUNDS)
         doing("looking inside")
@@ -96,6 +100,13 @@ def _machine(device: torch.device) -> dict[str, str]:
     }
 
 
+def _verdict(agreement: compare.Agreement) -> str:
+    verdict = "agrees with" if agreement.agrees else "[bold]DISAGREES[/bold] with"
+    worst = torch.tensor(agreement.differences).max().item()  # nan if any is; Python's max goes by the order
+    steps = len(agreement.naive)
+    return f"Same model: the fused loss {verdict} the naive one over {steps} steps, at most {worst:.1e} apart"
+
+
 def _print(outcome: report.Outcome, console: Console) -> None:
     table = Table()
     for column in ("", "naive", "fused", "ratio"):
@@ -103,12 +114,8 @@ def _print(outcome: report.Outcome, console: Console) -> None:
     for row in report.cost_rows(outcome.costs):
         table.add_row(*row)
     console.print(table)
-    agreement, depth = outcome.agreement, outcome.training.config.depth
-    verdict = "agrees with" if agreement.agrees else "[bold]DISAGREES[/bold] with"
-    console.print(
-        f"Same model: the fused loss {verdict} the naive one over {len(agreement.naive)} steps, "
-        f"at most {max(agreement.differences):.1e} apart"
-    )
+    depth = outcome.training.config.depth
+    console.print(_verdict(outcome.agreement))
     before, after = outcome.before.summary(), outcome.after.summary()
     for name, key, places in (("coding rate after MSSA", "coding_rate", 1), ("nonzeros after ISTA", "nonzeros", 3)):
         change = ", ".join(f"{before[key][i]:.{places}f} to {after[key][i]:.{places}f}" for i in range(depth))
