@@ -6,13 +6,17 @@ CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test check bench clean
+.PHONY: demo test fuzz check bench clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
 test: .venv/test.stamp .venv/mnist.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+# Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
+fuzz: .venv/test.stamp
+	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 # The variable spares pyright its question for a newer release, which needs a network.
 check: .venv/dev.stamp

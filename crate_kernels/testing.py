@@ -73,6 +73,9 @@ MSSA_CASES = (
     _mssa("contiguous", 2, 3, 65, 32, layout="contiguous"),
     _mssa("strided", 2, 3, 65, 32, layout="strided"),
     _mssa("scale", 2, 3, 65, 16, scale=0.5),
+    *(_mssa(f"{name}-scale", 2, 3, 65, 16, scale=scale) for name, scale in (("negative", -0.3), ("zero", 0.0))),
+    *(_mssa(f"causal-{n}-scale", 2, 3, 65, 16, scale=x, causal=True) for n, x in (("negative", -0.3), ("zero", 0.0))),
+    _mssa("causal-packed-negative-scale", 0, 3, 0, 16, lengths=(5, 0, 64, 1, 33), scale=-0.3, causal=True),
     _mssa("pad-right", 3, 2, 65, 16, padding="right"),
     _mssa("pad-scattered", 3, 2, 65, 16, padding="scattered"),
     _mssa("pad-row", 3, 2, 65, 16, padding="row"),
@@ -181,6 +184,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
         dtype: dtype of the drawn tensors; temp, denom_bias and weights have it too.
         device: where they are put; they are drawn on the CPU, the same everywhere.
         seed: seed of the draw.
+
+    Raises:
+        ValueError: an ista case in which nearly every token has an activation at its threshold.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -216,6 +222,8 @@ def _ista_inputs(case: Case, dtype: torch.dtype, device: torch.device, draw: Any
     weight = (draw(dim, hidden) * dim**-0.5).to(dtype)
     pool = draw(64 * tokens, dim).to(dtype)
     x = pool[_clear_of_kinks(case, pool.double(), weight.double(), torch.finfo(dtype).eps)][:tokens]
+    if len(x) < tokens:
+        raise ValueError(f"{case}: too few tokens of {case.shape} are clear of their thresholds in {dtype}")
     x = x.view(batch, seqlen, dim).to(device)
     if case.layout == "strided":
         x = x.repeat_interleave(2, -1)[..., ::2]

@@ -83,11 +83,20 @@ def over_budget(case, dtype, backend, device):
     reason = testing.excluded(case, backend, dtype)
     if reason is not None:
         pytest.skip(reason)
-    inputs = testing.make_inputs(case, dtype, device)
     key = str(case), dtype, device
     if key not in _expected:
-        exact = testing.run(case, inputs.to(torch.float64), "reference")
-        _expected[key] = testing.run(case, inputs, "reference"), exact
-    actual = testing.run(case, inputs, backend)
-    assert actual.keys() == _expected[key][1].keys()
-    return [m for m in testing.measure(actual, *_expected[key], dtype) if not m.passed]
+        _expected[key] = eager_and_exact(case, dtype, device)
+    return [m for m in measured(case, dtype, backend, device, *_expected[key]) if not m.passed]
+
+
+def eager_and_exact(case, dtype, device):
+    """Return the results of ``reference`` in ``dtype`` and in float64."""
+    inputs = testing.make_inputs(case, dtype, device)
+    return testing.run(case, inputs, "reference"), testing.run(case, inputs.to(torch.float64), "reference")
+
+
+def measured(case, dtype, backend, device, eager, exact):
+    """Run ``backend`` and hold every output against float64."""
+    actual = testing.run(case, testing.make_inputs(case, dtype, device), backend)
+    assert actual.keys() == exact.keys()
+    return testing.measure(actual, eager, exact, dtype)

@@ -1,11 +1,13 @@
 """Decoding: whatever the blocks, a cache gives what the full causal forward gives."""
 
+from functools import partial
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 
-from crate_kernels import SubspaceCache, testing
+from crate_kernels import SubspaceCache, mssa, testing
 from tests.ops.common import DTYPES, backends
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, contents, new_cache, tokens
 
@@ -58,6 +60,15 @@ def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
     )
     assert (actual["out"].dtype, actual["statistic"].dtype) == (dtype, torch.float32)
     assert [m for m in testing.measure(actual, eager, exact, dtype) if not m.passed] == []
+
+
+@SUBSPACE
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+def test_decoding_takes_any_scale(backend, device, scale):
+    w, cache = tokens(device=device), new_cache("mssa", device=device)
+    call = partial(mssa, causal=True, scale=scale, backend=backend)
+    parts = [call(part, cache=cache) for part in w.split([7, 1, 4], dim=2)]
+    torch.testing.assert_close(torch.cat(parts, 2), mssa(w, causal=True, scale=scale, backend="reference"))
 
 
 @FUSED

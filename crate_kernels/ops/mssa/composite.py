@@ -56,6 +56,19 @@ def _allowed(
     return allowed | ~has_key, has_key
 
 
+def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float) -> Tensor:
+    """Call PyTorch's attention with the keys as values.
+
+    It masks with -inf before it scales on some paths, and takes row maxima of unscaled scores on others: only a
+    positive scale is safe, so the sign goes into the query.
+    """
+    if scale <= 0.0:
+        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    return F.scaled_dot_product_attention(
+        query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal and mask is None, scale=scale
+    )
+
+
 def _dense(
     w: Tensor,
     key_padding_mask: Tensor | None,
@@ -68,9 +81,7 @@ def _dense(
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
     allowed, has_key = _allowed(key_padding_mask, causal, w.shape[2], w.device)
     if phi == "softmax":
-        out = F.scaled_dot_product_attention(
-            w, w, w, attn_mask=allowed, dropout_p=dropout_p, is_causal=causal and allowed is None, scale=scale
-        )
+        out = _attend(w, w, allowed, causal, scale, dropout_p)
     elif phi == "identity" and not causal and not dropout_p:
         # (w w^T) w = w (w^T w): linear in seqlen.
         keys = w if key_padding_mask is None else w * key_padding_mask[:, None, :, None]
@@ -210,9 +221,9 @@ def decode(
         has_key = allowed.any(-1, keepdim=True)
         safe = allowed | ~has_key
     if uniform and bound == 0 and key_padding_mask is None:
-        out = F.scaled_dot_product_attention(w, w, w, is_causal=True, scale=scale)
+        out = _attend(w, w, None, True, scale, 0.0)
     else:
-        out = F.scaled_dot_product_attention(w, keys, keys, attn_mask=safe, scale=scale)
+        out = _attend(w, keys, safe, False, scale, 0.0)
     # An op's output must not alias its input, and its layout is fixed by the op's fake.
     out = _register.merged_layout(out if has_key is None else torch.where(has_key, out, 0.0))
     if not need_lse:
