@@ -424,13 +424,13 @@ def test_attention_is_that_of_the_class_token_in_the_last_layer(model, small):
 # The report
 
 
-COST = compare.Cost(patch_size=2, tokens=17, batch_size=100, seconds=(2.0, 0.5), peak_bytes=(9 << 20, 3 << 20))
+COST = compare.Cost(patch_size=2, tokens=17, batch_size=100, seconds=(2.0, 0.5), peak_bytes=(90 << 20, 30 << 20))
 
 
 def test_costs_are_told_as_what_was_won():
     assert report.cost_rows([COST]) == [
         ["17 tokens, batch 100: seconds a step", "2.000", "0.500", "4.00x"],
-        ["17 tokens, batch 100: peak memory, MiB", "9", "3", "3.00x"],
+        ["17 tokens, batch 100: peak memory, MiB", "90", "30", "3.00x"],
     ]
 
 
@@ -445,7 +445,7 @@ def test_figures_show_the_naive_form_as_such():
         {bars.get_label(): list(bars.datavalues) for bars in ax.containers} for ax in figures.cost([COST], "cpp").axes
     )
     assert seconds == {"naive": [2000.0], "cpp": [500.0]}
-    assert memory == {"naive": [9.0], "cpp": [3.0]}
+    assert memory == {"naive": [90.0], "cpp": [30.0]}
     result = compare.Agreement(fused=[2.0, 1.0], naive=[2.5, 1.5], noise=[0.1, 0.2], bound=[0.3, 0.6])
     curves, apart = (
         {line.get_label(): list(line.get_ydata()) for line in ax.lines} for ax in figures.same_model(result, "cpp").axes
