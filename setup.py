@@ -1,38 +1,47 @@
 """Builds the C++ extension where PyTorch and a compiler are at hand; pyproject.toml has everything else.
 
-Without C++ sources, PyTorch or a working compiler the install is pure Python and complete. Under build
-isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`.
+Without PyTorch or a working compiler the install is pure Python and complete. Under build isolation there is no
+PyTorch by design: to compile, install with `pip install --no-build-isolation`, or afterwards run
+`python -m crate_kernels build`.
 """
 
+import runpy
+import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+# By path: importing the package would import PyTorch, which an isolated build does not have.
+BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_build.py"))
 
 
-def extension():
-    sources = sorted(path.as_posix() for path in Path("csrc").rglob("*.cpp"))
-    if not sources:
-        return {}
-    try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except (ImportError, OSError) as error:  # OSError: PyTorch is there, a library it loads is not
-        print(f"crate_kernels: pure-Python install, the C++ extension is left out: {error}")
-        return {}
+class OptionalBuild(build_ext):
+    """Compile with the package's own builder; a failure leaves a pure-Python install."""
 
-    class OptionalBuild(BuildExtension):
-        def run(self):
-            try:
-                super().run()
-            # Everything: a compiler can be missing, too old or broken, and torch, ninja, setuptools and
-            # subprocess each have their own exception for it.
-            except Exception as error:
-                print(f"crate_kernels: pure-Python install, the C++ extension failed to build: {error}")
-                self.extensions = []
-
-    return {
-        "ext_modules": [CppExtension("crate_kernels._C", sources)],
-        "cmdclass": {"build_ext": OptionalBuild},
-    }
+    def build_extension(self, ext):
+        """Compile, or print why not."""
+        try:
+            BUILD["compile_extension"](ROOT / "csrc", Path(self.get_ext_fullpath(ext.name)).absolute())
+        # Everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
+        except Exception as error:
+            print(f"crate_kernels: pure-Python install, the C++ extension is left out: {error}")
+            self.extensions.remove(ext)
 
 
-setup(**extension())
+class WithSources(build_py):
+    """Ship the C++ sources, from which `python -m crate_kernels build` compiles later."""
+
+    def run(self):
+        """Copy the package, then the sources."""
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "crate_kernels" / "csrc", dirs_exist_ok=True)
+
+
+setup(
+    ext_modules=[Extension("crate_kernels._C", [])],
+    cmdclass={"build_ext": OptionalBuild, "build_py": WithSources},
+)

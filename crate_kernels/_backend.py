@@ -16,6 +16,8 @@ from types import ModuleType
 
 import torch
 
+from crate_kernels import _extension
+
 OPS = ("mssa", "tssa", "ista")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # The interpreter runs Triton kernels on CPU tensors; it is read once, as Triton itself does.
@@ -56,9 +58,9 @@ _BACKENDS = {
         Backend(
             "cpp",
             "crate_kernels.ops.{op}.cpp",
-            devices=("cpu", "cuda"),
+            devices=("cpu",),
             dtypes=_FLOATS,
-            missing=None if find_spec("crate_kernels._C") else "the C++ extension is not built",
+            missing=None if _extension.PATH else "the C++ extension is not built (python -m crate_kernels build)",
         ),
         Backend("composite", "crate_kernels.ops.{op}.composite"),
         Backend("reference", "crate_kernels.ops.{op}.reference"),

@@ -32,17 +32,17 @@ from tests.published import (
 )
 
 
-def available(op):
+def available(*ops):
     def runs(name):
         try:
-            return _backend.resolve(op, name, torch.device("cpu"), torch.float32) == name
+            return all(_backend.resolve(op, name, torch.device("cpu"), torch.float32) == name for op in ops)
         except RuntimeError:
             return False
 
     return [None, *filter(runs, _backend.names())]
 
 
-@pytest.mark.parametrize("backend", available("mssa"))
+@pytest.mark.parametrize("backend", available(*_backend.OPS))
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_same_numbers_and_report(name, backend, capsys):
     model = system(name).eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from crate_kernels import __version__, _backend
+from crate_kernels import __version__, _backend, _build, _extension
 from crate_kernels.cli import table
 
 
@@ -39,6 +39,7 @@ def collect() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
+        "extension": _extension_facts(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
         "operators": {
             op: {name: {"available": (why := _backend.why_not(op, name)) is None, "reason": why} for name in names}
@@ -50,6 +51,17 @@ def collect() -> dict[str, Any]:
             for device in devices
         },
     }
+
+
+def _extension_facts() -> dict[str, Any]:
+    """Say what the C++ extension is, or how to get it."""
+    if _extension.PATH is None:
+        advice = "python -m crate_kernels build, with a C++ compiler installed"
+        if _build.source_folder() is None:
+            advice = "install from a source distribution: the C++ sources are not here"
+        return {"path": None, "advice": advice}
+    module = _extension.load()
+    return {"path": str(_extension.PATH), "capability": module.cpu_capability(), **module.build_info()}
 
 
 def _installed(package: str) -> str | None:
@@ -79,6 +91,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:14}{value or 'not installed'}")
     cpu = facts["cpu"]
     print(f"{'cpu':14}{cpu['machine']}, {cpu['capability']}, {cpu['threads']} threads")
+    extension = facts["extension"]
+    if extension["path"] is None:
+        print(f"{'extension':14}not built; to get it: {extension['advice']}")
+    else:
+        print(f"{'extension':14}{extension['path']}, {extension['capability']}")
     for gpu in facts["gpus"] or [None]:
         line = "none" if gpu is None else f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_gib']} GiB"
         print(f"{'gpu':14}{line}")

@@ -83,6 +83,8 @@ def over_budget(case, dtype, backend, device):
     reason = testing.excluded(case, backend, dtype)
     if reason is not None:
         pytest.skip(reason)
+    if case.options.get("phi") in ("relu", "identity") and backend != "composite":
+        pytest.skip("kernels have a softmax")
     key = str(case), dtype, device
     if key not in _expected:
         _expected[key] = eager_and_exact(case, dtype, device)

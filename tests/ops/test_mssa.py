@@ -211,6 +211,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_merging_the_heads_of_the_output_is_a_view(options, backend, device):
+    if options.get("phi") in ("relu", "identity") and backend != "composite":
+        pytest.skip("kernels have a softmax")
     options = dict(options)
     mask = padding(options.pop("pad", ""), 2, 9)
     w = tokens(2, 3, 9, 16, dtype=torch.float32, device=device).requires_grad_()

@@ -1,0 +1,102 @@
+"""Subspace self-attention by the C++ extension's CPU kernels: csrc/mssa.
+
+The kernels take any strides and write into what is allocated here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _extension, _register
+
+_extension.load()
+_fwd = torch.ops.crate_kernels_C.mssa_fwd.default
+_bwd = torch.ops.crate_kernels_C.mssa_bwd.default
+_decode = torch.ops.crate_kernels_C.mssa_decode.default
+
+
+def _level(phi: str, threshold: float) -> float:
+    """Return the threshold, or -1 for the softmax."""
+    return threshold if phi == "threshold" else -1.0
+
+
+def _output(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Allocate an output; rows of a packed batch that no sequence covers are zero."""
+    out = _register.empty_out(w)
+    if cu_seqlens is not None and w.shape[0]:
+        out[int(cu_seqlens[-1].clamp(0, w.shape[0])) :] = 0.0
+    return out
+
+
+def forward(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; shapes as in the public function."""
+    out = _output(w, cu_seqlens)
+    rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
+    lse = w.new_empty(rows, dtype=torch.float32)
+    level = _level(phi, threshold)
+    _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
+    return out, lse
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    w: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> Tensor:
+    """Return the gradient of ``w``."""
+    dw = _output(w, cu_seqlens)
+    level = _level(phi, threshold)
+    lse = lse.contiguous()
+    _bwd(dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, dw)
+    return dw
+
+
+def decode(
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append ``w`` to the cache and attend over it."""
+    batch, nheads, new, _ = w.shape
+    if key_padding_mask is None:
+        kept = [new] * batch
+        visible = lengths[:, None] + torch.arange(1, new + 1, dtype=torch.int32)
+    else:
+        kept = key_padding_mask.sum(1).tolist()
+        visible = lengths[:, None] + key_padding_mask.cumsum(1, dtype=torch.int32)
+    for b, start in enumerate(lengths.tolist()):
+        end = min(start + kept[b], data.shape[2])
+        data[b, :, start:end] = w[b, :, : end - start]
+    lengths.copy_(visible[:, -1].clamp(max=data.shape[2]))
+    out = _register.empty_out(w)
+    lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)
+    _decode(w, data, visible.clamp(max=data.shape[2]).contiguous(), scale, out, lse)
+    return out, lse

@@ -1,0 +1,65 @@
+#include "capability.h"
+
+#include <atomic>
+
+#include <torch/headeronly/util/Exception.h>
+
+#include "isa.h"
+
+namespace crate_kernels {
+namespace {
+
+const char* const kNames[kCapabilities] = {"portable", "avx2", "avx512", "avx512_bf16"};
+
+Capability detect() {
+#if CRATE_X86_LEVELS
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) {
+    return Capability::portable;
+  }
+  if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))) {
+    return Capability::avx2;
+  }
+  return __builtin_cpu_supports("avx512bf16") ? Capability::avx512_bf16 : Capability::avx512;
+#else
+  return Capability::portable;
+#endif
+}
+
+std::atomic<int>& current() {
+  static std::atomic<int> level{static_cast<int>(detected_capability())};
+  return level;
+}
+
+}  // namespace
+
+Capability detected_capability() {
+  static const Capability level = detect();
+  return level;
+}
+
+Capability capability() {
+  return static_cast<Capability>(current().load(std::memory_order_relaxed));
+}
+
+std::string capability_name(Capability level) {
+  return kNames[static_cast<int>(level)];
+}
+
+std::vector<std::string> compiled_capabilities() {
+  return {kNames, kNames + (CRATE_X86_LEVELS ? kCapabilities : 1)};
+}
+
+void set_capability(const std::string& name) {
+  for (int level = 0; level <= static_cast<int>(detected_capability()); ++level) {
+    if (name == kNames[level]) {
+      current().store(level, std::memory_order_relaxed);
+      return;
+    }
+  }
+  STD_TORCH_CHECK(false, "capability must be one that this machine has, up to ", capability_name(detected_capability()),
+                  ", got ", name);
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,14 @@
+// The element types of tensors that kernels read and write; they compute in fp32.
+#pragma once
+
+#include <cstdint>
+
+namespace crate_kernels {
+
+enum class Dtype : int { f32, bf16, f16 };
+
+static constexpr int64_t itemsize(Dtype dtype) {
+  return dtype == Dtype::f32 ? 4 : 2;
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,9 @@
+// AVX2 with FMA: 16 registers of 8 floats. Include first, before any other header.
+#pragma once
+
+#pragma GCC target("avx2,fma,f16c")
+#include "isa.h"
+
+#define CRATE_LANES 8
+#define CRATE_MAX_COLUMNS 2
+#define CRATE_BF16_DOT 0

@@ -1,0 +1,16 @@
+// Every kernel at the level avx512.
+#include "../common/level_avx512.h"
+#if CRATE_X86_LEVELS
+
+#include "../mssa/backward.h"
+#include "../mssa/decode.h"
+#include "../mssa/forward.h"
+
+namespace crate_kernels {
+namespace {
+const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode};
+}
+extern const MssaTables mssa_avx512 = {&mssa_f32, nullptr};
+}  // namespace crate_kernels
+
+#endif

@@ -1,0 +1,16 @@
+// What bf16 dot products add to the level avx512.
+#include "../common/level_avx512_bf16.h"
+#if CRATE_X86_LEVELS
+
+#include "../mssa/backward.h"
+#include "../mssa/decode.h"
+#include "../mssa/forward.h"
+
+namespace crate_kernels {
+namespace {
+const MssaKernels mssa_bf16 = {mssa_forward<BFloat16>, mssa_backward<BFloat16>, mssa_combine, mssa_decode};
+}
+extern const MssaTables mssa_avx512_bf16 = {nullptr, &mssa_bf16};
+}  // namespace crate_kernels
+
+#endif

@@ -1,0 +1,12 @@
+// Every kernel at the level portable.
+#include "../common/level_portable.h"
+#include "../mssa/backward.h"
+#include "../mssa/decode.h"
+#include "../mssa/forward.h"
+
+namespace crate_kernels {
+namespace {
+const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode};
+}
+extern const MssaTables mssa_portable = {&mssa_f32, nullptr};
+}  // namespace crate_kernels

@@ -1,0 +1,334 @@
+// Backward of one head: one accumulator for the gradient of the three roles of w.
+//
+// Pair form: with ghat_i = dout_i / l_i and dhat_i = (delta_i - dlse_i) / l_i, the tile
+//   A_ij = scale E_ij (gamma_j (ghat_i . w_j - dhat_i) + gamma_i (ghat_j . w_i - dhat_j))
+// is symmetric, and both bracketed products are one of inner size 2 head_dim. Rows and columns then take
+//   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products a pair.
+// Row form: P_ij = 2^(S_ij - lse_i), A_ij = scale P_ij (R_ij dout_i . w_j - delta_i + dlse_i),
+//   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products a tile.
+#pragma once
+
+#include "head.h"
+
+namespace {
+
+// Accumulators of one part: rows as keys, by key, and rows as queries, by token.
+struct Shares {
+  float *as_key, *as_query;
+};
+
+CRATE_INLINE Shares shares(const MssaProblem& p, const MssaHead& head, float* memory) {
+  return {memory, memory + round_up(head.seqlen, kTile) * padded_dim(p.head_dim)};
+}
+
+// Sum the parts of rows [begin, end) and write them.
+void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const float* partial, int64_t begin,
+                  int64_t end) {
+  const int64_t size = crate_kernels::mssa_partial_size(head.seqlen, p.head_dim);
+  const int width = padded_dim(p.head_dim);
+  int64_t rank = 0;
+  for (int64_t t = 0; t < begin; ++t) rank += Keys::kept(head, t);
+  for (int64_t t = begin; t < end; ++t) {
+    const bool kept = Keys::kept(head, t);
+    alignas(64) float row[256] = {};
+    for (int part = 0; part < parts; ++part) {
+      const Shares s = shares(p, head, const_cast<float*>(partial) + part * size);
+      for (int d = 0; d < width; d += kLanes) {
+        Vf total = load(row + d) + load(s.as_query + t * width + d);
+        if (kept) total += load(s.as_key + rank * width + d);
+        store(row + d, total);
+      }
+    }
+    rank += kept;
+    write_row(element(head.dw, t, p.dtype), p.dtype, head.dw.dim_stride, p.head_dim, row);
+  }
+}
+
+// Largest |lse| whose rounding is small beside the dtype's: it is the relative error that 1 / l takes from lse.
+CRATE_INLINE float trusted_lse(Dtype dtype) {
+  return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
+}
+
+template <class T>
+class Backward : Head<T> {
+  using Base = Head<T>;
+  using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_;
+  using Base::panel_at, Base::rows_at, Base::at, Base::total_of;
+
+ public:
+  using Base::Base;
+
+  void run(Arena& arena, float* partial) {
+    const int64_t size = crate_kernels::mssa_partial_size(head_.seqlen, p_.head_dim);
+    Scratch counting(nullptr);
+    cut(counting);
+    Scratch scratch(arena.reserve(counting.used() + (partial == nullptr ? size * 4 : 0)));
+    cut(scratch);
+    float* const share = partial == nullptr ? scratch.floats(size) : partial + part_ * size;
+    memset(share, 0, size * sizeof(float));
+    shares_ = shares(p_, head_, share);
+    keys_.find(head_);
+    pack_keys();
+    float largest;
+    const bool safe = safe_spread(half_norm_, keys_.count, &largest);
+    if (safe && keys_.count > 1 && Base::pairs_allowed()) {
+      pairs(largest);
+      if (keys_.count < head_.seqlen) rows(/*padded_only=*/true);
+    } else {
+      rows(/*padded_only=*/false);
+    }
+    if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.seqlen);
+  }
+
+ private:
+  void cut(Scratch& s) {
+    const int64_t padded = round_up(head_.seqlen, kTile), blocks = padded / kTile, panel = panel_size<T>(p_.head_dim);
+    keys_.token = s.ints(padded);
+    keys_.rank = s.ints(head_.seqlen);
+    key_panels_ = s.floats(blocks * panel);
+    mass_panels_ = s.floats(blocks * panel);
+    dout_panels_ = s.floats(blocks * panel);
+    keys_rows_ = s.floats(padded / T::kPair * width_);
+    dout_rows_ = s.floats(padded / T::kPair * width_);
+    out_panel_ = s.floats(panel);
+    query_panel_ = s.floats(panel);
+    query_rows_ = s.floats(kTile / T::kPair * width_);
+    half_norm_ = s.floats(padded);
+    mass_ = s.floats(padded);
+    delta_ = s.floats(padded);
+    sums_ = {s.floats(padded * kLanes), s.floats(padded)};
+    staging_ = s.floats(kTile * staging_width(p_.head_dim));
+    other_ = s.floats(kTile * staging_width(p_.head_dim));
+    exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
+    dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
+  }
+
+  float* key_share(int block) const { return shares_.as_key + static_cast<int64_t>(block) * kTile * width_; }
+
+  void pack_keys() {
+    const int64_t width = staging_width(p_.head_dim);
+    for (int b = 0; b < keys_.blocks; ++b) {
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, in_block(keys_.count, b), nullptr, staging_);
+      pack_panel<T>(staging_, width, p_.head_dim, key_panels_ + panel_at(b));
+      pack_rows<T>(staging_, width, width_, keys_rows_ + rows_at(b));
+      for (int n = 0; n < kTile; ++n) {
+        half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
+      }
+    }
+  }
+
+  // Pack dout of up to kTile tokens, times factor[n] if given: as a panel, as rows, and with out as
+  // delta = (dout . out - dlse) * factor.
+  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta) {
+    const int64_t width = staging_width(p_.head_dim);
+    if (head_.dout.data == nullptr) {
+      memset(staging_, 0, kTile * width * sizeof(float));
+    } else {
+      stage(head_.dout, p_.dtype, p_.head_dim, token, count, factor, staging_);
+    }
+    pack_panel<T>(staging_, width, p_.head_dim, panel);
+    // With phi = "threshold" the weights are constants, and only lse has a gradient with respect to the scores.
+    if (head_.dout.data == nullptr || p_.threshold) {
+      for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
+    } else {
+      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, other_);
+      pack_panel<T>(other_, width, p_.head_dim, out_panel_);
+      dot_columns<T>(panel, out_panel_, words_, delta);
+    }
+    for (int n = 0; head_.dlse != nullptr && n < count; ++n) {
+      delta[n] -= head_.dlse[token[n] * head_.dlse_stride] * (factor == nullptr ? 1.0f : factor[n]);
+    }
+  }
+
+  void scale_staged(const float* factor) {
+    const int64_t width = staging_width(p_.head_dim);
+    for (int n = 0; n < kTile; ++n) {
+      for (int64_t d = 0; d < width; d += kLanes) {
+        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
+      }
+    }
+  }
+
+  bool trusted(const int32_t* token, int count) const {
+    const float most = trusted_lse(p_.dtype);
+    for (int n = 0; n < count; ++n) {
+      if (!(fabsf(head_.lse[token[n]]) <= most) && head_.lse[token[n]] != -INFINITY) return false;
+    }
+    return true;
+  }
+
+  // Where weights are summed anew: the exact ones.
+  Sums& wanted(Scores& s) const { return T::kPair == 1 ? s.sums : s.exact_sums; }
+
+  void pairs(float largest) {
+    const int64_t width = staging_width(p_.head_dim);
+    Base::pair_masses(largest);
+    const bool from_lse = trusted(keys_.token, keys_.count);
+    if (!from_lse) {
+      Base::clear(sums_, keys_.blocks * kTile);
+      for (int i = 0; i < keys_.blocks; ++i) {
+        for (int j = i; j < keys_.blocks; ++j) {
+          Scores s = Base::pair_scores(i, j);
+          wanted(s) = at(sums_, i, j);
+          compute_weights<T>(s, weights_);
+        }
+      }
+    }
+    for (int b = 0; b < keys_.blocks; ++b) {
+      const int count = in_block(keys_.count, b), first = b * kTile;
+      alignas(64) float inverse[kTile] = {};
+      for (int n = 0; n < kTile; ++n) {
+        const int k = first + n;
+        if (n >= count) continue;
+        inverse[n] = from_lse ? exp2f(static_cast<float>(half_norm_[k] + largest - head_.lse[keys_.token[k]] * kLog2e))
+                              : 1.0f / total_of(sums_, k);
+      }
+      pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first);
+      pack_rows<T>(staging_, width, width_, dout_rows_ + rows_at(b));
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, staging_);
+      pack_panel<T>(staging_, width, p_.head_dim, mass_panels_ + panel_at(b));
+    }
+    int index = 0;
+    for (int i = 0; i < keys_.blocks; ++i) {
+      for (int j = i; j < keys_.blocks; ++j) {
+        if (index++ % parts_ == part_) pair(i, j);
+      }
+    }
+  }
+
+  float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
+
+  void pair(int i, int j) {
+    const int rows = in_block(keys_.count, i), columns = in_block(keys_.count, j);
+    Scores s = Base::pair_scores(i, j);
+    s.exact = T::kPair == 1 ? nullptr : exact_;
+    compute_weights<T>(s, weights_);
+    alignas(64) float scales[kTile];
+    for (float& scale : scales) scale = static_cast<float>(p_.scale);
+    ScoreGradients g = {};
+    g.left_a = dout_panels_ + panel_at(i);
+    g.right_a = mass_panels_ + panel_at(j);
+    g.left_b = mass_panels_ + panel_at(i);
+    g.right_b = dout_panels_ + panel_at(j);
+    g.words = words_;
+    g.rows = rows;
+    g.columns = columns;
+    g.row_scale = scales;
+    g.weights = exact();
+    g.row_delta = delta_ + i * kTile;
+    g.column_u = mass_ + j * kTile;
+    g.row_u = mass_ + i * kTile;
+    g.column_delta = delta_ + j * kTile;
+    compute_gradients<T>(g, gradients_);
+    accumulate<T, ByColumn>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i), mass_ + j * kTile,
+                            &gradients_, keys_rows_ + rows_at(i));
+    if (i != j) {
+      accumulate<T, ByRow>(key_share(i), width_, rows, columns, weights_, dout_rows_ + rows_at(j), mass_ + i * kTile,
+                           &gradients_, keys_rows_ + rows_at(j));
+    }
+  }
+
+  void rows(bool padded_only) {
+    Base::unit_masses();
+    Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
+  }
+
+  // Fill in the shifts of a block; return what its weights then lack to be probabilities, in `residual`.
+  void shift_rows(Block& b, const float* queries, float* residual) {
+    if (p_.threshold || trusted(b.token, b.count)) {
+      for (int r = 0; r < kTile; ++r) {
+        const bool real = r < b.count && b.limit[r] > 0;
+        const double lse = head_.lse[b.token[r]] * kLog2e;
+        b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
+        // What rounding took from the shift; with a threshold the weights themselves are compared.
+        residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
+      }
+      return;
+    }
+    for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
+    Base::shift_by_maxima(b, queries);
+    alignas(64) float sums[kTile * kLanes] = {};
+    for (int j = 0; j * kTile < b.most; ++j) {
+      int32_t limit[kTile];
+      Scores s = Base::row_scores(b, queries, j, limit);
+      wanted(s).row = sums;
+      compute_weights<T>(s, weights_);
+    }
+    for (int r = 0; r < kTile; ++r) {
+      residual[r] = r < b.count && b.limit[r] > 0 ? 1.0f / sum(load(sums + r * kLanes)) : 1.0f;
+    }
+  }
+
+  void row_block(Block& b) {
+    const int64_t width = staging_width(p_.head_dim);
+    const float* queries = key_panels_ + panel_at(b.token[0] / kTile);
+    const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
+    if (keys_.count < head_.seqlen) {  // the keys' own packing does not have these tokens side by side
+      stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, staging_);
+      pack_panel<T>(staging_, width, p_.head_dim, query_panel_);
+      pack_rows<T>(staging_, width, width_, query_rows_);
+      queries = query_panel_;
+      query_rows = query_rows_;
+    }
+    alignas(64) float residual[kTile], delta[kTile];
+    shift_rows(b, queries, residual);
+    // dP - delta cancels: the residual may scale the difference, but not round its terms.
+    pack_dout(b.token, b.count, nullptr, dout_panels_, delta);
+    scale_staged(residual);
+    pack_rows<T>(staging_, width, width_, dout_rows_);
+    for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
+
+    alignas(64) float as_query[kTile * 256];
+    memset(as_query, 0, sizeof(float) * b.count * width_);
+    for (int j = 0; j * kTile < b.most; ++j) {
+      const int columns = b.columns(j);
+      int32_t limit[kTile];
+      Scores s = Base::row_scores(b, queries, j, limit);
+      s.exact = T::kPair == 1 ? nullptr : exact_;
+      compute_weights<T>(s, weights_);
+      row_gradients(b, delta, residual, j);
+      accumulate<T, ByColumn>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr, &gradients_,
+                              query_rows);
+      accumulate<T, ByRow>(as_query, width_, b.count, columns, gradients_, keys_rows_ + rows_at(j), nullptr, nullptr,
+                           nullptr);
+    }
+    for (int r = 0; r < b.count; ++r) {
+      memcpy(shares_.as_query + static_cast<int64_t>(b.token[r]) * width_, as_query + r * width_,
+             width_ * sizeof(float));
+    }
+  }
+
+  // The gradients of a tile's scores; then its weights become what multiplied the values.
+  void row_gradients(const Block& b, const float* delta, const float* row_scale, int j) {
+    if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
+    ScoreGradients g = {};
+    g.left_a = dout_panels_;
+    g.right_a = key_panels_ + panel_at(j);
+    g.words = p_.threshold ? 0 : words_;
+    g.rows = b.count;
+    g.columns = b.columns(j);
+    g.row_scale = row_scale;
+    g.weights = exact();
+    g.dropout = p_.dropout ? dropout_ : nullptr;
+    g.row_delta = delta;
+    g.column_u = mass_ + j * kTile;
+    compute_gradients<T>(g, gradients_);
+    if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
+      transform_weights(p_, p_.dropout ? dropout_ : nullptr, b.count, weights_.by_row);
+    }
+  }
+
+  Shares shares_;
+  Sums sums_;
+  float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_panel_, *query_rows_, *delta_,
+      *other_, *exact_, *dropout_;
+  Tile<T> weights_, gradients_;
+};
+
+template <class T>
+void mssa_backward(const MssaProblem& p, const MssaHead& head, int part, int parts, Arena& arena, float* partial) {
+  Backward<T>(p, head, part, parts).run(arena, partial);
+}
+
+}  // namespace

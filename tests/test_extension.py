@@ -1,0 +1,194 @@
+"""The C++ extension's own promises: levels, threads, strides, row tails, symbols, and its numbers on drawn cases."""
+
+import shutil
+import subprocess
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crate_kernels import _build, _extension, mssa, testing
+from tests.ops.common import randn
+
+pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="the C++ extension is not built")
+
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture
+def level():
+    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
+    extension = _extension.load()
+    best = extension.cpu_capability()
+
+    def force(name):
+        if LEVELS.index(name) > LEVELS.index(best):
+            pytest.skip(f"this machine has {best}")
+        extension.set_cpu_capability(name)
+
+    yield force
+    extension.set_cpu_capability(best)
+
+
+@pytest.fixture
+def threads():
+    """Return torch.set_num_threads; the number of threads comes back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def failures(case, dtype, backend="cpp"):
+    inputs = testing.make_inputs(case, dtype)
+    eager = testing.run(case, inputs, "reference")
+    exact = testing.run(case, inputs.to(torch.float64), "reference")
+    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, dtype) if not m.passed]
+
+
+def test_build_info_names_the_sources_and_levels():
+    info = _extension.load().build_info()
+    assert info["sources"] == _build.source_hash(_build.source_folder())
+    assert info["cpu_capabilities"][0] == "portable"
+    assert _extension.load().cpu_capability() in info["cpu_capabilities"]
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(RuntimeError, match=r"capability must be one that this machine has, up to .*, got sse9"):
+        _extension.load().set_cpu_capability("sse9")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_level_is_within_budget(name, dtype, level):
+    level(name)
+    wrong = [
+        (str(case), m)
+        for case in testing.MSSA_CASES
+        if case.options.get("phi") not in ("relu", "identity")
+        for m in failures(case, dtype)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_row_tail(name, causal, level):
+    level(name)
+    for seqlen in (*range(1, 18), *range(58, 84), 127, 128, 129):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = testing.Case("mssa", f"tail-{seqlen}", (1, 1, seqlen, 24), {"causal": causal, "return_lse": True})
+            assert failures(case, dtype) == [], (seqlen, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 7, 15, 17, 31, 33, 47, 49, 63, 65, 72, 96, 127, 129, 191, 255, 256])
+def test_every_head_dim(head_dim):
+    for dtype in DTYPES.values():
+        case = testing.Case("mssa", f"dim-{head_dim}", (1, 2, 37, head_dim), {"return_lse": True})
+        assert failures(case, dtype) == [], dtype
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
+@pytest.mark.parametrize("name", ["row", "scattered", ""])
+def test_more_threads_than_heads(name, options, threads):
+    case = testing.Case("mssa", "split", (1, 1, 300, 32), {"return_lse": True, **options}, padding=name)
+    inputs = testing.make_inputs(case, torch.float32)
+    for count in (1, 2, 5):
+        threads(count)
+        assert failures(case, torch.float32) == [], count
+        torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
+
+
+def test_heads_do_not_depend_on_the_number_of_threads(threads):
+    """With a thread a head or less, each head is computed as by one thread."""
+    case = testing.Case("mssa", "threads", (2, 4, 100, 32), {"return_lse": True})
+    inputs, results = testing.make_inputs(case, torch.float32), []
+    for count in (1, 3, 8):
+        threads(count)
+        results.append(testing.run(case, inputs, "cpp"))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
+
+
+def test_eight_threads_call_at_once():
+    w = randn(2, 3, 130, 48, dtype=torch.float32)
+    expected, wrong = mssa(w, backend="cpp"), []
+
+    def call():
+        for _ in range(20):
+            if not torch.equal(mssa(w, backend="cpp"), expected):
+                wrong.append(1)
+
+    callers = [threading.Thread(target=call) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+STRIDES = {
+    "projection": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
+    "channels-first": lambda w: w.mT.contiguous().mT,
+    "expanded": lambda w: w[:1].expand(w.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+def test_strides_change_no_bit(lay_out, dtype):
+    w = lay_out(randn(2, 3, 70, 20, dtype=dtype))
+    dout = lay_out(randn(2, 3, 70, 20, dtype=dtype, seed=1))
+
+    def run(w, dout):
+        w = w.detach().requires_grad_()
+        out, lse = mssa(w, return_lse=True, backend="cpp")
+        (dw,) = torch.autograd.grad(out, w, dout)
+        return out.detach(), lse.detach(), dw
+
+    torch.testing.assert_close(run(w, dout), run(w.contiguous(), dout.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("magnitude", [0.0, 3.0, 8.0, 100.0])
+def test_scores_of_every_size(magnitude, dtype, causal):
+    """Large ones leave the form without maxima, and in the backward the lse is no longer exact enough."""
+    case = testing.Case("mssa", "size", (1, 2, 90, 16), {"causal": causal, "return_lse": True}, magnitude=magnitude)
+    assert failures(case, dtype) == []
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 150), st.integers(1, 80)),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    causal=st.booleans(),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
+    padding=st.sampled_from(["", "", "right", "left", "scattered", "row"]),
+    layout=st.sampled_from(["projection", "contiguous", "strided"]),
+    magnitude=st.sampled_from([0.1, 0.6, 2.0]),
+    special=st.sampled_from(["", "", "zero token", "mixed norms", "common mean"]),
+    scale=st.sampled_from([None, None, 0.7, -0.2]),
+)
+def test_drawn_calls_are_within_budget(shape, causal, dropout_p, dtype, padding, layout, magnitude, special, scale):
+    options = {"causal": causal, "dropout_p": dropout_p, "scale": scale, "return_lse": True}
+    case = testing.Case(
+        "mssa", "drawn", shape, options, padding=padding, layout=layout, magnitude=magnitude, special=special
+    )
+    assert failures(case, dtype) == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None or shutil.which("c++") is None, reason="no compiler")
+@pytest.mark.parametrize("name", ["portable", "avx512_bf16"])
+def test_instruction_set_units_share_no_symbol(name, tmp_path):
+    """A weak symbol would be linked once, and a machine without the instructions could get the copy that has them."""
+    source = _build.source_folder() / "isa" / f"{name}.cpp"
+    subprocess.run(["c++", *_build._FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
+    symbols = subprocess.run(["nm", tmp_path / "unit.o"], check=True, capture_output=True, text=True).stdout
+    # DW.ref. is the address of the unwinder's routine: data, the same everywhere.
+    names = [line.split()[-2:] for line in symbols.splitlines()]
+    shared = [name for kind, name in names if kind in ("W", "V", "u", "w", "v", "T") and not name.startswith("DW.ref.")]
+    assert shared == []
