@@ -23,8 +23,10 @@ class OptionalBuild(build_ext):
 
     def build_extension(self, ext):
         """Compile, or print why not."""
+        target = Path(self.get_ext_fullpath(ext.name)).absolute()
+        target.unlink(missing_ok=True)  # a build folder may hold an older one
         try:
-            BUILD["compile_extension"](ROOT / "csrc", Path(self.get_ext_fullpath(ext.name)).absolute())
+            BUILD["compile_extension"](ROOT / "csrc", target)
         # Everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
         except Exception as error:
             print(f"crate_kernels: pure-Python install, the C++ extension is left out: {error}")
@@ -38,7 +40,9 @@ class WithSources(build_py):
         """Copy the package, then the sources."""
         super().run()
         if not self.editable_mode:
-            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "crate_kernels" / "csrc", dirs_exist_ok=True)
+            target = Path(self.build_lib) / "crate_kernels" / "csrc"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(ROOT / "csrc", target)
 
 
 setup(
