@@ -294,6 +294,17 @@ def test_a_second_interrupt_is_immediate(training, tmp_path, monkeypatch, interr
     assert training.done == 0
 
 
+def test_where_interrupts_are_ignored_they_stay_ignored():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for its background jobs
+    try:
+        with loop._deferred_interrupt() as received:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert received == []
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 # The comparison
 
 
@@ -323,9 +334,9 @@ def test_the_bound_is_thrice_what_rounding_alone_does(training, monkeypatch):
     runs = []
 
     def scripted(*args):
-        torch.manual_seed(9)  # none of the perturbations' own
+        torch.manual_seed(0)
         losses = iter([2.0 + x for x in off[len(runs)]])
-        runs.append(SimpleNamespace(model=torch.nn.Linear(8, 8), step=lambda: next(losses)))
+        runs.append(SimpleNamespace(settings=TINY, model=torch.nn.Linear(8, 8), step=lambda: next(losses)))
         return runs[-1]
 
     training.losses = [2.0] * 5

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from crate_kernels.cli.demo.data import Digits
-from crate_kernels.cli.demo.training import Settings, Training, fresh_model, model_config
+from crate_kernels.cli.demo.training import Settings, Training, fresh_model, generator, model_config
 
 STEPS = 20
 RELATIVE, ABSOLUTE = 1.3e-6, 1e-5  # torch.testing.assert_close's, for float32
@@ -63,16 +63,16 @@ def agreement(training: Training) -> Agreement:
 
     naive = repeat()
     others = [repeat(lambda run: run.model.double())]
-    others += [repeat(lambda run, seed=seed: _perturb(run, seed)) for seed in range(_PERTURBED_RUNS)]
+    others += [repeat(lambda run, index=index: _perturb(run, index)) for index in range(_PERTURBED_RUNS)]
     noise = torch.stack([(other - naive).abs() for other in others]).amax(0).cummax(0).values
     bound = torch.maximum((3 * noise).clamp(max=CHAOS), ABSOLUTE + RELATIVE * naive.abs())
     return Agreement(training.losses[:steps], naive.tolist(), noise.tolist(), bound.tolist())
 
 
 @torch.no_grad()
-def _perturb(run: Training, seed: int) -> None:
-    """Move each weight by up to one unit in its last place."""
-    draws = torch.Generator().manual_seed(seed)
+def _perturb(run: Training, index: int) -> None:
+    """Move each weight by a unit in its last place or so, otherwise for every index."""
+    draws = generator(run.settings.seed, 2, index)  # drawn as the weights were, all would move one way
     for p in run.model.parameters():
         unit = torch.rand(p.shape, generator=draws).to(p.device) * 2 - 1
         p.mul_(1 + unit * torch.finfo(p.dtype).eps)

@@ -36,7 +36,6 @@ def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: b
     console.print(f"CRATE, operators of backend {backend}, on {machine['device']}", highlight=False)
 
     seconds = _train(training, folder, console, fresh=fresh)
-    checkpoint.save_model(training, folder)
     start = fresh_model(settings, training.config, device)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
         task = progress.add_task("")
@@ -52,6 +51,7 @@ def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: b
             console.print(_verdict(agreement))
             console.print(f"{training.done} steps left weights that are not finite: nothing to measure or draw")
             return 1
+        checkpoint.save_model(training, folder)
         doing("timing a training step, naive and fused")
         costs = compare.costs(settings, digits, backend, device, _QUICK_ROUNDS if quick else _ROUNDS)
         doing("looking inside")

@@ -31,7 +31,8 @@ def _deferred_interrupt() -> Iterator[list[int]]:
             signal.signal(each, handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, note)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a background job is not to be interrupted
+            previous[number] = signal.signal(number, note)
     try:
         yield received
     finally:

@@ -64,9 +64,7 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
         figure.savefig(buffer, format="png")
         pictures[name] = base64.b64encode(buffer.getvalue()).decode()
         paths.append(checkpoint.put(folder / f"{name}.png", buffer.getvalue()))
-    numbers = json.dumps(metrics(outcome))
-    # JSON has no NaN, and a run that went wrong is the one whose numbers are wanted.
-    numbers = json.dumps(json.loads(numbers, parse_constant=lambda _: None), indent=2) + "\n"
+    numbers = json.dumps(metrics(outcome), indent=2) + "\n"
     paths.append(checkpoint.put(folder / "metrics.json", numbers.encode()))
     paths.append(checkpoint.put(folder / "report.html", _page(outcome, pictures).encode()))
     return paths

@@ -61,7 +61,7 @@ def fresh_model(settings: Settings, config: CRATEConfig, device: torch.device) -
         return CRATE(config).to(device)
 
 
-def _generator(seed: int, *purpose: int) -> torch.Generator:
+def generator(seed: int, *purpose: int) -> torch.Generator:
     """Return a generator of its own for each purpose (PyTorch's would keep 32 bits of a hand-mixed seed)."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, *purpose)).generate_state(1)[0]))
 
@@ -69,9 +69,9 @@ def _generator(seed: int, *purpose: int) -> torch.Generator:
 def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor]:
     """Draw the batch of one step: each epoch is a permutation, each image moved by a random affine map."""
     epoch, index = divmod(step, steps_per_epoch(settings, digits))
-    order = torch.randperm(len(digits.train_labels), generator=_generator(settings.seed, 0, epoch))
+    order = torch.randperm(len(digits.train_labels), generator=generator(settings.seed, 0, epoch))
     chosen = order[index * settings.batch_size : (index + 1) * settings.batch_size]
-    images, draws = digits.train_images[chosen], _generator(settings.seed, 1, step)
+    images, draws = digits.train_images[chosen], generator(settings.seed, 1, step)
 
     def uniform(*columns: int) -> Tensor:
         return torch.rand(len(chosen), *columns, generator=draws) * 2 - 1
