@@ -504,7 +504,7 @@ def test_the_demo_from_digits_to_report(demo, small):
     assert len(metrics["layers"]["after"]["coding_rate"]) == metrics["config"]["depth"]
     assert f"{metrics['test_accuracy']:.4f}" in page
 
-    start = Training(Settings(**metrics["settings"]), small, "composite", CPU)
+    start = Training(Settings(**metrics["settings"]), small, None, CPU)
     assert (
         metrics["layers"]["before"]["coding_rate"] == whitebox.measure(start.model, small, CPU).summary()["coding_rate"]
     )
@@ -567,7 +567,7 @@ def test_a_wrong_operator_fails_the_demo(factor, demo, monkeypatch):
     composite = _backend.kernel("ista", "composite")
     inner = composite.forward
     monkeypatch.setattr(composite, "forward", lambda *args: inner(*args) * factor)
-    status, out, _, folder = demo()
+    status, out, _, folder = demo("--backend", "composite")
     assert status == 1
     assert "DISAGREES" in out
     page = folder / "report.html"

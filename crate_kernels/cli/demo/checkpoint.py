@@ -34,7 +34,7 @@ def put(path: Path, content: bytes) -> Path:
 
 def _identity(training: Training) -> dict[str, Any]:
     """What two runs must share for one to go on where the other stopped."""
-    return {**asdict(training.settings), "digits": training.digits.name, "backend": training.config.backend}
+    return {**asdict(training.settings), "digits": training.digits.name, "backend": training.fused}
 
 
 def save(training: Training, folder: Path) -> Path:

@@ -40,18 +40,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device).item()
-        backend = _backend.resolve("mssa", args.backend, device, torch.float32)
-        _backend.resolve("ista", backend, device, torch.float32)
+        for op in ("mssa", "ista"):
+            _backend.resolve(op, args.backend, device, torch.float32)
     except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
         return _refuse(str(error).partition("\n")[0])
-    if backend == "reference":
+    if args.backend == "reference":
         return _refuse("--backend must not be reference: that is what the others are compared with")
 
     from crate_kernels.cli.demo import checkpoint, job
 
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        return job.run(args.output, device, backend, seed=args.seed, quick=args.quick, fresh=args.fresh)
+        return job.run(args.output, device, args.backend, seed=args.seed, quick=args.quick, fresh=args.fresh)
     except checkpoint.Unusable as error:
         return _refuse(f"{error}; --fresh starts anew, --output writes elsewhere")
     except OSError as error:

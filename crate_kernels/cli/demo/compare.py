@@ -95,7 +95,7 @@ class Cost:
     peak_bytes: tuple[int, int]
 
 
-def costs(settings: Settings, digits: Digits, backend: str, device: torch.device, rounds: int) -> list[Cost]:
+def costs(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> list[Cost]:
     """Measure a training step at the demo's patch size and at finer ones: attention is quadratic in tokens."""
     found = []
     patch_size = digits.patch_size
@@ -106,7 +106,7 @@ def costs(settings: Settings, digits: Digits, backend: str, device: torch.device
     return found
 
 
-def _cost(settings: Settings, digits: Digits, backend: str, device: torch.device, rounds: int) -> Cost:
+def _cost(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> Cost:
     tokens = (digits.image_size // digits.patch_size) ** 2 + 1
     size = min(settings.batch_size, _TOKENS_A_STEP // tokens)
     images = digits.crop(digits.train_images[:size]).contiguous().to(device)

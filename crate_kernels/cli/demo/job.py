@@ -18,7 +18,7 @@ _SHOWN = (2, 3, 4, 5, 7, 8)
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 
-def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: bool, fresh: bool) -> int:
+def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, quick: bool, fresh: bool) -> int:
     """Do it all, and return 1 if the fused losses are not the naive ones or the weights are not finite, else 0.
 
     Raises:
@@ -33,7 +33,7 @@ def run(folder: Path, device: torch.device, backend: str, *, seed: int, quick: b
     machine = _machine(device)
     console.print(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
     console.print(f"3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
-    console.print(f"CRATE, operators of backend {backend}, on {machine['device']}", highlight=False)
+    console.print(f"CRATE, operators of backend {training.fused}, on {machine['device']}", highlight=False)
 
     seconds = _train(training, folder, console, fresh=fresh)
     start = fresh_model(settings, training.config, device)

@@ -48,7 +48,7 @@ class Outcome:
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
     """Write figures, page and metrics into ``folder`` and return their paths."""
-    backend = str(outcome.training.config.backend)
+    backend = outcome.training.fused
     drawn = {
         "learning": figures.learning(outcome.training, outcome.neighbours),
         "same-model": figures.same_model(outcome.agreement, backend),
@@ -110,7 +110,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _page(outcome: Outcome, pictures: dict[str, str]) -> str:
     training, agreement, config = outcome.training, outcome.agreement, outcome.training.config
-    backend = escape(str(config.backend))
+    backend = escape(training.fused)
 
     def picture(name: str, what: str) -> str:
         return f'<img alt="{escape(what)}" src="data:image/png;base64,{pictures[name]}">'
@@ -153,7 +153,7 @@ times that, but no less than float32's customary tolerance.</p>
 <p>One training step, forward, backward and optimiser: the naive equations and the fused operators side by side in this
 run. Seconds are medians of interleaved steps; memory is what tensors take during a step, beyond the model, its
 gradients and the optimiser's state. Finer patches make more tokens of the same digit.</p>
-{_table(["", "naive", str(config.backend), "ratio"], cost_rows(outcome.costs))}
+{_table(["", "naive", training.fused, "ratio"], cost_rows(outcome.costs))}
 {picture("cost", "seconds and memory of a training step")}
 
 <h2>Layer by layer</h2>
