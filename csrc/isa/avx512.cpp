@@ -2,6 +2,7 @@
 #include "../common/level_avx512.h"
 #if CRATE_X86_LEVELS
 
+#include "../ista/square.h"
 #include "../mssa/backward.h"
 #include "../mssa/decode.h"
 #include "../mssa/forward.h"
@@ -11,6 +12,7 @@ namespace {
 const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode};
 }
 extern const MssaTables mssa_avx512 = {&mssa_f32, nullptr};
+extern const IstaKernels ista_avx512 = {ista::update, ista::subtract_symmetric, ista::add_transposed};
 }  // namespace crate_kernels
 
 #endif

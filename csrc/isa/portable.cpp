@@ -1,5 +1,6 @@
 // Every kernel at the level portable.
 #include "../common/level_portable.h"
+#include "../ista/square.h"
 #include "../mssa/backward.h"
 #include "../mssa/decode.h"
 #include "../mssa/forward.h"
@@ -9,4 +10,5 @@ namespace {
 const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode};
 }
 extern const MssaTables mssa_portable = {&mssa_f32, nullptr};
+extern const IstaKernels ista_portable = {ista::update, ista::subtract_symmetric, ista::add_transposed};
 }  // namespace crate_kernels

@@ -1,0 +1,163 @@
+"""Sparse coding by the C++ extension: levels, tails, strides, threads, and the products it chooses among."""
+
+import threading
+
+import pytest
+import torch
+
+from crate_kernels import _extension, ista, ista_overcomplete, testing
+from tests.ops.common import randn
+
+pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="the C++ extension is not built")
+
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.fixture
+def level():
+    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
+    extension = _extension.load()
+    best = extension.cpu_capability()
+
+    def force(name):
+        if LEVELS.index(name) > LEVELS.index(best):
+            pytest.skip(f"this machine has {best}")
+        extension.set_cpu_capability(name)
+
+    yield force
+    extension.set_cpu_capability(best)
+
+
+@pytest.fixture
+def threads():
+    """Return torch.set_num_threads; the number of threads comes back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def failures(case, dtype):
+    inputs = testing.make_inputs(case, dtype)
+    eager = testing.run(case, inputs, "reference")
+    exact = testing.run(case, inputs.to(torch.float64), "reference")
+    return [m for m in testing.measure(testing.run(case, inputs, "cpp"), eager, exact, dtype) if not m.passed]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_level_is_within_budget(name, dtype, level):
+    level(name)
+    assert [(str(case), m) for case in testing.ISTA_CASES for m in failures(case, dtype)] == []
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_width(name, level):
+    """Tiles of 16, vectors of 4 to 16 and segments of 256 elements, each with every kind of remainder."""
+    level(name)
+    for dim in (1, 2, 3, 7, 15, 16, 17, 31, 33, 47, 63, 65):
+        for tokens in (1, dim, 4 * dim + 3):
+            case = testing.Case("ista", f"{tokens}x{dim}", (1, tokens, dim))
+            for dtype in DTYPES.values():
+                assert failures(case, dtype) == [], (tokens, dim, dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("dim", [96, 97, 191, 200, 240])
+def test_panels_of_the_symmetric_product(dim, tokens, dtype):
+    """Around multiples of a panel; 300 tokens of 240 are enough for oneDNN's product."""
+    assert failures(testing.Case("ista", "panels", (1, tokens, dim)), dtype) == []
+
+
+@pytest.mark.parametrize("special", ["", "tied"])
+def test_a_wide_dictionary(special):
+    """Enough for oneDNN's product; in half precision no token that wide is clear of every threshold."""
+    case = testing.Case("ista_overcomplete", "wide", (1, 200, 150, 600), {"steps": 3}, special=special)
+    assert failures(case, torch.float32) == []
+
+
+STRIDES = {
+    "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
+    "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("function", [ista, ista_overcomplete])
+def test_strides_change_nothing(function, lay_out, dtype):
+    x, dout = (lay_out(randn(40, 24, dtype=dtype, seed=seed)) for seed in (0, 1))
+    weight = lay_out(randn(24, 24, dtype=dtype, seed=2) * 24**-0.5)
+
+    def run(x, weight, dout):
+        x, weight = (t.detach().requires_grad_() for t in (x, weight))
+        out = function(x, weight, backend="cpp")
+        return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
+
+    expected = run(*(t.contiguous() for t in (x, weight, dout)))
+    # A transposed operand may take another of the library's products, which rounds in another order.
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(run(x, weight, dout), expected, rtol=eps, atol=eps)
+
+
+def test_two_threads_share_the_work(threads):
+    case = testing.Case("ista", "threads", (2, 400, 200))  # several tasks of every kernel
+    inputs = testing.make_inputs(case, torch.float32)
+    for count in (1, 2, 5):
+        threads(count)
+        assert failures(case, torch.float32) == [], count
+        torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
+
+
+def test_eight_threads_call_at_once():
+    x, weight = randn(130, 48, dtype=torch.float32), randn(48, 48, dtype=torch.float32) * 48**-0.5
+    expected, wrong = ista(x, weight, backend="cpp"), []
+
+    def call():
+        for _ in range(20):
+            if not torch.equal(ista(x, weight, backend="cpp"), expected):
+                wrong.append(1)
+
+    callers = [threading.Thread(target=call) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
+def test_what_is_not_finite_passes_through(nonnegative, dtype):
+    x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype)
+    y = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=0.0, backend="cpp")
+    # 0 * inf in the product makes the rest of such a row NaN, as in PyTorch.
+    exact = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=0.0, backend="reference")
+    torch.testing.assert_close(y, exact, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [32, 400], ids=["few", "many"])
+def test_autocast_is_no_worse_than_composite(tokens, compute):
+    x, weight = randn(tokens, 64, dtype=torch.float32), randn(64, 64, dtype=torch.float32, seed=1) / 8
+    exact = ista(x.double(), weight.double(), step_size=1.0, backend="reference")
+    errors = {}
+    for backend in ("cpp", "composite"):
+        with torch.autocast("cpu", dtype=compute):
+            y = ista(x, weight, step_size=1.0, backend=backend)
+        errors[backend] = (y - exact).square().mean().sqrt().item()
+    assert errors["cpp"] <= 1.05 * errors["composite"], errors
+
+
+def test_arguments_that_python_should_have_caught():
+    ops, t = torch.ops.crate_kernels_C, torch.zeros(4, 4)
+    with pytest.raises(RuntimeError, match="product must have 16 elements, got 12"):
+        ops.ista_update(torch.zeros(12), None, None, 1.0, 0.0, False, t)
+    with pytest.raises(RuntimeError, match="out must be contiguous"):
+        ops.ista_update(t, None, None, 1.0, 0.0, False, torch.zeros(4, 8)[:, ::2])
+    with pytest.raises(RuntimeError, match="a must be float32, got scalar type"):
+        ops.ista_add_transposed(t.half(), t)
