@@ -237,15 +237,28 @@ def test_an_unavailable_backend_says_why(op, name):
         call(op, backend=name)
 
 
-@pytest.mark.parametrize("phi", ["relu", "identity"])
-def test_a_phi_that_a_kernel_does_not_have_is_refused(phi, monkeypatch):
+NOT_IN_KERNELS = {
+    "relu": ({"phi": "relu"}, 4, "phi='relu'"),
+    "identity": ({"phi": "identity"}, 4, "phi='identity'"),
+    "wide-heads": ({}, 257, "head_dim > 256, got 257"),
+}
+
+
+@pytest.mark.parametrize(("options", "head_dim", "what"), NOT_IN_KERNELS.values(), ids=NOT_IN_KERNELS)
+def test_what_a_kernel_does_not_have_is_refused_and_never_chosen(options, head_dim, what, monkeypatch):
     kernel = _backend.Backend("fake", "crate_kernels.ops.{op}.composite")
     monkeypatch.setitem(_backend._BACKENDS, "fake", kernel)
     monkeypatch.setitem(_backend._has_kernel, ("mssa", "fake"), True)
+    w = torch.randn(1, 2, 5, head_dim)
     with pytest.raises(
-        NotImplementedError, match=f"^mssa: backend='fake' does not have phi='{phi}'; use backend='comp"
+        NotImplementedError, match=f"^mssa: backend='fake' does not have {re.escape(what)}; use backend='comp"
     ):
-        call("mssa", phi=phi, backend="fake")
+        crate_kernels.mssa(w, backend="fake", **options)
+    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("fake",)})
+    assert _backend.resolve("mssa", None, w.device, w.dtype) == "fake"
+    torch.testing.assert_close(
+        crate_kernels.mssa(w, **options), crate_kernels.mssa(w, backend="composite", **options), rtol=0, atol=0
+    )
 
 
 def test_offsets_are_checked_by_value_on_request():

@@ -13,6 +13,7 @@ from crate_kernels.ops.mssa.cache import SubspaceCache
 
 _PHI = ("softmax", "threshold", "relu", "identity")
 _PLAIN_PHI = ("relu", "identity")
+_MAX_HEAD_DIM = 256  # of kernels: tiles of a head are held on chip
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
 _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 
@@ -159,13 +160,18 @@ def _autocast(w: Tensor) -> Tensor:
 
 
 def _choose(w: Tensor, phi: str, requested: str | None) -> str:
-    """Resolve the backend; the phi without a softmax exist in plain PyTorch only."""
+    """Resolve the backend; what kernels do not have, plain PyTorch does."""
     name = _backend.resolve("mssa", requested, w.device, w.dtype)
-    if phi in _PLAIN_PHI and name not in ("reference", "composite"):
-        if requested is not None:
-            raise NotImplementedError(f"mssa: backend={name!r} does not have phi={phi!r}; use backend='composite'")
-        return "composite"
-    return name
+    if name in ("reference", "composite"):
+        return name
+    lacking = f"phi={phi!r}" if phi in _PLAIN_PHI else None
+    if w.shape[-1] > _MAX_HEAD_DIM:
+        lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}"
+    if lacking is None:
+        return name
+    if requested is not None:
+        raise NotImplementedError(f"mssa: backend={name!r} does not have {lacking}; use backend='composite'")
+    return "composite"
 
 
 def _check_cache(
