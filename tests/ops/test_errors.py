@@ -246,7 +246,7 @@ NOT_IN_KERNELS = {
 
 @pytest.mark.parametrize(("options", "head_dim", "what"), NOT_IN_KERNELS.values(), ids=NOT_IN_KERNELS)
 def test_what_a_kernel_does_not_have_is_refused_and_never_chosen(options, head_dim, what, monkeypatch):
-    kernel = _backend.Backend("fake", "crate_kernels.ops.{op}.composite")
+    kernel = _backend.Backend("fake", "crate_kernels.ops.{op}.composite", devices=("cpu",), dtypes=(torch.float32,))
     monkeypatch.setitem(_backend._BACKENDS, "fake", kernel)
     monkeypatch.setitem(_backend._has_kernel, ("mssa", "fake"), True)
     w = torch.randn(1, 2, 5, head_dim)
