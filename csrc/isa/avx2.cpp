@@ -6,6 +6,7 @@
 #include "../mssa/backward.h"
 #include "../mssa/decode.h"
 #include "../mssa/forward.h"
+#include "../tssa/table.h"
 
 namespace crate_kernels {
 namespace {
@@ -13,6 +14,7 @@ const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mss
 }
 extern const MssaTables mssa_avx2 = {&mssa_f32, nullptr};
 extern const IstaKernels ista_avx2 = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+extern const TssaKernels tssa_avx2 = tssa::kKernels;
 }  // namespace crate_kernels
 
 #endif

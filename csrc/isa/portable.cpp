@@ -4,6 +4,7 @@
 #include "../mssa/backward.h"
 #include "../mssa/decode.h"
 #include "../mssa/forward.h"
+#include "../tssa/table.h"
 
 namespace crate_kernels {
 namespace {
@@ -11,4 +12,5 @@ const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mss
 }
 extern const MssaTables mssa_portable = {&mssa_f32, nullptr};
 extern const IstaKernels ista_portable = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+extern const TssaKernels tssa_portable = tssa::kKernels;
 }  // namespace crate_kernels

@@ -15,7 +15,9 @@ struct Tile {
   alignas(64) float at[kBand][kBand];
 };
 
-CRATE_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+CRATE_INLINE int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
 
 // tile[r][c] = m[column + c][row + r]: whole lines are read, and the tile is turned in the cache.
 CRATE_INLINE void load_transposed(const float* m, int64_t dim, int64_t row, int64_t column, Tile& tile) {

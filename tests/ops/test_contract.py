@@ -7,13 +7,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
-from crate_kernels import testing
+from crate_kernels import _extension, testing
 from tests.ops.common import leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 # The plain backend shows that a kernel file is enough for mssa, whose composite stays outside the op.
 BACKENDS = {"mssa": ["plain"], "tssa": ["composite"], "ista": ["composite"], "ista_overcomplete": ["composite"]}
+if _extension.PATH is not None:
+    BACKENDS["tssa"].append("cpp")
 NAMES = {
     "mssa": ["n65", "causal-n65", "pad-row", "causal-packed", "dropout", "strided", "empty-batch", "n1"],
     "tssa": ["n65", "causal-n65", "pad-row", "packed", "causal-packed", "dropout", "causal-dropout", "empty-batch"],
@@ -147,6 +149,8 @@ def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
 
 @pytest.mark.parametrize(("case", "backend"), CALLS)
 def test_meta_tensors(case, backend):
+    if backend == "cpp":
+        pytest.skip("asked for by name it takes CPU tensors")
     inputs = testing.make_inputs(case, torch.float16)
     meta = testing.Inputs(
         {k: t.to("meta") for k, t in inputs.differentiable.items()},

@@ -1,0 +1,206 @@
+// The causal form: running sums, so that one thread needs one step over the tokens.
+//
+// A running sum is what the chunks before a chunk add up to, plus a sum that starts with the chunk. Threads that
+// share a sequence take the chunks' totals first, and get the same bits as one that goes through it.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+namespace tssa {
+
+// Sums over tokens: of w^2, of Pi w^2, and of Pi. In the gradient: of dM / s, of dc / temp, and V of MATH.
+struct CausalSums {
+  float *energy, *moment, *mass;
+
+  CausalSums(const TssaProblem& p, float* memory)
+      : energy(memory), moment(memory + p.row_size()), mass(memory + 2 * p.row_size()) {}
+  static int64_t size(const TssaProblem& p) { return 2 * p.row_size() + p.head_size(); }
+  void clear(const TssaProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
+};
+
+// What comes before chunk `chunk`; its own totals, until they are summed, are in the next slot.
+CRATE_INLINE CausalSums before_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+  return CausalSums(p, s.work + chunk * CausalSums::size(p));
+}
+int64_t causal_work_size(const TssaProblem& p, int64_t chunks) {
+  return (chunks + 1) * CausalSums::size(p);
+}
+
+CRATE_INLINE void add_rows(const float* a, const float* b, int64_t size, float* sum) {
+  for (int64_t i = 0; i < size; ++i) sum[i] = a[i] + b[i];
+}
+
+// masses[n] = before + the running sum of counted, which goes on in `local`.
+CRATE_INLINE void running_mass(float before, const float* counted, float& local, float* masses) {
+  float total = local;
+  for (int n = 0; n < kLanes; ++n) {
+    total += counted[n];
+    masses[n] = before + total + kMassFloor;
+  }
+  local = total;
+}
+
+// denom_bias of a tile's tokens; past the end only for padded ones, which nobody reads.
+CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count) {
+  const float* const row = s.bias + h * s.bias_tokens;
+  const int64_t start = s.position + first;
+  if (start + count <= s.bias_tokens) return load_some(row + start, count);
+  Vf bias = {};
+  for (int n = 0; n < count; ++n) bias[n] = row[start + n < s.bias_tokens ? start + n : s.bias_tokens - 1];
+  return bias;
+}
+
+// Lane n: sum_d w_nd^2 / c_nd.
+CRATE_INLINE Vf running_dots(const Rows& w, int vectors, const float* keep, const float* before, float* local) {
+  Vf acc[kLanes] = {};
+  for (int v = 0; v < vectors; ++v) {
+    const Vf base = load(before + v * kLanes);
+    Vf run = load(local + v * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      const Vf x = w.get(n, v);
+      run += x * keep[n] * x;
+      acc[n] += x * x / max(splat(kCausalFloor), base + run);
+    }
+    store(local + v * kLanes, run);
+  }
+  return sum_each(acc);
+}
+
+// out = -w Pi / (1 + M), with 1 / (1 + M) = s / (s + sum Pi w^2); `scale` is -Pi s.
+template <bool kDropout>
+CRATE_INLINE void running_output(const Rows& w, int vectors, const float* counted, const float* masses,
+                                 const float* scale, const Rows& factor, const float* before, float* local,
+                                 const Rows& out) {
+  for (int v = 0; v < vectors; ++v) {
+    const Vf base = load(before + v * kLanes);
+    Vf run = load(local + v * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      const Vf x = w.get(n, v);
+      run += x * counted[n] * x;
+      Vf y = x * scale[n] / (base + run + masses[n]);
+      if (kDropout) y *= factor.get(n, v);
+      store(out.at(n, v), y);
+    }
+    store(local + v * kLanes, run);
+  }
+}
+
+void causal_begin(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const CausalSums start = before_chunk(p, s, 0);
+  start.clear(p);
+  if (s.state_mass == nullptr) return;
+  for (int h = 0; h < p.nheads; ++h) {
+    memcpy(start.energy + h * p.width(), s.state_energy + h * p.head_dim, p.head_dim * sizeof(float));
+    memcpy(start.moment + h * p.width(), s.state_moment + h * p.head_dim, p.head_dim * sizeof(float));
+    start.mass[h] = s.state_mass[h];
+  }
+}
+
+void causal_end(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  if (s.state_mass == nullptr) return;
+  const CausalSums end = before_chunk(p, s, s.chunks);
+  for (int h = 0; h < p.nheads; ++h) {
+    memcpy(s.state_energy + h * p.head_dim, end.energy + h * p.width(), p.head_dim * sizeof(float));
+    memcpy(s.state_moment + h * p.head_dim, end.moment + h * p.width(), p.head_dim * sizeof(float));
+    s.state_mass[h] = end.mass[h];
+  }
+}
+
+// The totals of a chunk's w^2.
+void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  float* const sums = before_chunk(p, s, chunk + 1).energy;
+  memset(sums, 0, p.row_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    alignas(64) float keep[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    for (int h = 0; h < p.nheads; ++h) add_squares(w.rows(h), vectors_of(p), keep, sums + h * p.width());
+  });
+}
+
+void causal_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
+    float* const next = before_chunk(p, s, chunk + 1).energy;
+    add_rows(before_chunk(p, s, chunk).energy, next, p.row_size(), next);
+  }
+}
+
+void causal_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
+    float* const next = before_chunk(p, s, chunk + 1).moment;  // and the masses behind them
+    add_rows(before_chunk(p, s, chunk).moment, next, p.row_size() + p.head_size(), next);
+  }
+}
+
+// The membership of a chunk, its output, or both at once.
+template <bool kMembers, bool kOutput>
+void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const CausalSums before = before_chunk(p, s, chunk), local(p, staging.rest);
+  const Rows factor = {staging.rest + CausalSums::size(p), p.width()};
+  local.clear(p);
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Tile out = place_tile(p, s.out, first, count, staging.out);
+    const int vectors = vectors_of(p);
+    alignas(64) float keep[kLanes], masses[kLanes], scale[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    if (kMembers) {
+      for (int h = 0; h < p.nheads; ++h) {
+        const int64_t row = h * p.width();
+        Vf q = running_dots(w.rows(h), vectors, keep, before.energy + row, local.energy + row);
+        if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
+        store(staging.members + h * kLanes, q * p.temp[h]);
+      }
+      softmax_over_heads(p.nheads, has_key(s, first), staging.members);
+      for (int h = 0; h < p.nheads; ++h) {
+        const Vf pi = load(staging.members + h * kLanes);
+        store_some(s.membership + h * s.tokens + first, pi, count);
+        store(staging.counted + h * kLanes, pi * load(keep));
+      }
+    } else {
+      load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    }
+    for (int h = 0; h < p.nheads; ++h) {
+      const int64_t row = h * p.width();
+      const float* const counted = staging.counted + h * kLanes;
+      running_mass(before.mass[h], counted, local.mass[h], masses);
+      if (!kOutput) {
+        add_squares(w.rows(h), vectors, counted, local.moment + row);
+        continue;
+      }
+      store(scale, -load(staging.members + h * kLanes) * load(masses));
+      if (p.dropout) {
+        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, factor.at(n, 0));
+        running_output<true>(w.rows(h), vectors, counted, masses, scale, factor, before.moment + row,
+                             local.moment + row, out.rows(h));
+      } else {
+        running_output<false>(w.rows(h), vectors, counted, masses, scale, factor, before.moment + row,
+                              local.moment + row, out.rows(h));
+      }
+    }
+    if (kOutput) store_tile(p, out, s.out, first, count);
+  });
+  const CausalSums after = before_chunk(p, s, chunk + 1);
+  if (kMembers && kOutput) add_rows(before.energy, local.energy, CausalSums::size(p), after.energy);
+  if (kMembers && !kOutput) memcpy(after.moment, local.moment, (p.row_size() + p.head_size()) * sizeof(float));
+}
+
+const TssaStep kCausalForwardAlone[] = {
+    {causal_begin, TssaStep::whole},
+    {causal_chunk<true, true>, TssaStep::ascending},
+    {causal_end, TssaStep::whole},
+};
+const TssaStep kCausalForwardShared[] = {
+    {causal_begin, TssaStep::whole},         {causal_energy, TssaStep::chunks},
+    {causal_settle_energy, TssaStep::whole}, {causal_chunk<true, false>, TssaStep::chunks},
+    {causal_settle_moment, TssaStep::whole}, {causal_chunk<false, true>, TssaStep::chunks},
+    {causal_end, TssaStep::whole},
+};
+
+}  // namespace tssa
+}  // namespace

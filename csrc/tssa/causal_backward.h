@@ -1,0 +1,260 @@
+// The gradient of the causal form: two scans from the last token to the first, over running sums that are summed
+// again rather than stored.
+//
+// From the first token on, each chunk's totals are kept, and while a chunk is worked on those of its tiles. Where
+// several threads share a sequence, they first take the chunks' totals of either scan.
+#pragma once
+
+#include "causal.h"
+
+namespace {
+namespace tssa {
+
+// What comes after a chunk: the sums of chunks `chunk` and later.
+CRATE_INLINE CausalSums from_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+  return CausalSums(p, s.work + (s.chunks + 1 + chunk) * CausalSums::size(p));
+}
+CRATE_INLINE float* dtemp_of_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+  return s.work + 2 * (s.chunks + 1) * CausalSums::size(p) + chunk * p.head_size();
+}
+int64_t causal_backward_work_size(const TssaProblem& p, int64_t chunks) {
+  return 2 * (chunks + 1) * CausalSums::size(p) + chunks * p.head_size();
+}
+
+// Go through a chunk's running sums; call visit(tile number) before each tile.
+template <class Visit>
+CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64_t chunk, const Staging& staging,
+                              const CausalSums& sums, const Visit& visit) {
+  sums.clear(p);
+  int tile = 0;
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    visit(tile++);
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    alignas(64) float keep[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    for (int h = 0; h < p.nheads; ++h) {
+      float* const counted = staging.counted + h * kLanes;
+      for (int n = 0; n < kLanes; ++n) sums.mass[h] += counted[n];
+      add_squares(w.rows(h), vectors_of(p), keep, sums.energy + h * p.width());
+      add_squares(w.rows(h), vectors_of(p), counted, sums.moment + h * p.width());
+    }
+  });
+}
+
+void causal_totals(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  sum_forward(p, s, chunk, Staging(p, memory), before_chunk(p, s, chunk + 1), [](int) {});
+}
+
+void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  before_chunk(p, s, 0).clear(p);
+  from_chunk(p, s, s.chunks).clear(p);
+  causal_settle_energy(p, s, 0, nullptr);
+  causal_settle_moment(p, s, 0, nullptr);
+}
+
+// One head of a tile, scalars by token.
+struct TileHead {
+  Rows w, grad, dw, factor;
+  int vectors;
+  const float *keep, *members, *counted, *masses, *inverse_masses;
+};
+
+// Lane n: dPi but for what later tiles add to V; `dw` gets what needs no dlogit, `dmoment` and `v` go on.
+template <bool kDropout>
+CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float* at_tile, const float* after,
+                             float* dmoment, float& v_sum) {
+  Vf acc[kLanes] = {}, v_total = {};
+  for (int v = 0; v < t.vectors; ++v) {
+    const Vf base = load(before + v * kLanes), later = load(after + v * kLanes);
+    Vf run = load(at_tile + v * kLanes), total[kLanes];
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      const Vf x = t.w.get(n, v);
+      run += x * t.counted[n] * x;
+      total[n] = base + run;
+    }
+    Vf suffix = load(dmoment + v * kLanes), v_suffix = {};
+#pragma GCC unroll 16
+    for (int n = kLanes - 1; n >= 0; --n) {
+      const Vf x = t.w.get(n, v);
+      Vf g = t.grad.get(n, v);
+      if (kDropout) g *= t.factor.get(n, v);
+      const Vf inverse = 1.0f / (total[n] + t.masses[n]);
+      const Vf gate = g * inverse * t.masses[n];           // g A
+      const Vf slope = gate * x * inverse * t.members[n];  // dM / s
+      suffix += slope;
+      v_suffix -= slope * total[n] * t.inverse_masses[n];
+      const Vf u = later + suffix;
+      acc[n] += (u * x * x + v_suffix) * t.keep[n] - gate * x;
+      store(t.dw.at(n, v), u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
+    }
+    store(dmoment + v * kLanes, suffix);
+    v_total += v_suffix;
+  }
+  v_sum = sum(v_total);
+  return sum_each(acc);
+}
+
+// Add to `dw` what c passes on; return this tile's sum of dlogit q, without the bias.
+CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlogit, const float* before,
+                                const float* at_tile, const float* after, float* denergy) {
+  Vf dtemp = {};
+  const float twice = 2.0f * temp;
+  for (int v = 0; v < t.vectors; ++v) {
+    const Vf base = load(before + v * kLanes), later = load(after + v * kLanes);
+    Vf run = load(at_tile + v * kLanes), energy[kLanes + 1];
+    energy[0] = base + run;
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      const Vf x = t.w.get(n, v);
+      run += x * t.keep[n] * x;
+      energy[n + 1] = base + run;
+    }
+    Vf suffix = load(denergy + v * kLanes);
+#pragma GCC unroll 16
+    for (int n = kLanes - 1; n >= 0; --n) {
+      const Vf x = t.w.get(n, v);
+      const Vf inverse = 1.0f / max(splat(kCausalFloor), energy[n + 1]);
+      const Vi above = energy[n + 1] > kCausalFloor;
+      const Vf per_energy = inverse * dlogit[n];
+      const Vf similarity = per_energy * x * x;
+      dtemp += similarity;
+      // What a token gets from itself, 1 / c - w^2 / c^2, is the sum before it over c^2: nothing cancels.
+      const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
+      float* const dw = t.dw.at(n, v);
+      store(dw, load(dw) + x * twice * (own - (later + suffix) * t.keep[n]));
+      suffix += select(above, similarity * inverse, Vf{});
+    }
+    store(denergy + v * kLanes, suffix);
+  }
+  return sum(dtemp);
+}
+
+// What a pass over a chunk leaves behind: the totals of a scan for others to add up, both scans carried on, or dw
+// alone.
+enum class Leave { dmoment, denergy, carried, nothing };
+
+template <Leave kLeave>
+void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const int64_t sums_size = CausalSums::size(p);
+  float* const tile_sums = staging.rest;
+  float* rest = tile_sums + kTilesPerChunk * sums_size;
+  const CausalSums running(p, rest), local(p, rest + sums_size);
+  rest += 2 * sums_size;
+  const Rows factor = {rest, p.width()};
+  const CausalSums before = before_chunk(p, s, chunk), after = from_chunk(p, s, chunk + 1);
+  float* const dtemp = dtemp_of_chunk(p, s, chunk);
+  sum_forward(p, s, chunk, staging, running,
+              [&](int tile) { memcpy(tile_sums + tile * sums_size, running.energy, sums_size * sizeof(float)); });
+  local.clear(p);
+  memset(dtemp, 0, p.head_size() * sizeof(float));
+
+  const int64_t begin = chunk * kTssaChunk, left = s.seqlen - begin;
+  for (int64_t tile = ((left < kTssaChunk ? left : kTssaChunk) - 1) / kLanes; tile >= 0; --tile) {
+    const int64_t first = begin + tile * kLanes;
+    const int count = static_cast<int>(s.seqlen - first < kLanes ? s.seqlen - first : kLanes);
+    const CausalSums at_tile(p, tile_sums + tile * sums_size);
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Tile dw = place_tile(p, s.dw, first, count, staging.out);
+    alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    const auto head = [&](int h) {
+      return TileHead{w.rows(h),
+                      grad.rows(h),
+                      dw.rows(h),
+                      factor,
+                      vectors_of(p),
+                      keep,
+                      staging.members + h * kLanes,
+                      staging.counted + h * kLanes,
+                      masses,
+                      inverse_masses};
+    };
+    for (int h = 0; h < p.nheads; ++h) {
+      const int64_t row = h * p.width();
+      const TileHead t = head(h);
+      float mass = at_tile.mass[h], v_sum;
+      running_mass(before.mass[h], t.counted, mass, masses);
+      store(inverse_masses, 1.0f / load(masses));
+      Vf dpi;
+      if (p.dropout) {
+        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, factor.at(n, 0));
+        dpi = scan_dmoment<true>(t, before.moment + row, at_tile.moment + row, after.moment + row, local.moment + row,
+                                 v_sum);
+      } else {
+        dpi = scan_dmoment<false>(t, before.moment + row, at_tile.moment + row, after.moment + row, local.moment + row,
+                                  v_sum);
+      }
+      dpi += (after.mass[h] + local.mass[h]) * load(keep);
+      local.mass[h] += v_sum;
+      if (s.dmembership != nullptr) dpi += load_some(s.dmembership + h * s.tokens + first, count);
+      store(staging.dots + h * kLanes, dpi);
+    }
+    if (kLeave == Leave::dmoment) continue;
+    softmax_backward(p.nheads, staging.members, staging.dots);
+    for (int h = 0; h < p.nheads; ++h) {
+      const int64_t row = h * p.width();
+      const float* const dlogit = staging.dots + h * kLanes;
+      store_some(s.dlogit + h * s.tokens + first, load(dlogit), count);
+      dtemp[h] += scan_denergy(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
+                               after.energy + row, local.energy + row);
+      if (s.bias != nullptr) {
+        dtemp[h] += sum(load(dlogit) * load_bias(s, h, first, count)) * static_cast<float>(p.head_dim);
+      }
+    }
+    if (kLeave == Leave::carried || kLeave == Leave::nothing) store_tile(p, dw, s.dw, first, count);
+  }
+
+  const CausalSums from = from_chunk(p, s, chunk);
+  if (kLeave == Leave::carried) add_rows(after.energy, local.energy, sums_size, from.energy);
+  if (kLeave == Leave::denergy) memcpy(from.energy, local.energy, p.row_size() * sizeof(float));
+  if (kLeave == Leave::dmoment) {
+    memcpy(from.moment, local.moment, (p.row_size() + p.head_size()) * sizeof(float));
+  }
+}
+
+void causal_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
+    float* const from = from_chunk(p, s, chunk).moment;
+    add_rows(from_chunk(p, s, chunk + 1).moment, from, p.row_size() + p.head_size(), from);
+  }
+}
+
+void causal_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
+    float* const from = from_chunk(p, s, chunk).energy;
+    add_rows(from_chunk(p, s, chunk + 1).energy, from, p.row_size(), from);
+  }
+}
+
+void causal_settle_dtemp(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  for (int h = 0; h < p.nheads; ++h) {
+    float total = 0.0f;
+    for (int64_t chunk = 0; chunk < s.chunks; ++chunk) total += dtemp_of_chunk(p, s, chunk)[h];
+    s.dtemp[h] = total;
+  }
+}
+
+const TssaStep kCausalBackwardAlone[] = {
+    {causal_totals, TssaStep::chunks},
+    {causal_settle_totals, TssaStep::whole},
+    {causal_backward_chunk<Leave::carried>, TssaStep::descending},
+    {causal_settle_dtemp, TssaStep::whole},
+};
+const TssaStep kCausalBackwardShared[] = {
+    {causal_totals, TssaStep::chunks},
+    {causal_settle_totals, TssaStep::whole},
+    {causal_backward_chunk<Leave::dmoment>, TssaStep::chunks},
+    {causal_settle_dmoment, TssaStep::whole},
+    {causal_backward_chunk<Leave::denergy>, TssaStep::chunks},
+    {causal_settle_denergy, TssaStep::whole},
+    {causal_backward_chunk<Leave::nothing>, TssaStep::chunks},
+    {causal_settle_dtemp, TssaStep::whole},
+};
+
+}  // namespace tssa
+}  // namespace

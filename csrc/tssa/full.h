@@ -1,0 +1,122 @@
+// The full form: three steps over the tokens, each with what the one before summed. A sequence that fits the
+// second-level cache is read from memory once.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+namespace tssa {
+
+// Sums of each chunk, then the rows that every token needs.
+struct FullWork {
+  float *parts, *masses, *inverse, *gate;
+
+  FullWork(const TssaProblem& p, const TssaSequence& s) {
+    parts = s.work;
+    masses = parts + s.chunks * p.row_size();
+    inverse = masses + s.chunks * p.head_size();  // 1 / c
+    gate = inverse + p.row_size();                // -A
+  }
+  static int64_t size(const TssaProblem& p, int64_t chunks) {
+    return chunks * (p.row_size() + p.head_size()) + 2 * p.row_size();
+  }
+};
+
+void full_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  float* const sums = FullWork(p, s).parts + chunk * p.row_size();
+  memset(sums, 0, p.row_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    alignas(64) float keep[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    for (int h = 0; h < p.nheads; ++h) add_squares(w.rows(h), vectors_of(p), keep, sums + h * p.width());
+  });
+}
+
+void full_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const FullWork work(p, s);
+  add_parts(work.parts, s.chunks, p.row_size(), work.inverse);
+  for (int h = 0; h < p.nheads; ++h) {
+    float* const row = work.inverse + h * p.width();
+    for (int d = 0; d < p.head_dim; ++d) {
+      const float c = row[d] < kFullFloor ? kFullFloor : row[d];
+      s.energy[h * p.head_dim + d] = c;
+      row[d] = 1.0f / c;
+    }
+  }
+}
+
+void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const FullWork work(p, s);
+  float* const sums = work.parts + chunk * p.row_size();
+  float* const masses = work.masses + chunk * p.head_size();
+  memset(sums, 0, p.row_size() * sizeof(float));
+  memset(masses, 0, p.head_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    for (int h = 0; h < p.nheads; ++h) {
+      const Vf q = square_dots(w.rows(h), vectors_of(p), work.inverse + h * p.width());
+      store(staging.members + h * kLanes, q * p.temp[h]);
+    }
+    softmax_over_heads(p.nheads, has_key(s, first), staging.members);
+    const Vf keep = kept_tokens(s, first, count);
+    for (int h = 0; h < p.nheads; ++h) {
+      float* const members = staging.members + h * kLanes;
+      const Vf pi = load(members);
+      store_some(s.membership + h * s.tokens + first, pi, count);
+      store(members, pi * keep);
+      masses[h] += sum(pi * keep);
+      add_squares(w.rows(h), vectors_of(p), members, sums + h * p.width());
+    }
+  });
+}
+
+void full_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, float* memory) {
+  const FullWork work(p, s);
+  float* const masses = memory;
+  add_parts(work.parts, s.chunks, p.row_size(), work.gate);
+  add_parts(work.masses, s.chunks, p.head_size(), masses);
+  for (int h = 0; h < p.nheads; ++h) {
+    float* const row = work.gate + h * p.width();
+    const float mass = masses[h] + kMassFloor;
+    for (int d = 0; d < p.head_dim; ++d) {
+      const float moment = row[d] / mass;
+      s.moment[h * p.head_dim + d] = moment;
+      row[d] = -1.0f / (1.0f + moment);
+    }
+    if (!p.dropout) continue;
+    float* const factor = memory + p.head_size();
+    dropout_row(p, s.counter + h, 0, factor);
+    for (int d = 0; d < p.head_dim; ++d) row[d] *= factor[d];
+  }
+}
+
+void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const FullWork work(p, s);
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Tile out = place_tile(p, s.out, first, count, staging.out);
+    load_members(p, s, first, count, Vf{}, staging.members, nullptr);
+    // Token by token, as memory has them: there is nothing to keep in registers.
+    for (int n = 0; n < kLanes; ++n) {
+      for (int h = 0; h < p.nheads; ++h) {
+        const Rows from = w.rows(h), to = out.rows(h);
+        const Vf pi = splat(staging.members[h * kLanes + n]);
+        const float* const gate = work.gate + h * p.width();
+        for (int v = 0; v < vectors_of(p); ++v) store(to.at(n, v), from.get(n, v) * pi * load(gate + v * kLanes));
+      }
+    }
+    store_tile(p, out, s.out, first, count);
+  });
+}
+
+const TssaStep kFullForward[] = {
+    {full_energy, TssaStep::chunks},       {full_settle_energy, TssaStep::whole}, {full_members, TssaStep::chunks},
+    {full_settle_moment, TssaStep::whole}, {full_output, TssaStep::chunks},
+};
+
+}  // namespace tssa
+}  // namespace

@@ -1,0 +1,178 @@
+// The gradient of the full form: three steps over the tokens, of which the second needs no upstream gradient.
+//
+// q itself is never needed again: dtemp_h = sum_n dlogit q = sum_d (sum_n dlogit w^2) / c, a sum that dc has too.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+namespace tssa {
+
+struct FullBackwardWork {
+  float *parts, *masses, *gate, *inverse, *dmoment, *denergy, *dmass;
+
+  FullBackwardWork(const TssaProblem& p, const TssaSequence& s) {
+    parts = s.work;
+    masses = parts + s.chunks * p.row_size();
+    gate = masses + s.chunks * p.head_size();  // A, dropout included
+    inverse = gate + p.row_size();             // 1 / c, later 2 temp / c
+    dmoment = inverse + p.row_size();          // dM, later 2 dM
+    denergy = dmoment + p.row_size();          // 2 dc
+    dmass = denergy + p.row_size();
+  }
+  static int64_t size(const TssaProblem& p, int64_t chunks) {
+    return chunks * (p.row_size() + p.head_size()) + 4 * p.row_size() + p.head_size();
+  }
+};
+
+void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const FullBackwardWork work(p, s);
+  for (int h = 0; h < p.nheads; ++h) {
+    float* const gate = work.gate + h * p.width();
+    float* const inverse = work.inverse + h * p.width();
+    for (int64_t d = 0; d < p.width(); ++d) gate[d] = 1.0f;
+    if (p.dropout) dropout_row(p, s.counter + h, 0, gate);
+    for (int d = 0; d < p.head_dim; ++d) {
+      gate[d] /= 1.0f + s.moment[h * p.head_dim + d];
+      inverse[d] = 1.0f / s.energy[h * p.head_dim + d];
+    }
+    for (int64_t d = p.head_dim; d < p.width(); ++d) inverse[d] = 0.0f;
+  }
+}
+
+// sum_n Pi g w, the sums of Pi, and sum_d g w A in the place of dlogit.
+void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const FullBackwardWork work(p, s);
+  float* const sums = work.parts + chunk * p.row_size();
+  float* const masses = work.masses + chunk * p.head_size();
+  memset(sums, 0, p.row_size() * sizeof(float));
+  memset(masses, 0, p.head_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Vf keep = kept_tokens(s, first, count);
+    load_members(p, s, first, count, keep, staging.members, staging.counted);
+    for (int h = 0; h < p.nheads; ++h) {
+      const Rows x = w.rows(h), g = grad.rows(h);
+      const float* const members = staging.members + h * kLanes;
+      masses[h] += sum(load(staging.counted + h * kLanes));
+      Vf gated[kLanes] = {};
+      for (int v = 0; v < vectors_of(p); ++v) {
+        float* const total = sums + h * p.width() + v * kLanes;
+        const Vf gate = load(work.gate + h * p.width() + v * kLanes);
+        Vf acc = load(total);
+#pragma GCC unroll 16
+        for (int n = 0; n < kLanes; ++n) {
+          const Vf gx = g.get(n, v) * x.get(n, v);
+          acc += gx * members[n];
+          gated[n] += gx * gate;
+        }
+        store(total, acc);
+      }
+      store_some(s.dlogit + h * s.tokens + first, sum_each(gated), count);
+    }
+  });
+}
+
+void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, float* memory) {
+  const FullBackwardWork work(p, s);
+  float* const masses = memory;
+  add_parts(work.parts, s.chunks, p.row_size(), work.dmoment);
+  add_parts(work.masses, s.chunks, p.head_size(), masses);
+  for (int h = 0; h < p.nheads; ++h) {
+    float* const row = work.dmoment + h * p.width();
+    const float mass = masses[h] + kMassFloor;
+    float dmass = 0.0f;
+    for (int d = 0; d < p.head_dim; ++d) {
+      const float moment = s.moment[h * p.head_dim + d];
+      row[d] *= work.gate[h * p.width() + d] / (1.0f + moment) / mass;
+      dmass -= row[d] * moment;
+    }
+    work.dmass[h] = dmass;
+  }
+}
+
+void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const FullBackwardWork work(p, s);
+  float* const sums = work.parts + chunk * p.row_size();
+  memset(sums, 0, p.row_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Vf keep = kept_tokens(s, first, count);
+    load_members(p, s, first, count, keep, staging.members, nullptr);
+    for (int h = 0; h < p.nheads; ++h) {
+      const int64_t at = h * s.tokens + first;
+      const Vf shared = square_dots(w.rows(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
+      Vf dpi = shared * keep - load_some(s.dlogit + at, count);
+      if (s.dmembership != nullptr) dpi += load_some(s.dmembership + at, count);
+      store(staging.dots + h * kLanes, dpi);
+    }
+    softmax_backward(p.nheads, staging.members, staging.dots);
+    for (int h = 0; h < p.nheads; ++h) {
+      const float* const dlogit = staging.dots + h * kLanes;
+      store_some(s.dlogit + h * s.tokens + first, load(dlogit), count);
+      add_squares(w.rows(h), vectors_of(p), dlogit, sums + h * p.width());
+    }
+  });
+}
+
+void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const FullBackwardWork work(p, s);
+  add_parts(work.parts, s.chunks, p.row_size(), work.denergy);
+  // A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
+  const bool single = s.seqlen == 1;
+  for (int h = 0; h < p.nheads; ++h) {
+    float dtemp = 0.0f;
+    for (int d = 0; d < p.head_dim; ++d) {
+      float &denergy = work.denergy[h * p.width() + d], &inverse = work.inverse[h * p.width() + d];
+      // Twice by c, not once by c^2: that underflows for channels which c itself still holds.
+      const float similarity = denergy * inverse;
+      dtemp += similarity;
+      const bool above = s.energy[h * p.head_dim + d] > kFullFloor;
+      denergy = above && !single ? -2.0f * p.temp[h] * similarity * inverse : 0.0f;
+      inverse *= above && single ? 0.0f : 2.0f * p.temp[h];
+      work.dmoment[h * p.width() + d] *= 2.0f;
+    }
+    s.dtemp[h] = dtemp;
+  }
+}
+
+void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  const Staging staging(p, memory);
+  const FullBackwardWork work(p, s);
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Tile dw = place_tile(p, s.dw, first, count, staging.out);
+    alignas(64) float keep[kLanes], dlogit[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    for (int h = 0; h < p.nheads; ++h) {
+      const Rows x = w.rows(h), g = grad.rows(h), to = dw.rows(h);
+      const float* const members = staging.members + h * kLanes;
+      const float* const counted = staging.counted + h * kLanes;
+      store(dlogit, load_some(s.dlogit + h * s.tokens + first, count));
+      for (int v = 0; v < vectors_of(p); ++v) {
+        const int64_t row = h * p.width() + v * kLanes;
+        const Vf dmoment = load(work.dmoment + row), inverse = load(work.inverse + row);
+        const Vf denergy = load(work.denergy + row), gate = load(work.gate + row);
+#pragma GCC unroll 16
+        for (int n = 0; n < kLanes; ++n) {
+          const Vf slope = dmoment * counted[n] + inverse * dlogit[n] + denergy * keep[n];
+          store(to.at(n, v), x.get(n, v) * slope - g.get(n, v) * gate * members[n]);
+        }
+      }
+    }
+    store_tile(p, dw, s.dw, first, count);
+  });
+}
+
+const TssaStep kFullBackward[] = {
+    {full_prepare, TssaStep::whole}, {full_dgate, TssaStep::chunks},         {full_settle_dmoment, TssaStep::whole},
+    {full_dlogit, TssaStep::chunks}, {full_settle_denergy, TssaStep::whole}, {full_dw, TssaStep::chunks},
+};
+
+}  // namespace tssa
+}  // namespace

@@ -1,0 +1,171 @@
+"""Token statistics in the C++ extension: levels, tails, strides, threads, and its numbers on drawn cases."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crate_kernels import _extension, testing, tssa
+from tests.ops.common import randn
+
+pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="the C++ extension is not built")
+
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.fixture
+def level():
+    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
+    extension = _extension.load()
+    best = extension.cpu_capability()
+
+    def force(name):
+        if LEVELS.index(name) > LEVELS.index(best):
+            pytest.skip(f"this machine has {best}")
+        extension.set_cpu_capability(name)
+
+    yield force
+    extension.set_cpu_capability(best)
+
+
+@pytest.fixture
+def threads():
+    """Return torch.set_num_threads; the number of threads comes back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def named(name, shape, causal, **kwargs):
+    options = {"causal": causal, "return_membership": True, **kwargs.pop("options", {})}
+    return testing.Case("tssa", name, shape, options, **kwargs)
+
+
+def measure(case, dtype):
+    inputs = testing.make_inputs(case, dtype)
+    eager = testing.run(case, inputs, "reference")
+    exact = testing.run(case, inputs.to(torch.float64), "reference")
+    return testing.measure(testing.run(case, inputs, "cpp"), eager, exact, dtype)
+
+
+def failures(case, dtype):
+    return [m for m in measure(case, dtype) if not m.passed]
+
+
+def assert_together_within_budget(cases, dtype):
+    """Hold the sums of errors to the sums of budgets: of dtemp's few numbers, eager's error in one case may be luck."""
+    errors, budgets = Counter(), Counter()
+    for case in cases:
+        for m in measure(case, dtype):
+            assert m.finite, (str(case), m)
+            errors[m.output] += m.error
+            budgets[m.output] += m.budget
+    assert [(name, error, budgets[name]) for name, error in errors.items() if error > budgets[name]] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_level_is_within_budget(name, dtype, level):
+    level(name)
+    assert [(str(case), m) for case in testing.TSSA_CASES for m in failures(case, dtype)] == []
+
+
+@FORMS
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_tail_of_tokens(name, causal, level):
+    level(name)
+    lengths = (*range(1, 34), *range(60, 82), 127, 128, 129)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_together_within_budget([named(f"n{n}", (1, 3, n, 16), causal) for n in lengths], dtype)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_head_dim(dtype, causal):
+    dims = (1, 2, 3, 7, 15, 17, 31, 33, 49, 65, 72, 127, 255, 256, 257, 520)
+    assert_together_within_budget([named(f"d{d}", (1, 2, 37, d), causal) for d in dims], dtype)
+
+
+@pytest.mark.parametrize("padding", ["left", "scattered"])
+def test_padding_before_the_first_key(padding):
+    """In the full form a padded token sees keys that come after it."""
+    assert failures(named("late-key", (3, 3, 65, 16), False, padding=padding), torch.float32) == []
+
+
+SPLITS = {
+    "full": (False, {}),
+    "causal": (True, {}),
+    "dropout": (False, {"options": {"dropout_p": 0.3}}),
+    "causal-dropout": (True, {"options": {"dropout_p": 0.3}}),
+    "row": (False, {"padding": "row"}),
+    "causal-scattered": (True, {"padding": "scattered"}),
+    "causal-left": (True, {"padding": "left"}),
+    "packed": (False, {"lengths": (150, 0, 3, 200)}),
+    "causal-packed": (True, {"lengths": (150, 0, 3, 200)}),
+}
+
+
+@pytest.mark.parametrize(("causal", "how"), SPLITS.values(), ids=SPLITS)
+def test_no_bit_depends_on_the_number_of_threads(causal, how, threads):
+    """One thread goes through a sequence; five share it."""
+    case = named("threads", (2, 3, 300, 32), causal, **how)
+    inputs, results = testing.make_inputs(case, torch.float32), []
+    for count in (1, 2, 5):
+        threads(count)
+        assert failures(case, torch.float32) == [], count
+        results.append(testing.run(case, inputs, "cpp"))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
+
+
+STRIDES = {
+    "projection": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
+    "channels-first": lambda w: w.mT.contiguous().mT,
+    "expanded": lambda w: w[:1].expand(w.shape),
+}
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+def test_strides_change_no_bit(lay_out, dtype, causal):
+    w, dout = (lay_out(randn(2, 3, 70, 32, dtype=dtype, seed=seed)) for seed in (0, 1))
+    temp = torch.tensor([0.8, 1.0, 1.3])
+
+    def run(w, dout):
+        w = w.detach().requires_grad_()
+        out, membership = tssa(w, temp, causal=causal, return_membership=True, backend="cpp")
+        return out.detach(), membership.detach(), *torch.autograd.grad((out * dout).sum() + membership[0].sum(), w)
+
+    torch.testing.assert_close(run(w, dout), run(w.contiguous(), dout.contiguous()), rtol=0, atol=0)
+
+
+@FORMS
+def test_not_a_number_stays_one(causal):
+    w = randn(1, 3, 40, 16, dtype=torch.float32)
+    w[0, 1, 20, 3] = torch.nan
+    out, membership = tssa(w, torch.ones(3), causal=causal, return_membership=True, backend="cpp")
+    assert membership[:, :, 20:].isnan().all()
+    assert out[:, :, 20:].isnan().all()
+    assert out[:, :, :20].isfinite().all() == causal
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 150), st.integers(1, 80)),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    causal=st.booleans(),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
+    padding=st.sampled_from(["", "", "right", "left", "scattered", "row"]),
+    layout=st.sampled_from(["projection", "contiguous", "strided"]),
+    magnitude=st.sampled_from([0.1, 0.6, 2.0]),
+    special=st.sampled_from(["", "", "zero token", "mixed norms", "common mean", "dead channel"]),
+)
+def test_drawn_calls_are_within_budget(shape, dtype, causal, dropout_p, padding, layout, magnitude, special):
+    how = {"padding": padding, "layout": layout, "magnitude": magnitude, "special": special}
+    assert failures(named("drawn", shape, causal, options={"dropout_p": dropout_p}, **how), dtype) == []
