@@ -237,13 +237,13 @@ def _clear_of_kinks(case: Case, x: Tensor, weight: Tensor, eps: float) -> Tensor
     """Say which tokens have no activation within rounding of its threshold.
 
     There the gradient jumps, and a last-bit difference in the activation is no error. The distance kept is
-    ``eps`` in units of the tokens, several times the rounding of the update, which ``step_size`` scales down.
+    several times the rounding of the update, which ``step_size`` scales: ``eps`` in units of the tokens at 0.1.
     """
     step_size, lambd = case.options.get("step_size", 0.1), case.options.get("lambd", 0.1)
     if case.op == "ista":
         update = x + step_size * (x - x @ weight.T) @ weight
         size = update if case.options.get("nonnegative", True) else update.abs()
-        return ((size - step_size * lambd).abs() > eps).all(-1)
+        return ((size - step_size * lambd).abs() > 10 * step_size * eps).all(-1)
     code, clear = x.new_zeros(x.shape[0], weight.shape[1]), torch.ones(x.shape[0], dtype=torch.bool)
     for _ in range(case.options.get("steps", 2)):
         update = code + step_size * (x - code @ weight.T) @ weight - step_size * lambd
