@@ -8,6 +8,7 @@
 //   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products a tile.
 #pragma once
 
+#include "gradients.h"
 #include "head.h"
 
 namespace {
@@ -167,13 +168,11 @@ class Backward : Head<T> {
     const bool from_lse = trusted(keys_.token, keys_.count);
     if (!from_lse) {
       Base::clear(sums_, keys_.blocks * kTile);
-      for (int i = 0; i < keys_.blocks; ++i) {
-        for (int j = i; j < keys_.blocks; ++j) {
-          Scores s = Base::pair_scores(i, j);
-          wanted(s) = at(sums_, i, j);
-          compute_weights<T>(s, weights_);
-        }
-      }
+      Base::for_each_pair([this](int i, int j) {
+        Scores s = Base::pair_scores(i, j);
+        wanted(s) = at(sums_, i, j);
+        compute_weights<T>(s, weights_);
+      });
     }
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b), first = b * kTile;
@@ -190,11 +189,9 @@ class Backward : Head<T> {
       pack_panel<T>(staging_, width, p_.head_dim, mass_panels_ + panel_at(b));
     }
     int index = 0;
-    for (int i = 0; i < keys_.blocks; ++i) {
-      for (int j = i; j < keys_.blocks; ++j) {
-        if (index++ % parts_ == part_) pair(i, j);
-      }
-    }
+    Base::for_each_pair([&](int i, int j) {
+      if (index++ % parts_ == part_) pair(i, j);
+    });
   }
 
   float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
@@ -220,6 +217,7 @@ class Backward : Head<T> {
     g.column_u = mass_ + j * kTile;
     g.row_u = mass_ + i * kTile;
     g.column_delta = delta_ + j * kTile;
+    g.symmetric = i == j;
     compute_gradients<T>(g, gradients_);
     accumulate<T, ByColumn>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i), mass_ + j * kTile,
                             &gradients_, keys_rows_ + rows_at(i));

@@ -86,9 +86,7 @@ class Forward : Head<T> {
     memset(out_, 0, padded * width_ * sizeof(float));
     clear(sums_, padded);
     if (T::kPair == 2) clear(exact_sums_, padded);
-    for (int i = 0; i < keys_.blocks; ++i) {
-      for (int j = i; j < keys_.blocks; ++j) pair(i, j);
-    }
+    Base::for_each_pair([this](int i, int j) { pair(i, j); });
     for (int n = 0; n < keys_.count; ++n) {
       const float total = total_of(sums_, n), exact = T::kPair == 2 ? total_of(exact_sums_, n) : total;
       finish(keys_.token[n], out_ + static_cast<int64_t>(n) * width_, total, exact, half_norm_[n] + largest,
@@ -105,11 +103,11 @@ class Forward : Head<T> {
     if (i == j && T::kPair == 1) {
       for (int r = 0; r < s.rows; ++r) own_[i * kTile + r] = tile_.by_row[r * kTile + r] * mass_[i * kTile + r];
     }
-    accumulate<T, ByRow>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, rows, columns, tile_,
-                         values_ + rows_at(j), nullptr, nullptr, nullptr);
+    accumulate<T, ByColumn>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
+                            values_ + rows_at(i), nullptr, nullptr, nullptr);
     if (i != j) {
-      accumulate<T, ByColumn>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
-                              values_ + rows_at(i), nullptr, nullptr, nullptr);
+      accumulate<T, ByRow>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, rows, columns, tile_,
+                           values_ + rows_at(j), nullptr, nullptr, nullptr);
     }
   }
 

@@ -4,7 +4,7 @@
 #include "../common/philox.h"
 #include "../common/scratch.h"
 #include "kernels.h"
-#include "tile.h"
+#include "scores.h"
 
 namespace {
 
@@ -170,6 +170,15 @@ class Head {
     return s;
   }
 
+  // Call body(i, j) for every pair of blocks, each block with itself too. The last block, which may be short, has
+  // the rows: tiles compute whole vectors of columns, but rows one by one.
+  template <class Body>
+  void for_each_pair(const Body& body) const {
+    for (int i = 0; i < keys_.blocks; ++i) {
+      for (int j = 0; j <= i; ++j) body(i, j);
+    }
+  }
+
   Scores pair_scores(int i, int j) const {
     Scores s = {};
     s.query_panel = key_panels_ + panel_at(i);
@@ -182,6 +191,7 @@ class Head {
     s.column_shift = half_norm_ + j * kTile;
     s.column_mass = mass_ + j * kTile;
     s.row_mass = mass_ + i * kTile;
+    s.symmetric = i == j;
     return s;
   }
 
@@ -214,9 +224,8 @@ class Head {
     memset(sums.column, 0, count * sizeof(float));
   }
   static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
-  // The sums of a tile: its rows', and its columns' unless they are the rows again.
   static Sums at(const Sums& sums, int i, int j) {
-    return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, i == j ? nullptr : sums.column + j * kTile};
+    return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, sums.column + j * kTile};
   }
 
   const MssaProblem& p_;

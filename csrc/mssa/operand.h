@@ -154,11 +154,10 @@ constexpr int group_rows(int columns) {
   return CRATE_LANES == 16 ? (columns == 4 ? 6 : 8) : (columns == 2 ? (CRATE_LANES == 8 ? 6 : 4) : 8);
 }
 
-// Call body(Int<rows>, first row) until `rows` rows are covered exactly.
+// Call body(Int<rows>, first row) until rows r .. rows - 1 are covered exactly.
 template <int kColumns, class Body>
-CRATE_INLINE void for_row_groups(int rows, const Body& body) {
+CRATE_INLINE void for_row_groups(int r, int rows, const Body& body) {
   constexpr int kMost = group_rows(kColumns);
-  int r = 0;
   for (; r + kMost <= rows; r += kMost) body(Int<kMost>(), r);
   if (kMost > 4 && r + 4 <= rows) {
     body(Int<4>(), r);
@@ -171,10 +170,10 @@ CRATE_INLINE void for_row_groups(int rows, const Body& body) {
   if (r < rows) body(Int<1>(), r);
 }
 
-// Call body(Int<columns>, first vector) until `vectors` vectors are covered, as evenly as they divide.
+// Call body(Int<columns>, first vector) until vectors v .. vectors - 1 are covered, as evenly as they divide.
 template <class Body>
-CRATE_INLINE void for_column_groups(int vectors, const Body& body) {
-  for (int v = 0; v < vectors;) {
+CRATE_INLINE void for_column_groups(int v, int vectors, const Body& body) {
+  while (v < vectors) {
     const int groups = (vectors - v + CRATE_MAX_COLUMNS - 1) / CRATE_MAX_COLUMNS;
     const int columns = (vectors - v + groups - 1) / groups;
     switch (columns) {

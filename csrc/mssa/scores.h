@@ -1,0 +1,131 @@
+// The weights of a tile from its scores. Logarithms and exponentials are to base 2 throughout.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+
+// Where a tile adds the sums of its weights; null: not wanted.
+struct Sums {
+  float* row;  // kLanes partial sums a row
+  float* column;
+};
+
+// What the tile of query block i and key block j is computed from; arrays start at the tile's tokens.
+struct Scores {
+  const float *query_panel, *key_panel;
+  int words;                  // a token's channels
+  int rows, columns;          // tokens in the tile
+  float factor;               // scale * log2(e)
+  const float* row_shift;     // weight = 2^(factor * w_i . w_j - row_shift_i - column_shift_j)
+  const float* column_shift;  // null: 0
+  const int32_t* limit;       // null, or how many of the tile's columns each row may see
+  const float* column_mass;   // what a column's weight counts in the row sums
+  const float* row_mass;      // and a row's in the column sums
+  Sums sums;                  // of rounded weights
+  Sums exact_sums;            // of exact ones; wanted where they differ
+  float* exact;               // null, or kTile x kTile weights before rounding
+  bool symmetric;             // a block of tokens against itself: by columns only, each weight computed once
+};
+
+template <int kRows, int kColumns>
+CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, const Sums& sums, int r0, int j0) {
+  if (sums.row != nullptr) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      Vf total = load(sums.row + (r0 + r) * kLanes);
+#pragma GCC unroll 4
+      for (int v = 0; v < kColumns; ++v) total += e[r][v] * load(s.column_mass + j0 + v * kLanes);
+      store(sums.row + (r0 + r) * kLanes, total);
+    }
+  }
+  if (sums.column != nullptr) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kColumns; ++v) {
+      if (s.symmetric && j0 / kLanes + v == r0 / kLanes) continue;  // its rows have both sides of the diagonal
+      Vf total = load(sums.column + j0 + v * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) total += e[r][v] * s.row_mass[r0 + r];
+      store(sums.column + j0 + v * kLanes, total);
+    }
+  }
+}
+
+// weights = 2^(scores - shifts), their sums by row and, for the symmetric pair, by column.
+template <class T>
+void compute_weights(const Scores& s, Tile<T>& weights) {
+  for_groups<T>(s.rows, s.columns, s.symmetric,
+                [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+                  constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+                  const int j0 = v0 * kLanes;
+                  Vf e[kRows][kColumns] = {};
+                  multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + j0, kTile, s.words);
+#pragma GCC unroll 4
+                  for (int v = 0; v < kColumns; ++v) {
+                    const int j = j0 + v * kLanes;
+                    const Vf shift = s.column_shift == nullptr ? Vf{} : load(s.column_shift + j);
+#pragma GCC unroll 8
+                    for (int r = 0; r < kRows; ++r) {
+                      if (s.column_shift != nullptr) {
+                        e[r][v] = exp2(e[r][v] * s.factor - (splat(s.row_shift[r0 + r]) + shift));
+                      } else {
+                        // Rounded before the shift, as maxima are: the largest weight of such a row is exactly 1.
+                        e[r][v] = exp2(rounded(e[r][v] * s.factor) - s.row_shift[r0 + r]);
+                      }
+                    }
+                  }
+                  if (s.limit != nullptr) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kColumns; ++v) {
+                      const Vi column = iota() + (j0 + v * kLanes);
+#pragma GCC unroll 8
+                      for (int r = 0; r < kRows; ++r) e[r][v] = select(column < s.limit[r0 + r], e[r][v], Vf{});
+                    }
+                  }
+                  if (s.exact != nullptr) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kColumns; ++v) {
+#pragma GCC unroll 8
+                      for (int r = 0; r < kRows; ++r) store(s.exact + (r0 + r) * kTile + j0 + v * kLanes, e[r][v]);
+                    }
+                  }
+                  // The normaliser adds what the products will, rounded weights; lse adds exact ones.
+                  if constexpr (T::kPair == 2) {
+                    add_sums(e, s, s.exact_sums, r0, j0);
+#pragma GCC unroll 4
+                    for (int v = 0; v < kColumns; ++v) {
+#pragma GCC unroll 8
+                      for (int r = 0; r < kRows; ++r) e[r][v] = T::round(e[r][v]);
+                    }
+                  }
+                  add_sums(e, s, s.sums, r0, j0);
+                  weights.template put<kRows, kColumns>(e, r0, v0);
+                });
+  if (s.symmetric) weights.mirror(s.columns);
+}
+
+// maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima a row.
+template <class T>
+void update_maxima(const Scores& s, float* maxima) {
+  for_column_groups(0, (s.columns + kLanes - 1) / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
+    constexpr int kColumns = decltype(columns)::value;
+    for_row_groups<kColumns>(0, s.rows, [&](auto rows, int r0) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value;
+      Vf e[kRows][kColumns] = {};
+      multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, kTile, s.words);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        Vf largest = load(maxima + (r0 + r) * kLanes);
+#pragma GCC unroll 4
+        for (int v = 0; v < kColumns; ++v) {
+          const Vi column = iota() + (v0 + v) * kLanes;
+          const int limit = s.limit == nullptr ? s.columns : s.limit[r0 + r];
+          largest = max(largest, select(column < limit, rounded(e[r][v] * s.factor), splat(-INFINITY)));
+        }
+        store(maxima + (r0 + r) * kLanes, largest);
+      }
+    });
+  });
+}
+
+}  // namespace
