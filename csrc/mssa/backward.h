@@ -110,7 +110,8 @@ class Backward : Head<T> {
   void pack_keys() {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, in_block(keys_.count, b), nullptr, staging_);
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, in_block(keys_.count, b), nullptr, width,
+            staging_);
       pack_panel<T>(staging_, width, p_.head_dim, key_panels_ + panel_at(b));
       pack_rows<T>(staging_, width, width_, keys_rows_ + rows_at(b));
       for (int n = 0; n < kTile; ++n) {
@@ -126,14 +127,14 @@ class Backward : Head<T> {
     if (head_.dout.data == nullptr) {
       memset(staging_, 0, kTile * width * sizeof(float));
     } else {
-      stage(head_.dout, p_.dtype, p_.head_dim, token, count, factor, staging_);
+      stage(head_.dout, p_.dtype, p_.head_dim, token, count, factor, width, staging_);
     }
     pack_panel<T>(staging_, width, p_.head_dim, panel);
     // With phi = "threshold" the weights are constants, and only lse has a gradient with respect to the scores.
     if (head_.dout.data == nullptr || p_.threshold) {
       for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
     } else {
-      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, other_);
+      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, other_);
       pack_panel<T>(other_, width, p_.head_dim, out_panel_);
       dot_columns<T>(panel, out_panel_, words_, delta);
     }
@@ -185,7 +186,7 @@ class Backward : Head<T> {
       }
       pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first);
       pack_rows<T>(staging_, width, width_, dout_rows_ + rows_at(b));
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, staging_);
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, mass_panels_ + panel_at(b));
     }
     int index = 0;
@@ -263,7 +264,7 @@ class Backward : Head<T> {
     const float* queries = key_panels_ + panel_at(b.token[0] / kTile);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
     if (keys_.count < head_.seqlen) {  // the keys' own packing does not have these tokens side by side
-      stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, staging_);
+      stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, query_panel_);
       pack_rows<T>(staging_, width, width_, query_rows_);
       queries = query_panel_;

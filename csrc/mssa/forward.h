@@ -60,7 +60,7 @@ class Forward : Head<T> {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b);
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, staging_);
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, key_panels_ + panel_at(b));
       for (int n = 0; n < kTile; ++n) {
         half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
@@ -73,9 +73,13 @@ class Forward : Head<T> {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b);
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, mass ? mass + b * kTile : nullptr,
-            staging_);
-      pack_rows<T>(staging_, width, width_, values_ + rows_at(b));
+      const float* const factor = mass == nullptr ? nullptr : mass + b * kTile;
+      if constexpr (T::kPair == 1) {  // staged rows are packed rows
+        stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width_, values_ + rows_at(b));
+      } else {
+        stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width, staging_);
+        pack_rows<T>(staging_, width, width_, values_ + rows_at(b));
+      }
     }
   }
 
@@ -170,8 +174,9 @@ class Forward : Head<T> {
   // The panel of a block of queries: the keys' own where every token is a key.
   const float* query_panel(const Block& b) {
     if (keys_.count == head_.seqlen) return key_panels_ + panel_at(b.token[0] / kTile);
-    stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, staging_);
-    pack_panel<T>(staging_, staging_width(p_.head_dim), p_.head_dim, query_panel_);
+    const int64_t width = staging_width(p_.head_dim);
+    stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, query_panel_);
     return query_panel_;
   }
 

@@ -22,41 +22,41 @@ struct ScoreGradients {
 
 template <class T>
 void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
-  for_groups<T>(s.rows, s.columns, s.symmetric,
-                [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
-                  constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
-                  const int j0 = v0 * kLanes;
-                  Vf d[kRows][kColumns] = {};
-                  multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
+  const auto differentiate = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+    const int j0 = v0 * kLanes;
+    Vf d[kRows][kColumns] = {};
+    multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
     // Each product meets its delta before the next begins: where one weight is all, the two are equal to the bit.
 #pragma GCC unroll 4
-                  for (int v = 0; v < kColumns; ++v) {
-                    const int j = j0 + v * kLanes;
+    for (int v = 0; v < kColumns; ++v) {
+      const int j = j0 + v * kLanes;
 #pragma GCC unroll 8
-                    for (int r = 0; r < kRows; ++r) {
-                      if (s.dropout != nullptr) d[r][v] *= load(s.dropout + (r0 + r) * kTile + j);
-                      d[r][v] -= load(s.column_u + j) * s.row_delta[r0 + r];
-                    }
-                  }
-                  if (s.left_b != nullptr) {
-                    multiply<T, kRows, kColumns, 1, kTile>(d, s.left_b + r0, s.right_b + j0, kTile, s.words);
+      for (int r = 0; r < kRows; ++r) {
+        if (s.dropout != nullptr) d[r][v] *= load(s.dropout + (r0 + r) * kTile + j);
+        d[r][v] -= load(s.column_u + j) * s.row_delta[r0 + r];
+      }
+    }
+    if (s.left_b != nullptr) {
+      multiply<T, kRows, kColumns, 1, kTile>(d, s.left_b + r0, s.right_b + j0, kTile, s.words);
 #pragma GCC unroll 4
-                    for (int v = 0; v < kColumns; ++v) {
-                      const Vf delta = load(s.column_delta + j0 + v * kLanes);
+      for (int v = 0; v < kColumns; ++v) {
+        const Vf delta = load(s.column_delta + j0 + v * kLanes);
 #pragma GCC unroll 8
-                      for (int r = 0; r < kRows; ++r) d[r][v] -= delta * s.row_u[r0 + r];
-                    }
-                  }
+        for (int r = 0; r < kRows; ++r) d[r][v] -= delta * s.row_u[r0 + r];
+      }
+    }
 #pragma GCC unroll 4
-                  for (int v = 0; v < kColumns; ++v) {
+    for (int v = 0; v < kColumns; ++v) {
 #pragma GCC unroll 8
-                    for (int r = 0; r < kRows; ++r) {
-                      const Vf weight = load(s.weights + (r0 + r) * kTile + j0 + v * kLanes);
-                      d[r][v] = T::round(d[r][v] * (weight * s.row_scale[r0 + r]));
-                    }
-                  }
-                  gradients.template put<kRows, kColumns>(d, r0, v0);
-                });
+      for (int r = 0; r < kRows; ++r) {
+        const Vf weight = load(s.weights + (r0 + r) * kTile + j0 + v * kLanes);
+        d[r][v] = T::round(d[r][v] * (weight * s.row_scale[r0 + r]));
+      }
+    }
+    gradients.template put<kRows, kColumns>(d, r0, v0);
+  };
+  for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
   if (s.symmetric) gradients.mirror(s.columns);
 }
 

@@ -47,15 +47,23 @@ CRATE_INLINE int64_t staging_width(int head_dim) {
   return round_up(head_dim, 2 * kLanes);
 }
 
-// Read up to kTile tokens of a view as floats, each times factor[n] if given; zero beyond.
+// Read up to kTile tokens of a view as rows of `width` floats, each times factor[n] if given; zero beyond.
 CRATE_INLINE void stage(const MssaView& view, Dtype dtype, int head_dim, const int32_t* token, int count,
-                        const float* factor, float* rows) {
-  const int64_t width = staging_width(head_dim);
+                        const float* factor, int64_t width, float* rows) {
+  // A copy of known length in vectors: calls of memcpy for every row were 5% of a forward of 197 tokens.
+  const bool whole_vectors = dtype == Dtype::f32 && view.dim_stride == 1 && head_dim % kLanes == 0;
   for (int n = 0; n < count; ++n) {
     float* const row = rows + n * width;
-    read_row(element(view, token[n], dtype), dtype, view.dim_stride, head_dim, row);
-    if (factor != nullptr) {
-      for (int d = 0; d < head_dim; ++d) row[d] *= factor[n];
+    const char* const source = element(view, token[n], dtype);
+    const float by = factor == nullptr ? 1.0f : factor[n];
+    if (whole_vectors) {
+      const float* const from = reinterpret_cast<const float*>(source);
+      for (int d = 0; d < head_dim; d += kLanes) store(row + d, load(from + d) * by);
+    } else {
+      read_row(source, dtype, view.dim_stride, head_dim, row);
+      if (factor != nullptr) {
+        for (int d = 0; d < head_dim; ++d) row[d] *= by;
+      }
     }
     for (int64_t d = head_dim; d < width; ++d) row[d] = 0.0f;
   }

@@ -51,56 +51,66 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
   }
 }
 
+// e = 2^(factor * e - shifts), four vectors at a time.
+template <int kRows, int kColumns>
+CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
+  constexpr int kCount = kRows * kColumns, kStep = kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
+#pragma GCC unroll 24
+  for (int first = 0; first < kCount; first += kStep) {
+    Vf x[kStep];
+#pragma GCC unroll 4
+    for (int n = 0; n < kStep; ++n) {
+      const int r = (first + n) / kColumns, v = (first + n) % kColumns;
+      if (s.column_shift != nullptr) {
+        x[n] = e[r][v] * s.factor - (splat(s.row_shift[r0 + r]) + load(s.column_shift + j0 + v * kLanes));
+      } else {
+        // Rounded before the shift, as maxima are: the largest weight of such a row is exactly 1.
+        x[n] = rounded(e[r][v] * s.factor) - s.row_shift[r0 + r];
+      }
+    }
+    exp2(x);
+#pragma GCC unroll 4
+    for (int n = 0; n < kStep; ++n) e[(first + n) / kColumns][(first + n) % kColumns] = x[n];
+  }
+}
+
 // weights = 2^(scores - shifts), their sums by row and, for the symmetric pair, by column.
 template <class T>
 void compute_weights(const Scores& s, Tile<T>& weights) {
-  for_groups<T>(s.rows, s.columns, s.symmetric,
-                [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
-                  constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
-                  const int j0 = v0 * kLanes;
-                  Vf e[kRows][kColumns] = {};
-                  multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + j0, kTile, s.words);
+  const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+    const int j0 = v0 * kLanes;
+    Vf e[kRows][kColumns] = {};
+    multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + j0, kTile, s.words);
+    exponentials<kRows, kColumns>(s, r0, j0, e);
+    if (s.limit != nullptr) {
 #pragma GCC unroll 4
-                  for (int v = 0; v < kColumns; ++v) {
-                    const int j = j0 + v * kLanes;
-                    const Vf shift = s.column_shift == nullptr ? Vf{} : load(s.column_shift + j);
+      for (int v = 0; v < kColumns; ++v) {
+        const Vi column = iota() + (j0 + v * kLanes);
 #pragma GCC unroll 8
-                    for (int r = 0; r < kRows; ++r) {
-                      if (s.column_shift != nullptr) {
-                        e[r][v] = exp2(e[r][v] * s.factor - (splat(s.row_shift[r0 + r]) + shift));
-                      } else {
-                        // Rounded before the shift, as maxima are: the largest weight of such a row is exactly 1.
-                        e[r][v] = exp2(rounded(e[r][v] * s.factor) - s.row_shift[r0 + r]);
-                      }
-                    }
-                  }
-                  if (s.limit != nullptr) {
+        for (int r = 0; r < kRows; ++r) e[r][v] = select(column < s.limit[r0 + r], e[r][v], Vf{});
+      }
+    }
+    if (s.exact != nullptr) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < kColumns; ++v) {
-                      const Vi column = iota() + (j0 + v * kLanes);
+      for (int v = 0; v < kColumns; ++v) {
 #pragma GCC unroll 8
-                      for (int r = 0; r < kRows; ++r) e[r][v] = select(column < s.limit[r0 + r], e[r][v], Vf{});
-                    }
-                  }
-                  if (s.exact != nullptr) {
+        for (int r = 0; r < kRows; ++r) store(s.exact + (r0 + r) * kTile + j0 + v * kLanes, e[r][v]);
+      }
+    }
+    // The normaliser adds what the products will, rounded weights; lse adds exact ones.
+    if constexpr (T::kPair == 2) {
+      add_sums(e, s, s.exact_sums, r0, j0);
 #pragma GCC unroll 4
-                    for (int v = 0; v < kColumns; ++v) {
+      for (int v = 0; v < kColumns; ++v) {
 #pragma GCC unroll 8
-                      for (int r = 0; r < kRows; ++r) store(s.exact + (r0 + r) * kTile + j0 + v * kLanes, e[r][v]);
-                    }
-                  }
-                  // The normaliser adds what the products will, rounded weights; lse adds exact ones.
-                  if constexpr (T::kPair == 2) {
-                    add_sums(e, s, s.exact_sums, r0, j0);
-#pragma GCC unroll 4
-                    for (int v = 0; v < kColumns; ++v) {
-#pragma GCC unroll 8
-                      for (int r = 0; r < kRows; ++r) e[r][v] = T::round(e[r][v]);
-                    }
-                  }
-                  add_sums(e, s, s.sums, r0, j0);
-                  weights.template put<kRows, kColumns>(e, r0, v0);
-                });
+        for (int r = 0; r < kRows; ++r) e[r][v] = T::round(e[r][v]);
+      }
+    }
+    add_sums(e, s, s.sums, r0, j0);
+    weights.template put<kRows, kColumns>(e, r0, v0);
+  };
+  for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
   if (s.symmetric) weights.mirror(s.columns);
 }
 
