@@ -7,15 +7,18 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
-from crate_kernels import _extension, testing
-from tests.ops.common import leaves, offsets, outputs_and_gradients, randn
+from crate_kernels import testing
+from tests.ops.common import KERNELS, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 # The plain backend shows that a kernel file is enough for mssa, whose composite stays outside the op.
-BACKENDS = {"mssa": ["plain"], "tssa": ["composite"], "ista": ["composite"], "ista_overcomplete": ["composite"]}
-if _extension.PATH is not None:
-    BACKENDS["tssa"].append("cpp")
+BACKENDS = {
+    "mssa": ["plain", *KERNELS],
+    "tssa": ["composite", *KERNELS],
+    "ista": ["composite", *KERNELS],
+    "ista_overcomplete": ["composite", *KERNELS],
+}
 NAMES = {
     "mssa": ["n65", "causal-n65", "pad-row", "causal-packed", "dropout", "strided", "empty-batch", "n1"],
     "tssa": ["n65", "causal-n65", "pad-row", "packed", "causal-packed", "dropout", "causal-dropout", "empty-batch"],
@@ -28,6 +31,7 @@ CALLS = [
     for backend in BACKENDS[case.op]
     if case.name in NAMES[case.op]
 ]
+OPS = [pytest.param(op, backend, id=f"{op}-{backend}") for op, found in BACKENDS.items() for backend in found]
 
 
 @pytest.fixture(autouse=True)
@@ -66,23 +70,27 @@ def test_fullgraph_compile_equals_eager(case, backend):
     torch.testing.assert_close(differentiate(actual, inputs), differentiate(expected, inputs))
 
 
-@pytest.mark.parametrize("op", list(BACKENDS))
-def test_inductor_compiles_a_module_around_the_op(op):
+@pytest.mark.parametrize(("op", "backend"), OPS)
+def test_inductor_compiles_a_module_around_the_op(op, backend):
     case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
     inputs = leaves(case)
 
     def model(i):
         doubled = testing.Inputs({k: (2 * t).sin() for k, t in i.differentiable.items()}, i.others)
-        return tuple(out.tanh() for out in call(case, doubled, BACKENDS[op][0]))
+        return tuple(out.tanh() for out in call(case, doubled, backend))
 
     actual, expected = torch.compile(model, fullgraph=True)(inputs), model(inputs)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(differentiate(actual, inputs), differentiate(expected, inputs))
 
 
+def causal_mssa(backend):
+    return lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, backend=backend)[0]
+
+
 DYNAMIC = {
-    "mssa": lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, backend="plain")[0],
-    "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True),
+    **{f"mssa-{backend}": causal_mssa(backend) for backend in BACKENDS["mssa"]},
+    "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True, backend="composite"),
     "tssa": lambda w: crate_kernels.tssa(w, torch.ones(2), backend="composite"),
     "tssa-causal": lambda w: crate_kernels.tssa(
         w, torch.ones(2), causal=True, denom_bias=torch.zeros(2, 600, 1), backend="composite"
@@ -106,15 +114,15 @@ def test_a_new_seqlen_does_not_recompile(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("op", list(BACKENDS))
-def test_export(op):
+@pytest.mark.parametrize(("op", "backend"), OPS)
+def test_export(op, backend):
     case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
     inputs = testing.make_inputs(case, torch.float32)
     names = list(inputs.differentiable)
 
     class Model(torch.nn.Module):
         def forward(self, *tensors):
-            return call(case, testing.Inputs(dict(zip(names, tensors, strict=True)), {}), BACKENDS[op][0])
+            return call(case, testing.Inputs(dict(zip(names, tensors, strict=True)), {}), backend)
 
     tensors = tuple(inputs.differentiable.values())
     program = torch.export.export(Model(), tensors)
@@ -147,10 +155,9 @@ def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
     torch.testing.assert_close(results[1], results[0])
 
 
-@pytest.mark.parametrize(("case", "backend"), CALLS)
+# A backend for one kind of device refuses meta tensors; the default takes composite for them.
+@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[1] not in KERNELS])
 def test_meta_tensors(case, backend):
-    if backend == "cpp":
-        pytest.skip("asked for by name it takes CPU tensors")
     inputs = testing.make_inputs(case, torch.float16)
     meta = testing.Inputs(
         {k: t.to("meta") for k, t in inputs.differentiable.items()},
@@ -192,11 +199,12 @@ FLOPS = {
 }
 
 
+@pytest.mark.parametrize("backend", BACKENDS["mssa"])
 @pytest.mark.parametrize(("shape", "options", "product"), FLOPS.values(), ids=FLOPS)
-def test_flops_are_counted(shape, options, product):
+def test_flops_are_counted(shape, options, product, backend):
     w = torch.randn(shape, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        crate_kernels.mssa(w, **options, backend="plain").sum().backward()
+        crate_kernels.mssa(w, **options, backend=backend).sum().backward()
     own = counter.get_flop_counts()["Global"]
     assert {str(op): count for op, count in own.items() if "crate_kernels" in str(op)} == {
         "crate_kernels.mssa_fwd": 2 * product,

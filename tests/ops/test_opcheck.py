@@ -8,7 +8,7 @@ from crate_kernels import testing
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import leaves
+from tests.ops.common import KERNELS, leaves
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -23,24 +23,24 @@ def saved(op, name):
     return leaves(case)
 
 
-def _mssa_forward_args(name, seed=None, dropout_p=0.0):
+def _mssa_forward_args(name, backend, seed=None, dropout_p=0.0):
     inputs = saved("mssa", name)
     others = inputs.others
     masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
-    options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, "plain")
+    options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, backend)
     return inputs.differentiable["w"], *masks, seed, *options
 
 
-def _mssa_backward_args(name, **kwargs):
-    w, *options = _mssa_forward_args(name, **kwargs)
+def _mssa_backward_args(name, backend, **kwargs):
+    w, *options = _mssa_forward_args(name, backend, **kwargs)
     out, lse = mssa_op.mssa_fwd(w.detach(), *options)
     return torch.randn_like(out), torch.randn_like(lse), w, out, lse, *options
 
 
-def _mssa_decode_args(ragged):
+def _mssa_decode_args(ragged, backend):
     cache = crate_kernels.SubspaceCache(2, 3, 16, 8)
     mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
-    return torch.randn(2, 3, 4, 8), cache.data, cache.lengths, mask, 0, True, 0.3, True, "composite"
+    return torch.randn(2, 3, 4, 8), cache.data, cache.lengths, mask, 0, True, 0.3, True, backend
 
 
 def _tssa_args(name, seed=None, dropout_p=0.0):
@@ -96,15 +96,26 @@ def _overcomplete_backward_args():
 
 
 SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
+
+
+def mssa_checks(backend):
+    """List the checks of one backend of mssa."""
+    decoder = "composite" if backend == "plain" else backend  # composite decodes behind the op
+    return {
+        f"mssa_fwd-{backend}": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("n65", backend)),
+        f"mssa_fwd-pad-{backend}": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("pad-row", backend)),
+        f"mssa_fwd-packed-{backend}": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("causal-packed", backend)),
+        f"mssa_fwd-dropout-{backend}": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("dropout", backend, **SEED)),
+        f"mssa_bwd-{backend}": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("causal-n65", backend)),
+        f"mssa_bwd-packed-{backend}": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("packed", backend, **SEED)),
+        f"mssa_decode-{backend}": (mssa_op.mssa_decode, lambda: _mssa_decode_args(False, decoder)),
+        f"mssa_decode-ragged-{backend}": (mssa_op.mssa_decode, lambda: _mssa_decode_args(True, decoder)),
+    }
+
+
 OPCHECKS = {
-    "mssa_fwd": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("n65")),
-    "mssa_fwd-pad": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("pad-row")),
-    "mssa_fwd-packed": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("causal-packed")),
-    "mssa_fwd-dropout": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("dropout", **SEED)),
-    "mssa_bwd": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("causal-n65")),
-    "mssa_bwd-packed": (mssa_op.mssa_bwd, lambda: _mssa_backward_args("packed", **SEED)),
-    "mssa_decode": (mssa_op.mssa_decode, lambda: _mssa_decode_args(False)),
-    "mssa_decode-ragged": (mssa_op.mssa_decode, lambda: _mssa_decode_args(True)),
+    **mssa_checks("plain"),
+    **{name: check for backend in KERNELS for name, check in mssa_checks(backend).items()},
     "tssa_fwd": (tssa_op.tssa_fwd, lambda: _tssa_args("n65")),
     "tssa_fwd-packed": (tssa_op.tssa_fwd, lambda: _tssa_args("packed", **SEED)),
     "tssa_bwd": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("pad-row")),
