@@ -1,5 +1,5 @@
-// Decoding: a few new tokens of one head against its cached ones. Each cached row is read once for each new
-// token and serves as key and as value; what limits a step is the memory that the cache is read from.
+// Decoding: a few new tokens of one head against its cached ones. Each cached row is read once for all the new
+// tokens of a group and serves as key and as value; what limits a step is the memory that the cache is read from.
 #pragma once
 
 #include "../common/convert.h"
@@ -10,50 +10,89 @@ namespace {
 using crate_kernels::MssaDecode;
 using crate_kernels::MssaProblem;
 
-constexpr int kDecodeBlock = 16;
+constexpr int kDecodeBlock = 16;    // cached tokens at a time
+constexpr int kDecodeQueries = 16;  // new tokens that share a reading of the cache
 
-void mssa_decode(const MssaProblem& p, const MssaDecode& d) {
+// One new token, and the softmax of what it has seen so far. Logarithms are to base 2.
+struct DecodeQuery {
+  alignas(64) float query[256], out[256];
+  float largest, total;
+
+  // Attend to `count` rows of `width` floats.
+  CRATE_INLINE void attend(const float* const* row, int count, int width, float factor) {
+    alignas(64) float scores[kDecodeBlock];
+    float block_largest = largest;
+    for (int n = 0; n < kDecodeBlock; ++n) scores[n] = -INFINITY;
+    for (int n = 0; n < count; ++n) {
+      Vf dot = {};
+      for (int c = 0; c < width; c += kLanes) dot += load(query + c) * load(row[n] + c);
+      scores[n] = factor * sum(dot);
+      block_largest = scores[n] > block_largest ? scores[n] : block_largest;
+    }
+    const float rescale = exp2f(largest - block_largest);
+    largest = block_largest;
+    Vf weights = {};
+    for (int n = 0; n < kDecodeBlock; n += kLanes) {
+      const Vf weight = exp2(load(scores + n) - largest);
+      weights += weight;
+      store(scores + n, weight);
+    }
+    total = total * rescale + sum(weights);
+    for (int c = 0; c < width; c += kLanes) {
+      Vf acc = load(out + c) * rescale;
+      for (int n = 0; n < count; ++n) acc += load(row[n] + c) * scores[n];
+      store(out + c, acc);
+    }
+  }
+};
+
+// New tokens first .. first + queries - 1.
+CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries) {
   const int64_t item = crate_kernels::itemsize(p.dtype);
   const int width = static_cast<int>((p.head_dim + kLanes - 1) / kLanes * kLanes);
   const float factor = static_cast<float>(p.scale * 1.4426950408889634);
-  alignas(64) float query[256] = {}, rows[kDecodeBlock][256] = {}, out[256], scores[kDecodeBlock];
-  for (int64_t i = 0; i < d.new_tokens; ++i) {
-    read_row(static_cast<char*>(d.w.data) + i * d.w.token_stride * item, p.dtype, d.w.dim_stride, p.head_dim, query);
-    for (int c = 0; c < width; ++c) out[c] = 0.0f;
-    float largest = -INFINITY, total = 0.0f;
-    for (int first = 0; first < d.visible[i]; first += kDecodeBlock) {
-      const int count = d.visible[i] - first < kDecodeBlock ? d.visible[i] - first : kDecodeBlock;
-      const float* row[kDecodeBlock];
-      float block_largest = largest;
-      for (int n = 0; n < count; ++n) {
-        const char* const key = static_cast<char*>(d.keys.data) + (first + n) * d.keys.token_stride * item;
-        // fp32 rows of whole vectors need no staging.
-        const bool direct = p.dtype == Dtype::f32 && d.keys.dim_stride == 1 && p.head_dim == width;
-        if (!direct) read_row(key, p.dtype, d.keys.dim_stride, p.head_dim, rows[n]);
-        row[n] = direct ? reinterpret_cast<const float*>(key) : rows[n];
-        Vf dot = {};
-        for (int c = 0; c < width; c += kLanes) dot += load(query + c) * load(row[n] + c);
-        scores[n] = factor * sum(dot);
-        block_largest = scores[n] > block_largest ? scores[n] : block_largest;
-      }
-      const float rescale = exp2f(largest - block_largest);
-      largest = block_largest;
-      total *= rescale;
-      for (int n = 0; n < count; ++n) {
-        scores[n] = exp2f(scores[n] - largest);
-        total += scores[n];
-      }
-      for (int c = 0; c < width; c += kLanes) {
-        Vf acc = load(out + c) * rescale;
-        for (int n = 0; n < count; ++n) acc += load(row[n] + c) * scores[n];
-        store(out + c, acc);
-      }
+  // fp32 rows of whole vectors need no staging.
+  const bool direct = p.dtype == Dtype::f32 && d.keys.dim_stride == 1 && p.head_dim == width;
+  alignas(64) float staged[kDecodeBlock][256] = {};
+  DecodeQuery state[kDecodeQueries];
+  int most = 0;
+  for (int i = 0; i < queries; ++i) {
+    DecodeQuery& q = state[i];
+    const char* const token = static_cast<char*>(d.w.data) + (first + i) * d.w.token_stride * item;
+    memset(q.query, 0, width * sizeof(float));
+    memset(q.out, 0, width * sizeof(float));
+    read_row(token, p.dtype, d.w.dim_stride, p.head_dim, q.query);
+    q.largest = -INFINITY;
+    q.total = 0.0f;
+    most = d.visible[first + i] > most ? d.visible[first + i] : most;
+  }
+  for (int start = 0; start < most; start += kDecodeBlock) {
+    const float* row[kDecodeBlock];
+    for (int n = 0; n < kDecodeBlock && start + n < most; ++n) {
+      const char* const key = static_cast<char*>(d.keys.data) + (start + n) * d.keys.token_stride * item;
+      if (!direct) read_row(key, p.dtype, d.keys.dim_stride, p.head_dim, staged[n]);
+      row[n] = direct ? reinterpret_cast<const float*>(key) : staged[n];
     }
-    const float inverse = d.visible[i] > 0 ? 1.0f / total : 0.0f;
-    for (int c = 0; c < width; ++c) out[c] *= inverse;
-    write_row(static_cast<char*>(d.out.data) + i * d.out.token_stride * item, p.dtype, d.out.dim_stride, p.head_dim,
-              out);
-    if (d.lse != nullptr) d.lse[i] = d.visible[i] > 0 ? (log2f(total) + largest) * 0.693147181f : -INFINITY;
+    for (int i = 0; i < queries; ++i) {
+      const int left = d.visible[first + i] - start;
+      if (left > 0) state[i].attend(row, left < kDecodeBlock ? left : kDecodeBlock, width, factor);
+    }
+  }
+  for (int i = 0; i < queries; ++i) {
+    DecodeQuery& q = state[i];
+    const bool any = d.visible[first + i] > 0;
+    const float inverse = any ? 1.0f / q.total : 0.0f;
+    for (int c = 0; c < width; ++c) q.out[c] *= inverse;
+    char* const out = static_cast<char*>(d.out.data) + (first + i) * d.out.token_stride * item;
+    write_row(out, p.dtype, d.out.dim_stride, p.head_dim, q.out);
+    if (d.lse != nullptr) d.lse[first + i] = any ? (log2f(q.total) + q.largest) * 0.693147181f : -INFINITY;
+  }
+}
+
+void mssa_decode(const MssaProblem& p, const MssaDecode& d) {
+  for (int64_t first = 0; first < d.new_tokens; first += kDecodeQueries) {
+    const int64_t left = d.new_tokens - first;
+    decode_group(p, d, first, static_cast<int>(left < kDecodeQueries ? left : kDecodeQueries));
   }
 }
 

@@ -257,11 +257,11 @@ CRATE_INLINE void dropout_factors(const MssaProblem& p, const MssaHead& head, co
 
 // What multiplies the values: phi of the weights, times the dropout factors if any.
 CRATE_INLINE void transform_weights(const MssaProblem& p, const float* dropout, int rows, float* weights) {
-  for (int n = 0; n < rows * kTile; ++n) {
-    float weight = weights[n];
-    if (p.threshold) weight = weight > p.level ? p.level : 0.0f;
-    if (dropout != nullptr) weight *= dropout[n];
-    weights[n] = weight;
+  for (int n = 0; n < rows * kTile; n += kLanes) {
+    Vf weight = load(weights + n);
+    if (p.threshold) weight = select(weight > p.level, splat(p.level), Vf{});
+    if (dropout != nullptr) weight *= load(dropout + n);
+    store(weights + n, weight);
   }
 }
 
