@@ -106,8 +106,8 @@ CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
 
 // x = 2^x for x <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 where the result would be subnormal.
 //
-// Step by step for all of them: one after the other, the chain of 12 dependent instructions fills the scheduler, and
-// a tile's exponentials cost twice as much.
+// Step by step for all of them: one after the other, their chains of 12 dependent instructions fill the scheduler,
+// and a forward of 197 tokens takes 4% longer.
 template <int kCount>
 CRATE_INLINE void exp2(Vf (&x)[kCount]) {
   // Minimax for the relative error on [-1/2, 1/2], 4e-9, with p(0) = 1.

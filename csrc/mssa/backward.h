@@ -110,11 +110,11 @@ class Backward : Head<T> {
   void pack_keys() {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, in_block(keys_.count, b), nullptr, width,
-            staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, key_panels_ + panel_at(b));
-      pack_rows<T>(staging_, width, width_, keys_rows_ + rows_at(b));
-      for (int n = 0; n < kTile; ++n) {
+      const int count = in_block(keys_.count, b);
+      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staging_);
+      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
+      pack_rows<T>(staging_, width, width_, count, keys_rows_ + rows_at(b));
+      for (int n = 0; n < round_up(count, kLanes); ++n) {
         half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
       }
     }
@@ -125,27 +125,27 @@ class Backward : Head<T> {
   void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
-      memset(staging_, 0, kTile * width * sizeof(float));
+      memset(staging_, 0, round_up(count, kLanes) * width * sizeof(float));
     } else {
       stage(head_.dout, p_.dtype, p_.head_dim, token, count, factor, width, staging_);
     }
-    pack_panel<T>(staging_, width, p_.head_dim, panel);
+    pack_panel<T>(staging_, width, p_.head_dim, count, panel);
     // With phi = "threshold" the weights are constants, and only lse has a gradient with respect to the scores.
     if (head_.dout.data == nullptr || p_.threshold) {
       for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
     } else {
       stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, other_);
-      pack_panel<T>(other_, width, p_.head_dim, out_panel_);
-      dot_columns<T>(panel, out_panel_, words_, delta);
+      pack_panel<T>(other_, width, p_.head_dim, count, out_panel_);
+      dot_columns<T>(panel, out_panel_, words_, count, delta);
     }
     for (int n = 0; head_.dlse != nullptr && n < count; ++n) {
       delta[n] -= head_.dlse[token[n] * head_.dlse_stride] * (factor == nullptr ? 1.0f : factor[n]);
     }
   }
 
-  void scale_staged(const float* factor) {
+  void scale_staged(const float* factor, int count) {
     const int64_t width = staging_width(p_.head_dim);
-    for (int n = 0; n < kTile; ++n) {
+    for (int n = 0; n < count; ++n) {
       for (int64_t d = 0; d < width; d += kLanes) {
         store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
       }
@@ -185,9 +185,9 @@ class Backward : Head<T> {
                               : 1.0f / total_of(sums_, k);
       }
       pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first);
-      pack_rows<T>(staging_, width, width_, dout_rows_ + rows_at(b));
+      pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
       stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, mass_panels_ + panel_at(b));
+      pack_panel<T>(staging_, width, p_.head_dim, count, mass_panels_ + panel_at(b));
     }
     int index = 0;
     Base::for_each_pair([&](int i, int j) {
@@ -265,8 +265,8 @@ class Backward : Head<T> {
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
     if (keys_.count < head_.seqlen) {  // the keys' own packing does not have these tokens side by side
       stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, query_panel_);
-      pack_rows<T>(staging_, width, width_, query_rows_);
+      pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
+      pack_rows<T>(staging_, width, width_, b.count, query_rows_);
       queries = query_panel_;
       query_rows = query_rows_;
     }
@@ -274,8 +274,8 @@ class Backward : Head<T> {
     shift_rows(b, queries, residual);
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
     pack_dout(b.token, b.count, nullptr, dout_panels_, delta);
-    scale_staged(residual);
-    pack_rows<T>(staging_, width, width_, dout_rows_);
+    scale_staged(residual, b.count);
+    pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 
     alignas(64) float as_query[kTile * 256];

@@ -61,8 +61,8 @@ class Forward : Head<T> {
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b);
       stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, key_panels_ + panel_at(b));
-      for (int n = 0; n < kTile; ++n) {
+      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
+      for (int n = 0; n < round_up(count, kLanes); ++n) {
         half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
       }
     }
@@ -78,7 +78,7 @@ class Forward : Head<T> {
         stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width_, values_ + rows_at(b));
       } else {
         stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width, staging_);
-        pack_rows<T>(staging_, width, width_, values_ + rows_at(b));
+        pack_rows<T>(staging_, width, width_, count, values_ + rows_at(b));
       }
     }
   }
@@ -176,7 +176,7 @@ class Forward : Head<T> {
     if (keys_.count == head_.seqlen) return key_panels_ + panel_at(b.token[0] / kTile);
     const int64_t width = staging_width(p_.head_dim);
     stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, query_panel_);
+    pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
     return query_panel_;
   }
 

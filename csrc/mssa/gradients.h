@@ -62,8 +62,8 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
 
 // dots[j] = the product of column j of two panels, in the order in which tiles sum it.
 template <class T>
-void dot_columns(const float* a, const float* b, int words, float* dots) {
-  for (int j = 0; j < kTile; j += kLanes) {
+void dot_columns(const float* a, const float* b, int words, int count, float* dots) {
+  for (int j = 0; j < count; j += kLanes) {
     Vf acc = {};
     for (int k = 0; k < words; ++k) acc = T::dot(acc, load(a + k * kTile + j), load(b + k * kTile + j));
     store(dots + j, acc);

@@ -98,13 +98,13 @@ CRATE_INLINE void transpose_block(const float* in, int64_t in_stride, float* out
 #endif
 }
 
-// Pack kTile rows of floats, `stride` apart and zero beyond head_dim, as a panel: word k of token j at
-// panel[k * kTile + j].
+// Pack the first `count` of kTile rows of floats, `stride` apart and zero beyond head_dim, as a panel: word k of
+// token j at panel[k * kTile + j]. Whole vectors of tokens are packed.
 template <class T>
-void pack_panel(const float* rows, int64_t stride, int head_dim, float* panel) {
+void pack_panel(const float* rows, int64_t stride, int head_dim, int count, float* panel) {
   const int words = static_cast<int>(round_up(channel_words<T>(head_dim), kLanes));
   alignas(64) float packed[kLanes][256];
-  for (int j = 0; j < kTile; j += kLanes) {
+  for (int j = 0; j < count; j += kLanes) {
     const float* source = rows + j * stride;
     int64_t source_stride = stride;
     if (T::kPair == 2) {
@@ -118,11 +118,11 @@ void pack_panel(const float* rows, int64_t stride, int head_dim, float* panel) {
   }
 }
 
-// Pack kTile rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word
+// Pack `count` rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word
 // (j / kPair) * width + d.
 template <class T>
-void pack_rows(const float* rows, int64_t stride, int width, float* out) {
-  for (int j = 0; j < kTile; j += T::kPair) {
+void pack_rows(const float* rows, int64_t stride, int width, int count, float* out) {
+  for (int j = 0; j < count; j += T::kPair) {
     T::interleave(rows + j * stride, rows + (j + T::kPair - 1) * stride, width, out + j / T::kPair * width);
   }
 }
