@@ -75,6 +75,7 @@ MSSA_CASES = (
     _mssa("scale", 2, 3, 65, 16, scale=0.5),
     *(_mssa(f"{name}-scale", 2, 3, 65, 16, scale=scale) for name, scale in (("negative", -0.3), ("zero", 0.0))),
     *(_mssa(f"causal-{n}-scale", 2, 3, 65, 16, scale=x, causal=True) for n, x in (("negative", -0.3), ("zero", 0.0))),
+    _mssa("negative-scale-common-mean", 2, 3, 65, 16, scale=-0.3, special="common mean"),
     _mssa("causal-packed-negative-scale", 0, 3, 0, 16, lengths=(5, 0, 64, 1, 33), scale=-0.3, causal=True),
     _mssa("pad-right", 3, 2, 65, 16, padding="right"),
     _mssa("pad-scattered", 3, 2, 65, 16, padding="scattered"),

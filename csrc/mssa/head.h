@@ -172,7 +172,9 @@ class Head {
     s.factor = factor_;
     s.row_shift = b.shift;
     s.column_mass = mass_ + j * kTile;
-    if (b.least < j * kTile + s.columns) {
+    // Padding has score 0, which is far above all others where the scale is negative: then too it must be masked.
+    const bool padding_overflows = p_.scale <= 0 && s.columns < kTile;
+    if (b.least < j * kTile + s.columns || padding_overflows) {
       for (int r = 0; r < kTile; ++r) limit[r] = b.limit[r] - j * kTile;
       s.limit = limit;
     }
