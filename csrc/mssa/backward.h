@@ -278,6 +278,8 @@ class Backward : Head<T> {
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 
+    // Of thresholded weights only the lse depends on the scores.
+    const bool scored = !p_.threshold || head_.dlse != nullptr;
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
     for (int j = 0; j * kTile < b.most; ++j) {
@@ -286,9 +288,10 @@ class Backward : Head<T> {
       Scores s = Base::row_scores(b, queries, j, limit);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       compute_weights<T>(s, weights_);
-      row_gradients(b, delta, residual, j);
-      accumulate<T, ByColumn>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr, &gradients_,
-                              query_rows);
+      row_gradients(b, delta, residual, j, scored);
+      accumulate<T, ByColumn>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr,
+                              scored ? &gradients_ : nullptr, query_rows);
+      if (!scored) continue;
       accumulate<T, ByRow>(as_query, width_, b.count, columns, gradients_, keys_rows_ + rows_at(j), nullptr, nullptr,
                            nullptr);
     }
@@ -298,8 +301,8 @@ class Backward : Head<T> {
     }
   }
 
-  // The gradients of a tile's scores; then its weights become what multiplied the values.
-  void row_gradients(const Block& b, const float* delta, const float* row_scale, int j) {
+  // The gradients of a tile's scores, if it has any; then its weights become what multiplied the values.
+  void row_gradients(const Block& b, const float* delta, const float* row_scale, int j, bool scored) {
     if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
     ScoreGradients g = {};
     g.left_a = dout_panels_;
@@ -312,7 +315,7 @@ class Backward : Head<T> {
     g.dropout = p_.dropout ? dropout_ : nullptr;
     g.row_delta = delta;
     g.column_u = mass_ + j * kTile;
-    compute_gradients<T>(g, gradients_);
+    if (scored) compute_gradients<T>(g, gradients_);
     if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
       transform_weights(p_, p_.dropout ? dropout_ : nullptr, b.count, weights_.by_row);
     }
