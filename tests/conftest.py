@@ -1,6 +1,11 @@
-"""How hard the drawn tests try."""
+"""How hard the drawn tests try, and the fixtures of the C++ extension."""
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from crate_kernels import _extension
+from tests.ops.common import LEVELS
 
 # A test has no deadline: the first call of a kernel may compile it. The autouse fixtures patch allocators and
 # seed the generator, which one patch and one seed for all examples serve as well.
@@ -9,3 +14,26 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scop
 settings.register_profile("suite", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def level():
+    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
+    extension = _extension.load()
+    best = extension.cpu_capability()
+
+    def force(name):
+        if LEVELS.index(name) > LEVELS.index(best):
+            pytest.skip(f"needs a processor with {name}; this one has {best}")
+        extension.set_cpu_capability(name)
+
+    yield force
+    extension.set_cpu_capability(best)
+
+
+@pytest.fixture
+def threads():
+    """Return torch.set_num_threads; the number of threads comes back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

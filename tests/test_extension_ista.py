@@ -6,36 +6,12 @@ import pytest
 import torch
 
 from crate_kernels import _extension, ista, ista_overcomplete, testing
-from tests.ops.common import randn
+from tests.ops.common import LEVELS, randn
 
-pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="the C++ extension is not built")
+pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-
-@pytest.fixture
-def level():
-    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
-    extension = _extension.load()
-    best = extension.cpu_capability()
-
-    def force(name):
-        if LEVELS.index(name) > LEVELS.index(best):
-            pytest.skip(f"this machine has {best}")
-        extension.set_cpu_capability(name)
-
-    yield force
-    extension.set_cpu_capability(best)
-
-
-@pytest.fixture
-def threads():
-    """Return torch.set_num_threads; the number of threads comes back afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def failures(case, dtype):

@@ -6,6 +6,7 @@ import torch
 from crate_kernels import _backend, _extension, _register, testing
 from tests.naive import philox4x32_10
 
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the extension, ascending
 # Backends of mssa that are compiled kernels and run in this process.
 KERNELS = ["cpp"] if _extension.PATH else []
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
