@@ -1,0 +1,36 @@
+"""Triton helpers that the kernels of more than one operator call from inside a kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_mask(seed, head, rows, columns, drop_last):
+    """Return which (row, column) weights of a head dropout keeps: ``_philox.keep_factor`` bit for bit.
+
+    ``seed`` is the int64 of the call, ``head`` the int32 batch * nheads + head; ``rows`` and ``columns`` are int32
+    and broadcast together. ``drop_last`` is ``_launch.drop_last(p)``: the largest word that is dropped, shifted by
+    2^31 so that it is an int32 for every p.
+    """
+    shape = rows + columns
+    c0 = (shape - rows).to(tl.uint32)
+    c1 = (shape - columns).to(tl.uint32)
+    c2 = (shape * 0 + head).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, c0, c1, c2, c2 * 0)
+    return (word ^ 0x80000000).to(tl.int32, bitcast=True) > drop_last
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
+    """Return (first row, length) of a sequence: its packed offsets, clamped to what exists, or the whole of a row.
+
+    ``seqlen`` is the length of every sequence, or of the longest packed one; ``total`` the number of packed rows.
+    """
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index), 0), total)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)
+        return start, tl.minimum(tl.maximum(end - start, 0), seqlen)
+    else:
+        return 0, seqlen

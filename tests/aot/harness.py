@@ -1,0 +1,168 @@
+"""Compile, without a GPU, the very kernels that a launcher would launch on one, and read what they take of it.
+
+The launcher runs on meta tensors with its launch tables answering for the target; what it would launch is recorded,
+compiled, and measured: registers, stack (which is where spilled registers go), shared memory and, on Hopper, the
+number of warp-group products.
+"""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from crate_kernels import _launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+# Spills that are known of, in bytes of stack a thread; they may shrink, never grow. PERFORMANCE: none is allowed for
+# 16-bit tokens with head_dim <= 128 on sm_80 and sm_90.
+RECORDED = Path(__file__).with_name("spills.json")
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the function, its arguments by name, and its options."""
+
+    function: JITFunction
+    arguments: dict
+    options: dict
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one compiled kernel takes: registers and bytes of stack a thread, bytes of shared memory, wgmma's."""
+
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    wgmma: int
+    config: str
+
+
+@contextmanager
+def _recording(target, launches):
+    """Answer for ``target`` in place of the device's own architecture, and record launches instead of making them."""
+
+    def run(self, *args, grid, warmup, **kwargs):
+        named = dict(zip((p.name for p in self.params), args, strict=False))
+        arguments = {**named, **{k: v for k, v in kwargs.items() if k in self.arg_names}}
+        options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
+        launches.append(Launch(self, arguments, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(_launch, "arch", lambda device: target)
+        patch.setattr(_launch, "multiprocessors", lambda device: 132)
+        yield
+
+
+def launches(call, target):
+    """Return what ``call`` would launch on ``target``."""
+    found = []
+    with _recording(target, found):
+        call()
+    return found
+
+
+def _source(launch):
+    """Return the source of a launch, specialised as Triton's own run-time specialises: by 16 and by 1."""
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(launch.function.params):
+        value = launch.arguments.get(param.name, param.default)
+        free = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1 and free):
+            signature[param.name], constants[param.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[param.name] = "*" + _TYPES[value.dtype]
+            aligned = True
+        elif isinstance(value, float):
+            signature[param.name], aligned = "fp32", False
+        else:
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = free and value % 16 == 0
+        if aligned:
+            attributes[index,] = [["tt.divisibility", 16]]
+    return ASTSource(launch.function, signature, constants, attributes)
+
+
+def compile_launch(launch, target):
+    """Compile one launch for ``target`` and read its resources."""
+    compiled = triton.compile(_source(launch), target=TARGETS[target], options=launch.options)
+    config = {k: v for k, v in launch.arguments.items() if k.startswith(("BLOCK", "PART", "TAIL"))}
+    registers, stack = _amd(compiled) if target.startswith("gfx") else _nvidia(compiled)
+    wgmma = len(re.findall(r"wgmma\.mma_async", compiled.asm.get("ptx", "")))
+    text = " ".join(f"{k}={v}" for k, v in {**config, **launch.options}.items())
+    return Kernel(launch.function.__name__, registers, stack, compiled.metadata.shared, wgmma, text)
+
+
+def _nvidia(compiled):
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+def _amd(compiled):
+    text = compiled.asm["amdgcn"]
+    fields = {k: int(re.search(rf"\.{k}:\s*(\d+)", text)[1]) for k in ("vgpr_count", "private_segment_fixed_size")}
+    return fields["vgpr_count"], fields["private_segment_fixed_size"]
+
+
+def compiled(call, target):
+    """Compile whatever ``call`` would launch on ``target``; equal launches once."""
+    kernels = []
+    for launch in launches(call, target):
+        kernel = compile_launch(launch, target)
+        if kernel not in kernels:
+            kernels.append(kernel)
+    return kernels
+
+
+def over_budget(kernels, target, case, strict):
+    """List what is wrong: shared memory beyond the device's, or spills beyond none (``strict``) or those recorded."""
+    recorded = json.loads(RECORDED.read_text())
+    wrong = []
+    for kernel in kernels:
+        allowed = 0 if strict and target in ("sm_80", "sm_90") else recorded.get(f"{case} {target} {kernel.name}", 0)
+        if kernel.stack > allowed:
+            wrong.append(f"{kernel}: {kernel.stack} bytes of stack, {allowed} allowed")
+        if kernel.shared > SHARED_LIMIT[target]:
+            wrong.append(f"{kernel}: {kernel.shared} bytes of shared memory, {SHARED_LIMIT[target]} there are")
+    return wrong
+
+
+def needs_compiler():
+    """Skip a module where Triton interprets: then it compiles nothing in this process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("Triton interprets in this process and compiles nothing", allow_module_level=True)
