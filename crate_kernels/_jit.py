@@ -33,4 +33,4 @@ def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)
         return start, tl.minimum(tl.maximum(end - start, 0), seqlen)
     else:
-        return 0, seqlen
+        return index * 0, index * 0 + seqlen

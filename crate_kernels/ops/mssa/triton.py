@@ -1,0 +1,109 @@
+"""Subspace self-attention by Triton kernels: the launchers of the forward, the backward and decoding.
+
+The kernels take any strides and write into what is allocated here; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from crate_kernels import _launch, _register
+from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
+from crate_kernels.ops.mssa.triton_tile import LOG2E, parts
+
+
+def _shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
+    """Return sequences, heads, the longest length and the number of packed rows."""
+    if cu_seqlens is None:
+        batch, nheads, seqlen, _ = w.shape
+        return batch, nheads, seqlen, 0
+    return cu_seqlens.shape[0] - 1, w.shape[1], max_seqlen, w.shape[0]
+
+
+def _strides(w: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of batch, head, row and channel; a packed batch has no first."""
+    if w.dim() == 4:
+        return w.stride()  # pyright: ignore[reportReturnType]
+    return 0, w.stride(1), w.stride(0), w.stride(2)
+
+
+def _row_strides(nheads: int, seqlen: int, total: int, packed: bool) -> tuple[int, int]:
+    """Return the strides of batch and head of a number a row: lse and its like."""
+    return (0, total) if packed else (nheads * seqlen, seqlen)
+
+
+def _tail(length: int, block: int) -> int:
+    """Return the smallest tile, a power of two, that covers what blocks of ``block`` leave of a length."""
+    rest = length % block
+    return min(max(triton.next_power_of_2(rest), 16), block) if rest else block
+
+
+def forward(
+    w: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; shapes as in the public function."""
+    sequences, nheads, seqlen, total = _shape(w, cu_seqlens, max_seqlen)
+    out = _register.empty_out(w)
+    lse = w.new_empty((nheads, total) if cu_seqlens is not None else w.shape[:3], dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    config = dict(tables.FORWARD.config(w.device, w.shape[-1], seqlen, causal, w.dtype))
+    # fp16 holds weights down to 2^-24 only: they are small in the bounded form, and never in the online one.
+    # A padded query is no key of its own, so that its row has no lower bound.
+    bounded = config.pop("BOUNDED") and w.dtype != torch.float16 and scale > 0 and key_padding_mask is None
+    softmax = "threshold" if phi == "threshold" else "bounded" if bounded else "online"
+    many = sequences * nheads >= 2 * _launch.multiprocessors(w.device)
+    packed, padded = cu_seqlens is not None, key_padding_mask is not None
+    whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    num_m = max(triton.cdiv(seqlen, block_m), 1)
+    sizes = (nheads, seqlen, total, num_m, abs(scale) * LOG2E)
+    dims = (w.shape[-1], *parts(w.shape[-1]))
+    top = None
+    with _launch.guard(w.device):
+        if softmax == "bounded" and not whole:
+            top = w.new_empty(sequences * nheads, num_m, dtype=torch.float32)
+            _mssa_norms_kernel[(sequences * nheads * num_m,)](
+                w, cu_seqlens, top, *_strides(w), *sizes, *dims, block_m, packed
+            )
+        _mssa_fwd_kernel[(sequences * nheads * (1 if whole else num_m),)](
+            w,
+            out,
+            lse,
+            key_padding_mask.contiguous() if padded else None,
+            cu_seqlens,
+            seed,
+            top,
+            *_strides(w),
+            *_strides(out),
+            *_row_strides(nheads, seqlen, total, packed),
+            *sizes,
+            _launch.drop_last(dropout_p) if dropout_p else 0,
+            1.0 / (1.0 - dropout_p),
+            threshold,
+            *dims,
+            TAIL_M=block_m if packed else _tail(seqlen, block_m),
+            TAIL_N=block_n if packed or causal else _tail(seqlen, block_n),
+            SOFTMAX=softmax,
+            WHOLE=whole,
+            CAUSAL=causal,
+            PADDED=padded,
+            PACKED=packed,
+            DROPOUT=seed is not None,
+            NEGATIVE=scale < 0,
+            PRECISION=_launch.dot_precision(w.dtype),
+            **config,
+        )
+    return out, lse
