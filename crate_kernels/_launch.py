@@ -136,7 +136,7 @@ def _number(key: str) -> int:
 @functools.lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs a device runs side by side, at least."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.lru_cache(maxsize=64)

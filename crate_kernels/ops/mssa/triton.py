@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crate_kernels import _launch, _register
 from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel, _mssa_bwd_shift_kernel
 from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
 from crate_kernels.ops.mssa.triton_tile import LOG2E, parts
 
@@ -107,3 +108,99 @@ def forward(
             **config,
         )
     return out, lse
+
+
+_SHIFT_ROWS = 64  # of the kernel that reads each row once; no tile shape matters there
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    w: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    phi: str,
+    threshold: float,
+) -> Tensor:
+    """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
+    sequences, nheads, seqlen, total = _shape(w, cu_seqlens, max_seqlen)
+    dw = _register.empty_out(w)
+    if dw.numel() == 0:
+        return dw
+    packed, padded, select = cu_seqlens is not None, key_padding_mask is not None, phi == "threshold"
+    # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
+    products = dout is not None and not select
+    scores = products or dlse is not None
+    config = dict(tables.BACKWARD.config(w.device, w.shape[-1], seqlen, causal, w.dtype))
+    derived = bool(config.pop("DERIVED")) and scores and not (causal or padded or select)
+    block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
+    num_j, num_m = (max(triton.cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
+    numbers = _row_strides(nheads, seqlen, total, packed)
+    dims = (w.shape[-1], *parts(w.shape[-1]))
+    lse = lse.contiguous()
+    shift = torch.empty_like(lse)
+    extent = w.new_empty(sequences * nheads, num_m, 2, dtype=torch.float32)
+    g = w if dout is None else dout
+    with _launch.guard(w.device):
+        if scores:
+            _mssa_bwd_shift_kernel[(sequences * nheads * num_m,)](
+                g,
+                out,
+                None if dlse is None else dlse.contiguous(),
+                lse,
+                cu_seqlens,
+                shift,
+                extent,
+                *_strides(g),
+                *_strides(out),
+                *numbers,
+                *(nheads, seqlen, total, num_m),
+                *dims,
+                BLOCK_M=_SHIFT_ROWS,
+                PACKED=packed,
+                PRODUCTS=products,
+                HAS_DLSE=dlse is not None,
+            )
+        _mssa_bwd_kernel[(sequences * nheads * num_j,)](
+            g,
+            w,
+            dw,
+            lse,
+            shift,
+            extent,
+            key_padding_mask.contiguous() if padded else None,
+            cu_seqlens,
+            seed,
+            *_strides(g),
+            *_strides(w),
+            *_strides(dw),
+            *numbers,
+            *(nheads, seqlen, total, num_j, num_m, abs(scale) * LOG2E),
+            _launch.drop_last(dropout_p) if dropout_p else 0,
+            1.0 / (1.0 - dropout_p),
+            scale,
+            threshold,
+            *dims,
+            TAIL_J=block_j if packed else _tail(seqlen, block_j),
+            TAIL_I=block_i if packed or causal else _tail(seqlen, block_i),
+            DERIVED=derived,
+            VALUES=dout is not None,
+            SCORES=scores,
+            PRODUCTS=products,
+            SELECT=select and dout is not None,
+            CAUSAL=causal,
+            PADDED=padded,
+            PACKED=packed,
+            DROPOUT=seed is not None,
+            NEGATIVE=scale < 0,
+            PRECISION=_launch.dot_precision(w.dtype),
+            **config,
+        )
+    return dw

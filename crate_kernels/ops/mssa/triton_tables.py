@@ -16,7 +16,7 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 0, whole: i
 FORWARD = Table(
     "mssa_forward",
     {
-        INTERPRETER: (Row(_forward(32, 32, 4, 1, bounded=1, whole=1), seqlen=64), Row(_forward(64, 64, 4, 1, bounded=1))),
+        INTERPRETER: (Row(_forward(64, 32, 4, 1, bounded=1, whole=1)),),
         "sm_80": (
             Row(_forward(64, 64, 4, 2, bounded=1, whole=1), head_dim=64, seqlen=256, half=True),
             Row(_forward(128, 64, 4, 3, bounded=1), head_dim=64, half=True),
@@ -37,6 +37,34 @@ FORWARD = Table(
         "gfx942": (
             Row(_forward(128, 64, 4, 1, bounded=1), head_dim=128, half=True),
             Row(_forward(64, 32, 4, 1)),
+        ),
+    },
+)
+
+
+def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Config:
+    return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
+
+
+BACKWARD = Table(
+    "mssa_backward",
+    {
+        INTERPRETER: (Row(_backward(64, 32, 4, 1)),),
+        "sm_80": (
+            Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+            Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
+            Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
+            Row(_backward(32, 16, 4, 1)),
+        ),
+        "sm_90": (
+            Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+            Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
+            Row(_backward(128, 64, 8, 2), head_dim=128, half=True),
+            Row(_backward(32, 16, 4, 1)),
+        ),
+        "gfx942": (
+            Row(_backward(64, 32, 4, 1), head_dim=128, half=True),
+            Row(_backward(32, 16, 4, 1)),
         ),
     },
 )
