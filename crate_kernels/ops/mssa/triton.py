@@ -5,6 +5,8 @@ The kernels take any strides and write into what is allocated here; nothing here
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from crate_kernels import _launch, _register
 from crate_kernels.ops.mssa import triton_tables as tables
 from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel, _mssa_bwd_shift_kernel
+from crate_kernels.ops.mssa.triton_decode import _mssa_combine_kernel, _mssa_decode_kernel
 from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
 from crate_kernels.ops.mssa.triton_tile import LOG2E, parts
 
@@ -204,3 +207,80 @@ def backward(
             **config,
         )
     return dw
+
+
+_MOST_SPLITS = 128
+_COMBINED_ROWS = 16
+
+
+def _splits(blocks: int, processors: int, tiles: int) -> int:
+    """Choose into how many stretches a sequence of ``tiles`` is split, as FlashAttention does.
+
+    None where the blocks all but fill the device; else the fewest whose last wave is nearly as full as that of the
+    best number, for each stretch costs a partial result.
+    """
+    if blocks >= 0.8 * processors:
+        return 1
+    counts = range(1, min(_MOST_SPLITS, processors, max(tiles, 1)) + 1)
+    fullness = [waves / math.ceil(waves) for waves in (blocks * count / processors for count in counts)]
+    return next(count for count, full in zip(counts, fullness, strict=True) if full >= 0.85 * max(fullness))
+
+
+def decode(
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
+    batch, nheads, new, head_dim = w.shape
+    out = _register.empty_out(w)
+    lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    config = dict(tables.DECODE.config(w.device, head_dim, new, True, w.dtype))
+    num_m = triton.cdiv(new, config["BLOCK_M"])
+    processors = config.pop("RESIDENT") * _launch.multiprocessors(w.device)
+    splits = _splits(batch * nheads * num_m, processors, triton.cdiv(bound, config["BLOCK_N"]))
+    part = w.new_empty(batch * nheads, splits, new, head_dim, dtype=torch.float32)
+    part_lse = w.new_empty(batch * nheads, splits, new, dtype=torch.float32)
+    mask = None if key_padding_mask is None else key_padding_mask.contiguous()
+    dims = (head_dim, *parts(head_dim))
+    capacity = data.shape[2]
+    with _launch.guard(w.device):
+        _mssa_decode_kernel[(batch * nheads * num_m * splits,)](
+            w,
+            data,
+            lengths,
+            mask,
+            part,
+            part_lse,
+            *_strides(w),
+            *_strides(data),
+            *(nheads, new, capacity, num_m, splits, abs(scale) * LOG2E),
+            *dims,
+            PADDED=mask is not None,
+            NEGATIVE=scale < 0,
+            PRECISION=_launch.dot_precision(w.dtype),
+            **config,
+        )
+        num_m = triton.cdiv(new, _COMBINED_ROWS)
+        _mssa_combine_kernel[(batch * nheads * num_m,)](
+            part,
+            part_lse,
+            out,
+            lse,
+            lengths,
+            mask,
+            *_strides(out),
+            *(nheads, new, capacity, num_m, splits),
+            *dims,
+            BLOCK_M=_COMBINED_ROWS,
+            PADDED=mask is not None,
+            HAS_LSE=need_lse,
+        )
+    return out, lse

@@ -187,9 +187,11 @@ def _block(
     length, keep_factor, threshold = call[1], call[6], call[8]
     offs_j = start_j + tl.arange(0, BLOCK_J)
     mask_j = offs_j < length
-    w_j = tile.load(rows[0], offs_j, mask_j, DIMS)
-    g_j = tile.load(rows[1], offs_j, mask_j, DIMS) if TERMS[2] else w_j
-    l_j, shift_j = _numbers(rows, offs_j, length)
+    # Beyond the end the last row again: zeros would be keys whose weights can overflow.
+    held_j = tl.minimum(offs_j, length - 1)
+    w_j = tile.load(rows[0], held_j, held_j >= 0, DIMS)
+    g_j = tile.load(rows[1], held_j, held_j >= 0, DIMS) if TERMS[2] else w_j
+    l_j, shift_j = _numbers(rows, held_j, length)
     own = (w_j, g_j, l_j, shift_j)
     acc = tile.zeros(BLOCK_J, DIMS)
     if TERMS[3]:
@@ -205,7 +207,8 @@ def _block(
     tile.store(dw_at, acc, offs_j, mask_j, DIMS)
 
 
-@triton.jit
+# Lengths change from call to call: none of them may have kernels compiled of its own.
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_shift_kernel(
     g_ptr,
     out_ptr,
@@ -272,7 +275,9 @@ def _extent(extent_ptr, count):
     return tl.min(low, 0), tl.max(high, 0)
 
 
-@triton.jit(do_not_specialize=["drop_last"])
+@triton.jit(
+    do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"]
+)
 def _mssa_bwd_kernel(
     g_ptr,
     w_ptr,

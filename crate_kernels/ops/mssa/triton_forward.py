@@ -31,7 +31,7 @@ RANGE = tl.constexpr(80.0)
 
 
 @triton.jit
-def mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
+def _mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
     """Scale scores and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
     mask_ptr, length, _, _, qk_scale, _, _ = call
     allowed = (offs_n < length)[None, :]
@@ -43,7 +43,7 @@ def mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
 
 
 @triton.jit
-def _tiles(
+def attend_tiles(
     state,
     w_m,
     at,
@@ -67,7 +67,7 @@ def _tiles(
         if FORM[3]:
             s = -s
         if MASKED:
-            s = mask_scores(s, call, offs_m, offs_n, FORM)
+            s = _mask_scores(s, call, offs_m, offs_n, FORM)
         before = m_i
         if PASS == "online" or PASS == "statistics":
             m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * qk_scale)
@@ -117,8 +117,8 @@ def _walk(
         whole = length // BLOCK_N * BLOCK_N
     stop = tl.minimum(start_m + BLOCK_M, length) if FORM[0] else length
     if not FORM[1]:
-        state = _tiles(state, w_m, at, call, offs_m, 0, whole, PASS, False, BLOCK_N, FORM, DIMS)
-    return _tiles(state, w_m, at, call, offs_m, whole, stop, PASS, True, TAIL_N, FORM, DIMS)
+        state = attend_tiles(state, w_m, at, call, offs_m, 0, whole, PASS, False, BLOCK_N, FORM, DIMS)
+    return attend_tiles(state, w_m, at, call, offs_m, whole, stop, PASS, True, TAIL_N, FORM, DIMS)
 
 
 @triton.jit
@@ -190,7 +190,8 @@ def _largest(top_ptr, count):
     return tl.max(top, 0)
 
 
-@triton.jit
+# Lengths change from call to call: none of them may have kernels compiled of its own.
+@triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_norms_kernel(
     w_ptr,
     cu_seqlens_ptr,
@@ -223,7 +224,7 @@ def _mssa_norms_kernel(
     tl.store(top_ptr + pid, tl.max(_norms(w, qk_scale), 0))
 
 
-@triton.jit(do_not_specialize=["drop_last"])
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_m", "drop_last"])
 def _mssa_fwd_kernel(
     w_ptr,
     out_ptr,

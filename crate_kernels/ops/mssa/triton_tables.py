@@ -68,3 +68,27 @@ BACKWARD = Table(
         ),
     },
 )
+
+
+def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Config:
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
+
+
+DECODE = Table(
+    "mssa_decode",
+    {
+        INTERPRETER: (Row(_decode(16, 16, 4, 1)),),
+        "sm_80": (
+            Row(_decode(16, 64, 4, 3), seqlen=16, half=True),
+            Row(_decode(64, 64, 4, 2), head_dim=128, half=True),
+            Row(_decode(16, 32, 4, 2)),
+        ),
+        "sm_90": (
+            Row(_decode(16, 128, 4, 3), head_dim=64, seqlen=16, half=True),
+            Row(_decode(16, 64, 4, 3), seqlen=16, half=True),
+            Row(_decode(64, 64, 4, 2), head_dim=128, half=True),
+            Row(_decode(16, 32, 4, 2)),
+        ),
+        "gfx942": (Row(_decode(16, 32, 4, 1)),),
+    },
+)

@@ -109,6 +109,17 @@ def scale(tile, factor):
 
 
 @triton.jit
+def add(a, b):
+    """Return the sum of two tiles."""
+    if len(a) == 1:
+        return (a[0] + b[0],)
+    elif len(a) == 2:
+        return (a[0] + b[0], a[1] + b[1])
+    else:
+        return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+
+@triton.jit
 def products(a, b, PRECISION: tl.constexpr):
     """Return a b^T in fp32, the product of every row of ``a`` with every row of ``b``."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
