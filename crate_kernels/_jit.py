@@ -34,3 +34,15 @@ def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
         return start, tl.minimum(tl.maximum(end - start, 0), seqlen)
     else:
         return index * 0, index * 0 + seqlen
+
+
+@triton.jit
+def uncovered(cu_seqlens_ptr, index, sequences, seqlen, total):
+    """Return which packed rows after a sequence belong to none, as (first, one past the last).
+
+    There are none where the offsets rise from 0 to ``total`` by at most ``seqlen``. They are checked on the CPU only;
+    elsewhere such rows are written as zeros.
+    """
+    start, length = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
+    following = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)
+    return start + length, tl.where(index == sequences - 1, total, following)

@@ -1,9 +1,12 @@
 """Uninitialised memory is NaN in every operator test, so that an output nobody wrote is seen."""
 
+import os
+
 import pytest
 import torch
 
 from crate_kernels import _backend
+from tests.ops.common import interpreted
 
 
 def _poisoned(allocate):
@@ -41,3 +44,37 @@ def plain_backend():
     _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}"))
     yield
     _backend.unregister("plain")
+
+
+@pytest.fixture(autouse=True)
+def no_bfloat16_in_the_interpreter(request):
+    """Skip what would run a Triton kernel on bfloat16 CPU tensors."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if params.get("dtype") is torch.bfloat16 and interpreted(params.get("backend"), params.get("device", "cpu")):
+        pytest.skip("Triton's interpreter computes bfloat16 wrong")
+
+
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
+def language_patched_once():
+    """Let the interpreter patch Triton's language once a launch: it does so again in every call of a helper.
+
+    Two thirds of the time of these tests goes there. Nothing that is computed changes.
+    """
+    from triton.runtime import interpreter
+
+    patch_language, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def once(function):
+        modules = frozenset(id(m) for m in (interpreter.tl, interpreter.tl.core) if m in function.__globals__.values())
+        if modules not in patched:
+            patched.add(modules)
+            return patch_language(function)
+
+    def launched(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        yield

@@ -86,7 +86,7 @@ def largest(values):
 @given(data=st.data(), dtype=dtypes)
 def test_drawn_calls_are_right(cases, backend, device, data, dtype):
     case = data.draw(cases)
-    assume(testing.excluded(case, backend, dtype) is None)
+    assume(testing.excluded(case, backend, dtype, device) is None)
     try:
         eager, exact = eager_and_exact(case, dtype, device)
     except ValueError as error:

@@ -8,7 +8,7 @@ from crate_kernels import testing
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import KERNELS, leaves
+from tests.ops.common import kernels, leaves
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -115,7 +115,7 @@ def mssa_checks(backend):
 
 OPCHECKS = {
     **mssa_checks("plain"),
-    **{name: check for backend in KERNELS for name, check in mssa_checks(backend).items()},
+    **{name: check for backend in kernels("mssa") for name, check in mssa_checks(backend).items()},
     "tssa_fwd": (tssa_op.tssa_fwd, lambda: _tssa_args("n65")),
     "tssa_fwd-packed": (tssa_op.tssa_fwd, lambda: _tssa_args("packed", **SEED)),
     "tssa_bwd": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("pad-row")),

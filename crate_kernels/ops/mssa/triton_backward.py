@@ -366,6 +366,5 @@ def _mssa_bwd_kernel(
         _block(rows, dw_at, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
     if PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
-        if batch == sequences - 1:
-            zero_at = (dw_ptr + h64 * stride_oh, stride_os, stride_od)
-            tile.zero_uncovered(zero_at, cu_seqlens_ptr, sequences, total, pid_j, num_j, BLOCK_J, DIMS)
+        first, stop = _jit.uncovered(cu_seqlens_ptr, batch, sequences, seqlen, total)
+        tile.zero_rows((dw_ptr + h64 * stride_oh, stride_os, stride_od), first, stop, pid_j, num_j, BLOCK_J, DIMS)

@@ -315,6 +315,6 @@ def _mssa_fwd_kernel(
             _rows(at, out_at, lse_ptr, call, start_m, before, factor, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
         if PACKED:
             sequences = tl.num_programs(0) // (nheads * num_m)
-            if batch == sequences - 1:
-                zero_at = (out_ptr + h64 * stride_oh, stride_os, stride_od)
-                tile.zero_uncovered(zero_at, cu_seqlens_ptr, sequences, total, pid_m, num_m, BLOCK_M, DIMS)
+            first, stop = _jit.uncovered(cu_seqlens_ptr, batch, sequences, seqlen, total)
+            tile.zero_rows((out_ptr + h64 * stride_oh, stride_os, stride_od), first, stop, pid_m, num_m, BLOCK_M, DIMS)
+            tile.zero_numbers(lse_ptr - start64, first, stop, pid_m, num_m, BLOCK_M)

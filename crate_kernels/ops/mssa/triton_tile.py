@@ -151,12 +151,16 @@ def row_products(a, b):
 
 
 @triton.jit
-def zero_uncovered(at, cu_seqlens_ptr, sequences, total, first, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Zero the packed rows that follow the last sequence: of their blocks of ROWS, ``first``, ``first + step``, ...
-
-    Right offsets leave none, and then this costs reading one of them.
-    """
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequences), 0), total)
-    for start in range(end + first * ROWS, total, step * ROWS):
+def zero_rows(at, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Zero rows [first, stop): of their blocks of ROWS, ``pid``, ``pid + step``, ..."""
+    for start in range(first + pid * ROWS, stop, step * ROWS):
         rows = start + tl.arange(0, ROWS)
-        store(at, zeros(ROWS, DIMS), rows, rows < total, DIMS)
+        store(at, zeros(ROWS, DIMS), rows, rows < stop, DIMS)
+
+
+@triton.jit
+def zero_numbers(ptr, first, stop, pid, step, ROWS: tl.constexpr):
+    """Zero the numbers of rows [first, stop), as ``zero_rows`` does the rows."""
+    for start in range(first + pid * ROWS, stop, step * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        tl.store(ptr + rows, tl.zeros((ROWS,), tl.float32), mask=rows < stop)
