@@ -25,7 +25,7 @@ Config = Mapping[str, int]
 INTERPRETER = "interpreter"  # the row of tables for CPU tensors
 _CUDA = ("sm_80", "sm_89", "sm_90", "sm_100")
 _HIP = ("gfx942",)
-_LONGEST = 1 << 20  # the last bucket of sequence lengths
+LONGEST = 1 << 20  # the last bucket of sequence lengths
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: 
 
 def bucket(seqlen: int) -> int:
     """Round a length up to the power of two that stands for it in tables; lengths are many, choices few."""
-    return min(1 << max(seqlen - 1, 0).bit_length(), _LONGEST)
+    return min(1 << max(seqlen - 1, 0).bit_length(), LONGEST)
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,7 +117,8 @@ def arch(device: torch.device) -> str:
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    # Consumer Blackwell has the shared memory and the products of Ada, not those of its namesake.
+    return "sm_89" if major == 12 else f"sm_{major}{minor}"
 
 
 def _nearest(key: str, known: tuple[str, ...]) -> str:

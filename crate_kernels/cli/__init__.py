@@ -1,4 +1,4 @@
-"""The command line: ``python -m crate_kernels info | verify | demo | build``."""
+"""The command line: ``python -m crate_kernels info | verify | demo | build | tune``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _VERBS = {
     "verify": "hold every available backend against float64 on named cases",
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
     "build": "compile the C++ extension into the user's cache",
+    "tune": "time the Triton kernels' configurations on this GPU and keep the fastest",
 }
 
 

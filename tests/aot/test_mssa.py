@@ -1,0 +1,66 @@
+"""Every kind of kernel of mssa compiles for every kind of GPU, within its budget; ``make aot`` compiles them all."""
+
+import pytest
+import torch
+
+from tests.aot import harness
+
+harness.needs_compiler()
+
+from tests.aot.mssa import HALF, SINGLE, backward, decode, forward  # noqa: E402  # only where Triton compiles
+
+# name: (call, targets, whether 16-bit and narrow enough that nothing may spill)
+ALL, NVIDIA, HOPPER = tuple(harness.TARGETS), ("sm_80", "sm_90"), ("sm_90",)
+COVERING = {
+    "forward-64": (forward(4096, 64), ALL, HALF),
+    "forward-64-causal": (forward(4096, 64, causal=True), NVIDIA, HALF),
+    "forward-128": (forward(4096, 128), NVIDIA, HALF),
+    "forward-128-causal": (forward(4096, 128, causal=True), HOPPER, HALF),
+    "forward-64-fp16": (forward(4096, 64, torch.float16), HOPPER, HALF),
+    "forward-vit-64": (forward(197, 64), NVIDIA, HALF),
+    "forward-vit-48": (forward(197, 48), HOPPER, HALF),
+    "forward-few-heads": (forward(197, 64, batch=1), HOPPER, HALF),
+    "forward-256": (forward(1024, 256), HOPPER, None),
+    "forward-fp32": (forward(1024, 64, SINGLE), NVIDIA, None),
+    "forward-dropout": (forward(1024, 64, dropout_p=0.1), HOPPER, HALF),
+    "forward-padded": (forward(1024, 64, padded=True), HOPPER, HALF),
+    "forward-packed-causal": (forward(1024, 64, packed=True, causal=True), HOPPER, HALF),
+    "forward-threshold": (forward(1024, 64, threshold=0.6), HOPPER, HALF),
+    "backward-64": (backward(4096, 64), ALL, HALF),
+    "backward-64-causal": (backward(4096, 64, causal=True), NVIDIA, HALF),
+    "backward-128": (backward(4096, 128), NVIDIA, HALF),
+    "backward-128-causal": (backward(4096, 128, causal=True), NVIDIA, HALF),
+    "backward-112": (backward(1024, 112), HOPPER, HALF),
+    "backward-vit-48": (backward(197, 48), NVIDIA, HALF),
+    "backward-256": (backward(1024, 256), HOPPER, None),
+    "backward-fp32": (backward(1024, 64, SINGLE), HOPPER, None),
+    "backward-dropout": (backward(1024, 64, dropout_p=0.1), HOPPER, HALF),
+    "backward-padded-causal": (backward(1024, 64, padded=True, causal=True), HOPPER, HALF),
+    "backward-packed": (backward(1024, 64, packed=True), HOPPER, HALF),
+    "backward-lse": (backward(1024, 64, dout=False, dlse=True), HOPPER, HALF),
+    "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, HALF),
+    "decode-64": (decode(1, 64), ALL, HALF),
+    "decode-128-padded": (decode(8, 128, padded=True), HOPPER, HALF),
+    "decode-blocks": (decode(512, 64), NVIDIA, HALF),
+}
+COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
+
+
+@pytest.mark.parametrize(("name", "target"), COMPILED)
+def test_kernels_compile_within_budget(name, target):
+    call, _, strict = COVERING[name]
+    kernels = harness.compiled(call, target)
+    assert harness.over_budget(kernels, target, name, strict is not None) == []
+    products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_bwd_kernel")]
+    if target == "sm_90" and strict is not None:
+        assert all(k.wgmma > 0 for k in products), products
+
+
+def test_lengths_share_kernels():
+    """Neither a length nor a number of stretches is compiled in: only what tiles remain at the end."""
+    options = [
+        [{k: v for k, v in launch.arguments.items() if launch.function.params[launch.function.arg_names.index(k)].is_constexpr}
+         for launch in harness.launches(forward(seqlen, 64, causal=True), "sm_90")]
+        for seqlen in (1024, 1152, 4096 + 128)
+    ]  # fmt: skip
+    assert options[0] == options[1] == options[2]

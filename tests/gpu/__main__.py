@@ -1,0 +1,123 @@
+"""The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch, Triton and pytest, nothing else.
+
+A shard ends by itself before its time is up and says what is left; running it again goes on from there. Every result
+is in the JSON file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INCOMPLETE = 3  # exit status: nothing failed, but time was up
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--shard", default="1/1", help="I/N: the I-th of N parts, 1/1 by default")
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop before so much time has passed; 8 by default")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu", help="folder of the JSON files")
+    parser.add_argument("--dry-run", action="store_true", help="interpret tiny shapes on the CPU")
+    parser.add_argument("--again", action="store_true", help="forget earlier results instead of going on from them")
+    parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")
+    args = parser.parse_args(argv)
+    index, _, count = args.shard.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        parser.error(f"--shard must be I/N with 1 <= I <= N, got {args.shard}")
+    args.index, args.count = int(index), int(count)
+    return args
+
+
+class Shard:
+    """A pytest plugin that runs one part of the tests, records each result at once and stops in time."""
+
+    def __init__(self, path, index, count, seconds):
+        self.path, self.index, self.count = path, index, count
+        self.stop_at = time.monotonic() + seconds
+        self.record = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "tests": {}}
+        self.left, self.broken = 0, False
+
+    def pytest_collectreport(self, report):
+        self.broken |= report.failed
+
+    def pytest_collection_modifyitems(self, config, items):
+        mine = items[self.index - 1 :: self.count]
+        done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
+        chosen = [item for item in mine if item.nodeid not in done]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+        self.left = len(chosen)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.outcome == "passed":
+            return
+        test = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
+        if report.outcome == "failed":
+            test["error"] = report.longreprtext[-4000:]
+        elif report.outcome == "skipped":
+            test["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if self.record["tests"].get(report.nodeid, {}).get("outcome") != "failed" or report.when == "call":
+            self.record["tests"][report.nodeid] = test
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.record, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        self.left -= 1
+
+    def pytest_runtest_protocol(self, item, nextitem):
+        if time.monotonic() > self.stop_at:
+            item.session.shouldstop = "time is up"
+            return True
+        return None
+
+
+def machine():
+    """Return what the results were obtained on."""
+    import torch
+    import triton
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: interpreted"
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    return {"gpu": gpu, "git": git.stdout.strip(), **versions}
+
+
+def run(args):
+    """Run one shard in this process and return the exit status."""
+    import pytest
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"{'dry-' if args.dry_run else ''}shard-{args.index}-of-{args.count}.json"
+    if args.again:
+        path.unlink(missing_ok=True)
+    shard = Shard(path, args.index, args.count, 60 * args.minutes)
+    # In the dry run the operator tests are left out: they are a pass of their own over the interpreter.
+    folders = ["tests/gpu"] if args.dry_run else ["tests/gpu", "tests/ops"]
+    select = f"triton and ({args.k})" if args.k else "triton"
+    os.chdir(ROOT)
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, *folders], plugins=[shard])
+    failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]
+    print(f"test-gpu: {len(shard.record['tests'])} results in {path}, {len(failed)} failed, {shard.left} left")
+    if failed or shard.broken or status not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return 1
+    return INCOMPLETE if shard.left else 0
+
+
+def main(argv=None):
+    args = parse(argv)
+    if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
+        # Triton reads the variable as it is imported, so the dry run is a process of its own.
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "tests.gpu", *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

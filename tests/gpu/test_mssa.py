@@ -1,0 +1,187 @@
+"""mssa's Triton kernels on a GPU: long sequences, huge tensors, streams, graphs, repeatability."""
+
+import pytest
+import torch
+
+from crate_kernels import SubspaceCache, mssa, testing
+from tests.gpu.conftest import DEVICE, DRY
+from tests.ops.common import over_budget
+
+# Every name carries the backend, by which the suite selects.
+HALF = torch.float16 if DRY else torch.bfloat16
+DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tokens(*shape, dtype=HALF, seed=0):
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    batch, nheads, seqlen, head_dim = shape
+    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator, device=DEVICE, dtype=dtype)
+    return w.transpose(1, 2)
+
+
+def cases():
+    """List named cases: what models have, and lengths that are no multiple of any tile."""
+    shapes = {
+        "vit": (8, 12, 197, 64),
+        "vit-48": (4, 12, 785, 48),
+        "long-64": (1, 4, 4096, 64),
+        "long-128": (1, 4, 4097, 128),
+        "wide-256": (1, 2, 2049, 256),
+        "longer-80": (1, 1, 10007, 80),
+    }
+    for name, shape in shapes.items():
+        shape = (min(shape[0], 2), min(shape[1], 2), shape[2] % 67 + 30, min(shape[3], 80)) if DRY else shape
+        for causal in (False, True):
+            options = {"causal": causal, "return_lse": True}
+            yield testing.Case("mssa", f"{'causal-' if causal else ''}{name}", shape, options)
+    half = 40 if DRY else 3000
+    yield testing.Case("mssa", "packed-long", (0, 3, 0, 64), {"return_lse": True}, lengths=(half, 7, 2 * half, 0, 129))
+    yield testing.Case("mssa", "padded-long", (2, 3, half, 64), {"return_lse": True}, padding="scattered")
+    yield testing.Case("mssa", "dropout-long", (1, 2, half, 64), {"dropout_p": 0.2, "return_lse": True})
+    yield testing.Case("mssa", "mixed-norms-long", (1, 2, half, 64), {"return_lse": True}, special="mixed norms")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_triton_is_within_budget(case, dtype):
+    assert over_budget(case, dtype, "triton", DEVICE) == []
+
+
+def differentiate(w, **options):
+    w = w.detach().requires_grad_()
+    out, lse = mssa(w, return_lse=True, backend="triton", **options)
+    upstream = torch.linspace(-1, 1, out.numel(), device=w.device).view(out.shape).to(out.dtype)
+    (dw,) = torch.autograd.grad([out, lse], w, [upstream, torch.ones_like(lse)])
+    return out.detach(), lse.detach(), dw
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_triton_gives_the_same_bits_twice(causal, dtype):
+    w = tokens(2, 3, 70 if DRY else 1023, 64, dtype=dtype)
+    for first, second in zip(differentiate(w, causal=causal), differentiate(w, causal=causal), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("layout", ["heads", "batch"])
+def test_triton_addresses_more_than_two_billion_elements(layout):
+    """The last elements lie past 2^31 elements, and the heads past what a grid's other sides can number."""
+    heads, rows, width = (3, 5, 16) if DRY else (16, 65, 64)
+    many = 4 if DRY else 2**31 // (heads * rows * width) + 64
+    shape = (many, heads, rows, width) if layout == "batch" else (heads, many, rows, width)
+    w = tokens(*shape)
+    assert DRY or w.numel() > 2**31
+    out, lse, dw = differentiate(w)
+    for index in (0, shape[0] // 2, shape[0] - 1):
+        part = w[index : index + 1, -2:]
+        upstream = torch.linspace(-1, 1, out.numel(), device=w.device).view(out.shape)[index : index + 1, -2:]
+        leaf = part.detach().double().requires_grad_()
+        exact_out, exact_lse = mssa(leaf, return_lse=True, backend="reference")
+        exact = torch.autograd.grad([exact_out, exact_lse], leaf, [upstream.to(w.dtype).double(), torch.ones_like(exact_lse)])
+        names = ("out", "lse", "dw")
+        actual = dict(zip(names, (t[index : index + 1, -2:] for t in (out, lse, dw)), strict=True))
+        exact = dict(zip(names, (exact_out.detach(), exact_lse.detach(), *exact), strict=True))
+        measured = testing.measure(actual, exact, exact, w.dtype)
+        assert [m for m in measured if m.error > 8 * torch.finfo(w.dtype).eps * exact[m.output].abs().max()] == []
+
+
+def test_triton_runs_on_the_current_stream():
+    """A stream that is busy delays the kernels' input: read on another stream, it would still be zeros."""
+    w, expected = tokens(2, 3, 65, 64), differentiate(tokens(2, 3, 65, 64))
+    if DRY:
+        return check_equal(differentiate(w), expected)
+    late, side = torch.zeros_like(w), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(w)
+        actual = differentiate(late)
+    torch.cuda.current_stream().wait_stream(side)
+    return check_equal(actual, expected)
+
+
+def check_equal(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def captured(call):
+    """Return a function that replays ``call`` as a graph; interpreted, one that calls it again."""
+    if DRY:
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
+def test_triton_forward_and_backward_replay_as_a_graph(options):
+    w = tokens(2, 3, 65, 64)
+    replay = captured(lambda: differentiate(w, **options))
+    for seed in (1, 2):
+        w.copy_(tokens(2, 3, 65, 64, seed=seed))
+        actual = [t.clone() for t in replay()]
+        assert all(t.isfinite().all() for t in actual)
+        if "dropout_p" not in options:  # whose seed goes on from replay to replay
+            check_equal(actual, differentiate(w, **options))
+
+
+def test_triton_decoding_replays_as_a_graph_while_sequences_grow():
+    steps = 3 if DRY else 300
+    w = tokens(2, 3, steps + 1, 64)
+    cache = SubspaceCache(2, 3, steps + 1, 64, dtype=w.dtype, device=DEVICE)
+    token = w[:, :, :1].clone()
+    mssa(token, causal=True, cache=cache, backend="triton")
+    held = cache.clone()
+    replay = captured(lambda: mssa(token, causal=True, cache=cache, backend="triton"))
+    for own, before in ((cache.data, held.data), (cache.lengths, held.lengths)):
+        own.copy_(before)
+    full = mssa(w, causal=True, backend="triton")
+    for step in range(1, steps + 1):
+        token.copy_(w[:, :, step : step + 1])
+        if DRY:
+            cache._bound = held._bound
+        torch.testing.assert_close(replay(), full[:, :, step : step + 1], rtol=2e-2, atol=2e-2)
+    assert cache.lengths.tolist() == [steps + 1] * 2
+    assert torch.equal(cache.data, w)
+
+
+def test_triton_never_waits_for_the_device():
+    w, cache = tokens(2, 3, 65, 64), SubspaceCache(2, 3, 66, 64, dtype=HALF, device=DEVICE)
+    offsets = torch.tensor([0, 30, 65], dtype=torch.int32, device=DEVICE)
+    mask = torch.ones(2, 65, dtype=torch.bool, device=DEVICE)
+
+    def calls():
+        differentiate(w)
+        differentiate(w, causal=True, key_padding_mask=mask)
+        differentiate(w, dropout_p=0.1)
+        mssa(w[0].transpose(0, 1), cu_seqlens=offsets, max_seqlen=35, backend="triton")
+        mssa(w, causal=True, cache=cache, backend="triton")
+
+    calls()  # compiling may wait
+    cache.reset()
+    if not DRY:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        if not DRY:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_triton_runs_on_the_tensors_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    w = tokens(2, 3, 65, 64)
+    check_equal([t.to(w.device) for t in differentiate(w.to("cuda:1"))], differentiate(w))
