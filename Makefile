@@ -6,13 +6,25 @@ CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test fuzz check bench clean
+.PHONY: demo test aot test-gpu fuzz check bench clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
+# Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops -k triton $(ARGS)
+
+# Every kernel for every GPU and head_dim; the suite compiles a covering set of them. No GPU is needed.
+aot: .venv/test.stamp
+	$(BIN)/python -m pytest tests/aot tests/aot/exhaustive.py $(ARGS)
+
+# make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
+# it has the PyTorch that fits the GPU. Run again, it goes on where time was up.
+SHARD ?= 1/1
+test-gpu:
+	$(PYTHON) -m tests.gpu --shard $(SHARD) $(ARGS)
 
 # Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
 fuzz: .venv/test.stamp .venv/extension.stamp

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import torch
 
-from crate_kernels import _backend
-
 Config = Mapping[str, int]
 INTERPRETER = "interpreter"  # the row of tables for CPU tensors
 _CUDA = ("sm_80", "sm_89", "sm_90", "sm_100")

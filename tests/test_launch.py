@@ -63,7 +63,9 @@ def test_a_forced_configuration_is_taken_and_given_back():
     assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 0}
 
 
-@pytest.mark.parametrize(("seqlen", "expected"), [(0, 1), (1, 1), (2, 2), (197, 256), (256, 256), (257, 512), (2**30, 2**20)])
+@pytest.mark.parametrize(
+    ("seqlen", "expected"), [(0, 1), (1, 1), (2, 2), (197, 256), (256, 256), (257, 512), (2**30, 2**20)]
+)
 def test_lengths_share_buckets(seqlen, expected):
     assert _launch.bucket(seqlen) == expected
 

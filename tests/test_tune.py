@@ -76,7 +76,9 @@ def test_a_file_of_another_version_is_ignored(gpu, fake, text):
 @pytest.mark.parametrize(("block", "message"), [(WRONG, "gives a wrong result"), (BROKEN, "does not run")])
 def test_a_shipped_configuration_that_fails_is_an_error(gpu, fake, block, message):
     table, make, clock = fake
-    with pytest.raises(RuntimeError, match=f"^tune: the shipped configuration of fake head_dim 64 seqlen 256 {message}"):
+    with pytest.raises(
+        RuntimeError, match=f"^tune: the shipped configuration of fake head_dim 64 seqlen 256 {message}"
+    ):
         _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock)
 
 

@@ -104,7 +104,11 @@ def run(args):
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, *folders], plugins=[shard])
     failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]
     print(f"test-gpu: {len(shard.record['tests'])} results in {path}, {len(failed)} failed, {shard.left} left")
-    if failed or shard.broken or status not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if (
+        failed
+        or shard.broken
+        or status not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    ):
         return 1
     return INCOMPLETE if shard.left else 0
 

@@ -77,7 +77,9 @@ def test_triton_addresses_more_than_two_billion_elements(layout):
         upstream = torch.linspace(-1, 1, out.numel(), device=w.device).view(out.shape)[index : index + 1, -2:]
         leaf = part.detach().double().requires_grad_()
         exact_out, exact_lse = mssa(leaf, return_lse=True, backend="reference")
-        exact = torch.autograd.grad([exact_out, exact_lse], leaf, [upstream.to(w.dtype).double(), torch.ones_like(exact_lse)])
+        exact = torch.autograd.grad(
+            [exact_out, exact_lse], leaf, [upstream.to(w.dtype).double(), torch.ones_like(exact_lse)]
+        )
         names = ("out", "lse", "dw")
         actual = dict(zip(names, (t[index : index + 1, -2:] for t in (out, lse, dw)), strict=True))
         exact = dict(zip(names, (exact_out.detach(), exact_lse.detach(), *exact), strict=True))

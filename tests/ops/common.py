@@ -31,8 +31,14 @@ def backends(op, reference=True):
 
 
 def kernels(op):
-    """List the backends of ``op`` that are kernels and take CPU tensors here; Triton's do where it interprets."""
-    return [p.values[0] for p in backends(op) if p.values[0] in ("triton", "cpp") and p.values[1] == "cpu"]
+    """List the backends of ``op`` that are kernels and can run here, each once."""
+    return [name for name in ("triton", "cpp") if any(p.values[0] == name for p in backends(op))]
+
+
+def home(backend):
+    """Return the device type on which the tests of one device run ``backend``."""
+    on_gpu = backend == "triton" and torch.cuda.is_available() and not _backend._INTERPRETED
+    return "cuda" if on_gpu else "cpu"
 
 
 def interpreted(backend, device):
@@ -52,9 +58,9 @@ def offsets(lengths):
     return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 
-def leaves(case, dtype=torch.float32):
+def leaves(case, dtype=torch.float32, device="cpu"):
     """Draw the inputs of ``case`` as leaves that want a gradient."""
-    inputs = testing.make_inputs(case, dtype)
+    inputs = testing.make_inputs(case, dtype, device)
     return testing.Inputs({k: t.detach().requires_grad_() for k, t in inputs.differentiable.items()}, inputs.others)
 
 

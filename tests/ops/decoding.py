@@ -1,9 +1,10 @@
 """Both caches behind one set of calls, for the tests of decoding."""
 
+import pytest
 import torch
 
 from crate_kernels import SubspaceCache, TokenStatsCache, mssa, tssa
-from tests.ops.common import randn
+from tests.ops.common import backends, randn
 
 BATCH, HEADS, HEAD_DIM, CAPACITY = 3, 3, 8, 12
 TEMP, BIAS = torch.tensor([0.8, 1.0, 1.3]), 0.05 * randn(HEADS, CAPACITY, seed=9)
@@ -31,3 +32,9 @@ def attend(op, w, backend, cache=None, mask=None):
 
 def contents(cache):
     return [cache.data, cache.lengths] if isinstance(cache, SubspaceCache) else list(cache._tensors())
+
+
+def calls(reference):
+    """List (op, backend, device) for everything that decodes here."""
+    ids = ((op, p) for op in ("mssa", "tssa") for p in backends(op, reference))
+    return [pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks) for op, p in ids]

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
 from crate_kernels import testing
-from tests.ops.common import kernels, leaves, offsets, outputs_and_gradients, randn
+from tests.ops.common import home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -63,7 +63,7 @@ def test_plain_backend_is_within_budget(name, dtype):
 # A compiled function draws another seed: the checkpoint test covers dropout.
 @pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if not c.values[0].options.get("dropout_p")])
 def test_fullgraph_compile_equals_eager(case, backend):
-    inputs = leaves(case)
+    inputs = leaves(case, device=home(backend))
     compiled = torch.compile(lambda i: call(case, i, backend), fullgraph=True, backend="aot_eager")
     expected, actual = call(case, inputs, backend), compiled(inputs)
     torch.testing.assert_close(actual, expected)
@@ -73,7 +73,7 @@ def test_fullgraph_compile_equals_eager(case, backend):
 @pytest.mark.parametrize(("op", "backend"), OPS)
 def test_inductor_compiles_a_module_around_the_op(op, backend):
     case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
-    inputs = leaves(case)
+    inputs = leaves(case, device=home(backend))
 
     def model(i):
         doubled = testing.Inputs({k: (2 * t).sin() for k, t in i.differentiable.items()}, i.others)
@@ -106,7 +106,7 @@ def test_a_new_seqlen_does_not_recompile(name):
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, backend=counter)
     # 3 and 513 tokens are on either side of every choice by length, which belong inside the op.
     for n in (3, 17, 100, 513):
-        w = torch.randn(1, 2, n, 16, requires_grad=True)
+        w = torch.randn(1, 2, n, 16, device=home(name.rpartition("-")[2]), requires_grad=True)
         torch._dynamo.mark_dynamic(w, 2)
         out = compiled(w)
         torch.testing.assert_close(out, DYNAMIC[name](w))
@@ -117,7 +117,7 @@ def test_a_new_seqlen_does_not_recompile(name):
 @pytest.mark.parametrize(("op", "backend"), OPS)
 def test_export(op, backend):
     case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
-    inputs = testing.make_inputs(case, torch.float32)
+    inputs = testing.make_inputs(case, torch.float32, home(backend))
     names = list(inputs.differentiable)
 
     class Model(torch.nn.Module):
@@ -133,7 +133,7 @@ def test_export(op, backend):
 @pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[0].options.get("dropout_p")])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
-    inputs = leaves(case)
+    inputs = leaves(case, device=home(backend))
     names = list(inputs.differentiable)
 
     def plain(*tensors):
@@ -202,7 +202,9 @@ FLOPS = {
 @pytest.mark.parametrize("backend", BACKENDS["mssa"])
 @pytest.mark.parametrize(("shape", "options", "product"), FLOPS.values(), ids=FLOPS)
 def test_flops_are_counted(shape, options, product, backend):
-    w = torch.randn(shape, requires_grad=True)
+    device = home(backend)
+    w = torch.randn(shape, device=device, requires_grad=True)
+    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
     with FlopCounterMode(display=False) as counter:
         crate_kernels.mssa(w, **options, backend=backend).sum().backward()
     own = counter.get_flop_counts()["Global"]

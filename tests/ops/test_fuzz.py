@@ -9,12 +9,13 @@ of its dtype and eager does not lack as many: an element that is missed, masked 
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from crate_kernels import testing
 from crate_kernels.testing import Case
 from tests.ops.common import backends, eager_and_exact, measured
+
+hypothesis = pytest.importorskip("hypothesis")
+assume, given, st = hypothesis.assume, hypothesis.given, hypothesis.strategies
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 layouts = st.sampled_from(["projection", "contiguous", "strided"])

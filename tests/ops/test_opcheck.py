@@ -8,7 +8,7 @@ from crate_kernels import testing
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import kernels, leaves
+from tests.ops.common import home, kernels, leaves
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -18,16 +18,17 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def saved(op, name):
+def saved(op, name, backend="composite"):
     case = next(c for c in testing.CASES if c.op == op and c.name == name)
-    return leaves(case)
+    return leaves(case, device=home(backend))
 
 
 def _mssa_forward_args(name, backend, seed=None, dropout_p=0.0):
-    inputs = saved("mssa", name)
+    inputs = saved("mssa", name, backend)
     others = inputs.others
     masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
     options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, backend)
+    seed = None if seed is None else seed.to(home(backend))
     return inputs.differentiable["w"], *masks, seed, *options
 
 
@@ -38,9 +39,11 @@ def _mssa_backward_args(name, backend, **kwargs):
 
 
 def _mssa_decode_args(ragged, backend):
-    cache = crate_kernels.SubspaceCache(2, 3, 16, 8)
-    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
-    return torch.randn(2, 3, 4, 8), cache.data, cache.lengths, mask, 0, True, 0.3, True, backend
+    device = home(backend)
+    cache = crate_kernels.SubspaceCache(2, 3, 16, 8, device=device)
+    mask = torch.arange(4, device=device) < torch.tensor([[2], [4]], device=device) if ragged else None
+    w = torch.randn(2, 3, 4, 8, device=device)
+    return w, cache.data, cache.lengths, mask, 0, True, 0.3, True, backend
 
 
 def _tssa_args(name, seed=None, dropout_p=0.0):

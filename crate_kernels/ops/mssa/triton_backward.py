@@ -184,7 +184,7 @@ def _block(
     DIMS: tl.constexpr,
 ):
     """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head."""
-    length, keep_factor, threshold = call[1], call[6], call[8]
+    length, threshold = call[1], call[8]
     offs_j = start_j + tl.arange(0, BLOCK_J)
     mask_j = offs_j < length
     # Beyond the end the last row again: zeros would be keys whose weights can overflow.
@@ -275,9 +275,7 @@ def _extent(extent_ptr, count):
     return tl.min(low, 0), tl.max(high, 0)
 
 
-@triton.jit(
-    do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"]
-)
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"])
 def _mssa_bwd_kernel(
     g_ptr,
     w_ptr,

@@ -1,6 +1,6 @@
 """Decoding with a SubspaceCache in Triton: each cached token is read once, and is key and value.
 
-A program attends with BLOCK_M new tokens over one of ``splits`` stretches of the cached sequence; the program of the last
+A program attends with BLOCK_M new tokens over one of ``splits`` stretches of the cached sequence; that of the last
 stretch also attends over the new tokens, and appends its own to the cache. ``_mssa_combine_kernel`` then weighs the
 stretches by their lse, and advances the lengths, which nothing reads any more by then. Bytes of a step: batch * nheads
 * cached * head_dim * itemsize, once. Lengths are read on the device, sequence by sequence: a captured graph goes on
@@ -138,7 +138,7 @@ def _mssa_combine_kernel(
     PADDED: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Write out and lse of BLOCK_M new tokens from those of the stretches; the first program of a sequence advances it."""
+    """Write out and lse of BLOCK_M new tokens from those of the stretches; a sequence's first program advances it."""
     DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
     pid = tl.program_id(0)
     pid_m, head = pid % num_m, pid // num_m

@@ -79,8 +79,12 @@ def _decode(cached: int, head_dim: int) -> Callable:
             return kernels.decode(w, data, lengths, None, cached, True, scale, False)[0]
 
         call()
-        eager, exact = (composite.decode(w.to(t), data.to(t), lengths.clone().fill_(cached), None, cached, True, scale, False)[0]
-                        for t in (w.dtype, torch.float64))  # fmt: skip
+
+        def plain(dtype: torch.dtype) -> Tensor:
+            held = lengths.clone().fill_(cached)
+            return composite.decode(w.to(dtype), data.to(dtype), held, None, cached, True, scale, False)[0]
+
+        eager, exact = plain(w.dtype), plain(torch.float64)
         return call, lambda: _close(call(), eager, exact)
 
     return make

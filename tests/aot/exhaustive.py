@@ -1,0 +1,37 @@
+"""Every head_dim and dtype on every GPU: ``make aot``. Not collected by name, for it takes many minutes."""
+
+import pytest
+import torch
+
+from tests.aot import harness
+
+harness.needs_compiler()
+
+from tests.aot.mssa import backward, decode, forward  # noqa: E402  # only where Triton compiles
+
+CALLS = {
+    f"{what}-{head_dim}-{str(dtype)[6:]}{'-causal' * causal}": (make, head_dim, dtype, causal)
+    for what, make in (("forward", forward), ("backward", backward))
+    for head_dim in (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for causal in (False, True)
+}
+
+
+@pytest.mark.parametrize("target", harness.TARGETS)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_compile_within_budget(name, target):
+    make, head_dim, dtype, causal = CALLS[name]
+    kernels = harness.compiled(make(1024, head_dim, dtype, causal=causal), target)
+    strict = dtype != torch.float32 and head_dim <= 128
+    assert harness.over_budget(kernels, target, name, strict) == []
+
+
+@pytest.mark.parametrize("target", harness.TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 112, 128, 256])
+@pytest.mark.parametrize("new", [1, 8, 512])
+def test_decoding_compiles_within_budget(new, head_dim, dtype, target):
+    kernels = harness.compiled(decode(new, head_dim, dtype), target)
+    name = f"decode-{new}-{head_dim}-{str(dtype)[6:]}"
+    assert harness.over_budget(kernels, target, name, dtype != torch.float32 and head_dim <= 128) == []

@@ -1,0 +1,191 @@
+"""What only Triton's kernels of mssa have: branches, tilings, stretches of a cache. Each against float64 or itself."""
+
+import itertools
+
+import pytest
+import torch
+
+from crate_kernels import SubspaceCache, _checks, _launch, _philox, mssa, testing
+from tests.ops.common import home, kernels, randn
+
+if "triton" not in kernels("mssa"):
+    pytest.skip("Triton has neither a GPU here nor its interpreter", allow_module_level=True)
+
+import triton  # only where it can run
+import triton.language as tl
+
+from crate_kernels import _jit
+from crate_kernels.ops.mssa import triton as launchers
+from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels.ops.mssa.triton_tile import parts
+
+DEVICE = home("triton")
+
+
+@triton.jit(do_not_specialize=["drop_last"])
+def _mask_kernel(seed_ptr, out_ptr, head, drop_last, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    keep = _jit.keep_mask(tl.load(seed_ptr), head, rows, columns, drop_last)
+    tl.store(out_ptr + rows * COLUMNS + columns, keep.to(tl.int8))
+
+
+@pytest.mark.parametrize("seed", [0, 5, -1, 2**63 - 1, 0x299F31D0A4093822])
+@pytest.mark.parametrize("p", [1e-12, 0.3, 0.7, 1 - 1e-12])
+def test_the_mask_is_that_of_every_backend(seed, p):
+    seed, out = torch.tensor(seed, device=DEVICE), torch.zeros(16, 32, dtype=torch.int8, device=DEVICE)
+    _mask_kernel[(1,)](seed, out, 7, _launch.drop_last(p), 16, 32)
+    rows, columns = torch.arange(16, device=DEVICE)[:, None], torch.arange(32, device=DEVICE)
+    expected = _philox.keep_factor(seed, p, torch.tensor(7, device=DEVICE), rows, columns, torch.float64) > 0
+    assert torch.equal(out.bool(), expected)
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257))
+def test_parts_are_powers_of_two_that_cover_a_head(head_dim):
+    widths = [width for width in parts(head_dim) if width]
+    padded = sum(widths)
+    assert all(width >= 16 and width & (width - 1) == 0 for width in widths)
+    assert head_dim <= padded < max(head_dim, 1) + (16 if head_dim <= 128 else 32)
+    assert parts(48) == (32, 16, 0)
+    assert parts(112) == (64, 32, 16)
+
+
+def tokens(*shape, seed=0, dtype=torch.float32):
+    batch, heads, seqlen, head_dim = shape
+    return randn(batch, seqlen, heads, head_dim, seed=seed, dtype=dtype, device=DEVICE).transpose(1, 2)
+
+
+def run(w, table=tables.FORWARD, causal=False, **changed):
+    """Return out, lse and dw, with some entries of the configuration of ``table`` replaced."""
+    w = w.detach().requires_grad_()
+    config = table.config(w.device, w.shape[-1], w.shape[-2], causal, w.dtype)
+    with _launch.forced(table, {**config, **changed}):
+        out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
+        (dw,) = torch.autograd.grad(out.sum() + lse.sum(), w)
+    return out.detach(), lse.detach(), dw
+
+
+WIDE = 2.0 ** torch.linspace(-4, 4, 65)[:, None]  # norms that differ by more than either form of fp32 has room for
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rows_in_range_take_the_bounded_softmax_and_others_the_online_one(causal):
+    """The online form gives the same bits wherever it is taken; the bounded one has other roundings."""
+    near, far = tokens(1, 2, 65, 16), 2 * WIDE.to(DEVICE) * tokens(1, 2, 65, 16)
+    for w, same in ((near, False), (far, True)):
+        online = run(w, tables.FORWARD, BOUNDED=0, WHOLE=0, causal=causal)
+        either = run(w, tables.FORWARD, BOUNDED=1, WHOLE=0, causal=causal)
+        rows = slice(None) if not causal else slice(0, 64)  # of the causal form, a block whose rows are far apart
+        assert torch.equal(online[0][:, :, rows], either[0][:, :, rows]) == same
+        torch.testing.assert_close(either, online, rtol=1e-4, atol=1e-4)
+
+
+def test_distant_normalisers_take_a_second_exponential():
+    near, far = tokens(1, 2, 65, 16), 2 * WIDE.to(DEVICE) * tokens(1, 2, 65, 16)
+    for w in (near, far):
+        two = run(w, tables.BACKWARD, DERIVED=0)
+        either = run(w, tables.BACKWARD, DERIVED=1)
+        scale = two[2].abs().max()
+        torch.testing.assert_close(either[2] / scale, two[2] / scale, rtol=1e-5, atol=1e-5)
+    exact = far.double().requires_grad_()
+    out, lse = mssa(exact, return_lse=True, backend="reference")
+    (dw,) = torch.autograd.grad(out.sum() + lse.sum(), exact)
+    torch.testing.assert_close(either[2].double() / dw.abs().max(), dw / dw.abs().max(), rtol=1e-5, atol=1e-5)
+
+
+TILINGS = [
+    {"BLOCK_M": m, "BLOCK_N": n, "BOUNDED": bounded, "WHOLE": whole}
+    for (m, n), bounded, whole in itertools.product(((16, 64), (32, 16), (128, 32)), (0, 1), (0, 1))
+]
+
+
+@pytest.mark.parametrize("seqlen", [33, 80])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_of_the_forward_gives_the_same(tiling, causal, seqlen):
+    w = tokens(2, 2, seqlen, 48)
+    expected, expected_lse = mssa(w.double(), causal=causal, return_lse=True, backend="reference")
+    config = {**tables.FORWARD.config(w.device, 48, seqlen, causal, w.dtype), **tiling}
+    with _launch.forced(tables.FORWARD, config):
+        out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
+    torch.testing.assert_close((out.double(), lse.double()), (expected, expected_lse), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen", [33, 80])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tiling", [{"BLOCK_J": j, "BLOCK_I": i} for j, i in ((32, 32), (64, 16), (128, 64))], ids=str)
+def test_every_tiling_of_the_backward_gives_the_same(tiling, causal, seqlen):
+    w = tokens(1, 2, seqlen, 48)
+    leaf = w.double().requires_grad_()
+    out, lse = mssa(leaf, causal=causal, return_lse=True, backend="reference")
+    (expected,) = torch.autograd.grad(out.sum() + lse.sum(), leaf)
+    dw = run(w, tables.BACKWARD, causal=causal, **tiling)[2]
+    torch.testing.assert_close(dw.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["out", "lse"])
+@pytest.mark.parametrize("options", [{}, {"phi": "threshold", "threshold": 0.3}], ids=["softmax", "threshold"])
+def test_one_of_the_gradients_may_be_missing(options, wanted):
+    w = 2 * tokens(1, 2, 33, 16)
+    grads = []
+    for x, backend in ((w, "triton"), (w.double(), "reference")):
+        leaf = x.detach().requires_grad_()
+        out, lse = mssa(leaf, return_lse=True, backend=backend, **options)
+        grads.append(torch.autograd.grad((out if wanted == "out" else lse).sum(), leaf)[0].double())
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_two_backwards_give_the_same_bits():
+    w = tokens(2, 3, 65, 16)
+    for first, second in zip(run(w), run(w), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("bounds", [(0, 20, 50), (0, 70), (-3, 20, 90), (0, 40, 20, 70)], ids=str)
+@pytest.mark.parametrize("longest", [10, 50])
+def test_offsets_out_of_range_leave_no_row_unwritten(bounds, longest, monkeypatch):
+    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    w = randn(70, 2, 16, dtype=torch.float32, device=DEVICE).requires_grad_()
+    packing = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=DEVICE), "max_seqlen": longest}
+    out, lse = mssa(w, **packing, return_lse=True, backend="triton")
+    (dw,) = torch.autograd.grad(out.sum() + lse.sum(), w)
+    assert all(t.isfinite().all() for t in (out, lse, dw))
+    if bounds[-1] < 70:
+        assert not any(t.any() for t in (out[50:], lse[:, 50:], dw[50:]))
+
+
+@pytest.mark.parametrize("lengths", [(70, 70), (0, 65), (40, 3)], ids=str)
+@pytest.mark.parametrize("new", [1, 5])
+def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
+    """Sequences of 0 and 3 tokens leave most of the stretches empty."""
+    w = tokens(2, 1, 80, 16)
+    cache = SubspaceCache(2, 1, 80, 16, device=DEVICE)
+    cache.data.copy_(w)
+    cache.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+    cache._bound, cache._uniform = max(lengths), False
+    config = tables.DECODE.config(w.device, 16, new, True, w.dtype)
+    processors = config["RESIDENT"] * _launch.multiprocessors(w.device)
+    assert launchers._splits(2, processors, triton.cdiv(max(lengths), config["BLOCK_N"])) > 1
+    block = tokens(2, 1, new, 16, seed=1)
+    out, lse = mssa(block, causal=True, cache=cache, return_lse=True, backend="triton")
+    for b, length in enumerate(lengths):
+        held = torch.cat([w[b : b + 1, :, :length], block[b : b + 1]], 2).double()
+        expected = mssa(held, causal=True, return_lse=True, backend="reference")
+        actual = out[b : b + 1].double(), lse[b : b + 1].double()
+        torch.testing.assert_close(actual, tuple(t[:, :, length:] for t in expected), rtol=1e-5, atol=1e-5)
+        assert torch.equal(cache.data[b, :, length : length + new], block[b])
+    assert cache.lengths.tolist() == [length + new for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "processors", "tiles", "expected"),
+    [(106, 132, 100, 1), (1, 132, 1, 1), (1, 132, 100, 86), (12, 132, 64, 11), (48, 264, 1000, 5), (1, 264, 0, 1)],
+)
+def test_sequences_are_split_until_the_device_is_full(blocks, processors, tiles, expected):
+    assert launchers._splits(blocks, processors, tiles) == expected
+
+
+def test_a_head_of_a_vit_in_one_program_equals_blocks_of_it():
+    case = next(c for c in testing.MSSA_CASES if c.name == "vit")
+    w = testing.make_inputs(case, torch.float32, DEVICE).differentiable["w"].repeat(2, 1, 1, 1)
+    whole, blocks = (run(w, tables.FORWARD, WHOLE=whole) for whole in (1, 0))
+    torch.testing.assert_close(whole, blocks, rtol=1e-5, atol=1e-6)
