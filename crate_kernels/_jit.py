@@ -1,5 +1,8 @@
 """Triton helpers that the kernels of more than one operator call from inside a kernel."""
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

@@ -3,12 +3,14 @@
 The kernels take any strides and write into what is allocated here; nothing here waits for the device.
 """
 
+# pyright: reportArgumentType=false
+# A kernel's constexpr arguments are Python's numbers here.
+
 from __future__ import annotations
 
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from crate_kernels import _launch, _register
@@ -27,6 +29,11 @@ def _shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, 
     return cu_seqlens.shape[0] - 1, w.shape[1], max_seqlen, w.shape[0]
 
 
+def _cdiv(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return -(-length // block)
+
+
 def _strides(w: Tensor) -> tuple[int, int, int, int]:
     """Return the strides of batch, head, row and channel; a packed batch has no first."""
     if w.dim() == 4:
@@ -42,7 +49,7 @@ def _row_strides(nheads: int, seqlen: int, total: int, packed: bool) -> tuple[in
 def _tail(length: int, block: int) -> int:
     """Return the smallest tile, a power of two, that covers what blocks of ``block`` leave of a length."""
     rest = length % block
-    return min(max(triton.next_power_of_2(rest), 16), block) if rest else block
+    return min(max(1 << (rest - 1).bit_length(), 16), block) if rest else block
 
 
 def forward(
@@ -72,7 +79,7 @@ def forward(
     packed, padded = cu_seqlens is not None, key_padding_mask is not None
     whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    num_m = max(triton.cdiv(seqlen, block_m), 1)
+    num_m = max(_cdiv(seqlen, block_m), 1)
     sizes = (nheads, seqlen, total, num_m, abs(scale) * LOG2E)
     dims = (w.shape[-1], *parts(w.shape[-1]))
     top = None
@@ -86,7 +93,7 @@ def forward(
             w,
             out,
             lse,
-            key_padding_mask.contiguous() if padded else None,
+            None if key_padding_mask is None else key_padding_mask.contiguous(),
             cu_seqlens,
             seed,
             top,
@@ -144,7 +151,7 @@ def backward(
     config = dict(tables.BACKWARD.config(w.device, w.shape[-1], seqlen, causal, w.dtype))
     derived = bool(config.pop("DERIVED")) and scores and not (causal or padded or select)
     block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
-    num_j, num_m = (max(triton.cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
+    num_j, num_m = (max(_cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
     numbers = _row_strides(nheads, seqlen, total, packed)
     dims = (w.shape[-1], *parts(w.shape[-1]))
     lse = lse.contiguous()
@@ -178,7 +185,7 @@ def backward(
             lse,
             shift,
             extent,
-            key_padding_mask.contiguous() if padded else None,
+            None if key_padding_mask is None else key_padding_mask.contiguous(),
             cu_seqlens,
             seed,
             *_strides(g),
@@ -243,9 +250,9 @@ def decode(
     if out.numel() == 0:
         return out, lse
     config = dict(tables.DECODE.config(w.device, head_dim, new, True, w.dtype))
-    num_m = triton.cdiv(new, config["BLOCK_M"])
+    num_m = _cdiv(new, config["BLOCK_M"])
     processors = config.pop("RESIDENT") * _launch.multiprocessors(w.device)
-    splits = _splits(batch * nheads * num_m, processors, triton.cdiv(bound, config["BLOCK_N"]))
+    splits = _splits(batch * nheads * num_m, processors, _cdiv(bound, config["BLOCK_N"]))
     part = w.new_empty(batch * nheads, splits, new, head_dim, dtype=torch.float32)
     part_lse = w.new_empty(batch * nheads, splits, new, dtype=torch.float32)
     mask = None if key_padding_mask is None else key_padding_mask.contiguous()
@@ -268,7 +275,7 @@ def decode(
             PRECISION=_launch.dot_precision(w.dtype),
             **config,
         )
-        num_m = triton.cdiv(new, _COMBINED_ROWS)
+        num_m = _cdiv(new, _COMBINED_ROWS)
         _mssa_combine_kernel[(batch * nheads * num_m,)](
             part,
             part_lse,

@@ -18,6 +18,9 @@ qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forwa
 SCORES: A w, PRODUCTS: A has g.w in it, SELECT: phi="threshold").
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

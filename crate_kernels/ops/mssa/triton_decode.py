@@ -9,6 +9,9 @@ being right as they grow.
 Positions beyond the capacity are dropped: never written, and seen by no token.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

@@ -17,6 +17,9 @@ In the kernels ``call`` is (mask_ptr, length, head, seed, qk_scale, drop_last, t
 PADDED, DROPOUT, NEGATIVE, PRECISION); NEGATIVE says that qk_scale is the magnitude of a scale below 0.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

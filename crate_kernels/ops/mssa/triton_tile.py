@@ -8,6 +8,9 @@ In the kernels ``at`` is (pointer to a head's first row, stride of rows, stride 
 (head_dim, D0, D1, D2).
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

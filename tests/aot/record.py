@@ -1,0 +1,48 @@
+"""Write what spills into spills.json: ``python -m tests.aot.record [part of a case's name]``.
+
+For a new case, or after spills have shrunk; a larger number than the recorded one is a regression, which this tool
+writes only with ``--grow``.
+"""
+
+import argparse
+import json
+import sys
+
+from tests.aot import exhaustive, harness, test_mssa
+
+
+def cases():
+    """Yield (name, target, call) of every case for which spills are recorded."""
+    for name, (call, targets, strict) in test_mssa.COVERING.items():
+        yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
+    for name, (make, head_dim, dtype, causal) in exhaustive.CALLS.items():
+        strict = exhaustive.strict(head_dim, dtype)
+        call = make(1024, head_dim, dtype, causal=causal)
+        yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", default="")
+    parser.add_argument("--grow", action="store_true", help="write larger numbers too")
+    args = parser.parse_args()
+    recorded, refused = json.loads(harness.RECORDED.read_text()), []
+    for name, target, call in cases():
+        if args.part not in name:
+            continue
+        for kernel in harness.compiled(call, target):
+            key = f"{name} {target} {kernel.name}"
+            if not args.grow and kernel.stack > recorded.get(key, kernel.stack):
+                refused.append(f"{key}: {recorded[key]} recorded, {kernel.stack} now")
+                continue
+            recorded.pop(key, None)
+            if kernel.stack:
+                recorded[key] = kernel.stack
+                print(key, kernel.stack, flush=True)
+            harness.RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+    print("\n".join(refused))
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
