@@ -74,8 +74,8 @@ def test_rows_in_range_take_the_bounded_softmax_and_others_the_online_one(causal
     for w, same in ((near, False), (far, True)):
         online = run(w, tables.FORWARD, BOUNDED=0, WHOLE=0, causal=causal)
         either = run(w, tables.FORWARD, BOUNDED=1, WHOLE=0, causal=causal)
-        rows = slice(None) if not causal else slice(0, 64)  # of the causal form, a block whose rows are far apart
-        assert torch.equal(online[0][:, :, rows], either[0][:, :, rows]) == same
+        # The last row, in a block of its own, is no further than itself from the longest: from all of them.
+        assert torch.equal(online[0][:, :, :64], either[0][:, :, :64]) == same
         torch.testing.assert_close(either, online, rtol=1e-4, atol=1e-4)
 
 
@@ -178,7 +178,7 @@ def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
 
 @pytest.mark.parametrize(
     ("blocks", "processors", "tiles", "expected"),
-    [(106, 132, 100, 1), (1, 132, 1, 1), (1, 132, 100, 86), (12, 132, 64, 11), (48, 264, 1000, 5), (1, 264, 0, 1)],
+    [(106, 132, 100, 1), (1, 132, 1, 1), (1, 132, 100, 85), (12, 132, 64, 10), (48, 264, 1000, 5), (1, 264, 0, 1)],
 )
 def test_sequences_are_split_until_the_device_is_full(blocks, processors, tiles, expected):
     assert launchers._splits(blocks, processors, tiles) == expected
