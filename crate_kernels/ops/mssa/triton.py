@@ -18,7 +18,7 @@ from crate_kernels.ops.mssa import triton_tables as tables
 from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel, _mssa_bwd_shift_kernel
 from crate_kernels.ops.mssa.triton_decode import _mssa_combine_kernel, _mssa_decode_kernel
 from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
-from crate_kernels.ops.mssa.triton_tile import LOG2E, parts
+from crate_kernels.ops.mssa.triton_tile import parts
 
 
 def _shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
@@ -80,7 +80,7 @@ def forward(
     whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     num_m = max(_cdiv(seqlen, block_m), 1)
-    sizes = (nheads, seqlen, total, num_m, abs(scale) * LOG2E)
+    sizes = (nheads, seqlen, total, num_m, abs(scale))
     dims = (w.shape[-1], *parts(w.shape[-1]))
     top = None
     with _launch.guard(w.device):
@@ -192,7 +192,7 @@ def backward(
             *_strides(w),
             *_strides(dw),
             *numbers,
-            *(nheads, seqlen, total, num_j, num_m, abs(scale) * LOG2E),
+            *(nheads, seqlen, total, num_j, num_m, abs(scale)),
             _launch.drop_last(dropout_p) if dropout_p else 0,
             1.0 / (1.0 - dropout_p),
             scale,
@@ -268,7 +268,7 @@ def decode(
             part_lse,
             *_strides(w),
             *_strides(data),
-            *(nheads, new, capacity, num_m, splits, abs(scale) * LOG2E),
+            *(nheads, new, capacity, num_m, splits, abs(scale)),
             *dims,
             PADDED=mask is not None,
             NEGATIVE=scale < 0,

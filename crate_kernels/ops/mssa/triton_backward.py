@@ -1,17 +1,17 @@
 """The backward of subspace attention in Triton: one accumulator, no atomics, bitwise deterministic.
 
-MATH.md's symbols; g is the gradient of out, ``L`` is lse in base 2 and ``shift = delta - dlse``. A program owns BLOCK_J
-rows j of w, as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores, which is
-symmetric, has both directions in it:
+MATH.md's symbols; g is the gradient of out, ``L`` is lse and ``shift = delta - dlse``. A program
+owns BLOCK_J rows j of w, as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores,
+which is symmetric, has both directions in it:
 
-    P_ij = 2^(s_ij - L_i)  j as key of i,        P_ji = 2^(s_ij - L_j)  j as query of i
+    P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
     dw_j = sum_i  P_ij g_i + A_ij w_i,           A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
 
 Five products a tile, 10 seqlen^2 head_dim FLOP a head; dq, dk and dv apart would take seven products. Off the causal
 diagonal one direction exists: four products after it, three before it. Memory gives w, g, out and lse once to
 ``_mssa_bwd_shift_kernel``, and w, g and two numbers a row to the main kernel; it takes dw once.
 
-Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij 2^(L_i - c) 2^(c - L_j)``.
+Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
 
 In the kernels ``rows`` is (where w is, where g is, lse_ptr, shift_ptr), ``call`` is (mask_ptr, length, head, seed,
 qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forward, and ``TERMS`` is (VALUES: P g,
@@ -28,10 +28,9 @@ import triton.language as tl
 
 from crate_kernels import _jit
 from crate_kernels.ops.mssa import triton_tile as tile
-from crate_kernels.ops.mssa.triton_tile import LN2
 
-# In base 2. What underflows on the way is a weight below 2^-62, whatever the factors that follow.
-EXTENT = tl.constexpr(64.0)
+# What underflows on the way is a weight below 2^-62, whatever the factors that follow.
+EXTENT = tl.constexpr(44.0)
 
 
 @triton.jit
@@ -39,12 +38,12 @@ def _numbers(rows, offs, length):
     """Load L and shift of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
     lse = tl.load(rows[2] + offs, mask=offs < length, other=-float("inf"))
     shift = tl.load(rows[3] + offs, mask=offs < length, other=0.0)
-    return tl.where(lse == -float("inf"), float("inf"), lse / LN2), shift
+    return tl.where(lse == -float("inf"), float("inf"), lse), shift
 
 
 @triton.jit
 def _probabilities(s, base, call, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Return 2^(s - base); what is masked may be large, so it is masked before the exponential."""
+    """Return exp(s - base); what is masked may be large, so it is masked before the exponential."""
     mask_ptr, length, _, _, qk_scale, _, _, _, _ = call
     if MASKED:
         allowed = keys < length
@@ -52,9 +51,9 @@ def _probabilities(s, base, call, queries, keys, MASKED: tl.constexpr, FORM: tl.
             allowed = allowed & (tl.load(mask_ptr + keys, mask=allowed, other=0) != 0)
         if FORM[0]:
             allowed = allowed & (keys <= queries)
-        return tl.exp2(tl.where(allowed, s * qk_scale - base, -float("inf")))
+        return tl.exp(tl.where(allowed, s * qk_scale - base, -float("inf")))
     else:
-        return tl.exp2(s * qk_scale - base)
+        return tl.exp(s * qk_scale - base)
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def _tiles(
                 a = -p * shift_i[None, :]
         if QUERY and TERMS[1]:
             if DERIVED:
-                t = p * tl.exp2(l_i - centre)[None, :] * tl.exp2(centre - l_j)[:, None]
+                t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - l_j)[:, None]
             else:
                 t = _probabilities(s, l_j[:, None], call, key_j, key_i, MASKED, FORM)
             if TERMS[2]:
@@ -243,7 +242,7 @@ def _mssa_bwd_shift_kernel(
     PRODUCTS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """Write shift = sum_d g out - dlse of every row, and the least and the largest L of every block of BLOCK_M."""
+    """Write shift = sum_d g out - dlse of every row, and the least and the largest lse of every block of BLOCK_M."""
     DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
     pid = tl.program_id(0)
     head = pid // num_m
@@ -261,7 +260,7 @@ def _mssa_bwd_shift_kernel(
     if HAS_DLSE:
         shift -= tl.load(dlse_ptr + offset + offs_m, mask=mask_m, other=0.0)
     tl.store(shift_ptr + offset + offs_m, shift, mask=mask_m)
-    base = tl.load(lse_ptr + offset + offs_m, mask=mask_m, other=0.0) / LN2
+    base = tl.load(lse_ptr + offset + offs_m, mask=mask_m, other=0.0)
     tl.store(extent_ptr + 2 * pid.to(tl.int64), tl.min(tl.where(mask_m, base, float("inf")), 0))
     tl.store(extent_ptr + 2 * pid.to(tl.int64) + 1, tl.max(tl.where(mask_m, base, -float("inf")), 0))
 

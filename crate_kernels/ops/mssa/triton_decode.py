@@ -19,7 +19,6 @@ import triton.language as tl
 
 from crate_kernels.ops.mssa import triton_tile as tile
 from crate_kernels.ops.mssa.triton_forward import attend_tiles
-from crate_kernels.ops.mssa.triton_tile import LN2
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def _mssa_decode_kernel(
     NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write out and lse (base 2) of some new tokens over one stretch: part (heads, splits, new, HEAD_DIM)."""
+    """Write out and lse of some new tokens over one stretch: part (heads, splits, new, HEAD_DIM)."""
     DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
     CACHED: tl.constexpr = (False, False, False, NEGATIVE, PRECISION)
     CAUSAL: tl.constexpr = (True, False, False, NEGATIVE, PRECISION)
@@ -112,7 +111,7 @@ def _mssa_decode_kernel(
     part = (head64 * splits + split) * new
     part_at = (part_ptr + part * HEAD_DIM, HEAD_DIM, 1)
     tile.store(part_at, tile.scale(acc, 1.0 / tl.where(empty, 1.0, l_i)), offs_m, offs_m < new, DIMS)
-    lse = tl.where(empty, -float("inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i)))
+    lse = tl.where(empty, -float("inf"), m_i + tl.log(tl.where(empty, 1.0, l_i)))
     tl.store(part_lse_ptr + part + offs_m, lse, mask=offs_m < new)
 
 
@@ -157,7 +156,7 @@ def _mssa_combine_kernel(
     acc = tile.zeros(BLOCK_M, DIMS)
     for split in range(splits):
         part = first + split * new
-        share = tl.exp2(tl.load(part_lse_ptr + part + offs_m, mask=mask_m, other=-float("inf")) - base)
+        share = tl.exp(tl.load(part_lse_ptr + part + offs_m, mask=mask_m, other=-float("inf")) - base)
         part_at = (part_ptr + part * HEAD_DIM, HEAD_DIM, 1)
         acc = tile.add(acc, tile.scale(tile.load(part_at, offs_m, mask_m, DIMS), share))
         total += share
@@ -165,7 +164,7 @@ def _mssa_combine_kernel(
     out_at = (out_ptr + batch.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh, stride_os, stride_od)
     tile.store(out_at, tile.scale(acc, 1.0 / tl.where(empty, 1.0, total)), offs_m, mask_m, DIMS)
     if HAS_LSE:
-        lse = tl.where(empty, -float("inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+        lse = tl.where(empty, -float("inf"), base + tl.log(tl.where(empty, 1.0, total)))
         tl.store(lse_ptr + head.to(tl.int64) * new + offs_m, lse, mask=mask_m)
     if h + pid_m == 0:
         length, appended = _room(lengths_ptr, mask_ptr, batch, new, capacity, PADDED)

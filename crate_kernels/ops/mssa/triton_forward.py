@@ -1,17 +1,21 @@
 """The forward of subspace attention in Triton: a tile of w, once on chip, is both key and value.
 
-MATH.md's symbols, in base 2: ``s_ij = scale * log2(e) * w_i . w_j``. A program owns BLOCK_M rows i and walks over
-tiles of BLOCK_N keys j: two products a tile, 4 seqlen^2 head_dim FLOP a head (half of it when causal). Memory gives w
-once, and once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once.
+MATH.md's symbols, ``s_ij = scale * w_i . w_j``. A program owns BLOCK_M rows i and walks over tiles of BLOCK_N keys j:
+two products a tile, 4 seqlen^2 head_dim FLOP a head (half of it when causal). Memory gives w once, and once more to
+``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once.
+
+Scores are not scaled by log2(e), which would save the exponential a multiplication: lse would be rounded there and
+back, and the backward would see large weights of 1 as 1.001 where scores reach thousands.
 
 Two forms of the softmax:
 
 - online: the usual running maximum, with which the accumulator is rescaled;
 - bounded: query and key are one matrix, so for scale > 0 ``s_ij <= n_i + n_j`` with ``n_k = s_kk / 2``, and
   ``n_i + max_j n_j`` bounds row i before any score is known: no maximum, no rescaling. The row's sum is at least
-  ``2^(n_i - max n)``; rows in which that could leave fp32's range take the online form instead.
+  ``exp(n_i - max n)``; rows for which that could leave fp32's range take the online form instead.
 
-In the causal form the maximum of n is over j <= i: no bit of a prefix depends on what comes after it.
+In the causal form the maximum of n is over j <= i, and each row takes its form by itself: no bit of a prefix depends
+on what comes after it.
 
 In the kernels ``call`` is (mask_ptr, length, head, seed, qk_scale, drop_last, threshold) and ``FORM`` is (CAUSAL,
 PADDED, DROPOUT, NEGATIVE, PRECISION); NEGATIVE says that qk_scale is the magnitude of a scale below 0.
@@ -27,10 +31,9 @@ import triton.language as tl
 
 from crate_kernels import _jit
 from crate_kernels.ops.mssa import triton_tile as tile
-from crate_kernels.ops.mssa.triton_tile import LN2
 
-# In base 2: a row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it.
-RANGE = tl.constexpr(80.0)
+# A row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it.
+RANGE = tl.constexpr(55.0)
 
 
 @triton.jit
@@ -77,12 +80,12 @@ def attend_tiles(
         # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
         base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
         if PASS == "online" or PASS == "statistics":
-            shrink = tl.exp2(before - base)
+            shrink = tl.exp(before - base)
             l_i = l_i * shrink
             if PASS == "online":
                 acc = tile.scale(acc, shrink)
         # Where nothing is masked, the scaling is part of the exponent's multiply-add.
-        p = tl.exp2(s - base[:, None]) if MASKED else tl.exp2(s * qk_scale - base[:, None])
+        p = tl.exp((s if MASKED else s * qk_scale) - base[:, None])
         if PASS == "select":
             # Against the sum, not divided by it: a probability equal to the threshold is not above it.
             p = tl.where(p > threshold * l_i[:, None], 1.0, 0.0)
@@ -131,6 +134,16 @@ def _norms(w, qk_scale):
 
 
 @triton.jit
+def _finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
+    """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf."""
+    acc, m_i, l_i = state
+    empty = l_i == 0.0
+    sums = tl.where(empty, 1.0, l_i)
+    tile.store(out_at, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
+    tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
+
+
+@triton.jit
 def _rows(
     at,
     out_at,
@@ -163,24 +176,30 @@ def _rows(
             # Over the block's own rows up to each: prefixes must not depend on later rows.
             own = tl.arange(0, BLOCK_M)
             top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
-        if tl.max(tl.where(mask_m, top - n_m, 0.0), 0) <= RANGE:
-            bounded = (state[0], n_m + top, l_i)
-            acc, m_i, l_i = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+        far = mask_m & (top - n_m > RANGE)
+        some = tl.max(far.to(tl.int32), 0) > 0
+        bounded = (state[0], n_m + top, l_i)
+        if FORM[0]:
+            bounded = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+            _finish(bounded, out_at, lse_ptr, offs_m, mask_m & (far == 0), factor, DIMS)
+            if some:
+                state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+                _finish(state, out_at, lse_ptr, offs_m, far, factor, DIMS)
         else:
-            acc, m_i, l_i = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+            if some:
+                state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+            else:
+                state = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+            _finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
     elif SOFTMAX == "threshold":
         state = _walk(state, w_m, at, call, start_m, "statistics", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
         acc, m_i, l_i = _walk(state, w_m, at, call, start_m, "select", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+        # What _finish divides by the sum is to be weights of ``threshold``.
+        state = (tile.scale(acc, l_i * call[6]), m_i, l_i)
+        _finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
     else:
-        acc, m_i, l_i = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-    empty = l_i == 0.0
-    if SOFTMAX == "threshold":
-        share = tl.zeros((BLOCK_M,), tl.float32) + factor * call[6]
-    else:
-        share = factor / tl.where(empty, 1.0, l_i)
-    tile.store(out_at, tile.scale(acc, share), offs_m, mask_m, DIMS)
-    lse = tl.where(empty, -float("inf"), (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * LN2)
-    tl.store(lse_ptr + offs_m, lse, mask=mask_m)
+        state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+        _finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
 
 
 @triton.jit

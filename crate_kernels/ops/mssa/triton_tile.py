@@ -16,9 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(1 / LOG2E)
-
 
 def parts(head_dim: int) -> tuple[int, int, int]:
     """Split head_dim, padded to a multiple of 16 (of 32 above 128), into at most three powers of two.
