@@ -77,7 +77,7 @@ def test_rows_in_range_take_the_bounded_softmax_and_others_the_online_one(causal
         either = run(w, tables.FORWARD, BOUNDED=1, WHOLE=0, causal=causal)
         # In the causal form a row takes its form by itself, and the first ones are not far from the largest before.
         assert torch.equal(online[0][:, :, 16:], either[0][:, :, 16:]) == same
-        torch.testing.assert_close(either, online, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(either[:2], online[:2], rtol=1e-4, atol=1e-4)
 
 
 def test_distant_normalisers_take_a_second_exponential():

@@ -241,6 +241,7 @@ def _mssa_bwd_shift_kernel(
     PACKED: tl.constexpr,
     PRODUCTS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Write shift = sum_d g out - dlse of every row, and the least and the largest lse of every block of BLOCK_M."""
     DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
@@ -256,7 +257,11 @@ def _mssa_bwd_shift_kernel(
     if PRODUCTS:
         g_at = (g_ptr + batch64 * stride_gb + h64 * stride_gh + start64 * stride_gs, stride_gs, stride_gd)
         out_at = (out_ptr + batch64 * stride_ob + h64 * stride_oh + start64 * stride_os, stride_os, stride_od)
-        shift = tile.row_products(tile.load(g_at, offs_m, mask_m, DIMS), tile.load(out_at, offs_m, mask_m, DIMS))
+        # The diagonal of a product as the main kernel makes them, not a sum in an order of its own: where a weight is
+        # near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
+        s = tile.products(tile.load(g_at, offs_m, mask_m, DIMS), tile.load(out_at, offs_m, mask_m, DIMS), PRECISION)
+        own = tl.arange(0, BLOCK_M)
+        shift = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
     if HAS_DLSE:
         shift -= tl.load(dlse_ptr + offset + offs_m, mask=mask_m, other=0.0)
     tl.store(shift_ptr + offset + offs_m, shift, mask=mask_m)
