@@ -138,7 +138,7 @@ def _finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
     """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf."""
     acc, m_i, l_i = state
     empty = l_i == 0.0
-    sums = tl.where(empty, 1.0, l_i)
+    sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # rows of no concern may have a sum too small to divide by
     tile.store(out_at, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
     tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
 

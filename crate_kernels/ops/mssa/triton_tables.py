@@ -16,7 +16,7 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
 
 
 _FORWARD_AMPERE = (
-    Row(_forward(64, 64, 4, 2, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 64, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
     Row(_forward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_forward(64, 32, 8, 2), half=True),
@@ -26,11 +26,11 @@ _FORWARD_AMPERE = (
 )
 _FORWARD_HOPPER = (
     Row(_forward(64, 64, 4, 2, whole=1), head_dim=64, seqlen=256, half=True),
-    Row(_forward(128, 64, 4, 3), head_dim=64, causal=True, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
     Row(_forward(128, 128, 8, 2), head_dim=128, half=True),
-    Row(_forward(128, 64, 8, 2), half=True),
+    Row(_forward(128, 64, 8, 2, bounded=0), half=True),
     *_FORWARD_AMPERE[4:],
 )
 FORWARD = Table(
