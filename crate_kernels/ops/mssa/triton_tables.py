@@ -28,8 +28,7 @@ _FORWARD_HOPPER = (
     Row(_forward(64, 64, 4, 2, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
-    Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
-    Row(_forward(128, 128, 8, 2), head_dim=128, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
     Row(_forward(128, 64, 8, 2, bounded=0), half=True),
     *_FORWARD_AMPERE[4:],
 )
