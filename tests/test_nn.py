@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import crate_kernels.nn
+import crate_kernels.nn.attention
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalTSSA, OvercompleteISTA
 from crate_kernels.ops.mssa import SubspaceCache
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
@@ -162,13 +162,13 @@ def test_backend_reaches_the_operator(name):
 )
 def test_projection_is_hooked_and_never_copied(make, projection, operator, monkeypatch):
     module, seen = make(), {}
-    real = getattr(crate_kernels.nn, operator)
+    real = getattr(crate_kernels.nn.attention, operator)
 
     def spy(w, *args, **options):
         seen["w"], seen["out"] = w, real(w, *args, **options)
         return seen["out"]
 
-    monkeypatch.setattr(crate_kernels.nn, operator, spy)
+    monkeypatch.setattr(crate_kernels.nn.attention, operator, spy)
     getattr(module, projection).register_forward_hook(lambda m, args, out: seen.__setitem__("projected", out))
     module(tokens(dtype=torch.float32))
     assert seen["w"].shape == (2, HEADS, SEQLEN, HEAD_DIM)
@@ -184,7 +184,9 @@ def test_dropout_follows_its_own_mode(name, monkeypatch):
         "causal-tssa": ("tssa", {"dropout": 0.25}),
     }[name]
     rates = []
-    monkeypatch.setattr(crate_kernels.nn, operator, lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w)
+    monkeypatch.setattr(
+        crate_kernels.nn.attention, operator, lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w
+    )
     module, x = MODULES[name](**drop), tokens(dtype=torch.float32)
     module(x)
     module.eval()(x)

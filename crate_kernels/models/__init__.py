@@ -1,24 +1,26 @@
 """Reference models: every published size by name, and published checkpoints.
 
-A family is a module with ``SIZES`` (name -> frozen config), ``Config`` and ``Model``.
+A family is a module with ``SIZES`` (name -> frozen config), ``Config``, ``Model`` and ``SYSTEMS`` (name ->
+how its published checkpoints are read).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import _official, crate
+from crate_kernels.models import _modules, _official, crate
 from crate_kernels.models.crate import CRATE, CRATEConfig
 
 __all__ = ["CRATE", "CRATEConfig", "create", "from_official", "names"]
 
-_FAMILIES: dict[str, ModuleType] = {"crate": crate}
-_OWNERS = {name: family for family in _FAMILIES.values() for name in family.SIZES}
+_FAMILIES: tuple[ModuleType, ...] = (crate,)
+_OWNERS = {name: family for family in _FAMILIES for name in family.SIZES}
+_SYSTEMS = {name: system for room in (*_FAMILIES, _modules) for name, system in room.SYSTEMS.items()}
 
 
 def names() -> tuple[str, ...]:
@@ -43,7 +45,7 @@ def create(name: str, **overrides: Any) -> nn.Module:
     if name not in _OWNERS:
         raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
     family = _OWNERS[name]
-    overrides = _official.settings("create", family.Config, overrides, whole=False)
+    overrides = _official.arguments("create", overrides, [field.name for field in fields(family.Config)])
     return family.Model(replace(family.SIZES[name], **overrides))
 
 
@@ -51,7 +53,8 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
-        system: which system; now ``"crate"``.
+        system: which system: a model (``"crate"``), or an attention module on its own (``"tssa_attention"``,
+            ``"tssa_causal_attention"``).
         state_dict: the checkpoint, as ``torch.load`` gives it: weights nested under ``state_dict``,
             ``model`` or ``model_ema``, and names prefixed by ``module.`` or ``_orig_mod.``, are understood.
             It is not changed, and nothing is shared with it.
@@ -66,8 +69,6 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
             them listed.
         TypeError: an argument of the wrong type.
     """
-    if system not in _FAMILIES:
-        raise ValueError(f"from_official: system must be one of {', '.join(_FAMILIES)}, got {system!r}")
-    family = _FAMILIES[system]
-    settings = _official.settings("from_official", family.Config, config, whole=True)
-    return _official.load(system, family.Model(family.Config(**settings)), state_dict)
+    if system not in _SYSTEMS:
+        raise ValueError(f"from_official: system must be one of {', '.join(_SYSTEMS)}, got {system!r}")
+    return _SYSTEMS[system].load(system, state_dict, config)

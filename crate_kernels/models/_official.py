@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -13,6 +13,59 @@ _NESTS = ("state_dict", "model", "model_ema")
 _PREFIXES = ("module.", "_orig_mod.")
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class System:
+    """A published system: which of our modules it is, and how to read its arguments and weights.
+
+    Attributes:
+        known: the arguments that may be given: those of the published class, and our own choices.
+        required: those of them that must be.
+        build: from the arguments to our module.
+        only: arguments of the published class that have one value here; another value is an error.
+        ignored: arguments of the published class that change nothing here.
+        weights: from the published weights, under their bare names, to ours; the same by default.
+    """
+
+    known: Collection[str]
+    required: Collection[str]
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Collection[str] = ()
+    weights: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def load(self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
+        """Build the module of ``config`` and load ``state_dict`` into it, strictly."""
+        given = arguments("from_official", config, (*self.known, *self.only, *self.ignored), self.required)
+        for key, value in self.only.items():
+            if given.pop(key, value) != value:
+                raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
+        weights = self.weights(unwrap(state_dict))
+        return load(name, self.build({k: v for k, v in given.items() if k not in self.ignored}), weights)
+
+
+def family(
+    config_class: type,
+    model_class: Callable[[Any], nn.Module],
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> System:
+    """Describe a system whose arguments are the fields of a config.
+
+    Args:
+        config_class: a dataclass; its fields are the arguments, those without a default are required.
+        model_class: takes the config.
+        fixed: fields that the system itself decides, which cannot be given.
+        **options: ``only``, ``ignored`` and ``weights`` of ``System``.
+    """
+    fixed = fixed or {}
+    known = [f for f in fields(config_class) if f.name not in fixed]
+    required = [f.name for f in known if f.default is MISSING]
+    return System(
+        [f.name for f in known], required, lambda given: model_class(config_class(**given, **fixed)), **options
+    )
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,14 +96,13 @@ def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
-def load(system: str, model: Model, state_dict: Mapping[str, Any]) -> Model:
-    """Copy a published checkpoint into ``model``, strictly.
+def load(system: str, model: Model, given: Mapping[str, Any]) -> Model:
+    """Copy weights under their bare names into ``model``, strictly.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping.
         ValueError: keys are missing, unexpected or of another shape; the message lists them all.
     """
-    given, wanted = unwrap(state_dict), model.state_dict()
+    wanted = model.state_dict()
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in wanted]
     for name, expected in wanted.items():
@@ -66,15 +118,16 @@ def load(system: str, model: Model, state_dict: Mapping[str, Any]) -> Model:
     return model
 
 
-def settings(owner: str, config_class: type, given: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """Return ``given`` as fields of a config class, all required ones if ``whole``, or say what is wrong."""
+def arguments(
+    owner: str, given: Mapping[str, Any], known: Collection[str], required: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return ``given`` as a dict of known arguments, all required ones among them, or say what is wrong."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{owner}: config must be a mapping, got {type(given).__name__}")
-    known = [field.name for field in fields(config_class)]
     unknown = [str(name) for name in given if name not in known]
     if unknown:
         raise ValueError(f"{owner}: arguments must be among {', '.join(known)}; got {', '.join(unknown)}")
-    lacking = [f.name for f in fields(config_class) if f.default is MISSING and f.name not in given]
-    if whole and lacking:
+    lacking = [name for name in required if name not in given]
+    if lacking:
         raise ValueError(f"{owner}: config must give {', '.join(lacking)}")
     return dict(given)

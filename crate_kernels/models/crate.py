@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crate_kernels import _checks
+from crate_kernels.models import _official
 from crate_kernels.nn import ISTA, MSSA
 
-__all__ = ["CRATE", "SIZES", "CRATEConfig", "RateGradientStep"]
+__all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
 
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
@@ -311,3 +312,4 @@ class CRATE(nn.Module):
 
 
 Config, Model = CRATEConfig, CRATE
+SYSTEMS = {"crate": _official.family(Config, Model)}

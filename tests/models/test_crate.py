@@ -272,7 +272,7 @@ def official(system="crate", state=None, config=None):
 BAD = {
     "size": (lambda: models.create("crate_huge"), ValueError, "create: name must be one of crate_tiny, .*'crate_huge'"),
     "override": (lambda: models.create("crate_tiny", width=3), ValueError, "create: arguments must be among .*; got w"),
-    "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, got 'vit'"),
+    "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, .*got 'vit'"),
     "config": (lambda: official(config={**PUBLISHED, "mlp": 4}), ValueError, "from_official: arguments .*; got mlp"),
     "config-short": (lambda: official(config={"dim": 24}), ValueError, "config must give depth, heads$"),
     "config-type": (lambda: official(config=[1]), TypeError, "from_official: config must be a mapping, got list"),

@@ -1,9 +1,4 @@
-"""The operators as modules: parameters under their published names and one public call each.
-
-The projection always runs as a submodule, so that forward hooks on it see what they saw in the
-published code, and the heads are a strided view of its output: nothing is copied on the way in or out.
-Constructors raise ValueError or TypeError for a size, number or name that cannot be.
-"""
+"""Attention modules: subspace (MSSA) and token-statistics (TSSA, CausalTSSA)."""
 
 from __future__ import annotations
 
@@ -11,27 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.ops.ista import ista, ista_overcomplete
+from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
-__all__ = ["ISTA", "MSSA", "TSSA", "CausalTSSA", "OvercompleteISTA"]
-
-
-def _tokens(owner: str, x: Tensor, dim: int) -> None:
-    """Require (batch, seqlen, dim) tokens: Linear would take other ranks and fail far from here."""
-    if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"{owner}: x must be (batch, seqlen, dim={dim}), got {tuple(x.shape)}")
-
-
-def _split(projected: Tensor, heads: int) -> Tensor:
-    """View (batch, seqlen, heads * head_dim) as (batch, heads, seqlen, head_dim)."""
-    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _merge(out: Tensor) -> Tensor:
-    """View (batch, heads, seqlen, head_dim) as (batch, seqlen, heads * head_dim)."""
-    return out.transpose(1, 2).flatten(2)
+__all__ = ["MSSA", "TSSA", "CausalTSSA"]
 
 
 class MSSA(nn.Module):
@@ -117,11 +96,11 @@ class MSSA(nn.Module):
         Returns:
             (batch, seqlen, dim), or what was asked for instead.
         """
-        _tokens("MSSA", x, self.dim)
+        _heads.tokens("MSSA", x, self.dim)
         projected = self.qkv(x)
         if return_key:
             return projected
-        w = _split(projected, self.heads)
+        w = _heads.split(projected, self.heads)
         if return_attention:
             if cache is not None:
                 raise ValueError("MSSA: return_attention must be False with a cache")
@@ -137,7 +116,7 @@ class MSSA(nn.Module):
             cache=cache,
             backend=self.backend,
         )
-        out = _merge(out)
+        out = _heads.merge(out)
         if self.tied:
             out = self.gamma * (out @ self.qkv.weight)
         return self.to_out(out)
@@ -212,15 +191,15 @@ class TSSA(nn.Module):
         Returns:
             (batch, seqlen, dim).
         """
-        _tokens("TSSA", x, self.dim)
+        _heads.tokens("TSSA", x, self.dim)
         out = tssa(
-            _split(self.qkv(x), self.heads),
+            _heads.split(self.qkv(x), self.heads),
             self.temp,
             dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
             key_padding_mask=key_padding_mask,
             backend=self.backend,
         )
-        return self.to_out(_merge(out))
+        return self.to_out(_heads.merge(out))
 
 
 class CausalTSSA(nn.Module):
@@ -278,9 +257,9 @@ class CausalTSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
-        _tokens("CausalTSSA", x, self.n_embd)
+        _heads.tokens("CausalTSSA", x, self.n_embd)
         out = tssa(
-            _split(self.c_attn(x), self.n_head),
+            _heads.split(self.c_attn(x), self.n_head),
             self.temp,
             causal=True,
             denom_bias=self.denom_bias,
@@ -289,106 +268,4 @@ class CausalTSSA(nn.Module):
             cache=cache,
             backend=self.backend,
         )
-        return self.resid_dropout(self.c_proj(_merge(out)))
-
-
-class ISTA(nn.Module):
-    """Take one proximal step of sparse coding against a square dictionary.
-
-    With D the ``weight`` acting on tokens (CRATE, Yu et al. 2023, arXiv 2306.01129):
-
-    - ``prox="nonnegative"``, published: ``relu(x + step_size D^T(x - D x) - step_size lambd)``.
-    - ``prox="soft"``: the same step with the two-sided soft threshold (Eq. 116-117).
-    - ``prox="mm"``, majorisation-minimisation: ``relu((1 + 4/(9(1+alpha))) D^T x - 4 lambd/(9 alpha))``
-      (Eq. 92).
-
-    Parameters: ``weight`` (dim, dim). ``step_size`` and ``lambd`` are plain floats and not in checkpoints.
-
-    Args:
-        dim: width of a token.
-        step_size: of the gradient step; unused by ``"mm"``. Default 0.1.
-        lambd: weight of the l1 norm; default 0.1 (CRATE-MAE 0.5).
-        prox: which step; default ``"nonnegative"``.
-        alpha: dim / (N eps^2) of ``"mm"``; default 1, which is eps^2 = dim / N.
-        backend: as in ``crate_kernels.ista``; default None, the best available.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        *,
-        step_size: float = 0.1,
-        lambd: float = 0.1,
-        prox: str = "nonnegative",
-        alpha: float = 1.0,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        if prox not in ("nonnegative", "soft", "mm"):
-            raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
-        if _checks.number("ISTA", "alpha", alpha) <= 0:
-            raise ValueError(f"ISTA: alpha must be > 0, got {alpha}")
-        self.step_size = _checks.number("ISTA", "step_size", step_size)
-        self.lambd = _checks.number("ISTA", "lambd", lambd)
-        self.prox = prox
-        self.alpha = float(alpha)
-        self.backend = backend
-        _checks.integer("ISTA", "dim", dim, minimum=1)
-        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the next code of ``x`` (..., dim), same shape."""
-        if self.prox == "mm":
-            grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
-            return torch.relu(grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha))
-        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
-        return ista(x, self.weight, nonnegative=self.prox == "nonnegative", **options)
-
-
-class OvercompleteISTA(nn.Module):
-    """Code a token in an overcomplete dictionary by a few proximal steps, then decode it.
-
-    From ``z_0 = 0``, ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)`` ``steps`` times, and the
-    output is ``D1 z`` (CRATE-alpha, Yang et al. 2024, arXiv 2405.20299). The residual is the block's.
-
-    Parameters: ``D`` (dim, hidden) and, unless tied, the decoder ``D1`` (dim, hidden).
-
-    Args:
-        dim: width of a token.
-        hidden: number of atoms; default ``4 * dim``.
-        steps: number of proximal steps; default 2.
-        tied: whether the decoder is ``D`` itself; default False.
-        step_size: default 0.1.
-        lambd: default 0.1.
-        backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int | None = None,
-        steps: int = 2,
-        tied: bool = False,
-        *,
-        step_size: float = 0.1,
-        lambd: float = 0.1,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        _checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
-        atoms = _checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
-        self.steps = _checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
-        self.step_size = _checks.number("OvercompleteISTA", "step_size", step_size)
-        self.lambd = _checks.number("OvercompleteISTA", "lambd", lambd)
-        self.backend = backend
-        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
-        self.D1: nn.Parameter | None
-        if _checks.flag("OvercompleteISTA", "tied", tied):
-            self.register_parameter("D1", None)
-        else:
-            self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the decoded code of ``x`` (..., dim), same shape."""
-        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
-        return ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options)
+        return self.resid_dropout(self.c_proj(_heads.merge(out)))
