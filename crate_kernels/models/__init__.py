@@ -6,17 +6,19 @@ how its published checkpoints are read).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import _modules, _official, crate
+from crate_kernels.models import _modules, _official, _pretrained, crate
 from crate_kernels.models.crate import CRATE, CRATEConfig
 
-__all__ = ["CRATE", "CRATEConfig", "create", "from_official", "names"]
+__all__ = ["CRATE", "CRATEConfig", "create", "from_official", "from_pretrained", "names"]
 
 _FAMILIES: tuple[ModuleType, ...] = (crate,)
 _OWNERS = {name: family for family in _FAMILIES for name in family.SIZES}
@@ -47,6 +49,28 @@ def create(name: str, **overrides: Any) -> nn.Module:
     family = _OWNERS[name]
     overrides = _official.arguments("create", overrides, [field.name for field in fields(family.Config)])
     return family.Model(replace(family.SIZES[name], **overrides))
+
+
+def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Module:
+    """Build the model that a ``save_pretrained`` wrote, of whichever class it was.
+
+    Args:
+        folder: where it is.
+        **overrides: fields of its config to change, such as ``backend`` or ``dropout``.
+
+    Returns:
+        The model, on torch's default device.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        FileNotFoundError: the folder lacks a file.
+        ValueError: a config that is of no model here or cannot be, or weights that do not fit it.
+    """
+    name, _ = _pretrained.read_config(Path(folder))
+    classes = {family.Model.__name__: family.Model for family in _FAMILIES}
+    if name not in classes:
+        raise ValueError(f"from_pretrained: model_type must be one of {', '.join(classes)}, got {name!r}")
+    return classes[name].from_pretrained(folder, **overrides)
 
 
 def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:

@@ -26,6 +26,7 @@ class System:
         only: arguments of the published class that have one value here; another value is an error.
         ignored: arguments of the published class that change nothing here.
         weights: from the published weights, under their bare names, to ours; the same by default.
+        implied: arguments that the published weights decide, from their bare names.
     """
 
     known: Collection[str]
@@ -34,6 +35,7 @@ class System:
     only: Mapping[str, Any] = field(default_factory=dict)
     ignored: Collection[str] = ()
     weights: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    implied: Callable[[dict[str, Any]], dict[str, Any]] = lambda bare: {}
 
     def load(self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
         """Build the module of ``config`` and load ``state_dict`` into it, strictly."""
@@ -41,8 +43,9 @@ class System:
         for key, value in self.only.items():
             if given.pop(key, value) != value:
                 raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
-        weights = self.weights(unwrap(state_dict))
-        return load(name, self.build({k: v for k, v in given.items() if k not in self.ignored}), weights)
+        bare = unwrap(state_dict)
+        settings = {**self.implied(bare), **{k: v for k, v in given.items() if k not in self.ignored}}
+        return load(name, self.build(settings), self.weights(bare))
 
 
 def family(
@@ -58,7 +61,7 @@ def family(
         config_class: a dataclass; its fields are the arguments, those without a default are required.
         model_class: takes the config.
         fixed: fields that the system itself decides, which cannot be given.
-        **options: ``only``, ``ignored`` and ``weights`` of ``System``.
+        **options: ``only``, ``ignored``, ``weights`` and ``implied`` of ``System``.
     """
     fixed = fixed or {}
     known = [f for f in fields(config_class) if f.name not in fixed]
@@ -96,7 +99,7 @@ def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
-def load(system: str, model: Model, given: Mapping[str, Any]) -> Model:
+def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
     """Copy weights under their bare names into ``model``, strictly.
 
     Raises:
@@ -113,7 +116,7 @@ def load(system: str, model: Model, given: Mapping[str, Any]) -> Model:
             faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
     if faults:
         listed = "\n  ".join(faults)
-        raise ValueError(f"from_official: state_dict does not fit the {system} of this config:\n  {listed}")
+        raise ValueError(f"{owner}: state_dict does not fit the {system} of this config:\n  {listed}")
     model.load_state_dict(given)
     return model
 
