@@ -15,12 +15,28 @@ from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import _modules, _official, _pretrained, crate
+from crate_kernels.models import _modules, _official, _pretrained, crate, crate_alpha, crate_mae, tost
 from crate_kernels.models.crate import CRATE, CRATEConfig
+from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
+from crate_kernels.models.crate_mae import CRATEMAE, CRATEMAEConfig
+from crate_kernels.models.tost import ToST, ToSTConfig
 
-__all__ = ["CRATE", "CRATEConfig", "create", "from_official", "from_pretrained", "names"]
+__all__ = [
+    "CRATE",
+    "CRATEMAE",
+    "CRATEAlpha",
+    "CRATEAlphaConfig",
+    "CRATEConfig",
+    "CRATEMAEConfig",
+    "ToST",
+    "ToSTConfig",
+    "create",
+    "from_official",
+    "from_pretrained",
+    "names",
+]
 
-_FAMILIES: tuple[ModuleType, ...] = (crate,)
+_FAMILIES: tuple[ModuleType, ...] = (crate, crate_alpha, crate_mae, tost)
 _OWNERS = {name: family for family in _FAMILIES for name in family.SIZES}
 _SYSTEMS = {name: system for room in (*_FAMILIES, _modules) for name, system in room.SYSTEMS.items()}
 

@@ -26,20 +26,22 @@ class ReferenceModel(nn.Module):
     """
 
     config_class: type
+    decays_vectors = False  # whether published training decays biases and norms too
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters of two or more dimensions that published training does not decay."""
+        """Name the parameters, beside vectors, that published training does not decay."""
         return set()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Sort the trainable parameters into two groups for an optimiser: decayed, and not.
 
-        Not decayed are vectors (biases, norms, layer scales) and what ``no_weight_decay`` names; a
-        parameter with two names, as a tied head, is in one group once.
+        Not decayed are vectors (biases, norms, layer scales), except in CRATE, whose published training
+        decays all, and what ``no_weight_decay`` names. A parameter with two names, as a tied head, is there
+        once.
 
         Args:
             weight_decay: of the first group, at least 0.
@@ -52,7 +54,8 @@ class ReferenceModel(nn.Module):
         decayed, plain = [], []
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
-                (plain if parameter.dim() < 2 or name in kept else decayed).append(parameter)
+                vector = parameter.dim() < 2 and not self.decays_vectors
+                (plain if vector or name in kept else decayed).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,8 +77,9 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
     name, config = read_config(folder)
     if name != model_class.__name__:
         raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
-    known = [field.name for field in fields(model_class.config_class)]
-    config = _official.arguments("from_pretrained", {**config, **overrides}, known)
+    known = fields(model_class.config_class)
+    required = [field.name for field in known if field.default is MISSING]
+    config = _official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS}")
     model = model_class(model_class.config_class(**config))

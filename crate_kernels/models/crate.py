@@ -222,6 +222,7 @@ class CRATE(ReferenceModel):
     """
 
     config_class = CRATEConfig
+    decays_vectors = True
 
     def __init__(self, config: CRATEConfig) -> None:
         super().__init__(config)
