@@ -15,28 +15,44 @@ from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import _modules, _official, _pretrained, crate, crate_alpha, crate_mae, tost
+from crate_kernels.models import (
+    _modules,
+    _official,
+    _pretrained,
+    crate,
+    crate_alpha,
+    crate_lm,
+    crate_mae,
+    tost,
+    tost_lm,
+)
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
+from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
 from crate_kernels.models.crate_mae import CRATEMAE, CRATEMAEConfig
 from crate_kernels.models.tost import ToST, ToSTConfig
+from crate_kernels.models.tost_lm import ToSTLM, ToSTLMConfig
 
 __all__ = [
     "CRATE",
+    "CRATELM",
     "CRATEMAE",
     "CRATEAlpha",
     "CRATEAlphaConfig",
     "CRATEConfig",
+    "CRATELMConfig",
     "CRATEMAEConfig",
     "ToST",
     "ToSTConfig",
+    "ToSTLM",
+    "ToSTLMConfig",
     "create",
     "from_official",
     "from_pretrained",
     "names",
 ]
 
-_FAMILIES: tuple[ModuleType, ...] = (crate, crate_alpha, crate_mae, tost)
+_FAMILIES: tuple[ModuleType, ...] = (crate, crate_alpha, crate_mae, tost, crate_lm, tost_lm)
 _OWNERS = {name: family for family in _FAMILIES for name in family.SIZES}
 _SYSTEMS = {name: system for room in (*_FAMILIES, _modules) for name, system in room.SYSTEMS.items()}
 
@@ -62,7 +78,7 @@ def create(name: str, **overrides: Any) -> nn.Module:
     """
     if name not in _OWNERS:
         raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
-    family = _OWNERS[name]
+    family: Any = _OWNERS[name]
     overrides = _official.arguments("create", overrides, [field.name for field in fields(family.Config)])
     return family.Model(replace(family.SIZES[name], **overrides))
 
@@ -93,8 +109,9 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
-        system: which system: a model (``"crate"``), or an attention module on its own (``"tssa_attention"``,
-            ``"tssa_causal_attention"``).
+        system: which system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, ``"tost_vision"``,
+            ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or an attention module on its own
+            (``"tssa_attention"``, ``"tssa_causal_attention"``).
         state_dict: the checkpoint, as ``torch.load`` gives it: weights nested under ``state_dict``,
             ``model`` or ``model_ema``, and names prefixed by ``module.`` or ``_orig_mod.``, are understood.
             It is not changed, and nothing is shared with it.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 # Where training scripts put the weights in a checkpoint, and what parallel and compiled wrappers prepend.
@@ -99,13 +100,24 @@ def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in the state_dict to the first name of its tensor: a tied head has two."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def same(value: Tensor, other: Any) -> bool:
+    """Whether two entries of a checkpoint are equal."""
+    return value is other or (isinstance(other, Tensor) and torch.equal(value.to(other.device), other))
+
+
 def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
     """Copy weights under their bare names into ``model``, strictly.
 
     Raises:
         ValueError: keys are missing, unexpected or of another shape; the message lists them all.
     """
-    wanted = model.state_dict()
+    wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in wanted]
     for name, expected in wanted.items():
@@ -114,6 +126,8 @@ def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from
             faults.append(f"{name} must be a Tensor, got {type(value).__name__}")
         elif value.shape != expected.shape:
             faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
+        elif name != first[name] and not same(value, given.get(first[name])):
+            faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:
         listed = "\n  ".join(faults)
         raise ValueError(f"{owner}: state_dict does not fit the {system} of this config:\n  {listed}")

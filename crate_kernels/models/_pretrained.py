@@ -40,18 +40,12 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _first_names(model: ReferenceModel) -> dict[str, str]:
-    """Map each name in the state_dict to the first name of its tensor: a tied head has two."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
-
-
 def save(model: ReferenceModel, folder: Path) -> Path:
     """Write a model; ``backend`` is left out, since the next machine may have a better one."""
     library = _safetensors("save_pretrained")
     config = {name: value for name, value in asdict(model.config).items() if name != "backend"}
     folder.mkdir(parents=True, exist_ok=True)
-    first = _first_names(model)
+    first = _official.first_names(model)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if first[name] == name}
     _whole(folder / WEIGHTS, lambda path: library.save_file(state, path, {"format": "pt"}))
     text = json.dumps({_TYPE: type(model).__name__, **config}, indent=2) + "\n"
@@ -84,5 +78,5 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
         raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS}")
     model = model_class(model_class.config_class(**config))
     state = library.load_file(folder / WEIGHTS)
-    tied = {name: state[first] for name, first in _first_names(model).items() if first in state}
+    tied = {name: state[first] for name, first in _official.first_names(model).items() if first in state}
     return _official.load(name, model, {**state, **tied}, owner="from_pretrained")

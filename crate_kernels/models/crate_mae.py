@@ -262,7 +262,7 @@ class CRATEMAE(ReferenceModel):
 
     def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:
         """Return the mean squared error over removed patches; 0 where none is, where published code gives NaN."""
-        wide = torch.promote_types(pred.dtype, torch.float32)  # a half-precision sum cannot even count the patches
+        wide = torch.promote_types(pred.dtype, torch.float32)  # a half-precision mean keeps 3 digits
         target, pred, mask = self.patchify(imgs).to(wide), pred.to(wide), mask.to(wide)
         if self.config.norm_pix_loss:
             target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()

@@ -5,7 +5,8 @@ published code, and the heads are a strided view of its output: nothing is copie
 Constructors raise ValueError or TypeError for a size, number or name that cannot be.
 """
 
-from crate_kernels.nn.attention import MSSA, TSSA, CausalTSSA
+from crate_kernels.nn.attention import MSSA, TSSA
+from crate_kernels.nn.causal import CausalMSSA, CausalTSSA
 from crate_kernels.nn.sparse import ISTA, OvercompleteISTA
 
-__all__ = ["ISTA", "MSSA", "TSSA", "CausalTSSA", "OvercompleteISTA"]
+__all__ = ["ISTA", "MSSA", "TSSA", "CausalMSSA", "CausalTSSA", "OvercompleteISTA"]

@@ -1,4 +1,4 @@
-"""Attention modules: subspace (MSSA) and token-statistics (TSSA, CausalTSSA)."""
+"""Attention modules of the image models: subspace (MSSA) and token-statistics (TSSA)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from crate_kernels import _checks
 from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
-from crate_kernels.ops.tssa import TokenStatsCache, tssa
+from crate_kernels.ops.tssa import tssa
 
-__all__ = ["MSSA", "TSSA", "CausalTSSA"]
+__all__ = ["MSSA", "TSSA"]
 
 
 class MSSA(nn.Module):
@@ -200,72 +200,3 @@ class TSSA(nn.Module):
             backend=self.backend,
         )
         return self.to_out(_heads.merge(out))
-
-
-class CausalTSSA(nn.Module):
-    """Token-statistics attention whose sums run over earlier tokens: the language form.
-
-    Not a mask on the vision form: the normalisation is a running one and a learned ``denom_bias`` of the
-    position enters it (ToST, Wu et al. 2024, arXiv 2412.17810; its language code).
-
-    Parameters: ``c_attn.weight`` (n_embd, n_embd), ``c_proj.weight`` (n_embd, n_embd), a ``.bias`` of each if
-    asked for, ``temp`` (n_head, 1), ``denom_bias`` (n_head, block_size, 1).
-
-    Args:
-        n_embd: width of a token, a multiple of ``n_head``.
-        n_head: number of subspaces.
-        block_size: longest sequence.
-        bias: whether both projections have a bias; default True, False in the published models.
-        dropout: rate on ``1 / (1 + M)`` and on the output; default 0.
-        backend: as in ``crate_kernels.tssa``; default None, the best available.
-    """
-
-    def __init__(
-        self,
-        n_embd: int,
-        n_head: int,
-        block_size: int,
-        bias: bool = True,
-        dropout: float = 0.0,
-        *,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.n_embd = _checks.integer("CausalTSSA", "n_embd", n_embd, minimum=1)
-        self.n_head = _checks.integer("CausalTSSA", "n_head", n_head, minimum=1)
-        self.block_size = _checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
-        if n_embd % n_head:
-            raise ValueError(f"CausalTSSA: n_embd must be a multiple of n_head = {n_head}, got {n_embd}")
-        self.backend = backend
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=bias)
-        self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
-        self.attn_dropout = nn.Dropout(_checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
-        self.resid_dropout = nn.Dropout(dropout)
-        self.temp = nn.Parameter(torch.ones(n_head, 1))
-        self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1))
-
-    def forward(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
-    ) -> Tensor:
-        """Attend over ``x``.
-
-        Args:
-            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` of them counting cached ones.
-            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
-            cache: a ``TokenStatsCache`` to continue from and update; default none.
-
-        Returns:
-            (batch, seqlen, n_embd).
-        """
-        _heads.tokens("CausalTSSA", x, self.n_embd)
-        out = tssa(
-            _heads.split(self.c_attn(x), self.n_head),
-            self.temp,
-            causal=True,
-            denom_bias=self.denom_bias,
-            dropout_p=self.attn_dropout.p if self.attn_dropout.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            cache=cache,
-            backend=self.backend,
-        )
-        return self.resid_dropout(self.c_proj(_heads.merge(out)))

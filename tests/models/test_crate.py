@@ -22,16 +22,6 @@ PUBLISHED = {  # what the published constructor takes
     "heads": 3,
     "dim_head": 8,
 }
-PARAMETERS = {
-    "crate_tiny": 6_090_856,
-    "crate_small": 13_116_328,
-    "crate_base": 22_796_008,
-    "crate_large": 77_641_192,
-    "crate_base_demo": 38_831_570,
-    "crate_small_21k": 14_118_482,
-    "crate_base_21k": 38_831_570,
-    "crate_base_768": 22_625_664,
-}
 
 
 def build(seed=0, **changes) -> Any:
@@ -41,17 +31,6 @@ def build(seed=0, **changes) -> Any:
 
 def images(batch=2, dtype=torch.float32):
     return torch.randn(batch, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=dtype)
-
-
-def test_names_are_the_published_sizes():
-    assert set(models.names()) == set(PARAMETERS)
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name):
-    with torch.device("meta"):
-        model = models.create(name)
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
 def test_create_overrides():
