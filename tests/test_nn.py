@@ -291,7 +291,7 @@ def test_decoding_equals_the_full_forward(name):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("name", ["causal-mssa", "causal-tssa"])
+@pytest.mark.parametrize("name", ["mssa-causal", "causal-mssa", "causal-tssa"])
 def test_a_new_cache_fits_its_module(name, dtype, autocast):
     module, x = built(MODULES[name]()).to(dtype), tokens(dtype=dtype)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -102,8 +102,7 @@ class LanguageModel(ReferenceModel):
 
     def new_caches(self, batch: int, max_seqlen: int) -> list[Any]:
         """Return an empty cache for each layer, for ``batch`` sequences of up to ``max_seqlen`` tokens."""
-        blocks: Any = self.transformer["h"]
-        return [block.attn.new_cache(batch, max_seqlen) for block in blocks]
+        return [block.attn.new_cache(batch, max_seqlen) for block in cast(Any, self.transformer["h"])]
 
     def hidden(
         self,

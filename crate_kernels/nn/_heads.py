@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _register
+from crate_kernels.ops.mssa import SubspaceCache
 
 
 def tokens(owner: str, x: Tensor, dim: int) -> None:
@@ -19,3 +23,12 @@ def split(projected: Tensor, heads: int) -> Tensor:
 def merge(out: Tensor) -> Tensor:
     """View (batch, heads, seqlen, head_dim) as (batch, seqlen, heads * head_dim)."""
     return out.transpose(1, 2).flatten(2)
+
+
+def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: int) -> SubspaceCache:
+    """Return an empty cache for the tokens that ``projection`` gives, in the dtype that ``mssa`` takes them in."""
+    weight = projection.weight
+    dtype = weight.dtype
+    if dtype != torch.float64:
+        dtype = _register.autocast_dtype(weight.device.type) or dtype
+    return SubspaceCache(batch, heads, max_seqlen, projection.out_features // heads, dtype, weight.device)

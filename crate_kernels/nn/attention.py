@@ -76,6 +76,10 @@ class MSSA(nn.Module):
         else:
             self.to_out = nn.Sequential(nn.Linear(inner, dim, bias=bias_out), nn.Dropout(dropout))
 
+    def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
+        """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
+        return _heads.subspace_cache(self.qkv, self.heads, batch, max_seqlen)
+
     def forward(
         self,
         x: Tensor,

@@ -52,11 +52,7 @@ class CausalMSSA(nn.Module):
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
-        weight = self.c_attn.weight
-        dtype = weight.dtype
-        if dtype != torch.float64:  # mssa itself follows autocast
-            dtype = _register.autocast_dtype(weight.device.type) or dtype
-        return SubspaceCache(batch, self.n_head, max_seqlen, self.n_embd // self.n_head, dtype, weight.device)
+        return _heads.subspace_cache(self.c_attn, self.n_head, batch, max_seqlen)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
         """Attend over ``x``.
