@@ -35,8 +35,8 @@ class CRATEAlphaConfig:
         image_size, patch_size: an int or (height, width), in pixels.
         num_classes: outputs of the head.
         channels: of the image.
-        dropout: in attention and after it; ``emb_dropout``: on the embedded tokens (the published class
-            takes it and does not use it).
+        dropout: in attention and after it; ``emb_dropout``: on the embedded tokens, as in the training code
+            (the published PyTorch class takes it and does not use it).
         eta: step size of the proximal steps; ``lmbda``: weight of the l1 norm. Neither is in checkpoints.
         overcomplete_ratio: atoms over ``dim``.
         steps: proximal steps.
@@ -171,6 +171,11 @@ class CRATEAlpha(ReferenceModel):
                 for weight in module.parameters():
                     # JAX counts the fan of (dim, hidden) from its rows, PyTorch from its columns.
                     nn.init.kaiming_uniform_(weight.T)
+
+    def no_weight_decay(self) -> set[str]:
+        """Name all but the kernels of the stem, the attention and the head: the training code decays these alone."""
+        spared = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
+        return {name for name, _ in self.named_parameters() if name.endswith(spared)}
 
     def _embed(self, img: Tensor) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""

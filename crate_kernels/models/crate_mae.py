@@ -277,7 +277,7 @@ class CRATEMAE(ReferenceModel):
         Args:
             imgs: (batch, channels, height, width); of another size than ``img_size``, positions are
                 interpolated bicubically.
-            mask_ratio: part of the patches to remove; the config's by default.
+            mask_ratio: part of the patches to remove where no mask is given; the config's by default.
             mask: which patches to remove, (batch, patches), 1 or True = removed; drawn by default.
 
         Returns:
@@ -290,8 +290,6 @@ class CRATEMAE(ReferenceModel):
         if mask is None:
             rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))
             mask = self.random_mask(imgs.shape[0], rows * columns, mask_ratio)
-        elif mask_ratio is not None:
-            raise ValueError("CRATEMAE: mask_ratio must be None with a mask")
         pred = self.forward_decoder(self.forward_encoder(imgs, mask))
         mask = mask.to(imgs.dtype)
         return self.forward_loss(imgs, pred, mask), pred, mask
@@ -316,5 +314,5 @@ class CRATEMAE(ReferenceModel):
 
 
 Config, Model = CRATEMAEConfig, CRATEMAE
-# mlp_ratio belongs to the ordinary transformer that the published class can also be.
+# mlp_ratio belongs to the ordinary transformer that the published class can also be; a note says how a case was saved.
 SYSTEMS = {"crate_mae": _official.family(Config, Model, ignored=("mlp_ratio", "note"))}

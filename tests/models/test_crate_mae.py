@@ -26,6 +26,16 @@ def test_as_many_patches_stay_as_published(ratio, kept):
         assert 0 < mask.mean(0).min() <= mask.mean(0).max() < 1  # every place is removed now and then
 
 
+def test_a_seed_gives_the_published_mask():
+    """The patches of the least noise stay."""
+    model = mae()
+    torch.manual_seed(3)
+    mask = model.random_mask(2, 12)
+    torch.manual_seed(3)
+    noise = torch.rand(2, 12)
+    assert torch.equal(mask, (noise > noise.sort(1).values[:, 2:3]).float())
+
+
 def test_a_generator_repeats_a_mask():
     model = mae()
     first, second, other = (
@@ -41,7 +51,7 @@ def test_what_is_removed_does_not_reach_the_prediction():
     removed = model.unpatchify(mask[..., None].expand(-1, -1, 24))
     assert torch.equal(model(img + noise * removed, mask=mask)[1], model(img, mask=mask)[1])
     assert not torch.equal(model(img + noise * (1 - removed), mask=mask)[1], model(img, mask=mask)[1])
-    assert torch.equal(model(img, mask=mask.bool())[2], mask)
+    assert torch.equal(model(img, 0.5, mask.bool())[2], mask)
 
 
 @pytest.mark.parametrize("norm_pix_loss", [False, True])
@@ -173,7 +183,6 @@ BAD = {
     "ratio": (lambda: build("crate_mae", mask_ratio=1.0), "CRATEMAE: mask_ratio must be < 1.0, got 1.0"),
     "ratio-of-a-call": (lambda: mae()(image(8, 12), -0.1), "CRATEMAE: mask_ratio must be >= 0.0, got -0.1"),
     "mask": (lambda: mae()(image(8, 12), mask=torch.ones(1, 11)), r"mask must be \(batch, patches\) = \(1, 12\), got"),
-    "both": (lambda: mae()(image(8, 12), 0.5, torch.ones(1, 12)), "CRATEMAE: mask_ratio must be None with a mask"),
     "image": (lambda: mae()(image(8, 13)), r"img must be \(batch, channels=3, .* patches of 2x4, got \(1, 3, 8, 13\)"),
     "rank": (lambda: mae()(torch.ones(3, 8, 12)), r"CRATEMAE: img must be .*, got \(3, 8, 12\)"),
     "patches": (lambda: mae().unpatchify(torch.ones(1, 11, 24)), r"x must be \(batch, patches, .*, got \(1, 11, 24\)"),
