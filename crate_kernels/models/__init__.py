@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import (
+from crate_kernels.models import (, redunet
     _modules,
     _official,
     _pretrained,
@@ -52,8 +52,18 @@ __all__ = [
     "names",
 ]
 
-_FAMILIES: tuple[ModuleType, ...] = (crate, crate_alpha, crate_mae, tost, crate_lm, tost_lm)
-_OWNERS = {name: family for family in _FAMILIES for name in family.SIZES}
+_FAMILIES: tuple[ModuleType, ...] = (
+    crate,
+    crate_alpha,
+    crate_mae,
+    tost,
+    crate_lm,
+    tost_lm,
+    redunet.vector,
+    redunet.fourier1d,
+    redunet.fourier2d,
+)
+_OWNERS: dict[str, Any] = {name: family for family in _FAMILIES for name in family.SIZES}
 _SYSTEMS = {name: system for room in (*_FAMILIES, _modules) for name, system in room.SYSTEMS.items()}
 
 
