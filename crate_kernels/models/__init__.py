@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import (, redunet
+from crate_kernels.models import (, aot, redunet
     _modules,
     _official,
     _pretrained,
@@ -59,6 +59,9 @@ _FAMILIES: tuple[ModuleType, ...] = (
     tost,
     crate_lm,
     tost_lm,
+    aot.vision,
+    aot.language,
+    aot.regression,
     redunet.vector,
     redunet.fourier1d,
     redunet.fourier2d,

@@ -199,13 +199,13 @@ def _residual(config: CRATEConfig) -> tuple[float, float]:
 class Patchify(nn.Module):
     """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
 
-    def __init__(self, config: CRATEConfig) -> None:
+    def __init__(self, owner: str, channels: int, patch_size: _vision.Size) -> None:
         super().__init__()
-        self.channels = config.channels
-        self.patch_size = _vision.pair("CRATE", "patch_size", config.patch_size)
+        self.owner, self.channels = owner, channels
+        self.patch_size = _vision.pair(owner, "patch_size", patch_size)
 
     def forward(self, img: Tensor) -> Tensor:
-        _vision.check_images("CRATE", img, self.channels, self.patch_size)
+        _vision.check_images(self.owner, img, self.channels, self.patch_size)
         return _vision.patchify(img, self.patch_size)
 
 
@@ -231,7 +231,10 @@ class CRATE(ReferenceModel):
         ph, pw = _vision.pair("CRATE", "patch_size", config.patch_size)
         patches, patch_dim = rows * columns, config.channels * ph * pw
         self.to_patch_embedding = nn.Sequential(
-            Patchify(config), nn.LayerNorm(patch_dim), nn.Linear(patch_dim, dim), nn.LayerNorm(dim)
+            Patchify("CRATE", config.channels, config.patch_size),
+            nn.LayerNorm(patch_dim),
+            nn.Linear(patch_dim, dim),
+            nn.LayerNorm(dim),
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
