@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crate_kernels import _backend
+from crate_kernels.cli.common import machine
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEConfig
 
@@ -91,13 +91,6 @@ def steps_per_epoch(settings: Settings, digits: Digits) -> int:
     return len(digits.train_labels) // settings.batch_size
 
 
-def _describe(backends: dict[str, str]) -> str:
-    """Name the backend, or each operator's where they differ."""
-    if len(set(backends.values())) == 1:
-        return backends["mssa"]
-    return ", ".join(f"{op} {name}" for op, name in backends.items())
-
-
 class Training:
     """A model, its optimiser and what has happened so far.
 
@@ -109,7 +102,7 @@ class Training:
     def __init__(self, settings: Settings, digits: Digits, backend: str | None, device: torch.device) -> None:
         self.settings, self.digits, self.device = settings, digits, device
         self.config = model_config(settings, digits, backend)
-        self.fused = _describe({op: _backend.resolve(op, backend, device, torch.float32) for op in ("mssa", "ista")})
+        self.fused = machine.backends(("mssa", "ista"), backend, device)
         self.model = fresh_model(settings, self.config, device)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if p.dim() != 2]
