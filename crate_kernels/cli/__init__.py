@@ -1,4 +1,4 @@
-"""The command line: ``python -m crate_kernels info | verify | demo | build``."""
+"""The command line: ``python -m crate_kernels VERB``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _VERBS = {
     "info": "what is installed, and which backend each operator can use",
     "verify": "hold every available backend against float64 on named cases",
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
+    "denoise": "SNR of a noisy mixture through attention-only layers, against AoT's theorem and figure",
     "build": "compile the C++ extension into the user's cache",
 }
 
