@@ -156,6 +156,14 @@ def test_autocast(kind, dtype):
     assert (low - exact).abs().max() < 20 * torch.finfo(dtype).eps * exact.abs().max()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_keeps_a_model(kind, tmp_path):
+    model = build(kind)
+    again: Any = models.from_pretrained(model.save_pretrained(tmp_path / "model"))
+    assert again.config == model.config
+    assert torch.equal(again(*inputs(kind)), model(*inputs(kind)))
+
+
 def test_language_does_not_see_the_future():
     model, (tokens,) = build("lm"), inputs("lm")
     changed = tokens.clone()

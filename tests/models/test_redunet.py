@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from crate_kernels import models
+from crate_kernels.models import redunet
 from crate_kernels.models.redunet import (
     Fourier1D,
     Fourier2D,
@@ -323,6 +324,17 @@ def test_complex_weights_load_as_such_or_as_pairs():
     for given in (state, pairs):
         loaded = models.from_official("redunet_1d", given, config).state_dict()
         assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["redunet_vector", "redunet_1d", "redunet_2d"])
+def test_a_folder_keeps_a_network(name, tmp_path):
+    sizes = {"redunet_vector": {"d": 3}, "redunet_1d": {"channels": 2, "timesteps": 3}}
+    config = {"num_classes": 2, "num_layers": 2, **sizes.get(name, {"channels": 2, "height": 2, "width": 3})}
+    family = {"redunet_vector": redunet.vector, "redunet_1d": redunet.fourier1d, "redunet_2d": redunet.fourier2d}[name]
+    net = family.Model(family.Config(**config))
+    again: Any = models.from_pretrained(net.save_pretrained(tmp_path / "net"))
+    assert again.config == net.config
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in net.state_dict().items())
 
 
 def test_the_books_networks_have_names():

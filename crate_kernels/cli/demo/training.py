@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from crate_kernels.cli.common import machine
+from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEConfig
 
@@ -60,11 +60,6 @@ def fresh_model(settings: Settings, config: CRATEConfig, device: torch.device) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         return CRATE(config).to(device)
-
-
-def generator(seed: int, *purpose: int) -> torch.Generator:
-    """Return a generator of its own for each purpose (PyTorch's would keep 32 bits of a hand-mixed seed)."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, *purpose)).generate_state(1)[0]))
 
 
 def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor]:

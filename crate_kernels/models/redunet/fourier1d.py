@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from crate_kernels import _checks
 from crate_kernels.models import _official
+from crate_kernels.models._base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier1D
 from crate_kernels.models.redunet.network import ReduNet
 from crate_kernels.models.redunet.pairs import complex_operators
@@ -36,13 +37,15 @@ class ReduNet1DConfig:
         _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
-class ReduNet1D(ReduNet):
+class ReduNet1D(ReferenceModel, ReduNet):
     """A ReduNet on (m, channels, timesteps); see ``ReduNet`` and ``Fourier1D``. Published parameter names."""
 
+    config_class = ReduNet1DConfig
+
     def __init__(self, config: ReduNet1DConfig) -> None:
+        super().__init__(config)
         c, dimensions = config, (config.channels, config.timesteps)
-        super().__init__(*(Fourier1D(c.eta, c.eps, c.lmbda, c.num_classes, dimensions) for _ in range(c.num_layers)))
-        self.config = config
+        self.extend(Fourier1D(c.eta, c.eps, c.lmbda, c.num_classes, dimensions) for _ in range(c.num_layers))
 
 
 # The book's digits in polar coordinates: 15 radii, 200 angles.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from crate_kernels import _checks
 from crate_kernels.models import _official
+from crate_kernels.models._base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier2D
 from crate_kernels.models.redunet.network import ReduNet
 from crate_kernels.models.redunet.pairs import complex_operators
@@ -37,13 +38,15 @@ class ReduNet2DConfig:
         _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
-class ReduNet2D(ReduNet):
+class ReduNet2D(ReferenceModel, ReduNet):
     """A ReduNet on (m, channels, height, width); see ``ReduNet`` and ``Fourier2D``. Published parameter names."""
 
+    config_class = ReduNet2DConfig
+
     def __init__(self, config: ReduNet2DConfig) -> None:
+        super().__init__(config)
         c, dimensions = config, (config.channels, config.height, config.width)
-        super().__init__(*(Fourier2D(c.eta, c.eps, c.lmbda, c.num_classes, dimensions) for _ in range(c.num_layers)))
-        self.config = config
+        self.extend(Fourier2D(c.eta, c.eps, c.lmbda, c.num_classes, dimensions) for _ in range(c.num_layers))
 
 
 SIZES: dict[str, ReduNet2DConfig] = {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from crate_kernels import _checks
 from crate_kernels.models import _official
+from crate_kernels.models._base import ReferenceModel
 from crate_kernels.models.redunet.layers import Vector
 from crate_kernels.models.redunet.network import ReduNet
 
@@ -33,13 +34,15 @@ class ReduNetVectorConfig:
         _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
-class ReduNetVector(ReduNet):
+class ReduNetVector(ReferenceModel, ReduNet):
     """A ReduNet on (m, d); see ``ReduNet`` and ``Vector``. Parameters under their published names."""
 
+    config_class = ReduNetVectorConfig
+
     def __init__(self, config: ReduNetVectorConfig) -> None:
+        super().__init__(config)
         c = config
-        super().__init__(*(Vector(c.eta, c.eps, c.lmbda, c.num_classes, c.d) for _ in range(c.num_layers)))
-        self.config = config
+        self.extend(Vector(c.eta, c.eps, c.lmbda, c.num_classes, c.d) for _ in range(c.num_layers))
 
 
 # The book's three Gaussians in R^3, 500 samples each.
