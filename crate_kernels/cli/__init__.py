@@ -13,6 +13,9 @@ _VERBS = {
     "verify": "hold every available backend against float64 on named cases",
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
     "denoise": "SNR of a noisy mixture through attention-only layers, against AoT's theorem and figure",
+    "icl": "linear regression in context, by attention alone and by a standard transformer",
+    "redunet": "networks built forward by rate reduction: three Gaussians, and digits turned by any angle",
+    "layers": "coding rate, sparsity, subspaces and tokens of a CRATE, layer by layer, as it is trained",
     "build": "compile the C++ extension into the user's cache",
 }
 

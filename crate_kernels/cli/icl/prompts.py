@@ -24,7 +24,7 @@ def draw(settings: Settings, task: str, count: int, *purpose: int) -> tuple[Tens
 
 
 def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
-    """Predict each answer from the examples before it by the least-squares solution of smallest norm, (count, examples).
+    """Predict each answer, (count, examples), from the examples before it by least squares of smallest norm.
 
     Where there are as many examples as dimensions it is exact: no method does better on dense weights.
     """

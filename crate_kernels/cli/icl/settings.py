@@ -13,6 +13,7 @@ class Settings:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
         dims: dimension of an example. examples: of a prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
+        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models.
         steps, batch_size, rate, warmup: of the training with Adam.
         tests: prompts to test on.
     """
@@ -24,6 +25,7 @@ class Settings:
     dim: int = 64
     heads: int = 4
     depth: int = 8
+    init_std: float = 0.125
     steps: int = 3000
     batch_size: int = 64
     rate: float = 1e-3
@@ -35,7 +37,16 @@ PRESETS = {
     "default": Settings(),
     # d, nonzeros, model, batch, iterations and prompts are the paper's; examples and rate those of Garg et al. 2022.
     "paper": Settings(
-        dims=20, nonzeros=3, examples=41, dim=128, heads=8, depth=32, steps=50_000, rate=1e-4, warmup=1000
+        dims=20,
+        nonzeros=3,
+        examples=41,
+        dim=128,
+        heads=8,
+        depth=32,
+        init_std=0.02,
+        steps=50_000,
+        rate=1e-4,
+        warmup=1000,
     ),
     "quick": Settings(dims=2, examples=5, dim=16, heads=2, depth=2, steps=6, batch_size=8, warmup=2, tests=64),
 }

@@ -29,6 +29,7 @@ class AoTLMConfig:
         vocab_size: number of tokens. block_size: the longest sequence.
         mlp: whether an MLP follows each attention, which makes it a GPT-2.
         eta: step size of the attention; dropout: rate in and after it.
+        init_std: deviation of the initial weights: 0.02, GPT-2's, suits its width; narrow models want more.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: of MSSA; None is the best available.
 
@@ -45,12 +46,14 @@ class AoTLMConfig:
     mlp: bool = False
     eta: float = 1.0
     dropout: float = 0.0
+    init_std: float = 0.02
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
         names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
         check_shape("AoTLM", self, names, "n_embd", "n_head")
+        _checks.number("AoTLM", "init_std", self.init_std, minimum=0.0)
 
 
 SIZES = {
@@ -83,7 +86,7 @@ class AoTLM(ReferenceModel):
         options = {"eta": c.eta, "mlp": c.mlp, "dropout": c.dropout, "causal": True, "backend": c.backend}
         self.layers = nn.ModuleList(Layer(c.n_embd, c.n_head, c.attention, **options) for _ in range(c.n_layer))
         self.norm = nn.LayerNorm(c.n_embd, bias=False)
-        init_language(self, self.layers)
+        init_language(self, self.layers, c.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, seqlen, vocab_size) of the token after each of (batch, seqlen).

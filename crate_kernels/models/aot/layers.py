@@ -109,13 +109,13 @@ def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, he
         _checks.number(owner, name, getattr(config, name), minimum=0.0)
 
 
-def init_language(model: nn.Module, layers: nn.ModuleList) -> None:
-    """Draw the weights as GPT-2 does: deviation 0.02, less for what adds to the residual stream."""
+def init_language(model: nn.Module, layers: nn.ModuleList, std: float) -> None:
+    """Draw the weights as GPT-2 does: deviation ``std``, less for what adds to the residual stream."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
     outputs = [p for name, p in layers.named_parameters() if name.endswith(("to_out.0.weight", "mlp.2.weight"))]
     for parameter in outputs:
-        nn.init.normal_(parameter, std=0.02 * len(outputs) ** -0.5)
+        nn.init.normal_(parameter, std=std * len(outputs) ** -0.5)

@@ -31,6 +31,7 @@ class AoTRegressionConfig:
         n_positions: the longest sequence, two tokens an example.
         mlp: whether an MLP follows each attention: the standard transformer.
         eta: step size of the attention; dropout: rate in and after it.
+        init_std: deviation of the initial weights: 0.02, GPT-2's, suits its width; narrow models want more.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: of MSSA; None is the best available.
 
@@ -47,12 +48,14 @@ class AoTRegressionConfig:
     mlp: bool = False
     eta: float = 1.0
     dropout: float = 0.0
+    init_std: float = 0.02
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
         names = ("n_dims", "dim", "depth", "heads", "n_positions")
         check_shape("AoTRegression", self, names, "dim", "heads")
+        _checks.number("AoTRegression", "init_std", self.init_std, minimum=0.0)
 
 
 SIZES = {
@@ -82,7 +85,7 @@ class AoTRegression(ReferenceModel):
         self.wpe = nn.Embedding(c.n_positions, c.dim)
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
         self.norm = nn.LayerNorm(c.dim, bias=False)
-        init_language(self, self.layers)
+        init_language(self, self.layers, c.init_std)
         # As torch draws a linear layer, and so in the published experiments: only the backbone is GPT-2's.
         self.read_in = nn.Linear(c.n_dims, c.dim)
         self.read_out = nn.Linear(c.dim, 1)
