@@ -15,14 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from crate_kernels.models import (, aot, redunet
+from crate_kernels.models import (
     _modules,
     _official,
     _pretrained,
+    aot,
     crate,
     crate_alpha,
     crate_lm,
     crate_mae,
+    redunet,
     tost,
     tost_lm,
 )

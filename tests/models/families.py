@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from crate_kernels.models.aot import AoTLM, AoTLMConfig, AoTVision, AoTVisionConfig
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
@@ -20,13 +21,17 @@ FAMILIES = {
     "tost": (ToST, ToSTConfig(24, 2, 3, img_size=(16, 24), patch_size=8, num_classes=5)),
     "crate_lm": (CRATELM, CRATELMConfig(**TEXT)),
     "crate_lm_overcomplete": (CRATELM, CRATELMConfig(**TEXT, overcomplete=True)),
+    "aot_vision": (AoTVision, AoTVisionConfig(24, 2, 3, image_size=8, patch_size=4, num_classes=5)),
+    "aot_lm": (AoTLM, AoTLMConfig(**TEXT)),
     "tost_lm": (ToSTLM, ToSTLMConfig(**TEXT, bias=False)),
 }
+# Built from PyTorch's operators alone, for comparison.
+BASELINES = {"aot_mhsa_lm": (AoTLM, AoTLMConfig(**TEXT, attention="mhsa", bias=False))}
 
 
 def build(family, seed=0, **changes):
     torch.manual_seed(seed)
-    model_class, config = FAMILIES[family]
+    model_class, config = (FAMILIES | BASELINES)[family]
     return model_class(replace(config, **changes))
 
 
@@ -49,7 +54,7 @@ def inputs(family, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(2)
     if family.endswith(("_lm", "_overcomplete")):
         return (torch.randint(TEXT["vocab_size"], (batch, 7), generator=generator),)
-    size = (16, 24) if family == "tost" else (8, 12)
+    size = {"tost": (16, 24), "aot_vision": (8, 8)}.get(family, (8, 12))
     img = torch.randn(batch, 3, *size, generator=generator, dtype=torch.float64).to(dtype)
     if family == "crate_mae":
         return img, None, (torch.rand(batch, 12, generator=generator) < 0.7).to(dtype)

@@ -10,7 +10,7 @@ from torch import nn
 
 from crate_kernels import models
 from crate_kernels.analysis import rate_gradient
-from crate_kernels.models.crate import CRATE, SIZES, CRATEConfig, RateGradientStep
+from crate_kernels.models.crate import CRATE, CRATEConfig, RateGradientStep
 
 SMALL = CRATEConfig(dim=24, depth=2, heads=3, dim_head=8, image_size=(8, 12), patch_size=(2, 4), num_classes=5)
 PUBLISHED = {  # what the published constructor takes

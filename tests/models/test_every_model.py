@@ -99,6 +99,8 @@ DROPOUT = {
     "tost": {"drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.2},
     "crate_lm": {"dropout": 0.2},
     "crate_lm_overcomplete": {"dropout": 0.2},
+    "aot_vision": {"dropout": 0.2},
+    "aot_lm": {"dropout": 0.2},
     "tost_lm": {"dropout": 0.2},
 }
 RATES = {  # of the Dropout modules that they fill, and in how many layers
@@ -108,6 +110,8 @@ RATES = {  # of the Dropout modules that they fill, and in how many layers
     "tost": 1 + 2 * 3 + 2 * 3,
     "crate_lm": 1 + 2 * 2,
     "crate_lm_overcomplete": 1 + 2 * 2,
+    "aot_vision": 2 * 2,
+    "aot_lm": 1 + 2 * 2,
     "tost_lm": 1 + 2 * 3,
 }
 
@@ -202,6 +206,8 @@ SPARED = {
     "crate_mae": set(),
     "tost": {"cls_token", "blocks.0.attn.temp", "blocks.1.attn.temp"},
     "crate_lm": set(),
+    "aot_vision": set(),
+    "aot_lm": set(),
     "crate_lm_overcomplete": set(),
     "tost_lm": {f"transformer.h.{i}.attn.{name}" for i in range(2) for name in ("temp", "denom_bias")},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -35,11 +36,10 @@ def heatmaps(seen: Tokens) -> Figure:
     """Draw the code of each token of one digit, in every layer."""
     depth = len(seen.codes)
     figure, (row,) = axes(2.1 * depth + 1, 3.4, 1, depth)
-    drawn = None
     for layer, ax in enumerate(row):
         codes = seen.codes[layer].abs()
         # Each layer to its own scale: they differ by more than a colour bar could show.
-        drawn = ax.imshow(codes / codes.max().clamp(min=1e-12), cmap="magma", aspect="auto", norm=Normalize(0, 1))
+        ax.imshow(codes / codes.max().clamp(min=1e-12), cmap="magma", aspect="auto", vmin=0, vmax=1)
         share = float((seen.codes[layer] != 0).double().mean())
         ax.set_title(f"layer {layer + 1}\n{100 * share:.0f}% nonzero", fontsize=10)
         ax.set_xlabel("channel")
@@ -47,7 +47,7 @@ def heatmaps(seen: Tokens) -> Figure:
             ax.set_ylabel(f"token (digit {seen.labels[0]})")
         else:
             ax.set_yticks([])
-    figure.colorbar(drawn, ax=row, label="code / largest of the layer", shrink=0.9)
+    figure.colorbar(ScalarMappable(Normalize(0, 1), "magma"), ax=row, label="code / largest of the layer", shrink=0.9)
     return figure
 
 
@@ -57,16 +57,18 @@ def subspaces(seen: Tokens, heads: int) -> Figure:
     columns = min(depth, 6)
     rows = -(-depth // columns)
     figure, grid = axes(2.3 * columns + 1, 2.6 * rows, rows, columns)
-    drawn, ticks = None, [size // heads * head - 0.5 for head in range(heads + 1)]
+    ticks = [size // heads * head - 0.5 for head in range(heads + 1)]
     for layer, ax in enumerate(grid.flat):
         if layer >= depth:
             ax.set_visible(False)
             continue
-        drawn = ax.imshow(seen.gram[layer].numpy(), cmap="magma", vmin=0, vmax=1)
+        ax.imshow(seen.gram[layer].numpy(), cmap="magma", vmin=0, vmax=1)
         ax.set(title=f"layer {layer + 1}", xticks=ticks, yticks=ticks)
         ax.set_xticklabels([])
         ax.set_yticklabels([])
-    figure.colorbar(drawn, ax=grid, label="absolute cosine; a block is a head", shrink=0.9)
+    figure.colorbar(
+        ScalarMappable(Normalize(0, 1), "magma"), ax=grid, label="absolute cosine; a block is a head", shrink=0.9
+    )
     return figure
 
 

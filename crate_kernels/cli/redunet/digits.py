@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from crate_kernels.cli.demo import data
 from crate_kernels.cli.redunet.settings import Settings
-from crate_kernels.models.redunet import NearestSubspace, ReduNet1D, ReduNet1DConfig, mcr2, polar
+from crate_kernels.models.redunet import Fourier1D, NearestSubspace, ReduNet1D, ReduNet1DConfig, mcr2, polar
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ def _first(images: Tensor, labels: Tensor, settings: Settings, count: int) -> tu
 
 
 @torch.no_grad()
-def build(settings: Settings, device: torch.device, advance) -> Turned:
+def build(settings: Settings, device: torch.device, advance: Callable[[], None]) -> Turned:
     """Build the network from upright digits, and test it on turned ones."""
     digits = data.load()
     train, labels = _first(digits.train_images, digits.train_labels, settings, settings.images)
@@ -68,13 +70,14 @@ def build(settings: Settings, device: torch.device, advance) -> Turned:
     net = ReduNet1D(config).to(device)
     for parameter in net.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float64))
-    first, last = net[0], net[-1]
+    layers = [cast(Fourier1D, layer) for layer in net]
+    first, last = layers[0], layers[-1]
     z, z_test, z_spun = (first.preprocess(each) for each in (x, unseen, spun))
     rates = [mcr2(z, y, settings.eps)]
     estimate = estimate_spun = y_test
-    for layer in net:
+    for layer in layers:
         layer.init(z, y)
-        z = layer(z)
+        z, _ = layer(z, return_y=True)
         z_test, estimate = layer(z_test, return_y=True)
         z_spun, estimate_spun = layer(z_spun, return_y=True)
         rates.append(mcr2(z, y, settings.eps))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.redunet.settings import Settings
-from crate_kernels.models.redunet import ReduNetVector, ReduNetVectorConfig, mcr2
+from crate_kernels.models.redunet import ReduNetVector, ReduNetVectorConfig, Vector, mcr2
 from crate_kernels.models.redunet.layers import normalize
 
 
@@ -40,7 +42,7 @@ def draw(settings: Settings, *purpose: int) -> tuple[Tensor, Tensor]:
     return normalize(torch.eye(3, dtype=torch.float64)[labels] + settings.noise * noise), labels
 
 
-def build(settings: Settings, seed: int, device: torch.device, advance) -> Gaussians:
+def build(settings: Settings, seed: int, device: torch.device, advance: Callable[[], None]) -> Gaussians:
     """Build the network layer by layer, and watch test samples go through it."""
     (x, labels), (unseen, _) = draw(settings, seed, 0), draw(settings, seed, 1)
     y = labels.to(device)
@@ -50,7 +52,7 @@ def build(settings: Settings, seed: int, device: torch.device, advance) -> Gauss
     rates = [(mcr2(z, y, settings.eps), mcr2(z_test, y, settings.eps))]
     estimate = estimate_test = y
     with torch.no_grad():
-        for layer in net:
+        for layer in (cast(Vector, each) for each in net):
             layer.init(z, y)
             z, estimate = layer(z, return_y=True)
             z_test, estimate_test = layer(z_test, return_y=True)

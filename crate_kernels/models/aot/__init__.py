@@ -1,7 +1,8 @@
 """AoT: attention-only transformers by unrolled subspace denoising (Wang et al. 2025, arXiv 2506.03790)."""
 
 from .language import AoTLM, AoTLMConfig
-from .layers import MHSA, Layer
+from .layers import Layer
+from .mhsa import MHSA, KeyValueCache
 from .regression import AoTRegression, AoTRegressionConfig
 from .vision import AoTVision, AoTVisionConfig
 
@@ -13,5 +14,6 @@ __all__ = [
     "AoTRegressionConfig",
     "AoTVision",
     "AoTVisionConfig",
+    "KeyValueCache",
     "Layer",
 ]

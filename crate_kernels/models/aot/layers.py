@@ -10,39 +10,15 @@ Two such steps, the second an MLP instead of attention, are the layer of a stand
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crate_kernels import _checks
+from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
 
 _ATTENTIONS = ("mssa", "mhsa")
-
-
-class MHSA(nn.Module):
-    """Ordinary multi-head self-attention, by PyTorch's own: what AoT compares MSSA with.
-
-    Parameters, without biases: ``qkv.weight`` (3 dim, dim), ``to_out.0.weight`` (dim, dim).
-
-    Args:
-        dim: width of a token, a multiple of ``heads``.
-        heads: number of heads.
-        dropout: rate on the probabilities and on the output; default 0.
-        causal: whether a token attends only to itself and earlier ones; default False.
-    """
-
-    def __init__(self, dim: int, heads: int, dropout: float = 0.0, *, causal: bool = False) -> None:
-        super().__init__()
-        self.heads, self.dropout, self.causal = heads, dropout, causal
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.to_out = nn.Sequential(nn.Linear(dim, dim, bias=False), nn.Dropout(dropout))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend over (batch, seqlen, dim)."""
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        rate = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=self.causal)
-        return self.to_out(out.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -57,6 +33,7 @@ class Layer(nn.Module):
         eta: step size; default 1.
         norm: whether the attention sees layer-normalised tokens (language) or bare ones (vision).
         mlp: whether a GELU MLP of four times the width follows: a standard transformer.
+        bias: whether norms and output projections have one; default False.
         dropout: rate in attention and after it.
         causal: whether a token sees only itself and earlier ones.
         backend: of MSSA; None is the best available.
@@ -71,26 +48,27 @@ class Layer(nn.Module):
         eta: float = 1.0,
         norm: bool = True,
         mlp: bool = False,
+        bias: bool = False,
         dropout: float = 0.0,
         causal: bool = False,
         backend: str | None = None,
     ) -> None:
         super().__init__()
         self.eta = eta
-        self.norm = nn.LayerNorm(dim, bias=False) if norm else nn.Identity()
+        self.norm = nn.LayerNorm(dim, bias=bias) if norm else nn.Identity()
         if attention == "mssa":
-            self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=False, causal=causal, backend=backend)
+            self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=bias, causal=causal, backend=backend)
         else:
-            self.attn = MHSA(dim, heads, dropout, causal=causal)
+            self.attn = MHSA(dim, heads, dropout, causal=causal, bias_out=bias)
         self.mlp = None
         if mlp:
-            self.norm_2 = nn.LayerNorm(dim, bias=False)
-            wide, narrow = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+            self.norm_2 = nn.LayerNorm(dim, bias=bias)
+            wide, narrow = nn.Linear(dim, 4 * dim, bias=bias), nn.Linear(4 * dim, dim, bias=bias)
             self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
 
-    def forward(self, x: Tensor, **attention: object) -> Tensor:
-        """Return (batch, seqlen, dim); keyword arguments go to the attention."""
-        update = self.attn(self.norm(x), **attention)
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        """Return (batch, seqlen, dim); the mask and the cache are the attention's."""
+        update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache)
         x = x + (update if self.eta == 1.0 else self.eta * update)
         return x if self.mlp is None else x + self.mlp(self.norm_2(x))
 
@@ -102,14 +80,18 @@ def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, he
     width, count = getattr(config, dim), getattr(config, heads)
     if width % count:
         raise ValueError(f"{owner}: {dim} must be a multiple of {heads} = {count}, got {width}")
-    attention = getattr(config, "attention")  # noqa: B009  every config has one; no common base says so
-    if attention not in _ATTENTIONS:
-        raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {attention!r}")
-    for name in ("eta", "dropout"):
-        _checks.number(owner, name, getattr(config, name), minimum=0.0)
+    check_step(owner, config)
 
 
-def init_language(model: nn.Module, layers: nn.ModuleList, std: float) -> None:
+def check_step(owner: str, config: Any) -> None:
+    """Require what all configs have to be what it can."""
+    if config.attention not in _ATTENTIONS:
+        raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {config.attention!r}")
+    _checks.number(owner, "eta", config.eta, minimum=0.0)
+    _checks.number(owner, "dropout", config.dropout, minimum=0.0, below=1.0)
+
+
+def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
     """Draw the weights as GPT-2 does: deviation ``std``, less for what adds to the residual stream."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):

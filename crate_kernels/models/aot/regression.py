@@ -80,7 +80,6 @@ class AoTRegression(ReferenceModel):
     def __init__(self, config: AoTRegressionConfig) -> None:
         super().__init__(config)
         c = config
-        _checks.number("AoTRegression", "dropout", c.dropout, minimum=0.0, below=1.0)
         options = {"eta": c.eta, "mlp": c.mlp, "dropout": c.dropout, "causal": True, "backend": c.backend}
         self.wpe = nn.Embedding(c.n_positions, c.dim)
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))

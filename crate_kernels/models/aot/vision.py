@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
 from crate_kernels.models._base import ReferenceModel, run
 from crate_kernels.models.aot.layers import Layer, check_shape
 from crate_kernels.models.crate import Patchify
@@ -88,7 +87,6 @@ class AoTVision(ReferenceModel):
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, c.dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, c.dim))
-        _checks.number("AoTVision", "dropout", c.dropout, minimum=0.0, below=1.0)
         options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
         self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.num_classes))

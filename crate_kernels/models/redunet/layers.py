@@ -13,7 +13,7 @@ at each frequency of the signal's Fourier transform: its operators are circular 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,12 +150,15 @@ class ReduLayer(nn.Module):
         for module, value in zip((self.E, *self.Cs), operators, strict=True):
             cast(Operator, module).weight.copy_(value.movedim((-2, -1), (0, 1)))
 
-    def forward(self, z: Tensor, return_y: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, z: Tensor, return_y: bool = False) -> Any:
         """Take the step from preprocessed samples (m, channels, *size).
 
         Args:
             z: as ``preprocess`` or the layer before gives them.
             return_y: whether to return the estimated classes (m,) too; default False.
+
+        Returns:
+            As ``z``; or that and the classes.
         """
         self._check(z)
         operators = self.operators

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class ReduNet(nn.Sequential):
             if not inside:
                 z, inside = module.preprocess(z), True
             build(module, z)
-            z, estimated = cast(tuple[Tensor, Tensor], module(z, return_y=True))
+            z, estimated = module(z, return_y=True)
             if loss:
                 measured = mcr2(z.detach(), estimated if labels is None else labels, module.eps)
                 for name, value in zip(self._losses, (index, *measured), strict=True):
