@@ -6,7 +6,7 @@ CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test fuzz check bench clean
+.PHONY: demo test test-sanitize fuzz check bench clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
@@ -17,6 +17,17 @@ test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 # Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
 fuzz: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
+
+# The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
+# so that it is not mistaken for the fast one. Python itself is not compiled so: the runtimes come first by preloading.
+SANITIZED = HOME=$(CURDIR)/.venv/sanitized
+test-sanitize: .venv/test.stamp
+	$(SANITIZED) CXX="$(CXX) -fsanitize=address,undefined -fno-sanitize-recover=undefined" CXXFLAGS="-O1 -g1" \
+		$(BIN)/python -m crate_kernels build
+	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
+		$(BIN)/python -m pytest tests/ops tests/test_extension.py tests/test_extension_tssa.py tests/test_extension_ista.py \
+		-k "cpp or extension" $(ARGS)
 
 # The variable spares pyright its question for a newer release, which needs a network.
 check: .venv/dev.stamp

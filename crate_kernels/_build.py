@@ -134,6 +134,7 @@ def compile_extension(folder: Path, target: Path) -> None:
         f"-DCRATE_SOURCES={source_hash(folder)}",
         f"-ffile-prefix-map={folder}=csrc",  # check messages print source paths
         *(f"-isystem{path}" for path in includes),
+        *shlex.split(os.environ.get("CXXFLAGS", "")),  # last, so that a packager's flags win
     ]
     libraries = [f"-L{path}" for path in library_paths()]
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []

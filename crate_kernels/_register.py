@@ -19,7 +19,7 @@ _twins: dict[type, type] = {}
 
 
 def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
-    """Define ``crate_kernels::<schema>`` for every device and return its overload.
+    """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
     Args:
         schema: the op's schema, without the namespace.
@@ -38,6 +38,9 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
                     return body(*args)
             return body(*args)
 
+    def call(*args: Any) -> Any:
+        return body(*args) if _nothing_intercepts(args) else overload(*args)
+
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
     _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -45,7 +48,25 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
         _flops.register(packet, flops)
-    return packet.default
+    overload, call.__name__ = packet.default, name
+    return call
+
+
+# What may reach a body without the dispatcher: of other types, subclasses and symbols among them, it makes more.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+
+
+def _nothing_intercepts(args: tuple) -> bool:
+    """Whether the dispatcher would only hand ``args`` on to the body: on a tiny tensor it is half of the time."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and not torch._C._is_any_autocast_enabled()
+        and _PLAIN.issuperset(map(type, args))
+    )
 
 
 def functorch_twin(function: type, op: Callable) -> None:
