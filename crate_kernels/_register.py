@@ -52,21 +52,29 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     return call
 
 
-# What may reach a body without the dispatcher: of other types, subclasses and symbols among them, it makes more.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+_TENSORS = (Tensor, torch.nn.Parameter)
+_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 def _nothing_intercepts(args: tuple) -> bool:
     """Whether the dispatcher would only hand ``args`` on to the body: on a tiny tensor it is half of the time."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
-        and not torch._C._is_any_autocast_enabled()
-        and _PLAIN.issuperset(map(type, args))
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return False
+    graph = torch.is_grad_enabled()
+    for a in args:
+        kind = type(a)
+        if kind in _TENSORS:
+            if graph and a.requires_grad:
+                return False
+        elif kind not in _SCALARS:  # a subclass, a symbol
+            return False
+    return True
 
 
 def functorch_twin(function: type, op: Callable) -> None:
@@ -137,8 +145,8 @@ def empty_out(w: Tensor) -> Tensor:
     """Allocate an output of w's shape such that merging heads for the output projection is a view."""
     if w.dim() == 3:
         return w.new_empty(w.shape)
-    batch, nheads, seqlen, head_dim = w.shape
-    return w.new_empty(batch, seqlen, nheads, head_dim).transpose(1, 2)
+    _, nheads, seqlen, head_dim = w.shape
+    return w.new_empty_strided(w.shape, (seqlen * nheads * head_dim, head_dim, nheads * head_dim, 1))
 
 
 def merged_layout(out: Tensor) -> Tensor:
@@ -148,6 +156,8 @@ def merged_layout(out: Tensor) -> Tensor:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return autocast's dtype where autocast is on, else None; meta and some other devices have none."""
+    if not torch._C._is_any_autocast_enabled():  # a quarter of the time of the question for one device
+        return None
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

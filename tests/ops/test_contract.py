@@ -254,32 +254,30 @@ def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
             return function(*plain, **(kwargs or {}))
 
     seen, w = [], randn(1, 2, 5, 8, dtype=torch.float32)
-    # Only a call that wants no gradient may go past the dispatcher.
-    with torch.no_grad():
-        if watcher == "mode":
-            with Watcher():
-                crate_kernels.mssa(w, backend="plain")
-        elif watcher == "profiler":
-            with torch.autograd.profiler.profile() as profile:
-                crate_kernels.mssa(w, backend="plain")
-            seen = [event.name.replace("::", ".") + ".default" for event in profile.function_events]
-        else:
-            crate_kernels.mssa(Subclass(w) if watcher == "subclass" else w, backend="plain")
+    if watcher == "mode":
+        with Watcher():
+            crate_kernels.mssa(w, backend="plain")
+    elif watcher == "profiler":
+        with torch.autograd.profiler.profile() as profile:
+            crate_kernels.mssa(w, backend="plain")
+        seen = [event.name.replace("::", ".") + ".default" for event in profile.function_events]
+    else:
+        crate_kernels.mssa(Subclass(w) if watcher == "subclass" else w, backend="plain")
     assert ("crate_kernels.mssa_fwd.default" in seen) == (watcher != "nobody")
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
-def test_a_body_runs_without_gradient_and_without_autocast(monkeypatch, autocast, grad):
-    ran = []
-
+@pytest.mark.parametrize("mode", ["no-grad", "grad", "wants-grad"])
+def test_a_body_records_no_graph_and_casts_nothing(monkeypatch, autocast, mode):
     def body(w, *options):
-        ran.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), w.dtype))
+        ran.append(((w @ w.mT).requires_grad, (w.float() @ w.mT.float()).dtype))
         return forward(w, *options)
 
-    forward = _backend.kernel("mssa", "plain").forward
+    ran, forward = [], _backend.kernel("mssa", "plain").forward
     monkeypatch.setattr(_backend.kernel("mssa", "plain"), "forward", body)
-    w = randn(1, 2, 5, 8, dtype=torch.float32)
-    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        crate_kernels.mssa(w, backend="plain")
-    assert ran == [(False, False, torch.bfloat16 if autocast else torch.float32)]
+    w = randn(1, 2, 5, 8, dtype=torch.float32).requires_grad_(mode == "wants-grad")
+    with torch.set_grad_enabled(mode != "no-grad"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = crate_kernels.mssa(w, backend="plain")
+    assert ran == [(False, torch.float32)]
+    assert out.requires_grad == (mode == "wants-grad")
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
