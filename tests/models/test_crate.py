@@ -164,37 +164,6 @@ def test_prox_reaches_every_layer(prox):
     assert [(m.prox, m.step_size, m.lambd, m.alpha) for m in codes] == [(prox, 0.2, 0.3, 0.5)] * 2
 
 
-def gradients(model, img):
-    model.zero_grad()
-    torch.manual_seed(3)
-    model(img).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_checkpointing_changes_no_gradient(dropout):
-    plain, saving = build(dropout=dropout), build(dropout=dropout, grad_checkpointing=True)
-    runs = []
-    saving.transformer.layers[0][0].register_forward_hook(lambda *_: runs.append(1))
-    wanted, actual = gradients(plain, images()), gradients(saving, images())
-    assert all(torch.equal(a, w) for a, w in zip(actual, wanted, strict=True))
-    assert len(runs) == 2
-    with torch.no_grad():
-        saving(images())
-    assert len(runs) == 3
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_compiles_in_one_graph(checkpointing):
-    model = build(depth=1, grad_checkpointing=checkpointing)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled, images()), gradients(model, images()))
-
-
-def test_empty_batch():
-    assert build()(images(0)).shape == (0, 5)
-
-
 NESTINGS = {
     "bare": lambda state: state,
     "state_dict": lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"state": {}}},

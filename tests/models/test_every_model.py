@@ -128,11 +128,11 @@ def test_dropout_reaches_every_layer_and_stops_in_evaluation(family):
     assert torch.equal(output(family, model(*inputs(family))), output(family, model(*inputs(family))))
 
 
-LAYERS = r"(transformer\.layers\.\d\.0|blocks\.\d|\.h\.\d)$"  # of CRATE-alpha a layer's first half
+LAYERS = r"(^layers\.\d|transformer\.layers\.\d\.0|blocks\.\d|\.h\.\d)$"  # of CRATE and CRATE-alpha the first half
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "crate"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_changes_no_gradient(family, dropout):
     rates = DROPOUT[family] if dropout else {}
     plain, saving = build(family, **rates), build(family, **rates, grad_checkpointing=True)
@@ -148,7 +148,7 @@ def test_checkpointing_changes_no_gradient(family, dropout):
     assert set(runs.values()) == {3}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "crate"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiles_in_one_graph(family):
     model = build(family, **{"n_layer" if "lm" in family else "depth": 1})
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,5 +1,6 @@
 """Generation: caches against recomputing, prompts of unequal length, sampling."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -37,8 +38,15 @@ def by_hand(model, prompt, count):
     return text[0]
 
 
-CASES = {"one": [5], "batch": [4, 4, 4], "ragged": [3, 1, 8, 8, 5]}
+CASES = {"one": (5,), "batch": (4, 4, 4), "ragged": (3, 1, 8, 8, 5)}
 COUNTS = {"within": 20, "full": 32, "beyond": 45}
+
+
+@functools.cache
+def all_by_hand(family, lengths):
+    """Greedy text for the largest count; less of it is what a smaller count gives."""
+    model = language(family)
+    return [by_hand(model, prompt, max(COUNTS.values())) for prompt in prompts(*lengths)]
 
 
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
@@ -46,7 +54,7 @@ COUNTS = {"within": 20, "full": 32, "beyond": 45}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_published_loop_token_for_token(family, lengths, count):
     model, given = language(family), prompts(*lengths)
-    expected = [by_hand(model, prompt, count) for prompt in given]
+    expected = [row[: len(prompt) + count] for row, prompt in zip(all_by_hand(family, lengths), given, strict=True)]
     new = [row[len(prompt) :].tolist() for row, prompt in zip(expected, given, strict=True)]
     assert len({tuple(row) for row in new}) > len(given) / 2
     assert min(len(set(row)) for row in new) >= 3
