@@ -114,4 +114,5 @@ def test_the_equations_count_what_is_published():
 
 
 def test_names():
-    assert set(models.names()) == {*COUNTED, *ROUNDED, *DERIVED}
+    """AoT and ReduNet count theirs in their own tests."""
+    assert {name for name in models.names() if name.startswith(("crate", "tost"))} == {*COUNTED, *ROUNDED, *DERIVED}
