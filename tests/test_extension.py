@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import SubspaceCache, _build, _extension, mssa, testing
+from crate_kernels import SubspaceCache, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -117,13 +117,23 @@ def test_heads_do_not_depend_on_the_number_of_threads(threads):
     torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
 
 
-def test_eight_threads_call_at_once():
+CALLS = {
+    "mssa": lambda w: mssa(w, backend="cpp"),
+    "tssa": lambda w: tssa(w, torch.ones(3), backend="cpp"),
+    "tssa-causal": lambda w: tssa(w, torch.ones(3), causal=True, backend="cpp"),
+    "ista": lambda w: ista(w, w[0, 0, :48], backend="cpp"),
+    "ista-overcomplete": lambda w: ista_overcomplete(w, w[0, 0].mT, backend="cpp"),
+}
+
+
+@pytest.mark.parametrize("function", CALLS.values(), ids=CALLS)
+def test_eight_threads_call_at_once(function):
     w = randn(2, 3, 130, 48, dtype=torch.float32)
-    expected, wrong = mssa(w, backend="cpp"), []
+    expected, wrong = function(w), []
 
     def call():
         for _ in range(20):
-            if not torch.equal(mssa(w, backend="cpp"), expected):
+            if not torch.equal(function(w), expected):
                 wrong.append(1)
 
     callers = [threading.Thread(target=call) for _ in range(8)]
