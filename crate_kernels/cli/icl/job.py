@@ -70,6 +70,8 @@ def _fit(
             **models(settings)[name],
         )
         model = AoTRegression(config).to(session.device)
+    with torch.no_grad():
+        model.wpe.weight.mul_(settings.position_scale)
 
     def loss(step: int) -> Tensor:
         xs, ys, _ = prompts.draw(settings, task, settings.batch_size, session.seed, _TRAINING, step)

@@ -13,23 +13,25 @@ class Settings:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
         dims: dimension of an example. examples: of a prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
-        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models.
+        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models. position_scale: how many
+            times larger the positions start, which subspace attention needs to tell an answer from its question.
         steps, batch_size, rate, warmup: of the training with Adam.
         tests: prompts to test on.
     """
 
     tasks: tuple[str, ...] = ("linear", "sparse")
-    dims: int = 5
+    dims: int = 2
     nonzeros: int = 1
-    examples: int = 14
+    examples: int = 8
     dim: int = 64
     heads: int = 4
-    depth: int = 8
+    depth: int = 4
     init_std: float = 0.125
-    steps: int = 3000
+    position_scale: float = 4.0
+    steps: int = 1000
     batch_size: int = 64
-    rate: float = 1e-3
-    warmup: int = 200
+    rate: float = 2e-3
+    warmup: int = 100
     tests: int = 1280
 
 
@@ -44,6 +46,7 @@ PRESETS = {
         heads=8,
         depth=32,
         init_std=0.02,
+        position_scale=1.0,
         steps=50_000,
         rate=1e-4,
         warmup=1000,

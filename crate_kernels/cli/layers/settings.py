@@ -15,14 +15,14 @@ class Settings:
         shown: the digits whose tokens are drawn, the first test image of each.
     """
 
-    dim: int = 128
-    depth: int = 6
+    dim: int = 96
+    depth: int = 5
     heads: int = 4
-    dim_head: int = 32
-    epochs: int = 12
+    dim_head: int = 24
+    epochs: int = 6
     batch_size: int = 100
     learning_rate: float = 3e-3
-    looks: tuple[int, ...] = (0, 1, 3, 6, 12)
+    looks: tuple[int, ...] = (0, 1, 2, 4, 6)
     shown: tuple[int, ...] = (0, 2, 3, 5, 7, 8)
 
 

@@ -24,12 +24,12 @@ class Settings:
     eps: float = 0.1
     lmbda: float = 500.0
     digits: tuple[int, ...] = (0, 1, 2, 3, 4)
-    images: int = 40
-    tests: int = 40
+    images: int = 20
+    tests: int = 20
     channels: int = 15
     timesteps: int = 200
     polar_layers: int = 40
-    turns: int = 8
+    turns: int = 4
 
 
 PRESETS = {
