@@ -19,7 +19,7 @@ class Settings:
     heads: int = 4
     dim: int = 96
     block: int = 96
-    steps: int = 400
+    steps: int = 250
     batch_size: int = 16
     rate: float = 3e-3
     warmup: int = 50

@@ -22,7 +22,7 @@ class Settings:
     heads: int = 4
     lambd: float = 0.5
     mask_ratio: float = 0.75
-    steps: int = 600
+    steps: int = 400
     batch_size: int = 100
     rate: float = 3e-3
     warmup: int = 50
