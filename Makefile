@@ -2,6 +2,7 @@
 # ARGS is passed on: make test ARGS='-k tssa', make demo ARGS=--help
 PYTHON ?= python3
 BIN := .venv/bin
+OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language)
 CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
@@ -42,7 +43,7 @@ bench: .venv/dev.stamp
 
 # Everything that the other targets made.
 clean:
-	rm -rf .venv build dist demo-output *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv build dist $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/made.stamp:

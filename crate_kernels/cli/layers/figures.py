@@ -81,7 +81,7 @@ def principal(seen: Tokens) -> Figure:
         for layer, ax in enumerate(row[1:]):
             ax.imshow(seen.colours[layer, digit].numpy(), interpolation="nearest")
             if digit == 0:
-                ax.set_title(f"layer {layer + 1}\n{100 * seen.explained[layer]:.0f}%", fontsize=9)
+                ax.set_title(f"layer {layer + 1}\n{100 * seen.explained[layer]:.0f}% of variance", fontsize=8)
         for ax in row:
             bare(ax)
     return figure
