@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 
+from crate_kernels.models._official import first_names
+
 
 class Unusable(Exception):
     """A checkpoint that this run cannot go on from; the message says why."""
@@ -35,7 +37,8 @@ def save_state(
     identity: dict[str, Any],
 ) -> Path:
     """Write model, optimiser and history, and what a run that goes on from here must share."""
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    first = first_names(model)  # a tied head is the embedding again, and saved once
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items() if first[name] == name}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
     tensors |= {f"history.{name}": value for name, value in history.items()}
@@ -58,10 +61,12 @@ def load_state(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise Unusable(f"{path} cannot be read ({error})") from None
-    differing = [f"{key} {run.get(key)!r}, now {identity[key]!r}" for key in identity if run.get(key) != identity[key]]
+    mine = json.loads(json.dumps(identity))  # where a tuple is a list, as in the file
+    differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
     if differing:
         raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")
-    model.load_state_dict(_under("model.", tensors))
+    weights = _under("model.", tensors)
+    model.load_state_dict({name: weights[first] for name, first in first_names(model).items()})
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in _under("optimizer.", tensors).items():
         index, key = name.split(".")

@@ -39,7 +39,7 @@ def heatmaps(seen: Tokens) -> Figure:
     for layer, ax in enumerate(row):
         codes = seen.codes[layer].abs()
         # Each layer to its own scale: they differ by more than a colour bar could show.
-        ax.imshow(codes / codes.max().clamp(min=1e-12), cmap="magma", aspect="auto", vmin=0, vmax=1)
+        ax.imshow((codes / codes.max().clamp(min=1e-12)).numpy(), cmap="magma", aspect="auto", vmin=0, vmax=1)
         share = float((seen.codes[layer] != 0).double().mean())
         ax.set_title(f"layer {layer + 1}\n{100 * share:.0f}% nonzero", fontsize=10)
         ax.set_xlabel("channel")

@@ -17,14 +17,14 @@ class Settings:
         shown: the digits that are drawn, the first test image of each.
     """
 
-    dim: int = 64
+    dim: int = 96
     depth: int = 3
     heads: int = 4
     lambd: float = 0.5
     mask_ratio: float = 0.75
-    steps: int = 400
+    steps: int = 1500
     batch_size: int = 100
-    rate: float = 3e-3
+    rate: float = 4e-3
     warmup: int = 50
     weight_decay: float = 0.05
     strengths: tuple[float, ...] = (1e2, 1e3)
