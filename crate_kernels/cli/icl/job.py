@@ -90,7 +90,7 @@ def _fit(
         {**asdict(settings), "task": task, "model": name, "seed": session.seed},
         lambda: _test(model, *tests, variance, session)[-1],
         "error after the last example",
-        max(1, settings.steps // 10),
+        max(1, settings.steps // 5),
         clip=1.0,
     )
 

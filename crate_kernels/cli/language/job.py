@@ -117,7 +117,7 @@ def _fit(
         {**asdict(settings), "model": name, "seed": session.seed, "text": source.name},
         bits,
         "bits a byte",
-        max(1, settings.steps // 10),
+        max(1, settings.steps // 5),
         clip=1.0,
     )
 
