@@ -23,9 +23,9 @@ fuzz: .venv/test.stamp .venv/extension.stamp
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
 # Python itself is not compiled so: the runtimes come first by preloading.
 SANITIZED = HOME=$(CURDIR)/.venv/sanitized
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
 test-sanitize: .venv/test.stamp
-	$(SANITIZED) CXX="$(CXX) -fsanitize=address,undefined -fno-sanitize-recover=undefined" CXXFLAGS="-O1 -fexpensive-optimizations -g1" \
-		$(BIN)/python -m crate_kernels build
+	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
 		$(BIN)/python -m pytest tests/ops tests/test_extension.py tests/test_extension_tssa.py tests/test_extension_ista.py \
