@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -127,13 +128,16 @@ def compile_extension(folder: Path, target: Path) -> None:
         from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
     except (ImportError, OSError) as error:  # OSError: PyTorch is there, a library it loads is not
         raise BuildError(f"PyTorch is not importable ({error})") from error
-    compiler = shlex.split(get_cxx_compiler())
+    words = shlex.split(get_cxx_compiler())
+    compiler = list(takewhile(lambda word: not word.startswith("-"), words))
+    options = words[len(compiler) :]  # of a CXX with options: they come last, so that they win
     includes = [*include_paths(), sysconfig.get_path("include")]
     flags = [
         *_FLAGS,
         f"-DCRATE_SOURCES={source_hash(folder)}",
         f"-ffile-prefix-map={folder}=csrc",  # check messages print source paths
         *(f"-isystem{path}" for path in includes),
+        *options,
     ]
     libraries = [f"-L{path}" for path in library_paths()]
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
@@ -148,7 +152,8 @@ def compile_extension(folder: Path, target: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = Path(scratch) / target.name
-        _run([*compiler, "-shared", *undefined, *map(str, objects), *libraries, "-ltorch_cpu", "-o", str(linked)])
+        link = ["-shared", *options, *undefined, *map(str, objects), *libraries, "-ltorch_cpu"]
+        _run([*compiler, *link, "-o", str(linked)])
         os.replace(linked, target)
 
 

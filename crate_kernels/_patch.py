@@ -27,7 +27,7 @@ from crate_kernels._patch_kinds import KINDS, fusible
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 
-_OURS = (fused.MSSA, fused.TSSA, fused.CausalTSSA, fused.ISTA, fused.OvercompleteISTA)
+_OURS = (fused.MSSA, fused.TSSA, fused.CausalMSSA, fused.CausalTSSA, fused.ISTA, fused.OvercompleteISTA)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from crate_kernels.nn import _merge, _split
+from crate_kernels.nn._heads import merge, split
 from crate_kernels.ops.ista import ista, ista_overcomplete
 from crate_kernels.ops.mssa import mssa
 from crate_kernels.ops.tssa import tssa
@@ -99,22 +99,22 @@ def _rate(module: Any, name: str) -> float:
 
 
 def _run_mssa(module: Any, x: Tensor, backend: str | None) -> Tensor:
-    w, phi = _split(module.qkv(x), module.heads), _phi(module.attend) or "softmax"
+    w, phi = split(module.qkv(x), module.heads), _phi(module.attend) or "softmax"
     rate = _rate(module, "dropout")
-    out = _merge(mssa(w, scale=module.scale, dropout_p=rate, phi=phi, backend=backend))
+    out = merge(mssa(w, scale=module.scale, dropout_p=rate, phi=phi, backend=backend))
     return module.to_out(out) if "to_out" in module._modules else out
 
 
 def _run_tssa(module: Any, x: Tensor, backend: str | None) -> Tensor:
-    w, rate = _split(module.qkv(x), module.heads), _rate(module, "attn_drop")
-    return module.to_out(_merge(tssa(w, module.temp, dropout_p=rate, backend=backend)))
+    w, rate = split(module.qkv(x), module.heads), _rate(module, "attn_drop")
+    return module.to_out(merge(tssa(w, module.temp, dropout_p=rate, backend=backend)))
 
 
 def _run_causal_tssa(module: Any, x: Tensor, backend: str | None) -> Tensor:
-    w, rate = _split(module.c_attn(x), module.n_head), _rate(module, "attn_dropout")
+    w, rate = split(module.c_attn(x), module.n_head), _rate(module, "attn_dropout")
     bias = module.denom_bias
     out = tssa(w, module.temp, causal=True, denom_bias=bias, dropout_p=rate, backend=backend)
-    return module.resid_dropout(module.c_proj(_merge(out)))
+    return module.resid_dropout(module.c_proj(merge(out)))
 
 
 def _run_ista(module: Any, x: Tensor, backend: str | None) -> Tensor:

@@ -19,7 +19,7 @@ _twins: dict[type, type] = {}
 
 
 def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
-    """Define ``crate_kernels::<schema>`` for every device and return its overload.
+    """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
     Args:
         schema: the op's schema, without the namespace.
@@ -38,6 +38,9 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
                     return body(*args)
             return body(*args)
 
+    def call(*args: Any) -> Any:
+        return body(*args) if _nothing_intercepts(args) else overload(*args)
+
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
     _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -45,7 +48,33 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
         _flops.register(packet, flops)
-    return packet.default
+    overload, call.__name__ = packet.default, name
+    return call
+
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_SCALARS = frozenset((type(None), bool, int, float, str))
+
+
+def _nothing_intercepts(args: tuple) -> bool:
+    """Whether the dispatcher would only hand ``args`` on to the body: on a tiny tensor it is half of the time."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return False
+    graph = torch.is_grad_enabled()
+    for a in args:
+        kind = type(a)
+        if kind in _TENSORS:
+            if graph and a.requires_grad:
+                return False
+        elif kind not in _SCALARS:  # a subclass, a symbol
+            return False
+    return True
 
 
 def functorch_twin(function: type, op: Callable) -> None:
@@ -116,8 +145,8 @@ def empty_out(w: Tensor) -> Tensor:
     """Allocate an output of w's shape such that merging heads for the output projection is a view."""
     if w.dim() == 3:
         return w.new_empty(w.shape)
-    batch, nheads, seqlen, head_dim = w.shape
-    return w.new_empty(batch, seqlen, nheads, head_dim).transpose(1, 2)
+    _, nheads, seqlen, head_dim = w.shape
+    return w.new_empty_strided(w.shape, (seqlen * nheads * head_dim, head_dim, nheads * head_dim, 1))
 
 
 def merged_layout(out: Tensor) -> Tensor:
@@ -127,6 +156,8 @@ def merged_layout(out: Tensor) -> Tensor:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return autocast's dtype where autocast is on, else None; meta and some other devices have none."""
+    if not torch._C._is_any_autocast_enabled():  # a quarter of the time of the question for one device
+        return None
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

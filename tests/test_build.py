@@ -64,6 +64,18 @@ def test_a_missing_compiler_is_said_to_be_missing(tmp_path):
     assert "CXX" in result.stdout
 
 
+def test_options_that_come_with_the_compiler_win(tmp_path, compiler):
+    path, _ = compiler
+    log = tmp_path / "commands"
+    path.write_text(path.read_text().replace("for last;", f'echo "$@" >> "{log}"; for last;'))
+    assert build(tmp_path, f"{path} -O1 -fsanitize=address").returncode == 0
+    commands = [line.split() for line in log.read_text().splitlines() if "csrc" in line or "-shared" in line]
+    assert all("-fsanitize=address" in words for words in commands)
+    compiled = [words for words in commands if "-c" in words]
+    assert compiled
+    assert all(words.index("-O3") < words.index("-O1") for words in compiled)
+
+
 def test_a_change_of_the_sources_is_another_build(tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(SOURCES, copy)

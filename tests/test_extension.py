@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import _build, _extension, mssa, testing
+from crate_kernels import SubspaceCache, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -77,6 +77,35 @@ def test_more_threads_than_heads(name, options, threads):
         torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_cache_is_read_in_parts_by_more_threads_than_heads(count, dtype, threads):
+    threads(count)
+    # The second sequence has no token in the later parts; the third has none at all, nor a new one that is kept.
+    lengths, new = torch.tensor([900, 100, 0], dtype=torch.int32), 3
+    held, w = randn(3, 1, 1024, 40, dtype=dtype), randn(3, 1, new, 40, seed=1, dtype=dtype)
+    keep = torch.tensor([[True] * new, [True, False, False], [False] * new])
+
+    def decode(backend, dtype):
+        cache = SubspaceCache(3, 1, 1024, 40, dtype=dtype)
+        cache.data.copy_(held)
+        cache.lengths.copy_(lengths)
+        cache._refresh_bound()
+        return (
+            *mssa(w.to(dtype), causal=True, cache=cache, key_padding_mask=keep, return_lse=True, backend=backend),
+            cache.data,
+            cache.lengths,
+        )
+
+    out, lse, data, after = decode("cpp", dtype)
+    eager, exact = decode("reference", dtype), decode("reference", torch.float64)
+    results = [{"out": o, "lse": torch.where(n == -torch.inf, 0.0, n)} for o, n in ((out, lse), eager[:2], exact[:2])]
+    assert [m for m in testing.measure(*results, dtype) if not m.passed] == []
+    assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)
+    assert torch.equal(data, eager[2])
+    assert torch.equal(after, eager[3])
+
+
 def test_heads_do_not_depend_on_the_number_of_threads(threads):
     """With a thread a head or less, each head is computed as by one thread."""
     case = testing.Case("mssa", "threads", (2, 4, 100, 32), {"return_lse": True})
@@ -88,13 +117,23 @@ def test_heads_do_not_depend_on_the_number_of_threads(threads):
     torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
 
 
-def test_eight_threads_call_at_once():
+CALLS = {
+    "mssa": lambda w: mssa(w, backend="cpp"),
+    "tssa": lambda w: tssa(w, torch.ones(3), backend="cpp"),
+    "tssa-causal": lambda w: tssa(w, torch.ones(3), causal=True, backend="cpp"),
+    "ista": lambda w: ista(w, w[0, 0, :48], backend="cpp"),
+    "ista-overcomplete": lambda w: ista_overcomplete(w, w[0, 0].mT, backend="cpp"),
+}
+
+
+@pytest.mark.parametrize("function", CALLS.values(), ids=CALLS)
+def test_eight_threads_call_at_once(function):
     w = randn(2, 3, 130, 48, dtype=torch.float32)
-    expected, wrong = mssa(w, backend="cpp"), []
+    expected, wrong = function(w), []
 
     def call():
         for _ in range(20):
-            if not torch.equal(mssa(w, backend="cpp"), expected):
+            if not torch.equal(function(w), expected):
                 wrong.append(1)
 
     callers = [threading.Thread(target=call) for _ in range(8)]

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import crate_kernels.nn
-from crate_kernels.nn import ISTA, MSSA, TSSA, CausalTSSA, OvercompleteISTA
+from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA, attention, causal
 from crate_kernels.ops.mssa import SubspaceCache
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
@@ -35,6 +34,7 @@ MODULES = {
     "mssa": lambda **k: MSSA(DIM, HEADS, HEAD_DIM, **k),
     "mssa-causal": lambda **k: MSSA(DIM, HEADS, HEAD_DIM, causal=True, **k),
     "tssa": lambda **k: TSSA(DIM, HEADS, **k),
+    "causal-mssa": lambda **k: CausalMSSA(DIM, HEADS, **k),
     "causal-tssa": lambda **k: CausalTSSA(DIM, HEADS, 9, **k),
     "ista": lambda **k: ISTA(DIM, **k),
     "overcomplete": lambda **k: OvercompleteISTA(DIM, **k),
@@ -59,6 +59,14 @@ SHAPES = {
         lambda: TSSA(DIM, HEADS, True),
         {"temp": (3, 1), "qkv.weight": (12, 12), "qkv.bias": (12,), "to_out.0.weight": (12, 12)}
         | {"to_out.0.bias": (12,)},
+    ),
+    "causal-mssa": (
+        MODULES["causal-mssa"],
+        {"c_attn.weight": (12, 12), "c_proj.weight": (12, 12), "c_proj.bias": (12,)},
+    ),
+    "causal-mssa-no-bias": (
+        lambda: CausalMSSA(DIM, HEADS, False),
+        {"c_attn.weight": (12, 12), "c_proj.weight": (12, 12)},
     ),
     "causal-tssa": (
         lambda: CausalTSSA(DIM, HEADS, 9, False),
@@ -100,6 +108,13 @@ def published_causal_tssa(m, x):
     return m.c_proj(out.transpose(1, 2).flatten(2))
 
 
+def published_causal_mssa(m, x, scale=HEAD_DIM**-0.5):
+    w = heads_of(m.c_attn(x))
+    later = torch.ones(SEQLEN, SEQLEN).triu(1).bool()
+    weights = (scale * w @ w.mT).masked_fill(later, -torch.inf).softmax(-1)
+    return m.c_proj((weights @ w).transpose(1, 2).flatten(2))
+
+
 def descent(m, x):
     return x + 0.2 * (x @ m.weight - x @ m.weight.T @ m.weight)
 
@@ -125,6 +140,11 @@ EQUATIONS = {
     "mssa": (lambda b: MSSA(DIM, HEADS, HEAD_DIM, backend=b), published_mssa),
     "mssa-tied": (lambda b: MSSA(DIM, HEADS, HEAD_DIM, tied=True, gamma=0.7, backend=b), tied_mssa),
     "tssa": (lambda b: TSSA(DIM, HEADS, True, backend=b), published_tssa),
+    "causal-mssa": (lambda b: CausalMSSA(DIM, HEADS, backend=b), published_causal_mssa),
+    "causal-mssa-scale": (
+        lambda b: CausalMSSA(DIM, HEADS, scale=1.5, backend=b),
+        lambda m, x: published_causal_mssa(m, x, 1.5),
+    ),
     "causal-tssa": (lambda b: CausalTSSA(DIM, HEADS, 9, backend=b), published_causal_tssa),
     "ista": (lambda b: ISTA(DIM, **NUMBERS, backend=b), lambda m, x: F.relu(descent(m, x) - 0.2 * 0.3)),
     "ista-soft": (lambda b: ISTA(DIM, **NUMBERS, prox="soft", backend=b), soft_ista),
@@ -151,24 +171,26 @@ def test_backend_reaches_the_operator(name):
         module(tokens(dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("make", "projection", "operator"),
-    [
-        (MODULES["mssa"], "qkv", "mssa"),
-        (MODULES["tssa"], "qkv", "tssa"),
-        (MODULES["causal-tssa"], "c_attn", "tssa"),
-    ],
-    ids=["mssa", "tssa", "causal-tssa"],
-)
-def test_projection_is_hooked_and_never_copied(make, projection, operator, monkeypatch):
-    module, seen = make(), {}
-    real = getattr(crate_kernels.nn, operator)
+# Where each module keeps its projection, the operator it calls, the module it calls it from, its dropout argument.
+CALLS = {
+    "mssa": ("qkv", attention, "mssa", "dropout"),
+    "tssa": ("qkv", attention, "tssa", "attn_drop"),
+    "causal-mssa": ("c_attn", causal, "mssa", "dropout"),
+    "causal-tssa": ("c_attn", causal, "tssa", "dropout"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_projection_is_hooked_and_never_copied(name, monkeypatch):
+    projection, where, operator, _ = CALLS[name]
+    module, seen = MODULES[name](), {}
+    real = getattr(where, operator)
 
     def spy(w, *args, **options):
         seen["w"], seen["out"] = w, real(w, *args, **options)
         return seen["out"]
 
-    monkeypatch.setattr(crate_kernels.nn, operator, spy)
+    monkeypatch.setattr(where, operator, spy)
     getattr(module, projection).register_forward_hook(lambda m, args, out: seen.__setitem__("projected", out))
     module(tokens(dtype=torch.float32))
     assert seen["w"].shape == (2, HEADS, SEQLEN, HEAD_DIM)
@@ -176,16 +198,12 @@ def test_projection_is_hooked_and_never_copied(make, projection, operator, monke
     assert seen["out"].transpose(1, 2).flatten(2).data_ptr() == seen["out"].data_ptr()
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa", "causal-tssa"])
+@pytest.mark.parametrize("name", CALLS)
 def test_dropout_follows_its_own_mode(name, monkeypatch):
-    operator, drop = {
-        "mssa": ("mssa", {"dropout": 0.25}),
-        "tssa": ("tssa", {"attn_drop": 0.25}),
-        "causal-tssa": ("tssa", {"dropout": 0.25}),
-    }[name]
+    _, where, operator, drop = CALLS[name]
     rates = []
-    monkeypatch.setattr(crate_kernels.nn, operator, lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w)
-    module, x = MODULES[name](**drop), tokens(dtype=torch.float32)
+    monkeypatch.setattr(where, operator, lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w)
+    module, x = MODULES[name](**{drop: 0.25}), tokens(dtype=torch.float32)
     module(x)
     module.eval()(x)
     module.train()
@@ -200,6 +218,7 @@ AFTER = {
     "mssa": (lambda: MODULES["mssa"](dropout=0.5), "dropout"),
     "mssa-tied": (lambda: MODULES["mssa"](dropout=0.5, tied=True), "dropout"),
     "tssa": (lambda: MODULES["tssa"](proj_drop=0.5), "attn_drop"),
+    "causal-mssa": (lambda: MODULES["causal-mssa"](dropout=0.5), "attn_dropout"),
     "causal-tssa": (lambda: MODULES["causal-tssa"](dropout=0.5), "attn_dropout"),
 }
 
@@ -251,7 +270,7 @@ def test_return_attention_of_published_shape():
         module(x, return_attention=True, cache=cache)
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa", "causal-tssa"])
+@pytest.mark.parametrize("name", CALLS)
 def test_padding_is_as_if_absent(name):
     module, x = built(MODULES[name]()), tokens()
     mask = (torch.arange(SEQLEN) < 4).expand(2, SEQLEN)
@@ -268,6 +287,21 @@ def test_decoding_equals_the_full_forward(name):
     with torch.no_grad():
         steps = [module(part, cache=cache) for part in x.split([3, 1, 1, 2], dim=1)]
         torch.testing.assert_close(torch.cat(steps, dim=1), module(x))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mssa-causal", "causal-mssa", "causal-tssa"])
+def test_a_new_cache_fits_its_module(name, dtype, autocast):
+    module, x = built(MODULES[name]()).to(dtype), tokens(dtype=dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        cache = module.new_cache(2, SEQLEN)
+        steps = [module(part, cache=cache) for part in x.split([3, 1, 1, 2], dim=1)]
+        out, full = torch.cat(steps, dim=1), module(x)
+    assert out.dtype == full.dtype
+    assert torch.equal(cache.lengths, torch.full((2,), SEQLEN))
+    roundings = 16 * torch.finfo(out.dtype).eps
+    assert (out - full).abs().max() <= roundings * full.abs().max()
 
 
 def test_cache_needs_a_causal_module():
@@ -318,6 +352,10 @@ BAD = {
     "tssa-drop": (lambda: TSSA(8, attn_drop=-0.1), ValueError, "TSSA: attn_drop must be >= 0.0"),
     "tssa-width": (lambda: TSSA(8)(torch.ones(1, 3, 9)), ValueError, r"TSSA: x must be \(batch, seqlen, dim=8\)"),
     "causal-heads": (lambda: CausalTSSA(10, 3, 4), ValueError, "CausalTSSA: n_embd must be a multiple of n_head = 3"),
+    "causal-mssa-heads": (lambda: CausalMSSA(10, 3), ValueError, "CausalMSSA: n_embd must be a multiple of n_head = 3"),
+    "causal-mssa-drop": (lambda: CausalMSSA(8, 2, dropout=1), ValueError, "CausalMSSA: dropout must be < 1.0, got 1.0"),
+    "causal-mssa-scale": (lambda: CausalMSSA(8, 2, scale="1"), TypeError, "CausalMSSA: scale must be a number, got st"),
+    "causal-mssa-rank": (lambda: CausalMSSA(8, 2)(torch.ones(3, 8)), ValueError, r"CausalMSSA: x must be \(batch"),
     "causal-block": (lambda: CausalTSSA(8, 2, 0), ValueError, "CausalTSSA: block_size must be >= 1, got 0"),
     "causal-long": (
         lambda: CausalTSSA(8, 2, 4)(torch.ones(1, 5, 8)),

@@ -1,4 +1,4 @@
-"""The command line: ``python -m crate_kernels info | verify | demo | build | tune``."""
+"""The command line: ``python -m crate_kernels VERB``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ _VERBS = {
     "info": "what is installed, and which backend each operator can use",
     "verify": "hold every available backend against float64 on named cases",
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
+    "denoise": "SNR of a noisy mixture through attention-only layers, against AoT's theorem and figure",
+    "icl": "linear regression in context, by attention alone and by a standard transformer",
+    "redunet": "networks built forward by rate reduction: three Gaussians, and digits turned by any angle",
+    "layers": "coding rate, sparsity, subspaces and tokens of a CRATE, layer by layer, as it is trained",
+    "classify": "CRATE and its variants, CRATE-alpha, ToST and AoT, trained alike on real digits",
+    "mae": "what a CRATE-MAE fills into real digits, and what a linear probe reads from it",
+    "language": "causal CRATE, ToST and AoT on English, byte by byte",
     "build": "compile the C++ extension into the user's cache",
     "tune": "time the Triton kernels' configurations on this GPU and keep the fastest",
 }

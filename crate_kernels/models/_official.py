@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 # Where training scripts put the weights in a checkpoint, and what parallel and compiled wrappers prepend.
@@ -13,6 +14,62 @@ _NESTS = ("state_dict", "model", "model_ema")
 _PREFIXES = ("module.", "_orig_mod.")
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class System:
+    """A published system: which of our modules it is, and how to read its arguments and weights.
+
+    Attributes:
+        known: the arguments that may be given: those of the published class, and our own choices.
+        required: those of them that must be.
+        build: from the arguments to our module.
+        only: arguments of the published class that have one value here; another value is an error.
+        ignored: arguments of the published class that change nothing here.
+        weights: from the published weights, under their bare names, to ours; the same by default.
+        implied: arguments that the published weights decide, from their bare names.
+    """
+
+    known: Collection[str]
+    required: Collection[str]
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Collection[str] = ()
+    weights: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    implied: Callable[[dict[str, Any]], dict[str, Any]] = lambda bare: {}
+
+    def load(self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
+        """Build the module of ``config`` and load ``state_dict`` into it, strictly."""
+        given = arguments("from_official", config, (*self.known, *self.only, *self.ignored), self.required)
+        for key, value in self.only.items():
+            if given.pop(key, value) != value:
+                raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
+        bare = unwrap(state_dict)
+        settings = {**self.implied(bare), **{k: v for k, v in given.items() if k not in self.ignored}}
+        return load(name, self.build(settings), self.weights(bare))
+
+
+def family(
+    config_class: type,
+    model_class: Callable[[Any], nn.Module],
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> System:
+    """Describe a system whose arguments are the fields of a config.
+
+    Args:
+        config_class: a dataclass; its fields are the arguments, those without a default are required.
+        model_class: takes the config.
+        fixed: fields that the system itself decides, which cannot be given.
+        **options: ``only``, ``ignored``, ``weights`` and ``implied`` of ``System``.
+    """
+    fixed = fixed or {}
+    known = [f for f in fields(config_class) if f.name not in fixed]
+    required = [f.name for f in known if f.default is MISSING]
+    return System(
+        [f.name for f in known], required, lambda given: model_class(config_class(**given, **fixed)), **options
+    )
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,14 +100,24 @@ def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
-def load(system: str, model: Model, state_dict: Mapping[str, Any]) -> Model:
-    """Copy a published checkpoint into ``model``, strictly.
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in the state_dict to the first name of its tensor: a tied head has two."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def same(value: Tensor, other: Any) -> bool:
+    """Whether two entries of a checkpoint are equal."""
+    return value is other or (isinstance(other, Tensor) and torch.equal(value.to(other.device), other))
+
+
+def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
+    """Copy weights under their bare names into ``model``, strictly.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping.
         ValueError: keys are missing, unexpected or of another shape; the message lists them all.
     """
-    given, wanted = unwrap(state_dict), model.state_dict()
+    wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in wanted]
     for name, expected in wanted.items():
@@ -59,22 +126,25 @@ def load(system: str, model: Model, state_dict: Mapping[str, Any]) -> Model:
             faults.append(f"{name} must be a Tensor, got {type(value).__name__}")
         elif value.shape != expected.shape:
             faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
+        elif name != first[name] and not same(value, given.get(first[name])):
+            faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:
         listed = "\n  ".join(faults)
-        raise ValueError(f"from_official: state_dict does not fit the {system} of this config:\n  {listed}")
+        raise ValueError(f"{owner}: state_dict does not fit the {system} of this config:\n  {listed}")
     model.load_state_dict(given)
     return model
 
 
-def settings(owner: str, config_class: type, given: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """Return ``given`` as fields of a config class, all required ones if ``whole``, or say what is wrong."""
+def arguments(
+    owner: str, given: Mapping[str, Any], known: Collection[str], required: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return ``given`` as a dict of known arguments, all required ones among them, or say what is wrong."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{owner}: config must be a mapping, got {type(given).__name__}")
-    known = [field.name for field in fields(config_class)]
     unknown = [str(name) for name in given if name not in known]
     if unknown:
         raise ValueError(f"{owner}: arguments must be among {', '.join(known)}; got {', '.join(unknown)}")
-    lacking = [f.name for f in fields(config_class) if f.default is MISSING and f.name not in given]
-    if whole and lacking:
+    lacking = [name for name in required if name not in given]
+    if lacking:
         raise ValueError(f"{owner}: config must give {', '.join(lacking)}")
     return dict(given)

@@ -10,27 +10,18 @@ State-dict keys are the published ones, so that published checkpoints and analys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from crate_kernels import _checks
+from crate_kernels.models import _official, _vision
+from crate_kernels.models._base import PreNorm, ReferenceModel, run
 from crate_kernels.nn import ISTA, MSSA
 
-__all__ = ["CRATE", "SIZES", "CRATEConfig", "RateGradientStep"]
-
-
-def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width) of an int or a pair."""
-    height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
-    return (
-        _checks.integer("CRATE", name, height, minimum=1),
-        _checks.integer("CRATE", name, width, minimum=1),
-    )
+__all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,8 @@ class CRATEConfig:
     depth: int
     heads: int
     dim_head: int = 64
-    image_size: int | Sequence[int] = 224
-    patch_size: int | Sequence[int] = 16
+    image_size: _vision.Size = 224
+    patch_size: _vision.Size = 16
     num_classes: int = 1000
     pool: str = "cls"
     channels: int = 3
@@ -81,11 +72,7 @@ class CRATEConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        height, width = _pair("image_size", self.image_size)
-        ph, pw = _pair("patch_size", self.patch_size)
-        if height % ph or width % pw:
-            got = f"{height}x{width} by {ph}x{pw}"
-            raise ValueError(f"CRATE: image_size must be a multiple of patch_size, got {got}")
+        _vision.grid("CRATE", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "num_classes", "channels"):
             _checks.integer("CRATE", name, getattr(self, name), minimum=1)
         if self.pool not in ("cls", "mean"):
@@ -143,18 +130,6 @@ class RateGradientStep(nn.Module):
         return -self.gamma * (shrunk.to(projected.dtype) @ self.qkv.weight)
 
 
-class PreNorm(nn.Module):
-    """Apply ``fn`` to layer-normalised tokens."""
-
-    def __init__(self, dim: int, fn: nn.Module) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.fn = fn
-
-    def forward(self, x: Tensor, **kwargs: bool) -> Tensor:
-        return self.fn(self.norm(x), **kwargs)
-
-
 class Transformer(nn.Module):
     """The layers: each a PreNorm of attention and a PreNorm of ISTA."""
 
@@ -193,10 +168,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
         """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
         for index in range(self.depth if layers is None else layers):
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = cast(Tensor, checkpoint(self._layer, index, x, use_reentrant=False))
-            else:
-                x = self._layer(index, x)
+            x = run(self.grad_checkpointing, self._layer, index, x)
         return x
 
 
@@ -227,21 +199,17 @@ def _residual(config: CRATEConfig) -> tuple[float, float]:
 class Patchify(nn.Module):
     """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
 
-    def __init__(self, config: CRATEConfig) -> None:
+    def __init__(self, owner: str, channels: int, patch_size: _vision.Size) -> None:
         super().__init__()
-        self.channels = config.channels
-        self.patch_size = _pair("patch_size", config.patch_size)
+        self.owner, self.channels = owner, channels
+        self.patch_size = _vision.pair(owner, "patch_size", patch_size)
 
     def forward(self, img: Tensor) -> Tensor:
-        ph, pw = self.patch_size
-        if img.dim() != 4 or img.shape[1] != self.channels or img.shape[2] % ph or img.shape[3] % pw:
-            wanted = f"(batch, channels={self.channels}, height, width) in patches of {ph}x{pw}"
-            raise ValueError(f"CRATE: img must be {wanted}, got {tuple(img.shape)}")
-        patches = img.unflatten(3, (-1, pw)).unflatten(2, (-1, ph))  # (b, c, h, ph, w, pw)
-        return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        _vision.check_images(self.owner, img, self.channels, self.patch_size)
+        return _vision.patchify(img, self.patch_size)
 
 
-class CRATE(nn.Module):
+class CRATE(ReferenceModel):
     """Classify images with a white-box transformer.
 
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
@@ -253,15 +221,20 @@ class CRATE(nn.Module):
         config: what to build; ``crate_kernels.models.create`` has the published ones by name.
     """
 
+    config_class = CRATEConfig
+    decays_vectors = True
+
     def __init__(self, config: CRATEConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         dim = config.dim
-        height, width = _pair("image_size", config.image_size)
-        ph, pw = _pair("patch_size", config.patch_size)
-        patches, patch_dim = (height // ph) * (width // pw), config.channels * ph * pw
+        rows, columns = _vision.grid("CRATE", config.image_size, config.patch_size)
+        ph, pw = _vision.pair("CRATE", "patch_size", config.patch_size)
+        patches, patch_dim = rows * columns, config.channels * ph * pw
         self.to_patch_embedding = nn.Sequential(
-            Patchify(config), nn.LayerNorm(patch_dim), nn.Linear(patch_dim, dim), nn.LayerNorm(dim)
+            Patchify("CRATE", config.channels, config.patch_size),
+            nn.LayerNorm(patch_dim),
+            nn.Linear(patch_dim, dim),
+            nn.LayerNorm(dim),
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
@@ -311,3 +284,4 @@ class CRATE(nn.Module):
 
 
 Config, Model = CRATEConfig, CRATE
+SYSTEMS = {"crate": _official.family(Config, Model)}

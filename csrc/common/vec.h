@@ -38,9 +38,6 @@ CRATE_INLINE Vi splat(int32_t x) {
 CRATE_INLINE Vf as_float(Vi v) {
   return (Vf)v;
 }
-CRATE_INLINE Vi as_int(Vf v) {
-  return (Vi)v;
-}
 
 CRATE_INLINE Vi iota() {
   Vi v;
@@ -100,7 +97,8 @@ CRATE_INLINE Vf round_to_integer(Vf x) {
   return (max(x, splat(-126.0f)) + kMagic) - kMagic;
 }
 CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  return select(x < -126.0f, Vf{}, as_float(as_int(p) + (as_int(whole + kMagic) << 23)));
+  // Unsigned, whose shift and sum wrap: an x far below -126, whose result goes, overflows.
+  return select(x < -126.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
 }
 #endif
 

@@ -10,7 +10,8 @@
 
 namespace crate_kernels {
 namespace {
-const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode};
+const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode,
+                              mssa_decode_combine};
 }
 extern const MssaTables mssa_avx2 = {&mssa_f32, nullptr};
 extern const IstaKernels ista_avx2 = {ista::update, ista::subtract_symmetric, ista::add_transposed};

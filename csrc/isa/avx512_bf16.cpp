@@ -8,7 +8,8 @@
 
 namespace crate_kernels {
 namespace {
-const MssaKernels mssa_bf16 = {mssa_forward<BFloat16>, mssa_backward<BFloat16>, mssa_combine, mssa_decode};
+const MssaKernels mssa_bf16 = {mssa_forward<BFloat16>, mssa_backward<BFloat16>, mssa_combine, mssa_decode,
+                               mssa_decode_combine};
 }
 extern const MssaTables mssa_avx512_bf16 = {nullptr, &mssa_bf16};
 }  // namespace crate_kernels

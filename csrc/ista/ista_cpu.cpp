@@ -43,8 +43,9 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> co
   u.threshold = static_cast<float>(threshold);
   u.nonnegative = nonnegative;
   const IstaKernels& k = kernels();
-  for_each_task((numel + kGrain - 1) / kGrain,
-                [&](int64_t i, Arena&) { k.update(u, i * kGrain, std::min((i + 1) * kGrain, numel)); });
+  // One stretch a thread, as the products before and after it are cut: what a core reads is in its own cache. Taking
+  // what comes next instead made the product that follows 10-30% slower.
+  torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { k.update(u, begin, end); });
 }
 
 const float* square_of_floats(const Tensor& t, const char* name, int64_t dim) {

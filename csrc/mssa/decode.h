@@ -44,55 +44,98 @@ struct DecodeQuery {
       store(out + c, acc);
     }
   }
+  // Add what another part of the cache gave.
+  CRATE_INLINE void add(const float* part, int width) {
+    const float both = part[width] > largest ? part[width] : largest;
+    if (both == -INFINITY) return;
+    const float mine = exp2f(largest - both), theirs = exp2f(part[width] - both);
+    largest = both;
+    total = total * mine + part[width + 1] * theirs;
+    for (int c = 0; c < width; c += kLanes) store(out + c, load(out + c) * mine + load(part + c) * theirs);
+  }
+  CRATE_INLINE void leave(float* part, int width) const {
+    memcpy(part, out, width * sizeof(float));
+    part[width] = largest;
+    part[width + 1] = total;
+  }
+  CRATE_INLINE void finish(const MssaProblem& p, const MssaDecode& d, int64_t token, int width) {
+    const bool any = d.visible[token] > 0;
+    const float inverse = any ? 1.0f / total : 0.0f;
+    for (int c = 0; c < width; ++c) out[c] *= inverse;
+    char* const row = static_cast<char*>(d.out.data) + token * d.out.token_stride * crate_kernels::itemsize(p.dtype);
+    write_row(row, p.dtype, d.out.dim_stride, p.head_dim, out);
+    if (d.lse != nullptr) d.lse[token] = any ? (log2f(total) + largest) * 0.693147181f : -INFINITY;
+  }
+  CRATE_INLINE void reset(int width) {
+    memset(out, 0, width * sizeof(float));
+    largest = -INFINITY;
+    total = 0.0f;
+  }
 };
 
+CRATE_INLINE int padded_width(const MssaProblem& p) {
+  return static_cast<int>((p.head_dim + kLanes - 1) / kLanes * kLanes);
+}
+CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part, int64_t token) {
+  return d.partial + (part * d.new_tokens + token) * crate_kernels::mssa_decode_size(p.head_dim);
+}
+
 // New tokens first .. first + queries - 1.
-CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries) {
+CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries, int part,
+                               int parts) {
   const int64_t item = crate_kernels::itemsize(p.dtype);
-  const int width = static_cast<int>((p.head_dim + kLanes - 1) / kLanes * kLanes);
+  const int width = padded_width(p);
   const float factor = static_cast<float>(p.scale * 1.4426950408889634);
   // fp32 rows of whole vectors need no staging.
   const bool direct = p.dtype == Dtype::f32 && d.keys.dim_stride == 1 && p.head_dim == width;
   alignas(64) float staged[kDecodeBlock][256] = {};
   DecodeQuery state[kDecodeQueries];
-  int most = 0;
+  int64_t most = 0;
   for (int i = 0; i < queries; ++i) {
     DecodeQuery& q = state[i];
     const char* const token = static_cast<char*>(d.w.data) + (first + i) * d.w.token_stride * item;
     memset(q.query, 0, width * sizeof(float));
-    memset(q.out, 0, width * sizeof(float));
     read_row(token, p.dtype, d.w.dim_stride, p.head_dim, q.query);
-    q.largest = -INFINITY;
-    q.total = 0.0f;
+    q.reset(width);
     most = d.visible[first + i] > most ? d.visible[first + i] : most;
   }
-  for (int start = 0; start < most; start += kDecodeBlock) {
+  const int64_t begin = part * d.per_part, limit = begin + d.per_part;
+  const int64_t end = parts > 1 && limit < most ? limit : most;
+  for (int64_t start = begin; start < end; start += kDecodeBlock) {
     const float* row[kDecodeBlock];
-    for (int n = 0; n < kDecodeBlock && start + n < most; ++n) {
+    for (int n = 0; n < kDecodeBlock && start + n < end; ++n) {
       const char* const key = static_cast<char*>(d.keys.data) + (start + n) * d.keys.token_stride * item;
       if (!direct) read_row(key, p.dtype, d.keys.dim_stride, p.head_dim, staged[n]);
       row[n] = direct ? reinterpret_cast<const float*>(key) : staged[n];
     }
     for (int i = 0; i < queries; ++i) {
-      const int left = d.visible[first + i] - start;
-      if (left > 0) state[i].attend(row, left < kDecodeBlock ? left : kDecodeBlock, width, factor);
+      const int64_t seen = d.visible[first + i] < end ? d.visible[first + i] : end, left = seen - start;
+      if (left > 0) state[i].attend(row, static_cast<int>(left < kDecodeBlock ? left : kDecodeBlock), width, factor);
     }
   }
   for (int i = 0; i < queries; ++i) {
-    DecodeQuery& q = state[i];
-    const bool any = d.visible[first + i] > 0;
-    const float inverse = any ? 1.0f / q.total : 0.0f;
-    for (int c = 0; c < width; ++c) q.out[c] *= inverse;
-    char* const out = static_cast<char*>(d.out.data) + (first + i) * d.out.token_stride * item;
-    write_row(out, p.dtype, d.out.dim_stride, p.head_dim, q.out);
-    if (d.lse != nullptr) d.lse[first + i] = any ? (log2f(q.total) + q.largest) * 0.693147181f : -INFINITY;
+    if (parts > 1) {
+      state[i].leave(left_by(p, d, part, first + i), width);
+    } else {
+      state[i].finish(p, d, first + i, width);
+    }
   }
 }
 
-void mssa_decode(const MssaProblem& p, const MssaDecode& d) {
+void mssa_decode(const MssaProblem& p, const MssaDecode& d, int part, int parts) {
   for (int64_t first = 0; first < d.new_tokens; first += kDecodeQueries) {
     const int64_t left = d.new_tokens - first;
-    decode_group(p, d, first, static_cast<int>(left < kDecodeQueries ? left : kDecodeQueries));
+    decode_group(p, d, first, static_cast<int>(left < kDecodeQueries ? left : kDecodeQueries), part, parts);
+  }
+}
+
+void mssa_decode_combine(const MssaProblem& p, const MssaDecode& d, int parts) {
+  const int width = padded_width(p);
+  DecodeQuery q;
+  for (int64_t token = 0; token < d.new_tokens; ++token) {
+    q.reset(width);
+    for (int part = 0; part < parts; ++part) q.add(left_by(p, d, part, token), width);
+    q.finish(p, d, token, width);
   }
 }
 

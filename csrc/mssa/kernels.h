@@ -46,7 +46,9 @@ struct MssaDecode {
   MssaView w, keys, out;
   int64_t new_tokens;
   const int32_t* visible;
-  float* lse;  // null: not wanted
+  float* lse;        // null: not wanted
+  float* partial;    // of a cache that is read in parts: mssa_decode_size floats a part and new token
+  int64_t per_part;  // cached tokens of a part
 };
 
 struct MssaKernels {
@@ -56,7 +58,10 @@ struct MssaKernels {
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
   // Sum the shares of rows [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
-  void (*decode)(const MssaProblem&, const MssaDecode&);
+  // Write out and lse; with parts > 1, write what part `part` of the cache gives to `partial`.
+  void (*decode)(const MssaProblem&, const MssaDecode&, int part, int parts);
+  // Sum the parts, in their order, and write out and lse.
+  void (*decode_combine)(const MssaProblem&, const MssaDecode&, int parts);
 };
 
 // One table a level; null where a level adds nothing for that element type.
@@ -65,6 +70,11 @@ struct MssaTables {
   const MssaKernels* bf16;  // bf16 products; softmax without dropout only
 };
 extern const MssaTables mssa_portable, mssa_avx2, mssa_avx512, mssa_avx512_bf16;
+
+// Floats that one part of a cache leaves for one new token: out as it is before the division, largest score, sum.
+static inline int64_t mssa_decode_size(int head_dim) {
+  return (head_dim + 15) / 16 * 16 + 16;  // whole lines of the cache
+}
 
 // Floats that one part of one head accumulates into: rows as keys, then rows as queries.
 static inline int64_t mssa_partial_size(int64_t seqlen, int head_dim) {

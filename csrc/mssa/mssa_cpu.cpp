@@ -1,6 +1,5 @@
 // The CPU ops of subspace attention: tensors to heads, heads to threads.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -8,60 +7,14 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "../common/capability.h"
-#include "../common/isa.h"
 #include "../common/parallel.h"
-#include "../common/tensor.h"
-#include "kernels.h"
+#include "host.h"
 
 namespace crate_kernels {
 namespace {
 
 constexpr int64_t kBlock = 64;         // rows of a tile
 constexpr int64_t kCombineRows = 256;  // rows of a task that sums shares
-
-const MssaKernels& kernels(const MssaProblem& p) {
-  const MssaKernels* f32 = mssa_portable.f32;
-#if CRATE_X86_LEVELS
-  const Capability level = capability();
-  if (level == Capability::avx512_bf16 && p.dtype == Dtype::bf16 && !p.dropout && !p.threshold) {
-    return *mssa_avx512_bf16.bf16;
-  }
-  if (level >= Capability::avx512) {
-    f32 = mssa_avx512.f32;
-  } else if (level == Capability::avx2) {
-    f32 = mssa_avx2.f32;
-  }
-#endif
-  return *f32;
-}
-
-MssaProblem problem(const Tensor& w, const std::optional<Tensor>& seed, bool causal, double scale, double dropout_p,
-                    double threshold) {
-  MssaProblem p = {};
-  p.dtype = dtype_of(w);
-  p.head_dim = static_cast<int>(w.size(w.dim() - 1));
-  STD_TORCH_CHECK(p.head_dim >= 1 && p.head_dim <= 256, "head_dim must be from 1 to 256, got ", p.head_dim);
-  p.scale = scale;
-  p.causal = causal;
-  p.threshold = threshold >= 0;
-  p.level = static_cast<float>(threshold);
-  p.dropout = seed.has_value();
-  if (p.dropout) {
-    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
-    p.keep_from = static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0));
-    p.keep_factor = static_cast<float>(1.0 / (1.0 - dropout_p));
-  }
-  return p;
-}
-
-// The view of one head: batch element or sequence, head and first token of it.
-MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, int64_t token) {
-  const int64_t offset = packed ? token * t.stride(0) + head * t.stride(1)
-                                : batch * t.stride(0) + head * t.stride(1) + token * t.stride(2);
-  char* const data = static_cast<char*>(t.data_ptr());
-  return {data + offset * static_cast<int64_t>(t.element_size()), t.stride(packed ? 0 : 2), t.stride(packed ? 2 : 3)};
-}
 
 // The tensors of a call; those that a call does not have are null.
 struct Tensors {
@@ -180,23 +133,6 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   });
 }
 
-void decode(Tensor w, Tensor data, Tensor visible, double scale, Tensor out, Tensor lse) {
-  const MssaProblem p = problem(w, std::nullopt, true, scale, 0.0, -1.0);
-  const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2);
-  const MssaKernels& k = kernels(p);
-  for_each_task(batch * nheads, [&](int64_t i, Arena&) {
-    const int64_t b = i / nheads, h = i % nheads;
-    MssaDecode d = {};
-    d.w = view(w, false, b, h, 0);
-    d.keys = view(data, false, b, h, 0);
-    d.out = view(out, false, b, h, 0);
-    d.new_tokens = tokens;
-    d.visible = static_cast<const int32_t*>(visible.data_ptr()) + b * tokens;
-    d.lse = lse.numel() == 0 ? nullptr : static_cast<float*>(lse.data_ptr()) + i * tokens;
-    k.decode(p, d);
-  });
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
@@ -207,13 +143,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
       "mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
       "Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, float dropout_p, float threshold, "
       "Tensor(a!) dw) -> ()");
-  m.def("mssa_decode(Tensor w, Tensor data, Tensor visible, float scale, Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("mssa_fwd", TORCH_BOX(&forward));
   m.impl("mssa_bwd", TORCH_BOX(&backward));
-  m.impl("mssa_decode", TORCH_BOX(&decode));
 }
 
 }  // namespace crate_kernels

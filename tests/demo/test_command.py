@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from crate_kernels import _backend, models
 from crate_kernels.cli import main
-from crate_kernels.cli.demo import checkpoint, command, compare, data, job, whitebox
+from crate_kernels.cli.common import command
+from crate_kernels.cli.demo import checkpoint, compare, data, job, whitebox
 from crate_kernels.cli.demo.training import Settings, Training
 from tests.demo.common import CPU
 

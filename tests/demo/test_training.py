@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from crate_kernels.cli.common import interrupts
 from crate_kernels.cli.demo import checkpoint, loop
 from crate_kernels.cli.demo.training import Training, batch, fresh_model
 from tests.demo.common import CPU, TINY, assert_equal, weights
@@ -159,7 +160,7 @@ def test_a_second_interrupt_is_immediate(training, tmp_path, monkeypatch, interr
 def test_where_interrupts_are_ignored_they_stay_ignored():
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for its background jobs
     try:
-        with loop._deferred_interrupt() as received:
+        with interrupts.deferred() as received:
             os.kill(os.getpid(), signal.SIGINT)
             assert received == []
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

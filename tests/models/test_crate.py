@@ -22,16 +22,6 @@ PUBLISHED = {  # what the published constructor takes
     "heads": 3,
     "dim_head": 8,
 }
-PARAMETERS = {
-    "crate_tiny": 6_090_856,
-    "crate_small": 13_116_328,
-    "crate_base": 22_796_008,
-    "crate_large": 77_641_192,
-    "crate_base_demo": 38_831_570,
-    "crate_small_21k": 14_118_482,
-    "crate_base_21k": 38_831_570,
-    "crate_base_768": 22_625_664,
-}
 
 
 def build(seed=0, **changes) -> Any:
@@ -41,17 +31,6 @@ def build(seed=0, **changes) -> Any:
 
 def images(batch=2, dtype=torch.float32):
     return torch.randn(batch, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=dtype)
-
-
-def test_names_are_the_published_sizes():
-    assert set(models.names()) == set(PARAMETERS)
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name):
-    with torch.device("meta"):
-        model = models.create(name)
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
 def test_create_overrides():
@@ -185,37 +164,6 @@ def test_prox_reaches_every_layer(prox):
     assert [(m.prox, m.step_size, m.lambd, m.alpha) for m in codes] == [(prox, 0.2, 0.3, 0.5)] * 2
 
 
-def gradients(model, img):
-    model.zero_grad()
-    torch.manual_seed(3)
-    model(img).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_checkpointing_changes_no_gradient(dropout):
-    plain, saving = build(dropout=dropout), build(dropout=dropout, grad_checkpointing=True)
-    runs = []
-    saving.transformer.layers[0][0].register_forward_hook(lambda *_: runs.append(1))
-    wanted, actual = gradients(plain, images()), gradients(saving, images())
-    assert all(torch.equal(a, w) for a, w in zip(actual, wanted, strict=True))
-    assert len(runs) == 2
-    with torch.no_grad():
-        saving(images())
-    assert len(runs) == 3
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_compiles_in_one_graph(checkpointing):
-    model = build(depth=1, grad_checkpointing=checkpointing)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled, images()), gradients(model, images()))
-
-
-def test_empty_batch():
-    assert build()(images(0)).shape == (0, 5)
-
-
 NESTINGS = {
     "bare": lambda state: state,
     "state_dict": lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"state": {}}},
@@ -272,7 +220,7 @@ def official(system="crate", state=None, config=None):
 BAD = {
     "size": (lambda: models.create("crate_huge"), ValueError, "create: name must be one of crate_tiny, .*'crate_huge'"),
     "override": (lambda: models.create("crate_tiny", width=3), ValueError, "create: arguments must be among .*; got w"),
-    "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, got 'vit'"),
+    "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, .*got 'vit'"),
     "config": (lambda: official(config={**PUBLISHED, "mlp": 4}), ValueError, "from_official: arguments .*; got mlp"),
     "config-short": (lambda: official(config={"dim": 24}), ValueError, "config must give depth, heads$"),
     "config-type": (lambda: official(config=[1]), TypeError, "from_official: config must be a mapping, got list"),

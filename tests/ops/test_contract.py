@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
-from crate_kernels import testing
+from crate_kernels import _backend, testing
 from tests.ops.common import home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
@@ -232,3 +233,53 @@ def test_decoding_writes_the_cache_in_place_without_recompiling_every_step(compi
     torch.testing.assert_close(cache.data, w)
     # Once for the first length, once with the length as a symbol.
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("watcher", ["mode", "profiler", "subclass", "nobody"])
+def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            outer.inner = inner
+            return outer
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            plain = [a.inner if isinstance(a, cls) else a for a in args]
+            return function(*plain, **(kwargs or {}))
+
+    seen, w = [], randn(1, 2, 5, 8, dtype=torch.float32)
+    if watcher == "mode":
+        with Watcher():
+            crate_kernels.mssa(w, backend="plain")
+    elif watcher == "profiler":
+        with torch.autograd.profiler.profile() as profile:
+            crate_kernels.mssa(w, backend="plain")
+        seen = [event.name.replace("::", ".") + ".default" for event in profile.function_events]
+    else:
+        crate_kernels.mssa(Subclass(w) if watcher == "subclass" else w, backend="plain")
+    assert ("crate_kernels.mssa_fwd.default" in seen) == (watcher != "nobody")
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("mode", ["no-grad", "grad", "wants-grad"])
+def test_a_body_records_no_graph_and_casts_nothing(monkeypatch, autocast, mode):
+    def body(w, *options):
+        ran.append(((w @ w.mT).requires_grad, (w.float() @ w.mT.float()).dtype))
+        return forward(w, *options)
+
+    ran, forward = [], _backend.kernel("mssa", "plain").forward
+    monkeypatch.setattr(_backend.kernel("mssa", "plain"), "forward", body)
+    w = randn(1, 2, 5, 8, dtype=torch.float32).requires_grad_(mode == "wants-grad")
+    with torch.set_grad_enabled(mode != "no-grad"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = crate_kernels.mssa(w, backend="plain")
+    assert ran == [(False, torch.float32)]
+    assert out.requires_grad == (mode == "wants-grad")
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)

@@ -148,4 +148,5 @@ def test_opcheck(name):
         utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     else:
         utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, args, test_utils=utils)
+    overload = getattr(torch.ops.crate_kernels, op.__name__).default
+    torch.library.opcheck(overload, args, test_utils=utils)

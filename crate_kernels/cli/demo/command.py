@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from crate_kernels import _backend
-
-_NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+from crate_kernels.cli.common import machine
+from crate_kernels.cli.common.command import INTERRUPTED, missing_packages, refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,20 +26,16 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if fused and naive losses disagree or the weights are not finite; 2 if it cannot run as asked;
         130 if interrupted.
     """
-    missing = [package for module, package in _NEEDS.items() if find_spec(module) is None]
-    if missing:
-        return _refuse(f"not installed: {', '.join(missing)}; pip install 'crate-kernels[demo]' brings them")
+    if lacking := missing_packages():
+        return refuse("demo", lacking)
     if args.seed < 0:
-        return _refuse(f"--seed must be >= 0, got {args.seed}")
+        return refuse("demo", f"--seed must be >= 0, got {args.seed}")
     try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device).item()
-        for op in ("mssa", "ista"):
-            _backend.resolve(op, args.backend, device, torch.float32)
+        device = machine.choose(args.device, ("mssa", "ista"), args.backend)
     except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-        return _refuse(str(error).partition("\n")[0])
+        return refuse("demo", str(error).partition("\n")[0])
     if args.backend == "reference":
-        return _refuse("--backend must not be reference: that is what the others are compared with")
+        return refuse("demo", "--backend must not be reference: that is what the others are compared with")
 
     from crate_kernels.cli.demo import checkpoint, job
 
@@ -53,15 +43,10 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
         return job.run(args.output, device, args.backend, seed=args.seed, quick=args.quick, fresh=args.fresh)
     except checkpoint.Unusable as error:
-        return _refuse(f"{error}; --fresh starts anew, --output writes elsewhere")
+        return refuse("demo", f"{error}; --fresh starts anew, --output writes elsewhere")
     except OSError as error:
-        return _refuse(str(error))
+        return refuse("demo", str(error))
     except KeyboardInterrupt:
         saved, again = args.output / checkpoint.NAME, " without --fresh" if args.fresh else ""
         print(f"\nInterrupted. The same command{again} goes on from {saved}." if saved.exists() else "\nInterrupted.")
-        return _INTERRUPTED
-
-
-def _refuse(reason: str) -> int:
-    print(f"demo: {reason}", file=sys.stderr)
-    return 2
+        return INTERRUPTED

@@ -14,8 +14,9 @@ from time import perf_counter
 import torch
 from torch.nn import functional as F
 
+from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.demo.data import Digits
-from crate_kernels.cli.demo.training import Settings, Training, fresh_model, generator, model_config
+from crate_kernels.cli.demo.training import Settings, Training, fresh_model, model_config
 
 STEPS = 20
 RELATIVE, ABSOLUTE = 1.3e-6, 1e-5  # torch.testing.assert_close's, for float32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from matplotlib.cm import ScalarMappable
@@ -11,24 +9,18 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from crate_kernels.cli.common.drawing import BLUE, GREY, ORANGE, bare
+from crate_kernels.cli.common.drawing import axes as axes_of
 from crate_kernels.cli.demo.compare import Agreement, Cost
 from crate_kernels.cli.demo.training import Training
 from crate_kernels.cli.demo.whitebox import Attention, Layers
 
-_FUSED, _NAIVE, _THIRD = "#0072b2", "#d55e00", "#555555"  # told apart by colour-blind readers too
-
-
-def _axes(width: float, height: float, rows: int = 1, columns: int = 1, **kwargs: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **kwargs)
-    for ax in axes.flat:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+_FUSED, _NAIVE, _THIRD = BLUE, ORANGE, GREY
 
 
 def learning(training: Training, neighbours: float) -> Figure:
     """Draw the loss of each step, and the test accuracy beside that of nearest neighbours."""
-    figure, ((loss, accuracy),) = _axes(9, 3.4, 1, 2)
+    figure, ((loss, accuracy),) = axes_of(9, 3.4, 1, 2)
     losses = torch.tensor(training.losses)
     window = max(1, min(40, len(losses) // 10))
     smooth = losses.unfold(0, window, 1).mean(-1)
@@ -47,7 +39,7 @@ def learning(training: Training, neighbours: float) -> Figure:
 
 def same_model(result: Agreement, backend: str) -> Figure:
     """Draw both loss curves, and how far they are apart beside what rounding alone does."""
-    figure, ((curves, apart),) = _axes(9, 3.4, 1, 2)
+    figure, ((curves, apart),) = axes_of(9, 3.4, 1, 2)
     steps = range(1, len(result.naive) + 1)
     curves.plot(steps, result.naive, color=_NAIVE, linewidth=4, alpha=0.5, label="naive equations")
     curves.plot(steps, result.fused, color=_FUSED, linewidth=1.2, label=backend)
@@ -68,7 +60,7 @@ def same_model(result: Agreement, backend: str) -> Figure:
 
 def cost(found: list[Cost], backend: str) -> Figure:
     """Draw seconds and memory of a training step, naive and fused, by tokens an image."""
-    figure, ((seconds, memory),) = _axes(9, 3.4, 1, 2)
+    figure, ((seconds, memory),) = axes_of(9, 3.4, 1, 2)
     names = [f"{c.tokens} tokens\npatch {c.patch_size}\nbatch {c.batch_size}" for c in found]
     for ax, label, values in (
         (seconds, "milliseconds a step", [[1e3 * s for s in c.seconds] for c in found]),
@@ -85,7 +77,7 @@ def cost(found: list[Cost], backend: str) -> Figure:
 
 def layers(before: Layers, after: Layers) -> Figure:
     """Draw compression and sparsification layer by layer, before and after training."""
-    figure, ((rate, nonzeros),) = _axes(9, 3.4, 1, 2)
+    figure, ((rate, nonzeros),) = axes_of(9, 3.4, 1, 2)
     numbers = range(1, len(before.rate) + 1)
     for measured, name, colour, style in (
         (before, "before training", _THIRD, "--"),
@@ -106,7 +98,7 @@ def layers(before: Layers, after: Layers) -> Figure:
 def coherence(before: Layers, after: Layers, dim: int) -> Figure:
     """Draw how much the subspaces of a layer's heads overlap, and the learned directions themselves."""
     depth, heads = before.coherence.shape[:2]
-    figure, axes = _axes(2.3 * depth + 1.2, 7.4, 3, depth)
+    figure, axes = axes_of(2.3 * depth + 1.2, 7.4, 3, depth)
     rank = before.gram.shape[-1] // heads
     for row, (name, values) in enumerate(
         (("before", before.coherence), ("after", after.coherence), ("after", after.gram))
@@ -139,7 +131,7 @@ def coherence(before: Layers, after: Layers, dim: int) -> Figure:
 def attention(seen: Attention) -> Figure:
     """Draw what the class token of the last layer gives to each patch, head by head."""
     digits, heads = seen.itself.shape
-    figure, axes = _axes(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)
+    figure, axes = axes_of(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)
     side = seen.images.shape[-1]
     top = seen.patches.max().item()
     for digit, row in enumerate(axes):
@@ -154,8 +146,7 @@ def attention(seen: Attention) -> Figure:
             if digit == 0:
                 ax.set_title(f"head {head + 1}")
         for ax in row:
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set_visible(False)
+            bare(ax)
     scale = ScalarMappable(Normalize(0, top), "viridis")
     figure.colorbar(scale, ax=axes[:, 1:], label="attention of the class token to a patch", shrink=0.5)
     return figure

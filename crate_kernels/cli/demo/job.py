@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from crate_kernels import __version__
+from crate_kernels.cli.common.machine import describe
 from crate_kernels.cli.demo import checkpoint, compare, data, loop, report, whitebox
 from crate_kernels.cli.demo.training import Settings, Training, fresh_model
 
@@ -30,7 +29,7 @@ def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, q
     neighbours = data.nearest_neighbours(digits)
     settings = Settings(seed=seed, epochs=1) if quick else Settings(seed=seed)
     training = Training(settings, digits, backend, device)
-    machine = _machine(device)
+    machine = describe(device)
     console.print(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
     console.print(f"3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
     console.print(f"CRATE, operators of backend {training.fused}, on {machine['device']}", highlight=False)
@@ -83,21 +82,6 @@ def _train(training: Training, folder: Path, console: Console, *, fresh: bool) -
         console.print(f"Going on from step {training.done} of {training.total}")
         loop.train(training, folder, console)
     return None
-
-
-def _machine(device: torch.device) -> dict[str, str]:
-    """Say where the numbers come from."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        capability = torch.backends.cpu.get_cpu_capability()
-        name = f"{device.type}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "crate_kernels": __version__,
-    }
 
 
 def _verdict(agreement: compare.Agreement) -> str:

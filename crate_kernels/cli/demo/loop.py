@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from crate_kernels.cli.common import interrupts
 from crate_kernels.cli.demo import checkpoint
 from crate_kernels.cli.demo.training import Training, steps_per_epoch
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[list[int]]:
-    """Note Ctrl-C and termination instead of raising: inside a step, half the weights would be new.
-
-    A second one raises as usual.
-    """
-    received: list[int] = []
-    previous = {}
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a background job is not to be interrupted
-            previous[number] = signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def train(training: Training, folder: Path, console: Console) -> float:
@@ -58,7 +31,7 @@ def train(training: Training, folder: Path, console: Console) -> float:
         disable=not console.is_terminal,
     )
     start = perf_counter()
-    with _deferred_interrupt() as interrupts, bar:
+    with interrupts.deferred() as received, bar:
         task = bar.add_task("", total=training.total, completed=training.done, state="")
         while training.done < training.total:
             loss = training.step()
@@ -69,7 +42,7 @@ def train(training: Training, folder: Path, console: Console) -> float:
                     console.print(f"  step {training.done}/{training.total}  loss {loss:.3f}  accuracy {accuracy:.4f}")
             seen = f"  test accuracy {training.accuracies[-1][1]:.4f}" if training.accuracies else ""
             bar.update(task, completed=training.done, state=f"loss {loss:.3f}{seen}")
-            if interrupts:
+            if received:
                 checkpoint.save(training, folder)
                 raise KeyboardInterrupt
     return perf_counter() - start

@@ -7,10 +7,10 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from crate_kernels.cli.common import drawing
 from crate_kernels.cli.demo import checkpoint, figures
 from crate_kernels.cli.demo.compare import Agreement, Cost
 from crate_kernels.cli.demo.training import Training
@@ -60,10 +60,9 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
     paths = []
     pictures = {}
     for name, figure in drawn.items():
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png")
-        pictures[name] = base64.b64encode(buffer.getvalue()).decode()
-        paths.append(checkpoint.put(folder / f"{name}.png", buffer.getvalue()))
+        content = drawing.png(figure)
+        pictures[name] = base64.b64encode(content).decode()
+        paths.append(checkpoint.put(folder / f"{name}.png", content))
     numbers = json.dumps(metrics(outcome), indent=2) + "\n"
     paths.append(checkpoint.put(folder / "metrics.json", numbers.encode()))
     paths.append(checkpoint.put(folder / "report.html", _page(outcome, pictures).encode()))

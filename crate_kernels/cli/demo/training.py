@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crate_kernels import _backend
+from crate_kernels.cli.common import machine
+from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEConfig
 
@@ -62,11 +62,6 @@ def fresh_model(settings: Settings, config: CRATEConfig, device: torch.device) -
         return CRATE(config).to(device)
 
 
-def generator(seed: int, *purpose: int) -> torch.Generator:
-    """Return a generator of its own for each purpose (PyTorch's would keep 32 bits of a hand-mixed seed)."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, *purpose)).generate_state(1)[0]))
-
-
 def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor]:
     """Draw the batch of one step: each epoch is a permutation, each image moved by a random affine map."""
     epoch, index = divmod(step, steps_per_epoch(settings, digits))
@@ -91,13 +86,6 @@ def steps_per_epoch(settings: Settings, digits: Digits) -> int:
     return len(digits.train_labels) // settings.batch_size
 
 
-def _describe(backends: dict[str, str]) -> str:
-    """Name the backend, or each operator's where they differ."""
-    if len(set(backends.values())) == 1:
-        return backends["mssa"]
-    return ", ".join(f"{op} {name}" for op, name in backends.items())
-
-
 class Training:
     """A model, its optimiser and what has happened so far.
 
@@ -109,7 +97,7 @@ class Training:
     def __init__(self, settings: Settings, digits: Digits, backend: str | None, device: torch.device) -> None:
         self.settings, self.digits, self.device = settings, digits, device
         self.config = model_config(settings, digits, backend)
-        self.fused = _describe({op: _backend.resolve(op, backend, device, torch.float32) for op in ("mssa", "ista")})
+        self.fused = machine.backends(("mssa", "ista"), backend, device)
         self.model = fresh_model(settings, self.config, device)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if p.dim() != 2]

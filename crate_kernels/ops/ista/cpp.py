@@ -24,8 +24,9 @@ _PRODUCT = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16 if _FAST_FLOAT16 else torch.float32,
 }
-_PANELS, _PANEL = 6, 96  # of W^T W: at most so many, at least so wide; they leave out 5/12 of the product
-_SQUARE = 5 / 8  # what W - W^T W then costs, in products with dim tokens
+# W^T W by panels leaves out 5/12 of the product: at most so many, at least so wide. Below 256 their calls cost more.
+_PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
+_FEW = 1 << 16  # elements, up to which one call fewer counts for more than one pass fewer
 
 
 def forward(
@@ -34,7 +35,7 @@ def forward(
     """Return y; products run in ``compute`` or better, the residual is added in float32."""
     product, tokens = _PRODUCT[compute], _rows(x)
     operand = tokens.to(product)
-    if tokens.shape[0] >= _SQUARE * weight.shape[0]:
+    if tokens.shape[0] >= _square(weight.shape[0]) * weight.shape[0]:
         update = _mm(operand, _matrix(weight, product))
     else:
         matrix = weight.to(product)
@@ -64,13 +65,16 @@ def backward(
     _step(_rows(dy), None, _rows(y), 1.0, 0.0, False, dx)
     g, dweight = dx.to(product), weight.new_empty(0)
     # How many products with the tokens one form spares, against the square ones that it has instead.
-    spared, squares = (3, 1 + _SQUARE) if need_dx and need_dweight else (1, _SQUARE) if need_dx else (3, 1)
+    square = _square(dim)
+    spared, squares = (3, 1 + square) if need_dx and need_dweight else (1, square) if need_dx else (3, 1)
     if spared * operand.shape[0] >= squares * dim:
+        # First, while the gradient is in the cache; dx must wait for the other product with it.
+        update = _mm(g, _matrix(weight, product).t()) if need_dx else None
         if need_dweight:
             dmatrix = _accumulate(None, operand.t(), g, step_size)
             dweight = _through_matrix(dmatrix, weight)
-        if need_dx:
-            _step(_mm(g, _matrix(weight, product).t()), dx, None, step_size, 0.0, False, dx)
+        if update is not None:
+            _step(update, dx, None, step_size, 0.0, False, dx)
     else:
         matrix = weight.to(product)
         dr = _mm(g, matrix.t())  # of x - x W^T, but for the step size
@@ -147,10 +151,15 @@ def backward_overcomplete(
     return dx, total.to(weight.dtype), ddecoder
 
 
+def _square(dim: int) -> float:
+    """Return what W - W^T W costs, in products with dim tokens."""
+    return 5 / 8 if dim > _LEAST_DIM else 1.0
+
+
 def _matrix(weight: Tensor, product: torch.dtype) -> Tensor:
     """Return W - W^T W, accumulated in float32 and rounded once to ``product``."""
     weight, dim = weight if weight.dtype == product else weight.float(), weight.shape[0]
-    if weight.dtype != torch.float32 or dim <= _PANEL:
+    if weight.dtype != torch.float32 or dim <= _LEAST_DIM:
         return torch.addmm(weight, weight.t(), weight, alpha=-1).to(product)
     weight = weight.contiguous()
     gram = torch.empty_like(weight)
@@ -177,7 +186,7 @@ def _through_matrix(dmatrix: Tensor, weight: Tensor) -> Tensor:
 
 def _residual(x: Tensor, code: Tensor, matrix: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Return x - scale * code W^T, zero where there is a mask and it is zero."""
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 and x.numel() > _FEW:
         residual, base, factor = _mm(code, matrix.t()), x, -scale
     else:  # the library subtracts before it rounds
         residual, base, factor = torch.addmm(x, code, matrix.t(), alpha=-scale), None, 1.0

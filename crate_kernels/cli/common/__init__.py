@@ -1,0 +1,1 @@
+"""What the verbs that train, measure and draw have in common."""

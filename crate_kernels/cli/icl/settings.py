@@ -1,0 +1,55 @@
+"""Sizes of the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is learned, and by what.
+
+    Attributes:
+        tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
+        dims: dimension of an example. examples: of a prompt.
+        dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
+        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models. position_scale: how many
+            times larger the positions start, which subspace attention needs to tell an answer from its question.
+        steps, batch_size, rate, warmup: of the training with Adam.
+        tests: prompts to test on.
+    """
+
+    tasks: tuple[str, ...] = ("linear", "sparse")
+    dims: int = 2
+    nonzeros: int = 1
+    examples: int = 8
+    dim: int = 64
+    heads: int = 4
+    depth: int = 4
+    init_std: float = 0.125
+    position_scale: float = 4.0
+    steps: int = 600
+    batch_size: int = 64
+    rate: float = 2e-3
+    warmup: int = 100
+    tests: int = 1280
+
+
+PRESETS = {
+    "default": Settings(),
+    # d, nonzeros, model, batch, iterations and prompts are the paper's; examples and rate those of Garg et al. 2022.
+    "paper": Settings(
+        dims=20,
+        nonzeros=3,
+        examples=41,
+        dim=128,
+        heads=8,
+        depth=32,
+        init_std=0.02,
+        position_scale=1.0,
+        steps=50_000,
+        rate=1e-4,
+        warmup=1000,
+    ),
+    "quick": Settings(dims=2, examples=5, dim=16, heads=2, depth=2, steps=6, batch_size=8, warmup=2, tests=64),
+}

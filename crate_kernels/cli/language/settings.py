@@ -1,0 +1,36 @@
+"""Sizes of the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and how.
+
+    Attributes:
+        layers, heads, dim: of every model. block: the longest context, in bytes.
+        steps, batch_size, rate, warmup, weight_decay: of the training, by AdamW.
+        sample: bytes that each model writes at the end. temperature: of its draws.
+    """
+
+    layers: int = 3
+    heads: int = 4
+    dim: int = 96
+    block: int = 96
+    steps: int = 250
+    batch_size: int = 16
+    rate: float = 3e-3
+    warmup: int = 50
+    weight_decay: float = 0.1
+    sample: int = 300
+    temperature: float = 0.8
+
+
+PRESETS = {
+    "default": Settings(),
+    # GPT-2's base size and nanoGPT's rate and batch; OpenWebText and its tokens are not here.
+    "paper": Settings(layers=12, heads=12, dim=768, block=1024, steps=100_000, batch_size=480, rate=6e-4, warmup=2000),
+    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=4, batch_size=4, warmup=2, sample=8),
+}

@@ -1,0 +1,36 @@
+"""Sizes of the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model, its training, and when it is looked at.
+
+    Attributes:
+        dim, depth, heads, dim_head: of the CRATE, trained as the demo's is.
+        epochs: of the training. looks: epochs after which it is measured, 0 for before the first.
+        shown: the digits whose tokens are drawn, the first test image of each.
+    """
+
+    dim: int = 96
+    depth: int = 5
+    heads: int = 4
+    dim_head: int = 24
+    epochs: int = 6
+    batch_size: int = 100
+    learning_rate: float = 3e-3
+    looks: tuple[int, ...] = (0, 1, 2, 4, 6)
+    shown: tuple[int, ...] = (0, 2, 3, 5, 7, 8)
+
+
+PRESETS = {
+    "default": Settings(),
+    # CRATE-Tiny and its number of epochs; the paper's images (ImageNet) are not here, nor its optimiser (Lion).
+    "paper": Settings(
+        dim=384, depth=12, heads=6, dim_head=64, epochs=150, learning_rate=5e-4, looks=(0, 1, 5, 15, 50, 150)
+    ),
+    "quick": Settings(dim=16, depth=2, heads=2, dim_head=8, epochs=1, batch_size=400, looks=(0, 1), shown=(2, 7)),
+}

@@ -1,0 +1,143 @@
+"""The experiment: train without labels, draw what is filled in, probe what was learned."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from crate_kernels.cli.common.draws import generator
+from crate_kernels.cli.common.fit import Fit, decayed, train
+from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.demo import data
+from crate_kernels.cli.demo.training import Settings as DemoSettings
+from crate_kernels.cli.demo.training import batch
+from crate_kernels.cli.mae import figures, probe
+from crate_kernels.cli.mae.settings import Settings
+from crate_kernels.models import CRATEMAE, CRATEMAEConfig
+
+_TRAINING, _TESTING = 0, 1
+# In words: other images, other sizes, and a probe of the class token.
+_PAPER = {"CRATE-MAE, the class token": "near ViT-MAE's"}
+
+
+def run(session: Session, settings: Settings) -> int:
+    """Train, measure and draw."""
+    digits = data.load()
+    session.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    start, model = (_fresh(settings, digits, session) for _ in range(2))
+    images = digits.crop(digits.test_images)
+    # The same patches are removed from every test digit whenever it is looked at.
+    masks = model.random_mask(
+        len(images), (digits.image_size // digits.patch_size) ** 2, None, _draws(session, _TESTING)
+    )
+    fit = _fit(model, session, settings, digits, images, masks)
+    train(fit, session)
+    model.eval()
+    start.eval()
+    filled = _fill(model, session, images, masks)
+    blank = _blank(digits, images, masks)
+    probes = probe.all_of_them(start, model, digits, settings, session)
+    error = fit.watched[-1][1]
+    rows = [
+        ["error on removed patches", "near ViT-MAE's", f"{error:.3f} (filling in the mean digit: {blank:.3f})"],
+        *([f"linear probe on {name}", _PAPER.get(name, "-"), f"{value:.4f}"] for name, value in probes.items()),
+    ]
+    session.compare(rows, ("", "paper, ImageNet", "measured, digits"))
+    best, untrained = (
+        max(value for name, value in probes.items() if name.startswith(kind))
+        for kind in ("CRATE-MAE", "an untrained CRATE-MAE")
+    )
+    verdict = "beats" if best > probes["pixels"] else "does NOT beat"
+    session.say(
+        f"The best probe of features learned without labels, {best:.4f}, {verdict} the one of pixels, "
+        f"{probes['pixels']:.4f}; of features before any learning the best has {untrained:.4f}"
+    )
+    chosen = [int((digits.test_labels == each).nonzero()[0]) for each in settings.shown]
+    session.write(
+        {
+            "reconstruction": figures.reconstruction(images[chosen], filled[chosen], masks[chosen], digits),
+            "learning": figures.learning(fit, blank, probes),
+        },
+        {"digits": digits.name, "error": error, "error_of_the_mean": blank, "probes": probes, "losses": fit.losses},
+        settings,
+    )
+    return 0
+
+
+def _draws(session: Session, *purpose: int) -> torch.Generator:
+    """Return a generator for masks, which are drawn on the CPU so that every device has the same."""
+    return generator(session.seed, *purpose)
+
+
+def _fresh(settings: Settings, digits: data.Digits, session: Session) -> CRATEMAE:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(session.seed)
+        config = CRATEMAEConfig(
+            embed_dim=settings.dim,
+            depth=settings.depth,
+            num_heads=settings.heads,
+            decoder_embed_dim=settings.dim,
+            decoder_depth=settings.depth,
+            decoder_num_heads=settings.heads,
+            img_size=digits.image_size,
+            patch_size=digits.patch_size,
+            in_chans=1,
+            mask_ratio=settings.mask_ratio,
+            lambd=settings.lambd,
+            backend=session.backend,
+        )
+        return CRATEMAE(config)
+
+
+def _fit(
+    model: CRATEMAE, session: Session, settings: Settings, digits: data.Digits, images: Tensor, masks: Tensor
+) -> Fit:
+    drawing = DemoSettings(seed=session.seed, batch_size=settings.batch_size)
+    patches = (digits.image_size // digits.patch_size) ** 2
+    kept = int(patches * (1 - settings.mask_ratio))
+    model = model.to(session.device)
+
+    def loss(step: int) -> Tensor:
+        moved, _ = batch(drawing, digits, step)
+        rank = torch.rand(len(moved), patches, generator=_draws(session, _TRAINING, step)).argsort(1).argsort(1)
+        return model(moved.to(session.device), mask=(rank >= kept).to(session.device))[0]
+
+    def error() -> float:
+        parts = zip(images.split(250), masks.split(250), strict=True)
+        found = [model(x.to(session.device), mask=m.to(session.device))[0].item() * len(x) for x, m in parts]
+        return sum(found) / len(images)
+
+    return Fit(
+        "crate-mae",
+        "CRATE-MAE",
+        model,
+        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=settings.rate, betas=(0.9, 0.95)),
+        loss,
+        settings.steps,
+        settings.rate,
+        settings.warmup,
+        {**asdict(settings), "seed": session.seed, "digits": digits.name},
+        error,
+        "test error",
+        max(1, settings.steps // 10),
+        clip=1.0,
+    )
+
+
+@torch.no_grad()
+def _fill(model: CRATEMAE, session: Session, images: Tensor, masks: Tensor) -> Tensor:
+    """Return every image as the model fills it in, removed and shown patches alike, (n, 1, side, side)."""
+    parts = zip(images.split(250), masks.split(250), strict=True)
+    return torch.cat(
+        [model.unpatchify(model(x.to(session.device), mask=m.to(session.device))[1]).cpu() for x, m in parts]
+    )
+
+
+def _blank(digits: data.Digits, images: Tensor, masks: Tensor) -> float:
+    """Return the error of filling in the mean training image, on the same patches."""
+    mean = digits.crop(digits.train_images).mean(0, keepdim=True)
+    side, size = digits.image_size // digits.patch_size, digits.patch_size
+    error = (images - mean).square().unflatten(3, (side, size)).unflatten(2, (side, size)).mean((1, 3, 5)).flatten(1)
+    return float((error * masks).sum() / masks.sum())

@@ -1,0 +1,39 @@
+"""Sizes of the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The two networks and their data.
+
+    Attributes:
+        samples: of each of three Gaussians in R^3, to build from and to test on. noise: their deviation.
+        layers: of the network on them. eta, eps, lmbda: of all layers, as published.
+        digits: classes of digits, as many images of each as ``images``, to build from; ``tests`` to test on.
+        channels, timesteps: radii and angles of the polar pictures. polar_layers: of the network on them.
+        turns: rotations of the test digits, evenly over the circle.
+    """
+
+    samples: int = 500
+    noise: float = 0.1
+    layers: int = 2000
+    eta: float = 0.5
+    eps: float = 0.1
+    lmbda: float = 500.0
+    digits: tuple[int, ...] = (0, 1, 2, 3, 4)
+    images: int = 20
+    tests: int = 20
+    channels: int = 15
+    timesteps: int = 200
+    polar_layers: int = 40
+    turns: int = 4
+
+
+PRESETS = {
+    "default": Settings(),
+    "paper": Settings(digits=tuple(range(10)), images=100, tests=100, turns=20),
+    "quick": Settings(samples=20, layers=10, digits=(0, 1), images=8, tests=4, timesteps=16, polar_layers=2, turns=2),
+}

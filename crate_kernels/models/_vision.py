@@ -1,0 +1,77 @@
+"""What the image models share: sizes, patches and their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crate_kernels import _checks
+
+Size = int | Sequence[int]
+
+
+def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
+    """Return (height, width) of an int or a pair."""
+    height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    return (
+        _checks.integer(owner, name, height, minimum=1),
+        _checks.integer(owner, name, width, minimum=1),
+    )
+
+
+def grid(owner: str, image_size: Size, patch_size: Size, name: str = "image_size") -> tuple[int, int]:
+    """Return how many patches an image has (down, across); its size must be a multiple of theirs."""
+    height, width = pair(owner, name, image_size)
+    ph, pw = pair(owner, "patch_size", patch_size)
+    if height % ph or width % pw:
+        raise ValueError(f"{owner}: {name} must be a multiple of patch_size, got {height}x{width} by {ph}x{pw}")
+    return height // ph, width // pw
+
+
+def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, int]) -> None:
+    """Require (batch, channels, height, width) images that are made of whole patches."""
+    ph, pw = patch_size
+    if img.dim() != 4 or img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
+        wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
+        raise ValueError(f"{owner}: img must be {wanted}, got {tuple(img.shape)}")
+
+
+def patchify(img: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
+    ph, pw = patch_size
+    patches = img.unflatten(3, (-1, pw)).unflatten(2, (-1, ph))  # (b, c, h, ph, w, pw)
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Undo ``patchify`` for images of ``grid`` patches (down, across)."""
+    ph, pw = patch_size
+    img = patches.unflatten(2, (ph, pw, -1)).unflatten(1, grid)  # (b, h, w, ph, pw, c)
+    return img.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
+    """Return the fixed positions of MAE's code, (1, patches + 1, dim), zeros for the class token.
+
+    The first half of the channels encodes the column and the second the row, each as sines and then
+    cosines of frequencies ``10000^(-4 i / dim)``.
+    """
+    omega = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64, device="cpu") / (dim // 4))
+    rows, columns = (torch.arange(n, dtype=torch.float64, device="cpu") for n in grid)
+    across = columns.repeat(grid[0])[:, None] * omega
+    down = rows.repeat_interleave(grid[1])[:, None] * omega
+    patches = torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
+    return torch.cat([torch.zeros(1, dim, dtype=torch.float64, device="cpu"), patches])[None].float()
+
+
+def resize_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Bring (1, 1 + old patches, dim) positions to a grid of another size, bicubically; the class token keeps its."""
+    if old == new:
+        return positions
+    patches = positions[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
+    # bicubic has no half-precision kernel on every device
+    resized = F.interpolate(patches.float(), size=new, mode="bicubic", align_corners=False).to(positions.dtype)
+    return torch.cat([positions[:, :1], resized.flatten(2).mT], dim=1)

@@ -1,0 +1,103 @@
+"""The layer of an attention-only transformer (AoT, Wang et al. 2025, arXiv 2506.03790), and a standard one.
+
+A layer denoises the tokens against its subspaces, and does nothing else::
+
+    Z <- Z + eta MSSA(LN(Z))
+
+In the paper's other form MHSA, ordinary attention with its own query, key and value, stands in MSSA's place.
+Two such steps, the second an MLP instead of attention, are the layer of a standard transformer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.models.aot.mhsa import MHSA
+from crate_kernels.nn import MSSA
+
+_ATTENTIONS = ("mssa", "mhsa")
+
+
+class Layer(nn.Module):
+    """One layer: ``x + eta attn(norm(x))``, and with ``mlp`` after it ``x + mlp(norm_2(x))``.
+
+    Parameters: ``norm.*``, ``attn.qkv.weight``, ``attn.to_out.0.weight``, and with an MLP ``norm_2.*``,
+    ``mlp.{0,2}.weight``.
+
+    Args:
+        dim, heads: width of a token and number of subspaces, each of dim / heads.
+        attention: ``"mssa"`` or ``"mhsa"``.
+        eta: step size; default 1.
+        norm: whether the attention sees layer-normalised tokens (language) or bare ones (vision).
+        mlp: whether a GELU MLP of four times the width follows: a standard transformer.
+        bias: whether norms and output projections have one; default False.
+        dropout: rate in attention and after it.
+        causal: whether a token sees only itself and earlier ones.
+        backend: of MSSA; None is the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        attention: str,
+        *,
+        eta: float = 1.0,
+        norm: bool = True,
+        mlp: bool = False,
+        bias: bool = False,
+        dropout: float = 0.0,
+        causal: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eta = eta
+        self.norm = nn.LayerNorm(dim, bias=bias) if norm else nn.Identity()
+        if attention == "mssa":
+            self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=bias, causal=causal, backend=backend)
+        else:
+            self.attn = MHSA(dim, heads, dropout, causal=causal, bias_out=bias)
+        self.mlp = None
+        if mlp:
+            self.norm_2 = nn.LayerNorm(dim, bias=bias)
+            wide, narrow = nn.Linear(dim, 4 * dim, bias=bias), nn.Linear(4 * dim, dim, bias=bias)
+            self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        """Return (batch, seqlen, dim); the mask and the cache are the attention's."""
+        update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache)
+        x = x + (update if self.eta == 1.0 else self.eta * update)
+        return x if self.mlp is None else x + self.mlp(self.norm_2(x))
+
+
+def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, heads: str) -> None:
+    """Require the sizes ``names`` of a config to be positive, its heads to divide its width, and what all have."""
+    for name in names:
+        _checks.integer(owner, name, getattr(config, name), minimum=1)
+    width, count = getattr(config, dim), getattr(config, heads)
+    if width % count:
+        raise ValueError(f"{owner}: {dim} must be a multiple of {heads} = {count}, got {width}")
+    check_step(owner, config)
+
+
+def check_step(owner: str, config: Any) -> None:
+    """Require what all configs have to be what it can."""
+    if config.attention not in _ATTENTIONS:
+        raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {config.attention!r}")
+    _checks.number(owner, "eta", config.eta, minimum=0.0)
+    _checks.number(owner, "dropout", config.dropout, minimum=0.0, below=1.0)
+
+
+def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
+    """Draw the weights as GPT-2 does: deviation ``std``, less for what adds to the residual stream."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    outputs = [p for name, p in layers.named_parameters() if name.endswith(("to_out.0.weight", "mlp.2.weight"))]
+    for parameter in outputs:
+        nn.init.normal_(parameter, std=std * len(outputs) ** -0.5)

@@ -1,0 +1,99 @@
+"""Ordinary attention: what AoT compares MSSA with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class KeyValueCache:
+    """Keys and values of earlier tokens: twice what MSSA keeps. Inference only.
+
+    Args:
+        max_seqlen: capacity, in tokens a sequence.
+    """
+
+    def __init__(self, max_seqlen: int) -> None:
+        self.max_seqlen = max_seqlen
+        self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys: autocast's, there
+        self._lengths: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Append (batch, heads, seqlen, head_dim) keys and values.
+
+        Args:
+            key, value: of the new tokens.
+            keep: (batch, seqlen) bool, False for padding on the right; None keeps all.
+
+        Returns:
+            All keys, all values, and which of them each new token may see, (batch, 1, seqlen, held).
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        batch, heads, new, head_dim = key.shape
+        if self._held is None or self._lengths is None:
+            empty = key.new_zeros(batch, heads, self.max_seqlen, head_dim)
+            self._held, self._lengths = (empty, empty.clone()), torch.zeros(batch, dtype=torch.int64, device=key.device)
+        longest = int(self._lengths.max()) + new if batch else 0
+        if longest > self.max_seqlen:
+            raise ValueError(f"KeyValueCache: capacity is {self.max_seqlen} tokens a sequence, got {longest}")
+        positions = self._lengths[:, None] + torch.arange(new, device=key.device)
+        index = positions[:, None, :, None].expand(-1, heads, -1, head_dim)
+        for held, given in zip(self._held, (key, value), strict=True):
+            held.scatter_(2, index, given.to(held.dtype))
+        self._lengths = self._lengths + (new if keep is None else keep.sum(1))
+        seen = torch.arange(longest, device=key.device) <= positions[:, None, :, None]
+        return self._held[0][:, :, :longest].to(key.dtype), self._held[1][:, :, :longest].to(key.dtype), seen
+
+
+class MHSA(nn.Module):
+    """Multi-head self-attention with its own query, key and value, by PyTorch's operator.
+
+    Parameters: ``qkv.weight`` (3 dim, dim), no bias; ``to_out.0.weight`` (dim, dim) and ``to_out.0.bias`` if asked for.
+
+    Args:
+        dim: width of a token, a multiple of ``heads``.
+        heads: number of heads.
+        dropout: rate on the probabilities and on the output; default 0.
+        causal: whether a token attends only to itself and earlier ones, needed for a cache; default False.
+        bias_out: whether the output projection has a bias; default False.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, dropout: float = 0.0, *, causal: bool = False, bias_out: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.dropout = nn.Dropout(dropout)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(dim, dim, bias=bias_out), nn.Dropout(dropout))
+
+    def new_cache(self, batch: int, max_seqlen: int) -> KeyValueCache:
+        """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
+        return KeyValueCache(max_seqlen)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Attend over (batch, seqlen, dim).
+
+        Args:
+            x: tokens.
+            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
+            cache: to append to and attend over; default none.
+        """
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen: Tensor | None = None
+        if cache is not None:
+            key, value, seen = cache.append(key, value, key_padding_mask)
+        elif key_padding_mask is not None:
+            seen = key_padding_mask[:, None, None, :]
+            seen = (
+                seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+                if self.causal
+                else seen
+            )
+        rate = self.dropout.p if self.dropout.training else 0.0
+        causal = self.causal and seen is None
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=rate, is_causal=causal)
+        return self.to_out(out.transpose(1, 2).flatten(2))

@@ -1,0 +1,115 @@
+"""AoT for images: CRATE's stem, then attention without normalisation.
+
+The paper's models have 22M parameters (MSSA, 71.7% on ImageNet; CRATE of 39M 79.5%) and 15M (MHSA, 69.5%; ViT
+of 22M 72.4%). Width and depth are not known here, so those of ``SIZES`` are ours, chosen to meet the counts:
+aot_vision_mssa 22,371,496, aot_vision_mhsa 14,915,176.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels.models._base import ReferenceModel, run
+from crate_kernels.models.aot.layers import Layer, check_shape
+from crate_kernels.models.crate import Patchify
+
+
+@dataclass(frozen=True)
+class AoTVisionConfig:
+    """What a vision AoT is.
+
+    Attributes:
+        dim, depth, heads: width of a token, layers, subspaces.
+        attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
+        image_size, patch_size: sides in pixels. num_classes: outputs. channels: of the image.
+        norm: whether each attention sees layer-normalised tokens; False in the paper.
+        eta: step size of the attention; dropout: rate in and after it.
+        grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        backend: of MSSA; None is the best available.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    dim: int
+    depth: int
+    heads: int
+    attention: str = "mssa"
+    image_size: int = 224
+    patch_size: int = 16
+    num_classes: int = 1000
+    channels: int = 3
+    norm: bool = False
+    eta: float = 1.0
+    dropout: float = 0.0
+    grad_checkpointing: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ("dim", "depth", "heads", "image_size", "patch_size", "num_classes", "channels")
+        check_shape("AoTVision", self, names, "dim", "heads")
+        if self.image_size % self.patch_size:
+            got = f"{self.image_size} by {self.patch_size}"
+            raise ValueError(f"AoTVision: image_size must be a multiple of patch_size, got {got}")
+
+
+SIZES = {
+    "aot_vision_mssa": AoTVisionConfig(576, 32, 12),
+    "aot_vision_mhsa": AoTVisionConfig(384, 24, 6, attention="mhsa"),
+}
+
+
+class AoTVision(ReferenceModel):
+    """Classify images with attention alone.
+
+    No code was published; the stem and head are CRATE's, and so are their parameters' names. Parameters:
+    ``to_patch_embedding.{1,2,3}.*``, ``pos_embedding`` (1, patches + 1, dim), ``cls_token`` (1, 1, dim),
+    ``layers.{i}.*`` as in ``Layer``, ``mlp_head.{0,1}.*``.
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    config_class = AoTVisionConfig
+
+    def __init__(self, config: AoTVisionConfig) -> None:
+        super().__init__(config)
+        c = config
+        patches, patch_dim = (c.image_size // c.patch_size) ** 2, c.channels * c.patch_size**2
+        self.to_patch_embedding = nn.Sequential(
+            Patchify("AoTVision", c.channels, c.patch_size),
+            nn.LayerNorm(patch_dim),
+            nn.Linear(patch_dim, c.dim),
+            nn.LayerNorm(c.dim),
+        )
+        self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, c.dim))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, c.dim))
+        options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
+        self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.num_classes))
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+        x = self.to_patch_embedding(img)
+        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
+            wanted = f"{self.config.image_size}x{self.config.image_size} pixels"
+            raise ValueError(f"AoTVision: img must have {wanted}, got {tuple(img.shape)}")
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
+        for layer in self.layers:
+            x = run(self.config.grad_checkpointing, layer, x)
+        return x
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        return self.mlp_head(self.forward_features(img)[:, 0])
+
+
+Config, Model = AoTVisionConfig, AoTVision
+SYSTEMS: dict = {}  # no code, no checkpoints

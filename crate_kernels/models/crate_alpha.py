@@ -1,0 +1,266 @@
+"""CRATE-alpha: scaling white-box transformers for vision (Yang et al. 2024, arXiv 2405.20299).
+
+CRATE with an overcomplete dictionary, its own decoder, and a residual around both blocks::
+
+    x = x + MSSA(LN(x))
+    x = x + D1 z(LN(x))               z: two proximal steps in D, from zero
+
+Published are a PyTorch class that loads the sizes B and L, the JAX code that trained all sizes, and CLIPA
+checkpoints, whose vision tower is this model under other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.models import _official, _vision
+from crate_kernels.models._base import PreNorm, ReferenceModel, run
+from crate_kernels.nn import MSSA, OvercompleteISTA
+
+__all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
+
+
+@dataclass(frozen=True)
+class CRATEAlphaConfig:
+    """What a CRATE-alpha is: the published constructor's arguments, then what its layers fix.
+
+    Attributes:
+        dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
+        image_size, patch_size: an int or (height, width), in pixels.
+        num_classes: outputs of the head.
+        channels: of the image.
+        dropout: in attention and after it; ``emb_dropout``: on the embedded tokens, as in the training code
+            (the published PyTorch class takes it and does not use it).
+        eta: step size of the proximal steps; ``lmbda``: weight of the l1 norm. Neither is in checkpoints.
+        overcomplete_ratio: atoms over ``dim``.
+        steps: proximal steps.
+        head_eps: of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
+        grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        backend: of the operators; None is the best available.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    dim: int
+    depth: int
+    heads: int
+    dim_head: int = 64
+    image_size: _vision.Size = 224
+    patch_size: _vision.Size = 16
+    num_classes: int = 1000
+    channels: int = 3
+    dropout: float = 0.0
+    emb_dropout: float = 0.0
+    eta: float = 0.1
+    lmbda: float = 0.1
+    overcomplete_ratio: int = 4
+    steps: int = 2
+    head_eps: float = 1e-5
+    grad_checkpointing: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _vision.grid("CRATEAlpha", self.image_size, self.patch_size)
+        for name in ("dim", "depth", "heads", "dim_head", "num_classes", "channels", "overcomplete_ratio", "steps"):
+            _checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
+        _checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
+        _checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
+        _checks.flag("CRATEAlpha", "grad_checkpointing", self.grad_checkpointing)
+
+
+SIZES = {
+    "crate_alpha_ti16": CRATEAlphaConfig(dim=192, depth=12, heads=3, dim_head=64),
+    "crate_alpha_s16": CRATEAlphaConfig(dim=576, depth=12, heads=12, dim_head=48),
+    "crate_alpha_b32": CRATEAlphaConfig(dim=768, depth=12, heads=12, dim_head=64, patch_size=32),
+    "crate_alpha_b16": CRATEAlphaConfig(dim=768, depth=12, heads=12, dim_head=64),
+    "crate_alpha_b8": CRATEAlphaConfig(dim=768, depth=12, heads=12, dim_head=64, patch_size=8),
+    "crate_alpha_l32": CRATEAlphaConfig(dim=1024, depth=24, heads=16, dim_head=64, patch_size=32),
+    "crate_alpha_l14": CRATEAlphaConfig(dim=1024, depth=24, heads=16, dim_head=64, patch_size=14),
+    "crate_alpha_l8": CRATEAlphaConfig(dim=1024, depth=24, heads=16, dim_head=64, patch_size=8),
+    "crate_alpha_h14": CRATEAlphaConfig(dim=1280, depth=32, heads=16, dim_head=80, patch_size=14),
+    "crate_alpha_g14": CRATEAlphaConfig(dim=1408, depth=40, heads=16, dim_head=88, patch_size=14),
+    "crate_alpha_G14": CRATEAlphaConfig(dim=1664, depth=48, heads=16, dim_head=104, patch_size=14),
+    "crate_alpha_e14": CRATEAlphaConfig(dim=1792, depth=56, heads=16, dim_head=112, patch_size=14),
+}
+
+
+def _code(config: CRATEAlphaConfig) -> OvercompleteISTA:
+    """Build the overcomplete step of a layer."""
+    hidden = config.overcomplete_ratio * config.dim
+    options = {"step_size": config.eta, "lambd": config.lmbda, "backend": config.backend}
+    return OvercompleteISTA(config.dim, hidden, config.steps, **options)
+
+
+class Transformer(nn.Module):
+    """The layers: each a PreNorm of attention and a PreNorm of the overcomplete step."""
+
+    def __init__(self, config: CRATEAlphaConfig) -> None:
+        super().__init__()
+        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
+        self.grad_checkpointing = config.grad_checkpointing
+        sizes = (config.dim, config.heads, config.dim_head, config.dropout)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    PreNorm(config.dim, MSSA(*sizes, bias_out=False, backend=config.backend), eps=1e-6),
+                    PreNorm(config.dim, _code(config), eps=1e-6),
+                ]
+            )
+            for _ in range(config.depth)
+        )
+
+    def _layer(self, index: int, x: Tensor) -> Tensor:
+        attention, code = cast(nn.ModuleList, self.layers[index])
+        x = attention(x) + x
+        return code(x) + x
+
+    def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
+        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
+        for index in range(self.depth if layers is None else layers):
+            x = run(self.grad_checkpointing, self._layer, index, x)
+        return x
+
+
+class CRATEAlpha(ReferenceModel):
+    """Classify images with a white-box transformer of overcomplete dictionaries.
+
+    B/16 has 72,328,936 parameters and L/14 253,650,920, with 1000 classes.
+
+    Parameters, under their published names: ``conv1`` (dim, channels, ph, pw) and bias, ``pos_embedding`` (1,
+    patches + 1, dim), ``cls_token`` (1, 1, dim), ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``,
+    ``transformer.layers.{i}.1.{norm,fn.D,fn.D1}``, ``mlp_head.{0,1}`` (LN, Linear). They start as the training
+    code starts them, which is the JAX one.
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    config_class = CRATEAlphaConfig
+
+    def __init__(self, config: CRATEAlphaConfig) -> None:
+        super().__init__(config)
+        dim = config.dim
+        self.grid = _vision.grid("CRATEAlpha", config.image_size, config.patch_size)
+        self.patch_size = _vision.pair("CRATEAlpha", "patch_size", config.patch_size)
+        self.conv1 = nn.Conv2d(config.channels, dim, self.patch_size, self.patch_size)
+        self.pos_embedding = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + 1, dim))
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.dropout = nn.Dropout(config.emb_dropout)
+        self.transformer = Transformer(config)
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), nn.Linear(dim, config.num_classes))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.pos_embedding, std=0.02)
+        nn.init.normal_(self.cls_token, std=1e-6)
+        nn.init.kaiming_uniform_(self.conv1.weight)
+        nn.init.zeros_(cast(Tensor, self.conv1.bias))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, OvercompleteISTA):
+                for weight in module.parameters():
+                    # JAX counts the fan of (dim, hidden) from its rows, PyTorch from its columns.
+                    nn.init.kaiming_uniform_(weight.T)
+
+    def no_weight_decay(self) -> set[str]:
+        """Name all but the kernels of the stem, the attention and the head: the training code decays these alone."""
+        spared = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
+        return {name for name, _ in self.named_parameters() if name.endswith(spared)}
+
+    def _embed(self, img: Tensor) -> Tensor:
+        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
+        _vision.check_images("CRATEAlpha", img, self.config.channels, self.patch_size)
+        x = self.conv1(img).flatten(2).transpose(1, 2)
+        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
+            raise ValueError(
+                f"CRATEAlpha: img must have {self.pos_embedding.shape[1] - 1} patches (image_size "
+                f"{self.config.image_size}), got {x.shape[1]} from {tuple(img.shape)}"
+            )
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+        return self.dropout(x + self.pos_embedding)
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+        return self.transformer(self._embed(img))
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        return self.mlp_head(self.forward_features(img)[:, 0])
+
+
+# Of a CLIPA checkpoint, the text tower, which is an ordinary transformer.
+_TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection", "logit_scale")
+
+
+def _vision_tower(bare: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the vision tower of a CLIPA checkpoint under its own names; None if this is no such checkpoint."""
+    if not any("in_proj_weight" in name for name in bare):
+        return None
+    if not any(name.startswith("visual.") for name in bare):
+        return dict(bare)
+    return {name.removeprefix("visual."): t for name, t in bare.items() if not name.startswith(_TEXT)}
+
+
+def _one_of_three(name: str, weight: Any) -> Tensor:
+    """Take one of the three equal projections that CLIPA stores as query, key and value."""
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0] % 3:
+        got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"from_official: {name} must be (3 * dim, dim), got {got}")
+    query, key, value = weight.chunk(3)
+    if not (torch.equal(query, key) and torch.equal(query, value)):
+        raise ValueError(f"from_official: {name} must hold one projection three times, got different ones")
+    return query
+
+
+def _weights(bare: dict[str, Any]) -> dict[str, Any]:
+    """Rename a CLIPA vision tower: its image embedding is our head, without a bias."""
+    tower = _vision_tower(bare)
+    if tower is None:
+        return bare
+    renamed: dict[str, Any] = {}
+    places = {"ln_1": "0.norm", "ln_2": "1.norm", "attn.out_proj": "0.fn.to_out.0"}
+    for name, t in tower.items():
+        if name.startswith("transformer.resblocks."):
+            index, part = name.removeprefix("transformer.resblocks.").split(".", 1)
+            module, _, leaf = part.rpartition(".")
+            layer = f"transformer.layers.{index}."
+            if part == "attn.in_proj_weight":
+                renamed[layer + "0.fn.qkv.weight"] = _one_of_three(name, t)
+            elif part in ("mlp.c_fc", "mlp.c_proj"):
+                renamed[layer + ("1.fn.D" if part == "mlp.c_fc" else "1.fn.D1")] = t
+            else:
+                renamed[f"{layer}{places.get(module, module)}.{leaf}"] = t
+        elif name == "class_embedding":
+            renamed["cls_token"] = t[None, None]
+        elif name == "positional_embedding":
+            renamed["pos_embedding"] = t[None]
+        elif name == "proj":
+            renamed["mlp_head.1.weight"] = t.T
+            renamed["mlp_head.1.bias"] = torch.zeros_like(t[0])
+        else:
+            renamed[name.replace("ln_post", "mlp_head.0")] = t
+    if "conv1.weight" in renamed:
+        renamed.setdefault("conv1.bias", torch.zeros_like(renamed["conv1.weight"][:, 0, 0, 0]))
+    return renamed
+
+
+Config, Model = CRATEAlphaConfig, CRATEAlpha
+SYSTEMS = {
+    "crate_alpha": _official.family(
+        Config, Model, weights=_weights, implied=lambda bare: {"head_eps": 1e-6} if _vision_tower(bare) else {}
+    )
+}

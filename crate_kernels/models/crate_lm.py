@@ -1,0 +1,171 @@
+"""Causal CRATE: white-box language models (Bai and Ma 2024, arXiv 2410.16443).
+
+GPT-2 without MLPs; no norm follows the last layer::
+
+    x_half = x + CausalMSSA(LN(x))        x = ISTA(LN(x_half))
+
+The paper's later form codes in an overcomplete dictionary of 4 n_embd atoms, two steps, decodes by the
+same dictionary, and has a final norm. Generation keeps one tensor a layer, half a key-value cache.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.models import _official
+from crate_kernels.models._language import LanguageConfig, LanguageModel
+from crate_kernels.nn import ISTA, CausalMSSA
+from crate_kernels.ops.ista import ista_overcomplete
+from crate_kernels.ops.mssa import SubspaceCache
+
+__all__ = ["CRATELM", "SIZES", "SYSTEMS", "CRATELMConfig", "TiedISTA"]
+
+
+@dataclass(frozen=True)
+class CRATELMConfig(LanguageConfig):
+    """What a causal CRATE is: the published config, and what its blocks fix.
+
+    Attributes:
+        bias: in the published config, and used by nothing: norms and ``c_proj`` have one, ``c_attn`` has none.
+        overcomplete: the later form: an overcomplete dictionary, and a final norm.
+        overcomplete_ratio: atoms over ``n_embd``, and ``steps``: proximal steps, of that form.
+        ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
+    """
+
+    overcomplete: bool = False
+    overcomplete_ratio: int = 4
+    steps: int = 2
+    ista: float = 0.1
+    lambd: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.flag("CRATELM", "overcomplete", self.overcomplete)
+        for name in ("overcomplete_ratio", "steps"):
+            _checks.integer("CRATELM", name, getattr(self, name), minimum=1)
+
+
+_overcomplete = partial(CRATELMConfig, overcomplete=True)
+SIZES = {
+    "crate_lm_base": CRATELMConfig(n_layer=12, n_head=12, n_embd=768),
+    "crate_lm_medium": CRATELMConfig(n_layer=24, n_head=16, n_embd=1024),
+    "crate_lm_large": CRATELMConfig(n_layer=36, n_head=20, n_embd=1280),
+    "crate_lm_xl": CRATELMConfig(n_layer=48, n_head=25, n_embd=1600),
+    "crate_lm_overcomplete_1l": _overcomplete(n_layer=1),
+    "crate_lm_overcomplete_2l": _overcomplete(n_layer=2),
+    "crate_lm_overcomplete_3l": _overcomplete(n_layer=3),
+    "crate_lm_overcomplete_6l": _overcomplete(n_layer=6),
+    "crate_lm_overcomplete_12l": _overcomplete(n_layer=12),
+}
+
+
+class TiedISTA(nn.Module):
+    """Code a token in an overcomplete dictionary and decode it by the same one.
+
+    From ``z = 0``, ``steps`` times ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)``; returns ``D z``.
+
+    Parameters: ``weight`` (hidden, dim), which is D^T. A forward hook on ``code``, an identity, sees the code
+    (..., hidden), and what it returns is decoded instead: analyses switch single atoms there. The fused
+    operator, which never forms the code for others to see, steps aside while one is registered.
+
+    Args:
+        dim: width of a token.
+        hidden: number of atoms.
+        steps: number of proximal steps.
+        step_size: default 0.1.
+        lambd: default 0.1.
+        backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        steps: int = 2,
+        *,
+        step_size: float = 0.1,
+        lambd: float = 0.1,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.steps = _checks.integer("TiedISTA", "steps", steps, minimum=1)
+        self.step_size = _checks.number("TiedISTA", "step_size", step_size, minimum=0.0)
+        self.lambd = _checks.number("TiedISTA", "lambd", lambd, minimum=0.0)
+        self.backend = backend
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(hidden, dim)))
+        self.code = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the decoded code of ``x`` (..., dim), same shape."""
+        if self.code._forward_hooks or self.code._forward_pre_hooks:
+            return self.code(self.encode(x)) @ self.weight
+        options = {"step_size": self.step_size, "lambd": self.lambd, "steps": self.steps, "backend": self.backend}
+        return ista_overcomplete(x, self.weight.T, **options)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the code (..., hidden) of ``x`` (..., dim)."""
+        bias = self.step_size * self.lambd
+        z = torch.relu(self.step_size * (x @ self.weight.T) - bias)
+        for _ in range(self.steps - 1):
+            z = torch.relu(z + self.step_size * ((x - z @ self.weight) @ self.weight.T) - bias)
+        return z
+
+
+class Block(nn.Module):
+    """Subspace attention with a residual, then sparse coding without."""
+
+    def __init__(self, config: CRATELMConfig) -> None:
+        super().__init__()
+        dim = config.n_embd
+        options = {"step_size": config.ista, "lambd": config.lambd, "backend": config.backend}
+        self.prenorm_1 = nn.LayerNorm(dim)
+        self.attn = CausalMSSA(dim, config.n_head, True, config.dropout, backend=config.backend)
+        self.prenorm_2 = nn.LayerNorm(dim)
+        if config.overcomplete:
+            self.ista = TiedISTA(dim, config.overcomplete_ratio * dim, config.steps, **options)
+        else:
+            self.ista = ISTA(dim, **options)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
+        """Return the next tokens (batch, seqlen, n_embd)."""
+        x = x + self.attn(self.prenorm_1(x), key_padding_mask, cache)
+        return self.ista(self.prenorm_2(x))
+
+
+class CRATELM(LanguageModel):
+    """Predict the next token with a white-box transformer.
+
+    Without positions, 12 layers of width 768 have 59.9M parameters ("60M"), overcomplete 81.1M.
+
+    Parameters of block i, under their published names: ``prenorm_1``, ``attn.{c_attn.weight,c_proj}``, ``prenorm_2``,
+    ``ista.weight``; the rest as in every language model here. Analyses override channels by forward hooks: on
+    ``attn.c_attn``, on ``ista``, and on ``ista.code`` of the overcomplete form.
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    config_class = CRATELMConfig
+
+    def __init__(self, config: CRATELMConfig) -> None:
+        blocks = (Block(config) for _ in range(config.n_layer))
+        super().__init__(config, blocks, nn.LayerNorm(config.n_embd) if config.overcomplete else None)
+
+
+def _without_masks(bare: dict[str, Any]) -> dict[str, Any]:
+    """Drop the causal masks that published checkpoints hold as ``attn.bias``."""
+    return {name: t for name, t in bare.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
+
+
+Config, Model = CRATELMConfig, CRATELM
+SYSTEMS = {
+    "crate_lm": _official.family(Config, Model, fixed={"overcomplete": False}, weights=_without_masks),
+    "crate_lm_overcomplete": _official.family(Config, Model, fixed={"overcomplete": True}, weights=_without_masks),
+}

@@ -1,0 +1,318 @@
+"""CRATE-MAE: masked completion via structured diffusion (Pai et al. 2024, arXiv 2404.02446).
+
+The encoder's layers are CRATE's; a decoder layer undoes one, in reverse order::
+
+    encoder    x_half = x + MSSA(LN(x))        x = ISTA(LN(x_half))
+    decoder    y = D LN(x)                     x = y - MSSA(LN(y))
+
+Mask tokens take the place of the removed patches before the encoder, so that both see all tokens. The
+paper's Listing 3 prints another decoder; this is what the published code runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.models import _official, _vision
+from crate_kernels.models._base import PreNorm, ReferenceModel, run
+from crate_kernels.nn import ISTA, MSSA
+
+__all__ = ["CRATEMAE", "SIZES", "SYSTEMS", "CRATEMAEConfig"]
+
+
+@dataclass(frozen=True)
+class CRATEMAEConfig:
+    """What a CRATE-MAE is: the published constructor's arguments, then what its blocks fix.
+
+    Attributes:
+        embed_dim, depth, num_heads: width, layers and subspaces of the encoder.
+        decoder_embed_dim, decoder_depth, decoder_num_heads: of the decoder; the width must be the encoder's.
+        img_size, patch_size: an int or (height, width), in pixels.
+        in_chans: channels of the image.
+        norm_pix_loss: compare with patches that are normalised by their own mean and variance.
+        mask_ratio: part of the patches that is removed where no mask is given.
+        lambd: weight of ISTA's l1 norm: 0.5 for the paper's numbers, 5.0 for its figures; ``ista``: its step
+            size. Neither is in checkpoints.
+        dropout: in attention and after it.
+        use_softmax: of the decoder's attention; False takes the scores themselves.
+        norm_eps: of the outer LayerNorms ``norm`` and ``decoder_norm``; 1e-6 in every published size.
+        grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        backend: of the operators; None is the best available.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    decoder_embed_dim: int
+    decoder_depth: int
+    decoder_num_heads: int
+    img_size: _vision.Size = 224
+    patch_size: _vision.Size = 16
+    in_chans: int = 3
+    norm_pix_loss: bool = False
+    mask_ratio: float = 0.75
+    lambd: float = 0.5
+    ista: float = 0.1
+    dropout: float = 0.0
+    use_softmax: bool = True
+    norm_eps: float = 1e-6
+    grad_checkpointing: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
+        for name in ("embed_dim", "depth", "num_heads", "decoder_depth", "decoder_num_heads", "in_chans"):
+            _checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
+        if self.decoder_embed_dim != self.embed_dim:
+            got = f"{self.decoder_embed_dim} and {self.embed_dim}"
+            raise ValueError(f"CRATEMAE: decoder_embed_dim must be embed_dim, since tokens pass as they are; got {got}")
+        for name, divisor in (("num_heads", self.num_heads), ("decoder_num_heads", self.decoder_num_heads), ("4", 4)):
+            if self.embed_dim % divisor:
+                raise ValueError(f"CRATEMAE: embed_dim must be a multiple of {name} = {divisor}, got {self.embed_dim}")
+        _checks.number("CRATEMAE", "mask_ratio", self.mask_ratio, minimum=0.0, below=1.0)
+        _checks.number("CRATEMAE", "norm_eps", self.norm_eps, minimum=0.0)
+        for name in ("norm_pix_loss", "use_softmax", "grad_checkpointing"):
+            _checks.flag("CRATEMAE", name, getattr(self, name))
+
+
+def _size(dim: int, depth: int, heads: int) -> CRATEMAEConfig:
+    return CRATEMAEConfig(dim, depth, heads, dim, depth, heads)
+
+
+SIZES = {
+    "crate_mae_tiny": _size(384, 12, 6),
+    "crate_mae_small": _size(576, 12, 12),
+    "crate_mae_base": _size(768, 12, 12),
+    "crate_mae_large": _size(1024, 24, 16),
+}
+
+
+class EncoderBlock(nn.Module):
+    """One CRATE layer; ``layers.0`` is (PreNorm of attention, PreNorm of ISTA)."""
+
+    def __init__(self, config: CRATEMAEConfig) -> None:
+        super().__init__()
+        dim, heads, backend = config.embed_dim, config.num_heads, config.backend
+        attention = MSSA(dim, heads, dim // heads, config.dropout, backend=backend)
+        code = ISTA(dim, step_size=config.ista, lambd=config.lambd, backend=backend)
+        self.layers = nn.ModuleList([nn.ModuleList([PreNorm(dim, attention), PreNorm(dim, code)])])
+
+    def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
+        """Return the next tokens; or this layer's attention weights or projection instead."""
+        attention, code = cast(nn.ModuleList, self.layers[0])
+        if return_attention or return_key:
+            return attention(x, return_attention=return_attention, return_key=return_key)
+        return code(attention(x) + x)
+
+
+class Dictionary(nn.Module):
+    """Decode by a dictionary: ``D x``, with neither bias nor nonlinearity; ``weight`` (dim, dim) as ISTA's."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (..., dim) times the transposed weight."""
+        return F.linear(x, self.weight)
+
+
+class DecoderBlock(nn.Module):
+    """A CRATE layer undone; ``layers.0`` is (PreNorm of the dictionary, PreNorm of attention)."""
+
+    def __init__(self, config: CRATEMAEConfig) -> None:
+        super().__init__()
+        dim, heads = config.decoder_embed_dim, config.decoder_num_heads
+        phi = "softmax" if config.use_softmax else "identity"
+        attention = MSSA(dim, heads, dim // heads, config.dropout, phi=phi, backend=config.backend)
+        self.layers = nn.ModuleList([nn.ModuleList([PreNorm(dim, Dictionary(dim)), PreNorm(dim, attention)])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next tokens."""
+        decode, attention = cast(nn.ModuleList, self.layers[0])
+        decoded = decode(x)
+        return decoded - attention(decoded)
+
+
+class CRATEMAE(ReferenceModel):
+    """Complete masked images with a white-box autoencoder.
+
+    Parameters, under their published names: ``patch_embed.proj`` (convolution), ``cls_token``, ``mask_token``,
+    ``blocks.{i}.layers.0.{0,1}``, ``norm``, ``decoder_blocks.{i}.layers.0.{0,1}``, ``decoder_norm``,
+    ``decoder_pred``; the fixed positions ``decoder_pos_embed``, which both halves add; and ``pos_embed`` and
+    ``decoder_embed``, which checkpoints hold and nothing uses.
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    config_class = CRATEMAEConfig
+
+    def __init__(self, config: CRATEMAEConfig) -> None:
+        super().__init__(config)
+        dim = config.embed_dim
+        self.grid = _vision.grid("CRATEMAE", config.img_size, config.patch_size, "img_size")
+        self.patch_size = _vision.pair("CRATEMAE", "patch_size", config.patch_size)
+        patch_dim = config.in_chans * self.patch_size[0] * self.patch_size[1]
+        projection = nn.Conv2d(config.in_chans, dim, self.patch_size, self.patch_size)
+        self.patch_embed = nn.ModuleDict({"proj": projection})
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
+        positions = _vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
+        self.pos_embed = nn.Parameter(positions, requires_grad=False)
+        self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(dim, config.norm_eps)
+        self.decoder_embed = nn.Linear(dim, dim)
+        self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
+        self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
+        self.decoder_pred = nn.Linear(dim, patch_dim)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
+        nn.init.xavier_uniform_(cast(Tensor, self.patch_embed["proj"].weight).flatten(1))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def patchify(self, imgs: Tensor) -> Tensor:
+        """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
+        _vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
+        return _vision.patchify(imgs, self.patch_size)
+
+    def unpatchify(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """Put (batch, patches, ph * pw * channels) back together.
+
+        Args:
+            x: patches, as ``patchify`` and ``forward`` give them.
+            grid: patches of the image (down, across); those of ``img_size`` by default.
+
+        Returns:
+            (batch, channels, height, width).
+
+        Raises:
+            ValueError: another number or size of patches.
+        """
+        rows, columns = self.grid if grid is None else grid
+        wanted = (rows * columns, self.decoder_pred.out_features)
+        if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
+            raise ValueError(f"CRATEMAE: x must be (batch, patches, pixels) = (batch, {wanted}), got {tuple(x.shape)}")
+        return _vision.unpatchify(x, self.patch_size, (rows, columns))
+
+    def random_mask(
+        self, batch: int, patches: int, mask_ratio: float | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw which patches to remove, ``int(patches * (1 - mask_ratio))`` of each image staying.
+
+        Args:
+            batch: number of images.
+            patches: of an image.
+            mask_ratio: the config's by default.
+            generator: of the draw, on the model's device; torch's own by default.
+
+        Returns:
+            (batch, patches) float, 1 = removed, on the model's device.
+        """
+        ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
+        ratio = _checks.number("CRATEMAE", "mask_ratio", ratio, minimum=0.0, below=1.0)
+        noise = torch.rand(batch, patches, device=self.cls_token.device, generator=generator)
+        rank = noise.argsort(dim=1).argsort(dim=1)
+        return (rank >= int(patches * (1 - ratio))).to(self.cls_token.dtype)
+
+    def _embed(self, imgs: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
+        _vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
+        x = self.patch_embed["proj"](imgs)
+        positions = _vision.resize_positions(self.decoder_pos_embed, self.grid, (x.shape[2], x.shape[3]))
+        x = x.flatten(2).transpose(1, 2)
+        if mask is not None:
+            if tuple(mask.shape) != tuple(x.shape[:2]):
+                raise ValueError(
+                    f"CRATEMAE: mask must be (batch, patches) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
+                )
+            x = torch.where(mask[:, :, None].bool(), self.mask_token.to(x.dtype), x)
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+        return x + positions
+
+    def forward_encoder(self, imgs: Tensor, mask: Tensor | None = None, layers: int | None = None) -> Tensor:
+        """Return the first ``layers`` layers' tokens, (batch, patches + 1, dim); normalised after all of them."""
+        x = self._embed(imgs, mask)
+        for block in self.blocks[:layers]:
+            x = run(self.config.grad_checkpointing, block, x)
+        return self.norm(x) if layers is None else x
+
+    def forward_decoder(self, x: Tensor) -> Tensor:
+        """Return the predicted patches (batch, patches, ph * pw * channels) of the encoder's tokens."""
+        for block in self.decoder_blocks:
+            x = run(self.config.grad_checkpointing, block, x)
+        return self.decoder_pred(self.decoder_norm(x))[:, 1:]
+
+    def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean squared error over removed patches; 0 where none is, where published code gives NaN."""
+        wide = torch.promote_types(pred.dtype, torch.float32)  # a half-precision mean keeps 3 digits
+        target, pred, mask = self.patchify(imgs).to(wide), pred.to(wide), mask.to(wide)
+        if self.config.norm_pix_loss:
+            target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
+        error = (pred - target).square().mean(-1)
+        return (error * mask).sum() / mask.sum().clamp(min=1)
+
+    def forward(
+        self, imgs: Tensor, mask_ratio: float | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Remove patches and predict them.
+
+        Args:
+            imgs: (batch, channels, height, width); of another size than ``img_size``, positions are
+                interpolated bicubically.
+            mask_ratio: part of the patches to remove where no mask is given; the config's by default.
+            mask: which patches to remove, (batch, patches), 1 or True = removed; drawn by default.
+
+        Returns:
+            ``(loss, pred, mask)``: the mean squared error over removed patches, all patches (batch, patches,
+            ph * pw * channels), and the mask used, as floats.
+
+        Raises:
+            ValueError: images or a mask that do not fit.
+        """
+        if mask is None:
+            rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))
+            mask = self.random_mask(imgs.shape[0], rows * columns, mask_ratio)
+        pred = self.forward_decoder(self.forward_encoder(imgs, mask))
+        mask = mask.to(imgs.dtype)
+        return self.forward_loss(imgs, pred, mask), pred, mask
+
+    def forward_features(self, imgs: Tensor) -> Tensor:
+        """Return the encoder's tokens of whole images, (batch, patches + 1, dim), as a linear probe reads them."""
+        return self.forward_encoder(imgs)
+
+    def get_selfattention_enc(self, imgs: Tensor, layer: int | None = None) -> Tensor:
+        """Return attention weights (batch, heads, tokens, tokens) of an encoder layer; the last by default."""
+        return self._inspect(imgs, "layer", layer, return_attention=True)
+
+    def get_last_key_enc(self, imgs: Tensor, depth: int | None = None) -> Tensor:
+        """Return projected tokens (batch, tokens, dim) of an encoder layer; the last by default."""
+        return self._inspect(imgs, "depth", depth, return_key=True)
+
+    def _inspect(self, imgs: Tensor, name: str, index: int | None, **what: bool) -> Tensor:
+        index = len(self.blocks) - 1 if index is None else _checks.integer("CRATEMAE", name, index, minimum=0)
+        if index >= len(self.blocks):
+            raise ValueError(f"CRATEMAE: {name} must be < {len(self.blocks)} layers, got {index}")
+        return self.blocks[index](self.forward_encoder(imgs, layers=index), **what)
+
+
+Config, Model = CRATEMAEConfig, CRATEMAE
+# mlp_ratio belongs to the ordinary transformer that the published class can also be; a note says how a case was saved.
+SYSTEMS = {"crate_mae": _official.family(Config, Model, ignored=("mlp_ratio", "note"))}

@@ -1,0 +1,54 @@
+"""ReduNet on signals, invariant to circular shifts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crate_kernels import _checks
+from crate_kernels.models import _official
+from crate_kernels.models._base import ReferenceModel
+from crate_kernels.models.redunet.layers import Fourier1D
+from crate_kernels.models.redunet.network import ReduNet
+from crate_kernels.models.redunet.pairs import complex_operators
+
+
+@dataclass(frozen=True)
+class ReduNet1DConfig:
+    """What a shift-invariant ReduNet on signals is: the published constructor's arguments.
+
+    Attributes:
+        num_classes, num_layers: classes and layers.
+        channels, timesteps: shape of a sample.
+        eta: step size; eps: distortion (the book's eps^2); lmbda: sharpness of the class estimate.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    num_classes: int
+    num_layers: int
+    channels: int
+    timesteps: int
+    eta: float = 0.5
+    eps: float = 0.1
+    lmbda: float = 500.0
+
+    def __post_init__(self) -> None:
+        _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
+
+
+class ReduNet1D(ReferenceModel, ReduNet):
+    """A ReduNet on (m, channels, timesteps); see ``ReduNet`` and ``Fourier1D``. Published parameter names."""
+
+    config_class = ReduNet1DConfig
+
+    def __init__(self, config: ReduNet1DConfig) -> None:
+        super().__init__(config)
+        c, dimensions = config, (config.channels, config.timesteps)
+        self.extend(Fourier1D(c.eta, c.eps, c.lmbda, c.num_classes, dimensions) for _ in range(c.num_layers))
+
+
+# The book's digits in polar coordinates: 15 radii, 200 angles.
+SIZES = {"redunet_polar": ReduNet1DConfig(num_classes=10, num_layers=40, channels=15, timesteps=200)}
+Config, Model = ReduNet1DConfig, ReduNet1D
+SYSTEMS = {"redunet_1d": _official.family(Config, Model, weights=complex_operators)}

@@ -1,0 +1,216 @@
+"""One step of rate reduction as a layer, on vectors or, frequency by frequency, on signals and images.
+
+A layer is a gradient step on the rate reduction of its input (ReduNet, Chan et al. 2021, arXiv 2105.10446)::
+
+    E   = c   (I + c   sum_i z_i z_i^H)^-1              c   = channels / (m eps)
+    C_j = c_j (I + c_j sum_(i in class j) z_i z_i^H)^-1  c_j = channels / (m_j eps)
+    p_j = softmax_j(-lmbda |C_j z|)                      the layer's own estimate of the class
+    z  <- (z + eta (E z - sum_j gam_j p_j C_j z)) / |.|,  gam_j = m_j / m
+
+The book writes eps^2 where the published code, followed here, writes eps. A shift-invariant layer is the same
+at each frequency of the signal's Fourier transform: its operators are circular convolutions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+
+_SMALLEST_NORM = 1e-8
+
+
+def normalize(z: Tensor) -> Tensor:
+    """Scale each sample (m, ...) to unit norm, or by 1e-8 where it is smaller."""
+    norm = torch.linalg.vector_norm(z.flatten(1), dim=1).clamp(min=_SMALLEST_NORM)
+    return z / norm.view(-1, *[1] * (z.dim() - 1))
+
+
+def frequencies_first(z: Tensor) -> Tensor:
+    """View (m, channels, *size) as (*size, m, channels): a matrix of samples for each frequency."""
+    return z.permute(*range(2, z.dim()), 0, 1)
+
+
+def covariance(rows: Tensor) -> Tensor:
+    """Return ``sum_i z_i z_i^H`` (..., channels, channels) of samples as rows (..., m, channels)."""
+    return rows.mT @ rows.conj()
+
+
+class Operator(nn.Module):
+    """A linear operator on channels, one matrix a frequency: ``weight`` (channels, channels, *size).
+
+    Complex unless ``size`` is empty. What E and the C_j are; a fresh one is random, as published.
+    """
+
+    def __init__(self, channels: int, *size: int) -> None:
+        super().__init__()
+        dtype = torch.complex(torch.empty(0), torch.empty(0)).dtype if size else None
+        weight = torch.randn(channels, channels, *size, dtype=dtype) if size else torch.empty(channels, channels)
+        self.weight = nn.Parameter(weight if size else nn.init.kaiming_uniform_(weight, a=5**0.5))
+
+
+class ReduLayer(nn.Module):
+    """A layer of ReduNet on (m, channels, *size), built from labelled data instead of trained.
+
+    Parameters: ``gam`` (num_classes,), ``E.weight`` and ``Cs.{j}.weight`` (channels, channels, *size).
+
+    Args:
+        eta: step size; eps: distortion (the book's eps^2); lmbda: sharpness of the class estimate.
+        num_classes: number of classes.
+        channels, size: shape of a sample; ``size`` is empty for vectors.
+    """
+
+    def __init__(
+        self, eta: float, eps: float, lmbda: float, num_classes: int, channels: int, size: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.eta = _checks.number(name, "eta", eta)
+        self.eps = _checks.number(name, "eps", eps)
+        if self.eps <= 0:
+            raise ValueError(f"{name}: eps must be > 0, got {eps}")
+        self.lmbda = _checks.number(name, "lmbda", lmbda)
+        self.num_classes = _checks.integer(name, "num_classes", num_classes, minimum=1)
+        self.shape = tuple(_checks.integer(name, "dimensions", each, minimum=1) for each in (channels, *size))
+        # Published: trainable on vectors, fixed on signals and images.
+        self.gam = nn.Parameter(torch.full((num_classes,), 1.0 / num_classes), requires_grad=not size)
+        self.E = Operator(*self.shape)
+        self.Cs = nn.ModuleList(Operator(*self.shape) for _ in range(num_classes))
+
+    @property
+    def operators(self) -> Tensor:
+        """E, then each C_j, (1 + num_classes, *size, channels, channels)."""
+        weights: list[Tensor] = [self.E.weight, *(cast(Operator, each).weight for each in self.Cs)]
+        return frequencies_first(torch.stack(weights).flatten(0, 1)).unflatten(-2, (-1, self.shape[0])).movedim(-3, 0)
+
+    def preprocess(self, x: Tensor) -> Tensor:
+        """Bring samples (m, channels, *size) to where the layers work: unit norm, then frequencies."""
+        self._check(x)
+        z = normalize(x)
+        return torch.fft.fftn(z, dim=self._axes, norm="ortho") if self._axes else z
+
+    def postprocess(self, z: Tensor) -> Tensor:
+        """Bring them back."""
+        if not self._axes:
+            return normalize(z)
+        return normalize(torch.fft.ifftn(z, dim=self._axes, norm="ortho")).real
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return tuple(range(2, 1 + len(self.shape)))
+
+    def _check(self, z: Tensor) -> None:
+        if z.dim() != 1 + len(self.shape) or tuple(z.shape[1:]) != self.shape:
+            wanted = ", ".join(str(each) for each in self.shape)
+            raise ValueError(f"{type(self).__name__}: input must be (m, {wanted}), got {tuple(z.shape)}")
+
+    @torch.no_grad()
+    def init(self, z: Tensor, y: Tensor) -> None:
+        """Build the layer from preprocessed samples (m, channels, *size) and labels (m,)."""
+        operators, gam = self._build(z, y)
+        self._set(operators)
+        self.gam.copy_(gam)
+
+    @torch.no_grad()
+    def update(self, z: Tensor, y: Tensor, tau: float) -> None:
+        """Move E and every C_j by the share ``tau`` towards those of these samples; gam stays."""
+        operators, _ = self._build(z, y)
+        current = self.operators
+        self._set(current + tau * (operators - current))
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Set E and every C_j to zero."""
+        self._set(torch.zeros_like(self.operators))
+
+    def _build(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the operators and gam of labelled samples; every frequency is solved in one batch.
+
+        In double precision: a Gram matrix squares the condition of the samples, and layers are built only once.
+        """
+        self._check(z)
+        labels = check_labels(type(self).__name__, y, len(z), self.num_classes)
+        counts = torch.bincount(labels, minlength=self.num_classes)
+        if not bool((counts > 0).all()):
+            empty = (counts == 0).nonzero().flatten().tolist()
+            raise ValueError(f"{type(self).__name__}: y must hold every class, got none of {empty}")
+        rows, channels = frequencies_first(z.to(torch.promote_types(z.dtype, torch.float64))), self.shape[0]
+        classes = torch.stack([covariance(rows[..., labels == j, :]) for j in range(self.num_classes)])
+        covariances = torch.cat((classes.sum(0, keepdim=True), classes))
+        sizes = torch.cat((counts.sum(0, keepdim=True), counts)).double()
+        scale = (channels / (sizes * self.eps)).view(-1, *[1] * (covariances.dim() - 1))
+        identity = torch.eye(channels, dtype=rows.dtype, device=rows.device)
+        factor = torch.linalg.cholesky(identity + scale * covariances)
+        return scale * torch.cholesky_inverse(factor), counts / len(labels)
+
+    def _set(self, operators: Tensor) -> None:
+        for module, value in zip((self.E, *self.Cs), operators, strict=True):
+            cast(Operator, module).weight.copy_(value.movedim((-2, -1), (0, 1)))
+
+    def forward(self, z: Tensor, return_y: bool = False) -> Any:
+        """Take the step from preprocessed samples (m, channels, *size).
+
+        Args:
+            z: as ``preprocess`` or the layer before gives them.
+            return_y: whether to return the estimated classes (m,) too; default False.
+
+        Returns:
+            As ``z``; or that and the classes.
+        """
+        self._check(z)
+        operators = self.operators
+        dtype = torch.promote_types(operators.dtype, z.dtype)
+        rows = frequencies_first(z).to(dtype)
+        # Published: x W^T on vectors, sum_i x_i conj(W_ih) at a frequency. Built operators are Hermitian: both are W x.
+        moved = rows @ (operators.to(dtype).conj() if self._axes else operators.to(dtype).mT)
+        expanded, compressed = moved[0], moved[1:]
+        over = tuple(d for d in range(1, compressed.dim()) if d != compressed.dim() - 2)
+        norms = torch.linalg.vector_norm(compressed, dim=over).clamp(min=_SMALLEST_NORM)  # (num_classes, m)
+        estimate = torch.softmax(-self.lmbda * norms, dim=0)
+        weights = (self.gam.unsqueeze(-1) * estimate).unsqueeze(-1)  # (num_classes, m, 1)
+        weights = weights.view(weights.shape[0], *[1] * len(self._axes), *weights.shape[1:])
+        step = rows + self.eta * (expanded - (weights * compressed).sum(0))
+        out = normalize(step.movedim((-2, -1), (0, 1)))
+        return (out, estimate.argmax(0)) if return_y else out
+
+
+class Vector(ReduLayer):
+    """A layer on vectors (m, dimensions)."""
+
+    def __init__(self, eta: float, eps: float, lmbda: float, num_classes: int, dimensions: int) -> None:
+        super().__init__(eta, eps, lmbda, num_classes, dimensions)
+
+
+class Fourier1D(ReduLayer):
+    """A shift-invariant layer on signals: preprocessed, (m, channels, timesteps) of frequencies."""
+
+    def __init__(self, eta: float, eps: float, lmbda: float, num_classes: int, dimensions: tuple[int, int]) -> None:
+        channels, timesteps = dimensions
+        super().__init__(eta, eps, lmbda, num_classes, channels, (timesteps,))
+
+
+class Fourier2D(ReduLayer):
+    """A shift-invariant layer on images: preprocessed, (m, channels, height, width) of frequencies."""
+
+    def __init__(
+        self, eta: float, eps: float, lmbda: float, num_classes: int, dimensions: tuple[int, int, int]
+    ) -> None:
+        channels, height, width = dimensions
+        super().__init__(eta, eps, lmbda, num_classes, channels, (height, width))
+
+
+def check_labels(owner: str, y: object, count: int, num_classes: int) -> Tensor:
+    """Require integer labels (count,) in [0, num_classes)."""
+    if not isinstance(y, Tensor):
+        raise TypeError(f"{owner}: y must be a Tensor, got {type(y).__name__}")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise ValueError(f"{owner}: y must have an integer dtype, got {y.dtype}")
+    if tuple(y.shape) != (count,):
+        raise ValueError(f"{owner}: y must be (m,) = ({count},), got {tuple(y.shape)}")
+    if count == 0 or int(y.min()) < 0 or int(y.max()) >= num_classes:
+        got = [] if count == 0 else [int(y.min()), int(y.max())]
+        raise ValueError(f"{owner}: y must hold labels in 0..{num_classes - 1}, got the range {got}")
+    return y.long()

@@ -1,0 +1,20 @@
+"""Complex weights as files keep them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def complex_operators(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights with each E and C_j complex, given as such or as real pairs in a last axis of 2."""
+
+    def convert(name: str, value: Any) -> Any:
+        pairs = isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (2,)
+        if not pairs or not name.endswith("weight"):
+            return value
+        return torch.view_as_complex(value.contiguous())
+
+    return {name: convert(name, value) for name, value in state.items()}

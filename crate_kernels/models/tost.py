@@ -1,0 +1,329 @@
+"""ToST: token statistics transformer, vision (Wu et al. 2025, arXiv 2412.17810).
+
+Blocks of token-statistics attention, linear in the number of tokens, run on patches alone; then a class token
+joins and two class-attention blocks (CaiT) gather the patches into it::
+
+    x = x + gamma1 TSSA(LN(x))        x = x + gamma2 MLP(LN(x))
+
+The frame is XCiT's: a convolutional stem, Fourier positions, layer scales. Paper and code differ in one count:
+ToST-M has 71,481,064 parameters in the code, 68.1M in the paper.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.models import _official, _vision
+from crate_kernels.models._base import ReferenceModel, run
+from crate_kernels.nn import TSSA
+from crate_kernels.nn._heads import merge, split
+
+__all__ = ["SIZES", "SYSTEMS", "ToST", "ToSTConfig"]
+
+
+@dataclass(frozen=True)
+class ToSTConfig:
+    """What a ToST is: the published constructor's arguments.
+
+    Attributes:
+        embed_dim, depth, num_heads: width, blocks and subspaces.
+        img_size: an int or (height, width); any size of whole patches can be given, positions are computed.
+        patch_size: 8 or 16: the stem halves the image three or four times.
+        in_chans: channels of the image.
+        num_classes: outputs of the head; 0 leaves the features as they are.
+        mlp_ratio: hidden width of the MLPs over ``embed_dim``.
+        qkv_bias: whether attention's projection has a bias.
+        qk_scale: factor of the class attention's scores; None is head_dim ** -0.5.
+        drop_rate: after attention, in MLPs and on the embedded tokens; ``attn_drop_rate``: in attention;
+            ``drop_path_rate``: part of the images that skip a block's branch, the same in every block.
+        cls_attn_layers: number of class-attention blocks.
+        use_pos: whether to add positions.
+        eta: what the layer scales start from.
+        tokens_norm: whether class attention normalises all tokens before its MLP, or the class token alone.
+        grad_checkpointing: recompute each block in the backward instead of keeping its activations.
+        backend: of the operator; None is the best available.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be.
+    """
+
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    img_size: _vision.Size = 224
+    patch_size: int = 16
+    in_chans: int = 3
+    num_classes: int = 1000
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    qk_scale: float | None = None
+    drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    cls_attn_layers: int = 2
+    use_pos: bool = True
+    eta: float = 1.0
+    tokens_norm: bool = False
+    grad_checkpointing: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _vision.grid("ToST", self.img_size, self.patch_size, "img_size")
+        if self.patch_size not in (8, 16):
+            raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
+        for name in ("embed_dim", "depth", "num_heads", "in_chans"):
+            _checks.integer("ToST", name, getattr(self, name), minimum=1)
+        for name in ("num_classes", "cls_attn_layers"):
+            _checks.integer("ToST", name, getattr(self, name), minimum=0)
+        if self.embed_dim % self.num_heads or self.embed_dim % (self.patch_size // 2):
+            wanted = f"num_heads = {self.num_heads} and of {self.patch_size // 2} (the stem)"
+            raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
+        for name in ("drop_rate", "attn_drop_rate", "drop_path_rate"):
+            _checks.number("ToST", name, getattr(self, name), minimum=0.0, below=1.0)
+        for name in ("mlp_ratio", "eta"):
+            _checks.number("ToST", name, getattr(self, name))
+        for name in ("qkv_bias", "use_pos", "tokens_norm", "grad_checkpointing"):
+            _checks.flag("ToST", name, getattr(self, name))
+        if self.qk_scale is not None:
+            _checks.number("ToST", "qk_scale", self.qk_scale)
+
+
+_size = partial(ToSTConfig, tokens_norm=True)
+SIZES = {
+    "tost_tiny_12": _size(192, 12, 4),
+    "tost_small_12": _size(384, 12, 8),
+    "tost_tiny_24": _size(192, 24, 4, eta=1e-5),
+    "tost_small_24": _size(384, 24, 8, eta=1e-5),
+    "tost_medium_24": _size(512, 24, 8, eta=1e-5),
+    "tost_large_24": _size(768, 24, 16, eta=1e-5),
+    "tost_tiny_12_p8": _size(192, 12, 4, patch_size=8),
+    "tost_small_12_p8": _size(384, 12, 8, patch_size=8),
+    "tost_tiny_24_p8": _size(192, 24, 4, patch_size=8, eta=1e-5),
+    "tost_small_24_p8": _size(384, 24, 8, patch_size=8, eta=1e-5),
+    "tost_medium_24_p8": _size(512, 24, 8, patch_size=8, eta=1e-5),
+    "tost_large_24_p8": _size(768, 24, 16, patch_size=8, eta=1e-5),
+}
+
+
+class ConvPatchEmbed(nn.Module):
+    """The stem: 3x3 convolutions of stride 2, each with a SyncBatchNorm, GELUs between them."""
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        halvings = 4 if config.patch_size == 16 else 3
+        widths = [config.in_chans, *(config.embed_dim >> left for left in reversed(range(halvings)))]
+        parts: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+            parts += [nn.Sequential(convolution, nn.SyncBatchNorm(after)), nn.GELU()]
+        self.proj = nn.Sequential(*parts[:-1])
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return (batch, embed_dim, rows, columns)."""
+        return self.proj(img)
+
+
+class FourierPositions(nn.Module):
+    """Positions as sines and cosines of the row and the column, projected: 32 frequencies each."""
+
+    def __init__(self, dim: int, hidden_dim: int = 32) -> None:
+        super().__init__()
+        self.hidden_dim = hidden_dim
+        self.token_projection = nn.Conv2d(2 * hidden_dim, dim, 1)
+
+    def _waves(self, count: int, device: torch.device) -> Tensor:
+        """Return (count, hidden_dim): sine and cosine of 2 pi n / count at each frequency, in turn."""
+        place = torch.arange(1, count + 1, dtype=torch.float32, device=device)
+        place = place / (count + 1e-6) * (2 * math.pi)
+        channel = torch.arange(self.hidden_dim, dtype=torch.float32, device=device)
+        angle = place[:, None] / 10000 ** (2 * (channel // 2) / self.hidden_dim)
+        return torch.stack((angle[:, 0::2].sin(), angle[:, 1::2].cos()), dim=2).flatten(1)
+
+    def forward(self, rows: int, columns: int) -> Tensor:
+        """Return (1, dim, rows, columns)."""
+        weight = self.token_projection.weight
+        down = self._waves(rows, weight.device)[:, None].expand(-1, columns, -1)
+        across = self._waves(columns, weight.device)[None].expand(rows, -1, -1)
+        waves = torch.cat((down, across), dim=2).permute(2, 0, 1)[None]
+        return self.token_projection(waves.to(weight.dtype))
+
+
+class MLP(nn.Module):
+    """Linear, GELU, Linear, with dropout after each; ``fc1`` and ``fc2``."""
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        hidden = int(config.embed_dim * config.mlp_ratio)
+        self.fc1 = nn.Linear(config.embed_dim, hidden)
+        self.fc2 = nn.Linear(hidden, config.embed_dim)
+        self.drop = nn.Dropout(config.drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, tokens, dim)."""
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+
+
+class DropPath(nn.Module):
+    """In training, give whole images of a branch up at random, and scale the others up for it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (batch, ...) with some images zeroed."""
+        if not self.training or self.rate == 0:
+            return x
+        kept = torch.empty(x.shape[0], *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device).bernoulli_(1 - self.rate)
+        return x * (kept / (1 - self.rate))
+
+
+class _Scaled(nn.Module):
+    """What both kinds of block have: two norms, an MLP and two layer scales."""
+
+    def __init__(self, config: ToSTConfig, attention: nn.Module, drop_path: float) -> None:
+        super().__init__()
+        dim = config.embed_dim
+        self.norm1 = nn.LayerNorm(dim, 1e-6)
+        self.attn = attention
+        self.norm2 = nn.LayerNorm(dim, 1e-6)
+        self.mlp = MLP(config)
+        self.gamma1 = nn.Parameter(torch.full((dim,), float(config.eta)))
+        self.gamma2 = nn.Parameter(torch.full((dim,), float(config.eta)))
+        self.drop_path = DropPath(drop_path)
+
+
+class Block(_Scaled):
+    """Token-statistics attention and an MLP, each on normalised tokens and with a scaled residual."""
+
+    def __init__(self, config: ToSTConfig) -> None:
+        rates = (config.attn_drop_rate, config.drop_rate)
+        sizes = (config.embed_dim, config.num_heads, config.qkv_bias, None)
+        super().__init__(config, TSSA(*sizes, *rates, backend=config.backend), config.drop_path_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next patch tokens (batch, patches, dim)."""
+        x = x + self.drop_path(self.gamma1 * self.attn(self.norm1(x)))
+        return x + self.drop_path(self.gamma2 * self.mlp(self.norm2(x)))
+
+
+class ClassAttention(nn.Module):
+    """The class token attends to all tokens; patch tokens come back as they came."""
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        dim, self.heads, self.scale = config.embed_dim, config.num_heads, config.qk_scale
+        self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias)
+        self.attn_drop = nn.Dropout(config.attn_drop_rate)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(config.drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, tokens, dim)."""
+        query, key, value = (split(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        rate = self.attn_drop.p if self.attn_drop.training else 0.0
+        gathered = F.scaled_dot_product_attention(query[:, :, :1], key, value, dropout_p=rate, scale=self.scale)
+        return torch.cat((self.proj_drop(self.proj(merge(gathered))), x[:, 1:]), dim=1)
+
+
+class ClassAttentionBlock(_Scaled):
+    """CaiT's class attention, with the arithmetic of the published code.
+
+    Patch tokens take part in both residuals: the attention hands ``norm1(x)`` back for them, so they become
+    ``x + gamma1 norm1(x)``; and the MLP's branch hands them back as they are, so they double. The class token
+    gets ``gamma2 MLP``. With ``tokens_norm``, ``norm2`` replaces the stream of all tokens, else the class
+    token's.
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__(config, ClassAttention(config), 0.0)  # published code gives these blocks no drop_path
+        self.tokens_norm = config.tokens_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next tokens (batch, patches + 1, dim), class token first."""
+        x = x + self.gamma1 * self.attn(self.norm1(x))
+        x = self.norm2(x) if self.tokens_norm else torch.cat((self.norm2(x[:, :1]), x[:, 1:]), dim=1)
+        return x + torch.cat((self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]), dim=1)
+
+
+class ToST(ReferenceModel):
+    """Classify images with token-statistics attention.
+
+    Parameters, under their published names: ``patch_embed.proj.{0,2,4[,6]}.{0,1}`` (convolution, SyncBatchNorm),
+    ``pos_embeder.token_projection``, ``cls_token``, ``blocks.{i}.{norm1,attn.{qkv,temp,to_out.0},norm2,mlp.fc1,mlp.fc2,
+    gamma1,gamma2}``, ``cls_attn_blocks.{i}`` with ``attn.{qkv,proj}``, ``norm``, ``head``.
+
+    In training the result is ``(logits, logits)``, as published, for the distillation loss of its recipe.
+
+    Args:
+        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+    """
+
+    config_class = ToSTConfig
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__(config)
+        dim = config.embed_dim
+        self.patch_embed = ConvPatchEmbed(config)
+        self.pos_embeder = FourierPositions(dim)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.pos_drop = nn.Dropout(config.drop_rate)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.cls_attn_blocks = nn.ModuleList(ClassAttentionBlock(config) for _ in range(config.cls_attn_layers))
+        self.norm = nn.LayerNorm(dim, 1e-6)
+        self.head = nn.Linear(dim, config.num_classes) if config.num_classes else nn.Identity()
+        self._initialise()
+
+    def _initialise(self) -> None:
+        normal: Callable[[Tensor], Tensor] = partial(nn.init.trunc_normal_, std=0.02)
+        normal(self.cls_token)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                normal(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the class token, and the temperatures.
+
+        The published attention names its ``temp``, but published training asks the model alone, which names
+        ``cls_token``: there the temperatures were decayed.
+        """
+        return {"cls_token", *(name for name, _ in self.named_parameters() if name.endswith(".temp"))}
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the class token after everything, (batch, embed_dim)."""
+        size = self.config.patch_size
+        _vision.check_images("ToST", img, self.config.in_chans, (size, size))
+        x = self.patch_embed(img)
+        if self.config.use_pos:
+            x = x + self.pos_embeder(x.shape[2], x.shape[3])
+        x = self.pos_drop(x.flatten(2).transpose(1, 2))
+        for block in self.blocks:
+            x = run(self.config.grad_checkpointing, block, x)
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+        for block in self.cls_attn_blocks:
+            x = run(self.config.grad_checkpointing, block, x)
+        return self.norm(x)[:, 0]
+
+    def forward(self, img: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits (batch, num_classes) of images (batch, in_chans, height, width); twice in training.
+
+        Raises:
+            ValueError: images of another number of channels, or not of whole patches.
+        """
+        logits = self.head(self.forward_features(img))
+        return (logits, logits) if self.training else logits
+
+
+Config, Model = ToSTConfig, ToST
+SYSTEMS = {"tost_vision": _official.family(Config, Model, ignored=("patch_proj",))}

@@ -1,0 +1,206 @@
+"""Attention modules of the image models: subspace (MSSA) and token-statistics (TSSA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.nn import _heads
+from crate_kernels.ops.mssa import SubspaceCache, mssa
+from crate_kernels.ops.tssa import tssa
+
+__all__ = ["MSSA", "TSSA"]
+
+
+class MSSA(nn.Module):
+    """Attend over tokens whose query, key and value are one projection.
+
+    ``w = x U``, ``o = softmax(scale * w w^T) w`` in each head and ``o W_out + b`` as published
+    (CRATE, Yu et al. 2023, arXiv 2306.01129; its code). ``tied=True`` is the form the paper derives
+    (Eq. 11-12): ``gamma * o U^T`` with the softmax unscaled and no output parameters.
+
+    Parameters: ``qkv.weight`` (heads * dim_head, dim), no bias; ``to_out.0.weight`` (dim, heads * dim_head)
+    and ``to_out.0.bias`` (dim,), absent when tied and when heads == 1 and dim_head == dim.
+
+    Args:
+        dim: width of a token.
+        heads: number of subspaces.
+        dim_head: dimension of a subspace.
+        dropout: rate on the attention probabilities and on the output; default 0.
+        scale: factor of the scores; default ``dim_head ** -0.5``, 1 when tied.
+        bias_out: whether the output projection has a bias; True in CRATE, False in CRATE-alpha.
+        tied: whether the output projection is the transpose of the input projection.
+        gamma: the factor p / (N eps^2) of the tied form; default 1, which is eps^2 = p / N.
+        phi: what turns scores into weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
+        threshold: of ``phi="threshold"``.
+        causal: whether a token attends only to itself and earlier ones; needed for a cache.
+        backend: as in ``crate_kernels.mssa``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        dim_head: int = 64,
+        dropout: float = 0.0,
+        *,
+        scale: float | None = None,
+        bias_out: bool = True,
+        tied: bool = False,
+        gamma: float = 1.0,
+        phi: str = "softmax",
+        threshold: float | None = None,
+        causal: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = _checks.integer("MSSA", "dim", dim, minimum=1)
+        self.heads = _checks.integer("MSSA", "heads", heads, minimum=1)
+        self.dim_head = _checks.integer("MSSA", "dim_head", dim_head, minimum=1)
+        default = 1.0 if tied else dim_head**-0.5
+        self.scale = default if scale is None else _checks.number("MSSA", "scale", scale)
+        self.tied = _checks.flag("MSSA", "tied", tied)
+        self.gamma = _checks.number("MSSA", "gamma", gamma)
+        self.phi, self.threshold = phi, threshold
+        self.causal = _checks.flag("MSSA", "causal", causal)
+        self.backend = backend
+        inner = heads * dim_head
+        self.qkv = nn.Linear(dim, inner, bias=False)
+        self.dropout = nn.Dropout(_checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.to_out: nn.Module
+        if tied:
+            self.to_out = nn.Dropout(dropout)
+        elif heads == 1 and dim_head == dim:
+            self.to_out = nn.Identity()
+        else:
+            self.to_out = nn.Sequential(nn.Linear(inner, dim, bias=bias_out), nn.Dropout(dropout))
+
+    def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
+        """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
+        return _heads.subspace_cache(self.qkv, self.heads, batch, max_seqlen)
+
+    def forward(
+        self,
+        x: Tensor,
+        return_attention: bool = False,
+        return_key: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cache: SubspaceCache | None = None,
+    ) -> Tensor:
+        """Attend over ``x``.
+
+        Args:
+            x: (batch, seqlen, dim) tokens.
+            return_attention: return the weights (batch, heads, seqlen, seqlen) instead, computed naively.
+            return_key: return the projection ``qkv(x)`` (batch, seqlen, heads * dim_head) instead.
+            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
+            cache: a ``SubspaceCache`` to append to and attend over; default none.
+
+        Returns:
+            (batch, seqlen, dim), or what was asked for instead.
+        """
+        _heads.tokens("MSSA", x, self.dim)
+        projected = self.qkv(x)
+        if return_key:
+            return projected
+        w = _heads.split(projected, self.heads)
+        if return_attention:
+            if cache is not None:
+                raise ValueError("MSSA: return_attention must be False with a cache")
+            return self._attention(w, key_padding_mask)
+        out = mssa(
+            w,
+            causal=self.causal,
+            scale=self.scale,
+            dropout_p=self.dropout.p if self.dropout.training else 0.0,
+            phi=self.phi,
+            threshold=self.threshold,
+            key_padding_mask=key_padding_mask,
+            cache=cache,
+            backend=self.backend,
+        )
+        out = _heads.merge(out)
+        if self.tied:
+            out = self.gamma * (out @ self.qkv.weight)
+        return self.to_out(out)
+
+    def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return the weights themselves, which the fused operator never forms."""
+        scores = (w @ w.transpose(-1, -2)) * self.scale
+        seqlen = w.shape[2]
+        allowed = torch.ones(seqlen, seqlen, dtype=torch.bool, device=w.device)
+        allowed = allowed.tril() if self.causal else allowed
+        if key_padding_mask is not None:
+            allowed = allowed & key_padding_mask[:, None, None, :]
+        if self.phi in ("softmax", "threshold"):
+            weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+            if self.phi == "threshold":
+                height = self.threshold or 0.0
+                weights = torch.where(weights > height, height, 0.0).to(w.dtype)
+        else:
+            weights = scores.relu() if self.phi == "relu" else scores
+        return weights.masked_fill(~allowed, 0.0)
+
+
+class TSSA(nn.Module):
+    """Weigh each token's channels by the token statistics of its subspace: linear time (vision form).
+
+    ``w = x U``, ``Pi = softmax over heads (temp * q)``, ``out = -w Pi / (1 + M)`` with M the second
+    moments of the tokens under Pi (ToST, Wu et al. 2024, arXiv 2412.17810, and its code; the
+    sums run over all tokens), then a linear projection.
+
+    Parameters: ``qkv.weight`` (dim, dim) and ``qkv.bias`` (dim,) if asked for, ``temp`` (num_heads, 1),
+    ``to_out.0.weight`` (dim, dim), ``to_out.0.bias`` (dim,).
+
+    Args:
+        dim: width of a token, a multiple of ``num_heads``.
+        num_heads: number of subspaces.
+        qkv_bias: whether the projection has a bias; default False, True in every published model.
+        qk_scale: unused, as in the published class: there are no scores to scale.
+        attn_drop: dropout rate on ``1 / (1 + M)``, one draw a channel.
+        proj_drop: dropout rate on the output.
+        backend: as in ``crate_kernels.tssa``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        qk_scale: float | None = None,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = _checks.integer("TSSA", "dim", dim, minimum=1)
+        self.heads = _checks.integer("TSSA", "num_heads", num_heads, minimum=1)
+        if dim % num_heads:
+            raise ValueError(f"TSSA: dim must be a multiple of num_heads = {num_heads}, got {dim}")
+        self.backend = backend
+        self.attn_drop = nn.Dropout(_checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
+        self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
+        self.temp = nn.Parameter(torch.ones(num_heads, 1))
+        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(proj_drop))
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Attend over ``x``.
+
+        Args:
+            x: (batch, seqlen, dim) tokens.
+            key_padding_mask: (batch, seqlen) bool, True = keep: others leave the token sums; default all.
+
+        Returns:
+            (batch, seqlen, dim).
+        """
+        _heads.tokens("TSSA", x, self.dim)
+        out = tssa(
+            _heads.split(self.qkv(x), self.heads),
+            self.temp,
+            dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            backend=self.backend,
+        )
+        return self.to_out(_heads.merge(out))

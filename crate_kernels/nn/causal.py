@@ -1,0 +1,159 @@
+"""Attention modules of the language models, with their caches: CausalMSSA and CausalTSSA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks, _register
+from crate_kernels.nn import _heads
+from crate_kernels.ops.mssa import SubspaceCache, mssa
+from crate_kernels.ops.tssa import TokenStatsCache, tssa
+
+__all__ = ["CausalMSSA", "CausalTSSA"]
+
+
+class CausalMSSA(nn.Module):
+    """Subspace self-attention over earlier tokens, with the names of the language models.
+
+    ``w = x U``, ``o = softmax(scale * w w^T) w`` over each token and those before it, ``o W_out + b``
+    (causal CRATE, Bai and Ma 2024, arXiv 2410.16443; its code).
+
+    Parameters: ``c_attn.weight`` (n_embd, n_embd), no bias; ``c_proj.weight`` (n_embd, n_embd) and
+    ``c_proj.bias`` (n_embd,) unless without.
+
+    Args:
+        n_embd: width of a token, a multiple of ``n_head``.
+        n_head: number of subspaces.
+        bias: whether the output projection has a bias; default True, as in every published model.
+        dropout: rate on the attention probabilities and on the output; default 0.
+        scale: factor of the scores; default ``(n_embd / n_head) ** -0.5``.
+        backend: as in ``crate_kernels.mssa``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_embd, self.n_head = _sizes("CausalMSSA", n_embd, n_head)
+        self.scale = None if scale is None else _checks.number("CausalMSSA", "scale", scale)
+        self.backend = backend
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
+        self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
+        self.attn_dropout = nn.Dropout(_checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
+        """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
+        return _heads.subspace_cache(self.c_attn, self.n_head, batch, max_seqlen)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
+        """Attend over ``x``.
+
+        Args:
+            x: (batch, seqlen, n_embd) tokens.
+            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
+            cache: a ``SubspaceCache`` to append to and attend over; default none.
+
+        Returns:
+            (batch, seqlen, n_embd).
+        """
+        _heads.tokens("CausalMSSA", x, self.n_embd)
+        out = mssa(
+            _heads.split(self.c_attn(x), self.n_head),
+            causal=True,
+            scale=self.scale,
+            dropout_p=self.attn_dropout.p if self.attn_dropout.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            cache=cache,
+            backend=self.backend,
+        )
+        return self.resid_dropout(self.c_proj(_heads.merge(out)))
+
+
+class CausalTSSA(nn.Module):
+    """Token-statistics attention whose sums run over earlier tokens: the language form.
+
+    Not a mask on the vision form: the normalisation is a running one and a learned ``denom_bias`` of the
+    position enters it (ToST, Wu et al. 2024, arXiv 2412.17810; its language code).
+
+    Parameters: ``c_attn.weight`` (n_embd, n_embd), ``c_proj.weight`` (n_embd, n_embd), a ``.bias`` of each if
+    asked for, ``temp`` (n_head, 1), ``denom_bias`` (n_head, block_size, 1).
+
+    Args:
+        n_embd: width of a token, a multiple of ``n_head``.
+        n_head: number of subspaces.
+        block_size: longest sequence.
+        bias: whether both projections have a bias; default True, False in the published models.
+        dropout: rate on ``1 / (1 + M)`` and on the output; default 0.
+        backend: as in ``crate_kernels.tssa``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        block_size: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_embd, self.n_head = _sizes("CausalTSSA", n_embd, n_head)
+        self.block_size = _checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
+        self.backend = backend
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=bias)
+        self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
+        self.attn_dropout = nn.Dropout(_checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.resid_dropout = nn.Dropout(dropout)
+        self.temp = nn.Parameter(torch.ones(n_head, 1))
+        self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1))
+
+    def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
+        """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored, its size is constant."""
+        weight = self.c_attn.weight
+        dtype = _register.stat_dtype(weight.dtype)
+        return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
+
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
+    ) -> Tensor:
+        """Attend over ``x``.
+
+        Args:
+            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` of them counting cached ones.
+            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
+            cache: a ``TokenStatsCache`` to continue from and update; default none.
+
+        Returns:
+            (batch, seqlen, n_embd).
+        """
+        _heads.tokens("CausalTSSA", x, self.n_embd)
+        out = tssa(
+            _heads.split(self.c_attn(x), self.n_head),
+            self.temp,
+            causal=True,
+            denom_bias=self.denom_bias,
+            dropout_p=self.attn_dropout.p if self.attn_dropout.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            cache=cache,
+            backend=self.backend,
+        )
+        return self.resid_dropout(self.c_proj(_heads.merge(out)))
+
+
+def _sizes(owner: str, n_embd: int, n_head: int) -> tuple[int, int]:
+    """Require a width that the heads divide."""
+    _checks.integer(owner, "n_embd", n_embd, minimum=1)
+    _checks.integer(owner, "n_head", n_head, minimum=1)
+    if n_embd % n_head:
+        raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {n_head}, got {n_embd}")
+    return n_embd, n_head

@@ -1,0 +1,113 @@
+"""Sparse coding modules: a square dictionary (ISTA) and an overcomplete one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import _checks
+from crate_kernels.ops.ista import ista, ista_overcomplete
+
+__all__ = ["ISTA", "OvercompleteISTA"]
+
+
+class ISTA(nn.Module):
+    """Take one proximal step of sparse coding against a square dictionary.
+
+    With D the ``weight`` acting on tokens (CRATE, Yu et al. 2023, arXiv 2306.01129):
+
+    - ``prox="nonnegative"``, published: ``relu(x + step_size D^T(x - D x) - step_size lambd)``.
+    - ``prox="soft"``: the same step with the two-sided soft threshold (Eq. 116-117).
+    - ``prox="mm"``, majorisation-minimisation: ``relu((1 + 4/(9(1+alpha))) D^T x - 4 lambd/(9 alpha))``
+      (Eq. 92).
+
+    Parameters: ``weight`` (dim, dim). ``step_size`` and ``lambd`` are plain floats and not in checkpoints.
+
+    Args:
+        dim: width of a token.
+        step_size: of the gradient step; unused by ``"mm"``. Default 0.1.
+        lambd: weight of the l1 norm; default 0.1 (CRATE-MAE 0.5).
+        prox: which step; default ``"nonnegative"``.
+        alpha: dim / (N eps^2) of ``"mm"``; default 1, which is eps^2 = dim / N.
+        backend: as in ``crate_kernels.ista``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        step_size: float = 0.1,
+        lambd: float = 0.1,
+        prox: str = "nonnegative",
+        alpha: float = 1.0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if prox not in ("nonnegative", "soft", "mm"):
+            raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
+        if _checks.number("ISTA", "alpha", alpha) <= 0:
+            raise ValueError(f"ISTA: alpha must be > 0, got {alpha}")
+        self.step_size = _checks.number("ISTA", "step_size", step_size)
+        self.lambd = _checks.number("ISTA", "lambd", lambd)
+        self.prox = prox
+        self.alpha = float(alpha)
+        self.backend = backend
+        _checks.integer("ISTA", "dim", dim, minimum=1)
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next code of ``x`` (..., dim), same shape."""
+        if self.prox == "mm":
+            grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
+            return torch.relu(grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha))
+        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
+        return ista(x, self.weight, nonnegative=self.prox == "nonnegative", **options)
+
+
+class OvercompleteISTA(nn.Module):
+    """Code a token in an overcomplete dictionary by a few proximal steps, then decode it.
+
+    From ``z_0 = 0``, ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)`` ``steps`` times, and the
+    output is ``D1 z`` (CRATE-alpha, Yang et al. 2024, arXiv 2405.20299). The residual is the block's.
+
+    Parameters: ``D`` (dim, hidden) and, unless tied, the decoder ``D1`` (dim, hidden).
+
+    Args:
+        dim: width of a token.
+        hidden: number of atoms; default ``4 * dim``.
+        steps: number of proximal steps; default 2.
+        tied: whether the decoder is ``D`` itself; default False.
+        step_size: default 0.1.
+        lambd: default 0.1.
+        backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int | None = None,
+        steps: int = 2,
+        tied: bool = False,
+        *,
+        step_size: float = 0.1,
+        lambd: float = 0.1,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        _checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
+        atoms = _checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
+        self.steps = _checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
+        self.step_size = _checks.number("OvercompleteISTA", "step_size", step_size)
+        self.lambd = _checks.number("OvercompleteISTA", "lambd", lambd)
+        self.backend = backend
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
+        self.D1: nn.Parameter | None
+        if _checks.flag("OvercompleteISTA", "tied", tied):
+            self.register_parameter("D1", None)
+        else:
+            self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the decoded code of ``x`` (..., dim), same shape."""
+        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
+        return ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options)

@@ -1,0 +1,115 @@
+"""Text, probes, principal components, turned digits: what the experiments feed and measure."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from crate_kernels.cli.classify.models import BUILDERS, fresh
+from crate_kernels.cli.classify.settings import PRESETS as CLASSIFY
+from crate_kernels.cli.demo import data
+from crate_kernels.cli.language import text
+from crate_kernels.cli.layers import watching
+from crate_kernels.cli.mae import probe
+from crate_kernels.cli.mae.settings import PRESETS as MAE
+from crate_kernels.cli.redunet import gaussians
+from crate_kernels.cli.redunet.settings import PRESETS as REDUNET
+
+CPU = torch.device("cpu")
+
+
+def test_the_text_is_english_and_its_end_is_held_out():
+    source = text.load()
+    whole = text.readable(torch.cat([source.train, source.test]))
+    assert 'The "assert" statement' in whole
+    assert "�" not in whole
+    assert len(source.test) == pytest.approx(0.1 * len(whole.encode()), abs=1)
+
+
+def test_a_batch_is_followed_by_the_next_byte():
+    source = torch.arange(200, dtype=torch.uint8)
+    inputs, targets = text.batch(source, 7, 50, 0, 1)
+    assert inputs.shape == (50, 7)
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(text.batch(source, 7, 50, 0, 1)[0], inputs)
+    assert not torch.equal(text.batch(source, 7, 50, 0, 2)[0], inputs)
+    starts = text.batch(source, 7, 20_000, 3)[0][:, 0]
+    assert (starts.min(), starts.max()) == (0, 192)  # the last byte is a target only
+    inputs, targets = text.stretches(source, 7)
+    assert torch.equal(inputs.flatten(), torch.arange(196))
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_a_probe_reads_what_is_linear_and_nothing_else():
+    g = np.random.default_rng(0)
+    settings = replace(MAE["quick"], strengths=(1.0, 10.0))
+    x, labels = g.normal(size=(600, 8)), None
+    labels = x[:, :3].argmax(1)
+    x[:, 7] = 5.0  # a dead channel
+    x[:, 1] *= 1e-3  # scales do not matter
+    found = probe.accuracy(x[:400], labels[:400], x[400:], labels[400:], settings)
+    assert found > 0.93
+    mixed = g.permutation(labels)
+    assert probe.accuracy(x[:400], mixed[:400], x[400:], mixed[400:], settings) < 0.5
+
+
+def test_principal_components_are_those_of_all_patches_together():
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 3, generator=g, dtype=torch.float64) * torch.tensor([5.0, 2.0, 1.0])
+    basis = torch.linalg.qr(torch.randn(8, 3, generator=g, dtype=torch.float64)).Q
+    colours, explained = watching._components(hidden @ basis.mT + 7.0)
+    assert colours.shape == (2, 5, 3)
+    assert (colours.amin((0, 1)), colours.amax((0, 1))) == (pytest.approx(0), pytest.approx(1))
+    assert explained == pytest.approx(1)
+    rows = (hidden - hidden.mean((0, 1))).flatten(0, 1)
+    axes = torch.linalg.svd(rows, full_matrices=False).Vh
+    for component in range(3):
+        wanted = rows @ axes[component]
+        correlation = torch.corrcoef(torch.stack([colours.flatten(0, 1)[:, component], wanted]))[0, 1]
+        assert abs(correlation) == pytest.approx(1)
+
+
+def test_gaussians_are_around_the_axes_of_the_sphere():
+    x, labels = gaussians.draw(replace(REDUNET["default"], samples=4000), 0)
+    assert torch.equal(labels.bincount(), torch.tensor([4000] * 3))
+    torch.testing.assert_close(x.norm(dim=1), torch.ones(12000).double())
+    for label in range(3):
+        members = x[labels == label]
+        assert members.mean(0).argmax() == label
+        off = members[:, [i for i in range(3) if i != label]]
+        assert off.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_gaussians_are_pulled_apart(monkeypatch):
+    settings = replace(REDUNET["default"], samples=60, layers=120)
+    steps = []
+    found = gaussians.build(settings, 0, CPU, lambda: steps.append(1))
+    assert len(steps) == 120
+    rates = found.train_rates[:, 0]
+    assert rates[-1] > rates[0] + 0.1
+    assert found.test_accuracy == 1.0
+    overlap = (found.test[1] @ found.test[1].mT).abs()
+    apart = found.labels[:, None] != found.labels
+    before = (found.test[0] @ found.test[0].mT).abs()[apart].mean()
+    assert overlap[apart].mean() < 0.5 * before
+    for column in range(3):  # R - Rc, R and Rc belong together
+        assert math.isfinite(found.test_rates[-1, column])
+    torch.testing.assert_close(found.train_rates[:, 0], found.train_rates[:, 1] - found.train_rates[:, 2])
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_model_to_classify_with_learns_from_every_parameter(name, small):
+    digits = data.load()
+    model = fresh(name, CLASSIFY["quick"], digits, None, 0)
+    images = digits.crop(digits.train_images[:8])
+    logits = model(images)
+    assert logits.shape == (8, 10)
+    logits.square().sum().backward()
+    unused = [n for n, p in model.named_parameters() if p.grad is None]
+    assert unused == []
+    state = torch.get_rng_state()
+    again = fresh(name, CLASSIFY["quick"], digits, None, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))

@@ -1,0 +1,52 @@
+"""Prompts, and the floors that no method gets below."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crate_kernels.cli.icl import prompts
+from crate_kernels.cli.icl.job import models
+from crate_kernels.cli.icl.settings import PRESETS
+
+SETTINGS = replace(PRESETS["quick"], dims=4, examples=9, nonzeros=2)
+
+
+def test_published_settings():
+    paper = PRESETS["paper"]
+    assert (paper.dims, paper.nonzeros, paper.batch_size, paper.steps, paper.tests) == (20, 3, 64, 50_000, 1280)
+    assert (paper.dim, paper.heads, paper.depth) == (128, 8, 32)
+    assert {name: each["depth"] for name, each in models(paper).items()} == {
+        "AoT-MSSA": 32, "AoT-MHSA": 32, "transformer": 16
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ["linear", "sparse"])
+def test_prompts(task):
+    xs, ys, weights = prompts.draw(SETTINGS, task, 2000, 0)
+    assert xs.shape == (2000, 9, 4)
+    torch.testing.assert_close(ys, (xs * weights[:, None]).sum(-1))
+    counted = (weights != 0).sum(1)
+    assert torch.all(counted == (2 if task == "sparse" else 4))
+    # Every place is as likely: 2000 draws, so a share is known to 1%.
+    assert (weights != 0).double().mean(0) == pytest.approx(counted[0].item() / 4, abs=0.05)
+    assert xs.std().item() == pytest.approx(1, rel=0.02)
+    assert weights[weights != 0].std().item() == pytest.approx(1, rel=0.05)
+    again = prompts.draw(SETTINGS, task, 2000, 0)
+    assert all(torch.equal(a, b) for a, b in zip(again, (xs, ys, weights), strict=True))
+    assert not torch.equal(prompts.draw(SETTINGS, task, 2000, 1)[0], xs)
+
+
+def test_least_squares_is_exact_from_as_many_examples_as_unknowns():
+    xs, ys, weights = prompts.draw(SETTINGS, "sparse", 64, 0)
+    found = prompts.least_squares(xs, ys)
+    wanted = torch.linalg.lstsq(xs[:, :3].double(), ys[:, :3, None].double(), driver="gelsd").solution
+    torch.testing.assert_close(found[:, 3], (xs[:, 3].double() * wanted[..., 0]).sum(-1))
+    assert torch.equal(found[:, 0], torch.zeros(64).double())
+    errors = prompts.errors(found, ys, 2.0)
+    assert errors[0] == pytest.approx(ys[:, 0].double().square().mean().item() / 2)
+    assert max(errors[4:]) < 1e-6
+    assert errors[2] > 0.05
+    told = prompts.errors(prompts.knowing_the_support(xs, ys, weights), ys, 2.0)
+    assert max(told[2:]) < 1e-6
+    assert told[1] > 0.05

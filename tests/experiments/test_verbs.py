@@ -1,0 +1,121 @@
+"""Every experiment at its quick size: from start to files, refused, interrupted, resumed."""
+
+import os
+import signal
+
+import pytest
+
+from crate_kernels.cli import main
+from crate_kernels.cli.common import command
+from crate_kernels.cli.common.fit import Fit
+from crate_kernels.cli.demo.training import Training
+
+FIGURES = {
+    "denoise": {"theorem", "softmax"},
+    "icl": {"error", "learning"},
+    "redunet": {"rates", "sphere", "turned"},
+    "layers": {"epochs", "heatmaps", "subspaces", "principal"},
+    "classify": {"classify"},
+    "mae": {"reconstruction", "learning"},
+    "language": {"language"},
+}
+# The others train as mae does; classify and icl would only take longer.
+TRAINED = {"mae": Fit, "layers": Training}
+
+
+@pytest.mark.parametrize("verb", FIGURES)
+def test_a_verb_from_start_to_files(verb, run, metrics):
+    status, printed, folder = run(verb)
+    assert status == 0
+    assert "paper" in printed
+    assert {path.stem for path in folder.glob("*.png")} == FIGURES[verb]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+    facts = metrics(folder)
+    assert (facts["experiment"], facts["preset"], facts["seed"]) == (verb, "quick", 0)
+    assert facts["seconds"] > 0
+    assert facts["machine"]["device"].startswith("cpu")
+
+
+@pytest.mark.parametrize("verb", FIGURES)
+def test_published_settings_are_a_preset(verb, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--help"])
+    assert stopped.value.code == 0
+    assert "{default,paper,quick}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", TRAINED)
+def test_an_interrupted_training_goes_on(verb, run, monkeypatch, metrics):
+    kind, taken = TRAINED[verb], []
+    inner = kind.step
+
+    def interrupted(self):
+        taken.append(self)
+        if len(taken) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return inner(self)
+
+    monkeypatch.setattr(kind, "step", interrupted)
+    status, printed, folder = run(verb)
+    assert status == 130
+    assert "Interrupted. The same command goes on from" in printed
+    assert not (folder / "metrics.json").exists()
+    status, printed, folder = run(verb)
+    assert status == 0
+    assert "oing on from step 2 of" in printed
+    resumed = metrics(folder)
+    status, _, folder = run(verb, "--fresh")
+    assert status == 0
+    straight = metrics(folder)
+    for facts in (resumed, straight):
+        _forget_times(facts)
+    assert resumed == straight
+
+
+def _forget_times(facts):
+    for name in ("seconds", "tokens_per_second"):
+        facts.pop(name, None)
+    for value in facts.values():
+        if isinstance(value, dict):
+            _forget_times(value)
+
+
+REFUSALS = {
+    "seed": (["--seed", "-1"], "--seed must be >= 0, got -1"),
+    "backend": (["--backend", "cublas"], "backend must be None or one of"),
+    "device": (["--device", "toaster"], "device"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_is_refused_before_anything_is_written(options, message, run):
+    status, printed, folder = run("denoise", *options)
+    assert status == 2
+    assert printed.startswith("denoise: ")
+    assert message in printed
+    assert not folder.exists()
+
+
+def test_missing_packages_are_named(run, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "matplotlib" else name)
+    status, printed, folder = run("redunet")
+    assert status == 2
+    assert printed == "redunet: not installed: matplotlib; pip install 'crate-kernels[demo]' brings them"
+    assert not folder.exists()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(run, tmp_path):
+    (tmp_path / "denoise").write_text("mine")
+    status, printed, folder = run("denoise")
+    assert status == 2
+    assert "exists" in printed
+    assert folder.read_text() == "mine"
+
+
+def test_another_run_is_not_overwritten(run):
+    *_, folder = run("mae")
+    before = (folder / "crate-mae.checkpoint").read_bytes()
+    status, printed, _ = run("mae", "--seed", "3")
+    assert status == 2
+    assert "other settings (seed 0, now 3); --fresh starts anew, --output writes elsewhere" in printed
+    assert (folder / "crate-mae.checkpoint").read_bytes() == before

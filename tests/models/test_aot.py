@@ -1,0 +1,253 @@
+"""AoT: sizes, the equations, gradients, checkpointing, compilation, errors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crate_kernels import models
+from crate_kernels.models.aot import (
+    AoTLM,
+    AoTLMConfig,
+    AoTRegression,
+    AoTRegressionConfig,
+    AoTVision,
+    AoTVisionConfig,
+    Layer,
+)
+
+LM = AoTLMConfig(n_layer=2, n_head=3, n_embd=24, vocab_size=11, block_size=9, bias=False)
+VISION = AoTVisionConfig(24, 2, 3, image_size=8, patch_size=4, num_classes=5)
+REGRESSION = AoTRegressionConfig(4, 24, 2, 3, n_positions=12)
+CONFIGS = {"lm": LM, "vision": VISION, "regression": REGRESSION}
+KINDS = {"lm": AoTLM, "vision": AoTVision, "regression": AoTRegression}
+VARIANTS = {
+    "mssa": {},
+    "mhsa": {"attention": "mhsa"},
+    "eta": {"eta": 0.5},
+    "transformer": {"attention": "mhsa", "mlp": True},
+}
+
+
+def build(kind, **changes) -> Any:
+    torch.manual_seed(0)
+    return KINDS[kind](replace(CONFIGS[kind], **changes))
+
+
+def run(model, given):
+    out = model(*given)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def inputs(kind, batch=2):
+    g = torch.Generator().manual_seed(1)
+    return {
+        "lm": lambda: (torch.randint(11, (batch, 9), generator=g),),
+        "vision": lambda: (torch.randn(batch, 3, 8, 8, generator=g),),
+        "regression": lambda: (torch.randn(batch, 6, 4, generator=g), torch.randn(batch, 6, generator=g)),
+    }[kind]()
+
+
+CASES = [
+    pytest.param(kind, changes, id=f"{kind}-{name}")
+    for kind in KINDS
+    for name, changes in VARIANTS.items()
+    if kind != "vision" or "mlp" not in changes
+]
+
+
+COUNTS = {  # without positions for language; of the layers' matrices for regression
+    "aot_lm_mssa_base": 101_868_544,
+    "aot_lm_mssa_medium": 182_401_280,
+    "aot_lm_mhsa_base": 122_165_120,
+    "gpt2_base": 123_587_328,
+    "aot_vision_mssa": 22_371_496,
+    "aot_vision_mhsa": 14_915_176,
+    "aot_icl_mssa": 1_048_576,
+    "aot_icl_mhsa": 2_097_152,
+    "transformer_icl": 3_145_728,
+}
+PAPER = {  # millions, to the digits the paper gives
+    "aot_lm_mssa_base": "102",
+    "aot_lm_mssa_medium": "182",
+    "aot_lm_mhsa_base": "122",
+    "gpt2_base": "124",
+    "aot_vision_mssa": "22",
+    "aot_vision_mhsa": "15",
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_count(name):
+    with torch.device("meta"):
+        model: Any = models.create(name)
+    if "icl" in name:
+        count = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    else:
+        count = sum(p.numel() for p in model.parameters())
+        count = model.num_parameters() if "vision" not in name else count
+    assert count == COUNTS[name]
+    if name in PAPER:
+        assert f"{count / 1e6:.0f}" == PAPER[name]
+
+
+@pytest.mark.parametrize(("name", "total"), [("aot_icl_mssa", "7.50"), ("aot_icl_mhsa", "8.55")])
+def test_parameter_count_in_context_with_the_papers_table_of_words(name, total):
+    with torch.device("meta"):
+        model: Any = models.create(name)
+    assert f"{(sum(p.numel() for p in model.parameters()) + 50257 * 128) / 1e6:.2f}" == total
+
+
+def attention(layer, x, causal):
+    """The equations, head by head."""
+    heads, out = layer.attn.heads, []
+    projections = [layer.attn.qkv.weight] if layer.attn.qkv.weight.shape[0] == x.shape[-1] else None
+    projections = projections or list(layer.attn.qkv.weight.chunk(3))
+    size = x.shape[-1] // heads
+    for h in range(heads):
+        parts = [x @ p[h * size : (h + 1) * size].mT for p in projections]
+        query, key, value = parts * 3 if len(parts) == 1 else parts
+        scores = query @ key.mT * size**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        out.append(scores.softmax(-1) @ value)
+    return torch.cat(out, -1) @ layer.attn.to_out[0].weight.mT
+
+
+@pytest.mark.parametrize("mlp", [False, True], ids=["attention-only", "mlp"])
+@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
+@pytest.mark.parametrize("kind", ["mssa", "mhsa"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_layer_is_a_step_and_nothing_else(kind, norm, mlp, causal):
+    torch.manual_seed(0)
+    layer = Layer(24, 3, kind, eta=0.7, norm=norm, mlp=mlp, causal=causal).double()
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    wanted = x + 0.7 * attention(layer, nn.functional.layer_norm(x, (24,)) if norm else x, causal)
+    if mlp:
+        wide = nn.functional.layer_norm(wanted, (24,)) @ layer.mlp[0].weight.mT
+        wanted = wanted + nn.functional.gelu(wide) @ layer.mlp[2].weight.mT
+    torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize(("kind", "changes"), CASES)
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_none(kind, changes):
+    grads = []
+    for saving in (False, True):
+        model = build(kind, grad_checkpointing=saving, dropout=0.1, **changes)
+        torch.manual_seed(3)
+        run(model, inputs(kind)).square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_in_one_graph(kind):
+    model = build(kind)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, inputs(kind)), run(model, inputs(kind)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(kind, dtype):
+    model = build(kind)
+    exact = run(model, inputs(kind))
+    with torch.autocast("cpu", dtype):
+        low = run(model, inputs(kind))
+    assert low.dtype in (dtype, torch.float32)
+    assert (low - exact).abs().max() < 20 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_keeps_a_model(kind, tmp_path):
+    model = build(kind)
+    again: Any = models.from_pretrained(model.save_pretrained(tmp_path / "model"))
+    assert again.config == model.config
+    assert torch.equal(run(again, inputs(kind)), run(model, inputs(kind)))
+
+
+def test_language_does_not_see_the_future():
+    model, (tokens,) = build("lm"), inputs("lm")
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 11
+    before, after = model(tokens)[0], model(changed)[0]
+    assert before.shape == (2, 9, 11)
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert not torch.allclose(after[:, 5:], before[:, 5:])
+
+
+def test_language_starts_out_knowing_nothing():
+    """GPT-2's initialisation: near the uniform distribution, and the residual stream does not grow with depth."""
+    deep: Any = build("lm", n_layer=24)
+    (tokens,) = inputs("lm")
+    assert deep(tokens)[0].softmax(-1).max() < 0.2
+    outputs = torch.cat([layer.attn.to_out[0].weight.flatten() for layer in deep.transformer.h])
+    assert outputs.std().item() == pytest.approx(0.02 * 24**-0.5, rel=0.05)
+    assert deep.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_prediction_knows_the_examples_before_it_and_its_own_question():
+    model, (xs, ys) = build("regression"), inputs("regression")
+    out = model(xs, ys)
+    assert out.shape == (2, 6)
+    other = ys.clone()
+    other[:, 3] += 1
+    after = model(xs, other)
+    torch.testing.assert_close(after[:, :4], out[:, :4])  # its own answer it does not know
+    assert (after[:, 4:] != out[:, 4:]).all()
+    moved = xs.clone()
+    moved[:, 3] += 1
+    after = model(moved, ys)
+    torch.testing.assert_close(after[:, :3], out[:, :3])
+    assert (after[:, 3:] != out[:, 3:]).all()
+
+
+def test_vision_has_crates_stem():
+    crate: Any = models.create("crate_tiny", dim=24, depth=2, heads=3, dim_head=8, image_size=8, patch_size=4)
+    aot = build("vision", num_classes=1000)
+    stem = [name for name in crate.state_dict() if not name.startswith("transformer.")]
+    assert [name for name in aot.state_dict() if not name.startswith("layers.")] == stem
+    aot.load_state_dict({k: v for k, v in crate.state_dict().items() if k in stem}, strict=False)
+    seen = []
+    crate.transformer.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    aot.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    for model in (crate, aot):
+        model(*inputs("vision"))
+    assert torch.equal(*seen)
+    assert not any("norm" in name for name in aot.state_dict())
+
+
+BAD = {
+    "heads": (lambda: build("lm", n_head=5), ValueError, "AoTLM: n_embd must be a multiple of n_head = 5, got 24"),
+    "depth": (lambda: build("vision", depth=0), ValueError, "AoTVision: depth must be >= 1, got 0"),
+    "attention": (lambda: build("lm", attention="tssa"), ValueError, "AoTLM: attention must be one of mssa, mhsa, got"),
+    "eta": (lambda: build("lm", eta="1"), TypeError, "AoTLM: eta must be a number, got str"),
+    "dropout": (lambda: build("lm", dropout=1.0), ValueError, "AoTLM: dropout must be < 1.0, got 1.0"),
+    "patch": (lambda: build("vision", patch_size=3), ValueError, "AoTVision: image_size must be a multiple .*8 by 3"),
+    "long": (
+        lambda: build("lm")(torch.zeros(1, 10, dtype=torch.long)),
+        ValueError,
+        "AoTLM: tokens must be at most block_size = 9 long, got 10",
+    ),
+    "image": (lambda: build("vision")(torch.ones(1, 3, 12, 12)), ValueError, "AoTVision: img must have 8x8 pixels"),
+    "dims": (
+        lambda: build("regression")(torch.ones(1, 2, 5), torch.ones(1, 2)),
+        ValueError,
+        r"AoTRegression: xs must be \(batch, examples <= 6, n_dims=4\), got \(1, 2, 5\)",
+    ),
+    "examples": (lambda: build("regression")(torch.ones(1, 7, 4), torch.ones(1, 7)), ValueError, "examples <= 6"),
+    "answers": (
+        lambda: build("regression")(torch.ones(1, 2, 4), torch.ones(1, 3)),
+        ValueError,
+        r"AoTRegression: ys must be \(batch, examples\) = \(1, 2\), got \(1, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

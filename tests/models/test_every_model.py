@@ -1,0 +1,332 @@
+"""What holds for every family: keys, gradients, compilation, precision, weight decay, folders."""
+
+import builtins
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from crate_kernels import models, patch
+from tests.models.families import FAMILIES, build, drawn, inputs, output
+
+LAYER_NORM = ("weight", "bias")
+BLOCKS = {
+    "crate_alpha": (
+        ["conv1.weight", "conv1.bias", "pos_embedding", "cls_token"],
+        "transformer.layers.",
+        ["0.norm.*", "0.fn.qkv.weight", "0.fn.to_out.0.weight", "1.norm.*", "1.fn.D", "1.fn.D1"],
+        ["mlp_head.0.*", "mlp_head.1.*"],
+    ),
+    "tost_lm": (
+        ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight"],
+        "transformer.h.",
+        [
+            *(f"attn.{name}" for name in ("c_attn.weight", "c_proj.weight", "temp", "denom_bias")),
+            *("ln_1.weight", "ln_2.weight", "mlp.c_fc.weight", "mlp.c_proj.weight", "gamma1", "gamma2"),
+        ],
+        [],
+    ),
+    "crate_lm": (
+        ["transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"],
+        "transformer.h.",
+        ["prenorm_1.*", "attn.c_attn.weight", "attn.c_proj.*", "prenorm_2.*", "ista.weight"],
+        [],
+    ),
+}
+BLOCKS["crate_lm_overcomplete"] = (BLOCKS["crate_lm"][0], *BLOCKS["crate_lm"][1:3], ["transformer.ln_f.*"])
+
+
+def spelled(names):
+    return {full for name in names for full in ([name[:-1] + n for n in LAYER_NORM] if name[-1] == "*" else [name])}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_state_dict_keys(family):
+    before, prefix, block, after = BLOCKS[family]
+    layers = {f"{prefix}{i}.{name}" for i in range(2) for name in spelled(block)}
+    assert set(build(family).state_dict()) == spelled(before) | layers | spelled(after)
+
+
+def test_state_dict_keys_of_mae():
+    attention = ["{}.norm.*", "{}.fn.qkv.weight", "{}.fn.to_out.0.*"]
+    code = ["{}.norm.*", "{}.fn.weight"]
+    wanted = ["cls_token", "mask_token", "pos_embed", "decoder_pos_embed", "patch_embed.proj.*", "norm.*"]
+    wanted += ["decoder_embed.*", "decoder_norm.*", "decoder_pred.*"]
+    for i in range(2):
+        wanted += [name.format(f"blocks.{i}.layers.0.0") for name in attention]
+        wanted += [name.format(f"blocks.{i}.layers.0.1") for name in code]
+        wanted += [name.format(f"decoder_blocks.{i}.layers.0.0") for name in code]
+        wanted += [name.format(f"decoder_blocks.{i}.layers.0.1") for name in attention]
+    assert set(build("crate_mae").state_dict()) == spelled(wanted)
+
+
+def test_state_dict_keys_of_tost():
+    wanted = ["cls_token", "pos_embeder.token_projection.*", "norm.*", "head.*"]
+    for i in (0, 2, 4):
+        norm = f"patch_embed.proj.{i}.1."
+        wanted += [f"patch_embed.proj.{i}.0.weight", f"{norm}*", f"{norm}running_mean", f"{norm}running_var"]
+        wanted += [f"{norm}num_batches_tracked"]
+    block = ["norm1.*", "norm2.*", "mlp.fc1.*", "mlp.fc2.*", "gamma1", "gamma2", "attn.qkv.*"]
+    for i in range(2):
+        wanted += [f"blocks.{i}.{name}" for name in [*block, "attn.temp", "attn.to_out.0.*"]]
+        wanted += [f"cls_attn_blocks.{i}.{name}" for name in [*block, "attn.proj.*"]]
+    assert set(build("tost").state_dict()) == spelled(wanted)
+
+
+def gradients(family, model, forward):
+    """Gradients of a loss that everything enters, after the same draws of dropout."""
+    torch.manual_seed(3)
+    out = output(family, forward(*inputs(family)))
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    used = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(out, used, upstream, allow_unused=True)
+
+
+def equal(actual, expected, **options):
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a, e, **options)
+
+
+DROPOUT = {
+    "crate": {"dropout": 0.2, "emb_dropout": 0.2},
+    "crate_alpha": {"dropout": 0.2, "emb_dropout": 0.2},
+    "crate_mae": {"dropout": 0.2},
+    "tost": {"drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.2},
+    "crate_lm": {"dropout": 0.2},
+    "crate_lm_overcomplete": {"dropout": 0.2},
+    "aot_vision": {"dropout": 0.2},
+    "aot_lm": {"dropout": 0.2},
+    "tost_lm": {"dropout": 0.2},
+}
+RATES = {  # of the Dropout modules that they fill, and in how many layers
+    "crate": 1 + 2 * 2,
+    "crate_alpha": 1 + 2 * 2,
+    "crate_mae": 2 * 2 + 2 * 2,
+    "tost": 1 + 2 * 3 + 2 * 3,
+    "crate_lm": 1 + 2 * 2,
+    "crate_lm_overcomplete": 1 + 2 * 2,
+    "aot_vision": 2 * 2,
+    "aot_lm": 1 + 2 * 2,
+    "tost_lm": 1 + 2 * 3,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_reaches_every_layer_and_stops_in_evaluation(family):
+    model = build(family, **DROPOUT[family])
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.2] * RATES[family]
+    first, second = (output(family, model(*inputs(family))) for _ in range(2))
+    assert not torch.equal(first, second)
+    model.eval()
+    assert torch.equal(output(family, model(*inputs(family))), output(family, model(*inputs(family))))
+
+
+LAYERS = r"(^layers\.\d|transformer\.layers\.\d\.0|blocks\.\d|\.h\.\d)$"  # of CRATE and CRATE-alpha the first half
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_changes_no_gradient(family, dropout):
+    rates = DROPOUT[family] if dropout else {}
+    plain, saving = build(family, **rates), build(family, **rates, grad_checkpointing=True)
+    runs = Counter()
+    for name, module in saving.named_modules():
+        if re.search(LAYERS, name):
+            module.register_forward_pre_hook(lambda m, args, name=name: runs.update([name]))
+    equal(gradients(family, saving, saving), gradients(family, plain, plain), rtol=0, atol=0)
+    assert len(runs) == {"crate_mae": 4, "tost": 4}.get(family, 2)
+    assert set(runs.values()) == {2}
+    with torch.no_grad():
+        saving(*inputs(family))
+    assert set(runs.values()) == {3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiles_in_one_graph(family):
+    model = build(family, **{"n_layer" if "lm" in family else "depth": 1})
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    equal(gradients(family, model, compiled), gradients(family, model, model))
+
+
+def cast(given, dtype):
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in given]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_is_as_exact_as_the_naive_form(family, dtype):
+    """Twice the error of the same model on ``reference``, as for the operators."""
+    fast, naive = drawn(build(family)).eval(), drawn(build(family, backend="reference")).eval()
+    given = inputs(family)
+    with torch.autocast("cpu", dtype):
+        out, eager = output(family, fast(*given)), output(family, naive(*given))
+    exact = output(
+        family, naive.double()(*(t.double() if t is not None and t.is_floating_point() else t for t in given))
+    )
+    assert out.dtype == eager.dtype == dtype
+    assert out.isfinite().all()
+    published = (eager - exact).abs().max()
+    assert (out - exact).abs().max() <= 2 * (published + torch.finfo(dtype).eps * exact.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_half_precision_trains(family):
+    model = build(family).bfloat16()
+    out = output(family, model(*cast(inputs(family), torch.bfloat16)))
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backend_reaches_every_operator(family):
+    model = build(family, backend="nowhere")
+    assert {m.backend for m in model.modules() if hasattr(m, "backend")} == {"nowhere"}
+    with pytest.raises(ValueError, match="backend must be None or one of"):
+        model(*inputs(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patch_has_nothing_left_to_fuse(family):
+    report = patch(build(family))
+    assert not report.replaced
+    assert set(report.left.values()) == {"already fused: a module of crate_kernels.nn"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_empty_batch(family):
+    model = build(family).eval()
+    empty, one = (output(family, model(*inputs(family, batch))) for batch in (0, 1))
+    assert empty.shape == (0, *one.shape[1:])
+
+
+# What is not decayed, beside vectors.
+SPARED = {
+    "crate_alpha": {"cls_token", "pos_embedding"}
+    | {f"transformer.layers.{i}.1.fn.{name}" for i in range(2) for name in ("D", "D1")},
+    "crate_mae": set(),
+    "tost": {"cls_token", "blocks.0.attn.temp", "blocks.1.attn.temp"},
+    "crate_lm": set(),
+    "aot_vision": set(),
+    "aot_lm": set(),
+    "crate_lm_overcomplete": set(),
+    "tost_lm": {f"transformer.h.{i}.attn.{name}" for i in range(2) for name in ("temp", "denom_bias")},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_decay_groups(family):
+    model = build(family)
+    decayed, plain = model.parameter_groups(0.3)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    sorted_in = [names[id(p)] for group in (decayed, plain) for p in group["params"]]
+    assert sorted(sorted_in) == sorted(trainable)
+    vectors = {name for name in trainable if model.get_parameter(name).dim() < 2}
+    expected = set() if family == "crate" else vectors | SPARED[family]
+    assert {names[id(p)] for p in plain["params"]} == expected
+    torch.optim.AdamW([decayed, plain], lr=1e-3)
+    with pytest.raises(ValueError, match="weight_decay must be >= 0"):
+        model.parameter_groups(-1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_the_same_model_back(family, tmp_path):
+    model = drawn(build(family, **DROPOUT[family], backend="reference")).eval()
+    folder = tmp_path / "deep" / "er"
+    assert model.save_pretrained(folder) == folder
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert "backend" not in json.loads((folder / "config.json").read_text())
+    for again in (type(model).from_pretrained(folder), models.from_pretrained(str(folder), backend="composite")):
+        assert type(again) is type(model)
+        assert again.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(t, model.state_dict()[name]) for name, t in again.state_dict().items())
+        for name in DROPOUT[family]:
+            assert getattr(again.config, name) == 0.2
+    assert again.config.backend == "composite"
+    assert type(model).from_pretrained(folder).config.backend is None
+    again.eval()
+    torch.testing.assert_close(output(family, again(*inputs(family))), output(family, model(*inputs(family))))
+    model.save_pretrained(folder)  # replaces
+
+
+def test_a_tied_head_is_saved_once(tmp_path):
+    build("crate_lm").save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert "transformer.wte.weight" in names
+    assert "lm_head.weight" not in names
+    again: Any = models.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.transformer["wte"].weight
+
+
+def spoil(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in {**config, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+FOLDERS = {
+    "not-json": (lambda f: (f / "config.json").write_text("{"), ValueError, r"config.json must be JSON"),
+    "no-type": (lambda f: spoil(f, model_type=...), ValueError, "must be an object with a 'model_type'"),
+    "other-type": (lambda f: spoil(f, model_type="ViT"), ValueError, "model_type must be one of CRATE, .*, got 'ViT'"),
+    "unknown-field": (lambda f: spoil(f, mlp=4), ValueError, "from_pretrained: arguments must be among .*; got mlp"),
+    "lacking-field": (lambda f: spoil(f, depth=...), ValueError, "from_pretrained: config must give depth"),
+    "bad-field": (lambda f: spoil(f, depth=0), ValueError, "CRATE: depth must be >= 1, got 0"),
+    "other-shape": (
+        lambda f: spoil(f, num_classes=7),
+        ValueError,
+        "from_pretrained: state_dict does not fit the CRATE",
+    ),
+    "no-config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "config.json"),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, "must hold model.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), FOLDERS.values(), ids=FOLDERS)
+def test_a_spoilt_folder(damage, error, message, tmp_path):
+    build("crate").save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(error, match=message):
+        models.from_pretrained(tmp_path)
+
+
+def test_a_folder_of_another_class(tmp_path):
+    build("crate").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json must be of a CRATEAlpha, got CRATE"):
+        FAMILIES["crate_alpha"][0].from_pretrained(tmp_path)
+
+
+def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch):
+    model = build("crate")
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        drawn(model).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_safetensors_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    model, real = build("crate"), builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match="save_pretrained: safetensors must be installed: pip install safetensors"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ImportError, match="from_pretrained: safetensors must be installed"):
+        type(model).from_pretrained(tmp_path)

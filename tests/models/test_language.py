@@ -1,0 +1,194 @@
+"""The language models: loss, positions, start, hooks, checkpoints. Their equations are in test_restated."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from crate_kernels import models
+from crate_kernels.models.crate_lm import TiedISTA
+from tests.models.families import build, drawn, inputs
+
+FAMILIES = ["crate_lm", "crate_lm_overcomplete", "tost_lm"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_is_the_mean_over_wanted_targets(family):
+    model, (tokens,) = drawn(build(family)), inputs(family)
+    targets = tokens.roll(-1, 1)
+    targets[0, 3:] = -1
+    logits, loss = model(tokens, targets)
+    chosen = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    assert_close(loss, -chosen[targets >= 0].mean())
+    assert torch.equal(model(tokens)[0], logits)
+    assert model(tokens)[1] is None
+    assert torch.equal(model(tokens.int())[0], logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_a_later_one(family):
+    model, (tokens,) = drawn(build(family).double()), inputs(family)
+    changed = tokens.clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % 11
+    before, after = model(tokens)[0], model(changed)[0]
+    assert_close(after[:, :4], before[:, :4])
+    assert not torch.isclose(after[:, 4:], before[:, 4:]).all(-1).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_start_is_the_published_one(family):
+    model = build(family, n_embd=96, vocab_size=500)
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = 0.02 / math.sqrt(2 * 2) if name.endswith("c_proj") else 0.02
+            assert abs(module.weight.std() / std - 1) < 5 / (2 * module.weight.numel()) ** 0.5, name
+            assert getattr(module, "bias", None) is None or not module.bias.any()
+    for block in model.transformer["h"]:
+        if family == "tost_lm":
+            assert_close(torch.stack([block.gamma1, block.gamma2]), torch.full((2, 96), 1e-5))
+            assert not block.attn.denom_bias.any()
+        else:
+            bound = (6 / 96) ** 0.5
+            assert 0.95 * bound < block.ista.weight.abs().max() <= bound
+
+
+def test_numbers_that_no_checkpoint_holds_reach_the_layers():
+    options = {"ista": 0.2, "lambd": 0.3}
+    for family in FAMILIES[:2]:
+        codes = [block.ista for block in build(family, **options).transformer["h"]]
+        assert [(code.step_size, code.lambd) for code in codes] == [(0.2, 0.3)] * 2
+    model = build("crate_lm_overcomplete", steps=3, overcomplete_ratio=2)
+    assert [(b.ista.steps, tuple(b.ista.weight.shape)) for b in model.transformer["h"]] == [(3, (48, 24))] * 2
+    assert_close(build("tost_lm", eta=0.5).transformer["h"][0].gamma1, torch.full((24,), 0.5))
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_the_mask_of_published_checkpoints_is_dropped(family):
+    source = drawn(build(family))
+    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24, "dropout": 0.0, "bias": True}
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(9, 9).tril()[None, None] for i in range(2)}
+    model = models.from_official(family, {"model": {**source.state_dict(), **masks}}, config)
+    (tokens,) = inputs(family)
+    assert torch.equal(model(tokens)[0], source(tokens)[0])
+    assert set(model.state_dict()) == set(source.state_dict())
+    other = {**source.state_dict(), "transformer.h.0.attn.c_attn.bias": torch.zeros(24)}
+    with pytest.raises(ValueError, match=r"unexpected transformer.h.0.attn.c_attn.bias"):
+        models.from_official(family, other, config)
+
+
+def test_a_checkpoint_whose_head_is_not_its_embedding_is_refused():
+    """One weight cannot hold both."""
+    state = drawn(build("crate_lm")).state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
+    with pytest.raises(ValueError, match=r"lm_head.weight must equal transformer.wte.weight, which it shares here"):
+        models.from_official("crate_lm", state, config)
+
+
+TSSA = {"published": {"TSSA": True}, "unsaid": {}}
+
+
+@pytest.mark.parametrize("given", TSSA.values(), ids=TSSA)
+def test_tost_lm_takes_the_published_flag(given):
+    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24, "bias": False}
+    state = build("tost_lm").state_dict()
+    assert models.from_official("tost_lm", state, {**config, **given}).config == build("tost_lm").config
+    with pytest.raises(ValueError, match="TSSA must be True for tost_lm, got False"):
+        models.from_official("tost_lm", state, {**config, "TSSA": False})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_hook_on_the_code_changes_nothing_by_watching(steps):
+    torch.manual_seed(0)
+    module = TiedISTA(6, 24, steps, step_size=0.2, lambd=0.3).double()
+    x, seen = torch.randn(2, 5, 6, dtype=torch.float64), []
+    fused = module(x)
+    handle = module.code.register_forward_hook(lambda m, args, out: seen.append(out))
+    assert_close(module(x), fused)
+    assert_close(seen[0], module.encode(x))
+    assert (seen[0] >= 0).all()
+    assert seen[0].shape == (2, 5, 24)
+    handle.remove()
+    module.code.register_forward_pre_hook(lambda m, args: (args[0] * 0,))
+    assert not module(x).any()
+
+
+def test_a_channel_of_the_code_or_the_projection_can_be_overridden():
+    model, (tokens,) = drawn(build("crate_lm_overcomplete").double()), inputs("crate_lm_overcomplete")
+
+    def silence(module, args, out):
+        return torch.where(torch.arange(out.shape[-1]) == 3, 0.0, out)
+
+    before = model(tokens)[0]
+    block = model.transformer["h"][1]
+    for module, weight in ((block.ista.code, block.ista.weight), (block.attn.c_attn, block.attn.c_attn.weight)):
+        handle = module.register_forward_hook(silence)
+        hooked = model(tokens)[0]
+        handle.remove()
+        assert not torch.allclose(hooked, before)
+        assert_close(model(tokens)[0], before)
+        if module is block.attn.c_attn:  # the same as without the channel's row
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight[3] = 0
+                assert_close(model(tokens)[0], hooked)
+                weight.copy_(kept)
+
+
+def test_the_embedded_tokens_are_dropped_out():
+    model, (tokens,) = build("crate_lm", dropout=0.5), inputs("crate_lm")
+    seen = []
+    model.transformer["h"][0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model(tokens)
+    model.eval()(tokens)
+    kept = seen[0] != 0
+    assert 0 < kept.sum() < kept.numel()
+    assert_close(seen[0][kept], 2 * seen[1][kept])
+    assert_close(seen[1], F.embedding(tokens, model.lm_head.weight) + model.transformer["wpe"].weight[:7])
+
+
+def call(family="crate_lm", tokens=None, **changes):
+    return build(family, **changes)(inputs(family)[0] if tokens is None else tokens)
+
+
+BAD = {
+    "long": (
+        lambda: call(tokens=torch.zeros(1, 10).long()),
+        ValueError,
+        "tokens must be at most block_size = 9 long, got",
+    ),
+    "float": (
+        lambda: call(tokens=torch.zeros(1, 4)),
+        ValueError,
+        r"CRATELM: tokens must be int64 or int32 \(batch",
+    ),
+    "rank": (
+        lambda: call(tokens=torch.zeros(4).long()),
+        ValueError,
+        r"tokens must be .*, got torch.int64 \(4,\)",
+    ),
+    "list": (lambda: call("tost_lm", [[1]]), TypeError, "ToSTLM: tokens must be a Tensor .*, got list"),
+    "targets": (
+        lambda: build("tost_lm")(torch.zeros(1, 4).long(), torch.zeros(1, 3).long()),
+        ValueError,
+        r"ToSTLM: targets must be tokens' shape \(1, 4\), got \(1, 3\)",
+    ),
+    "heads": (lambda: call(n_head=5), ValueError, "CRATELM: n_embd must be a multiple of n_head = 5, got 24"),
+    "layers": (lambda: call("tost_lm", n_layer=0), ValueError, "ToSTLM: n_layer must be >= 1, got 0"),
+    "dropout": (lambda: call(dropout=1.0), ValueError, "CRATELM: dropout must be < 1.0, got 1.0"),
+    "bias": (lambda: call("tost_lm", bias=0), TypeError, "ToSTLM: bias must be a bool, got int"),
+    "eta": (lambda: call("tost_lm", eta="1"), TypeError, "ToSTLM: eta must be a number, got str"),
+    "overcomplete": (lambda: call(overcomplete=1), TypeError, "CRATELM: overcomplete must be a bool, got int"),
+    "steps": (lambda: call(steps=0), ValueError, "CRATELM: steps must be >= 1, got 0"),
+    "tied-steps": (lambda: TiedISTA(4, 8, 0), ValueError, "TiedISTA: steps must be >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("function", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input(function, error, message):
+    with pytest.raises(error, match=message):
+        function()
