@@ -28,7 +28,7 @@ class Settings:
     depth: int = 4
     init_std: float = 0.125
     position_scale: float = 4.0
-    steps: int = 600
+    steps: int = 400
     batch_size: int = 64
     rate: float = 2e-3
     warmup: int = 100
