@@ -45,7 +45,7 @@ def learning(fit: Fit, blank: float, probes: dict[str, float]) -> Figure:
         colour = GREY if name == "pixels" else CYCLE[1] if "untrained" in name else BLUE
         bars.barh(index, value, color=colour)
         bars.text(value, index, f" {value:.3f}", va="center", fontsize=8)
-    bars.set(xlabel="test accuracy of a linear probe", xlim=(max(0.0, min(probes.values()) - 0.1), 1.02))
+    bars.set(xlabel="test accuracy of a linear probe", xlim=(0, 1.1))
     bars.set(yticks=range(len(probes)))
     bars.set_yticklabels(list(probes), fontsize=8)
     bars.invert_yaxis()
