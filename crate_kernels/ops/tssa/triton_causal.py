@@ -22,19 +22,24 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _register
-from crate_kernels._jit import keep_mask, sequence_bounds
+from crate_kernels._jit import sequence_bounds
 from crate_kernels.ops.tssa.triton_launch import RUNTIME, Call, run_causal
 from crate_kernels.ops.tssa.triton_tile import (
     CAUSAL_FLOOR,
     MASS_FLOOR,
     before_chunk,
-    channel_places,
     clear_uncovered,
+    dropped,
     floored,
+    heads_of,
     kept,
+    load_channels,
+    load_heads,
     load_rows,
     load_tokens,
     softmax_over_heads,
+    store_channels,
+    store_heads,
     store_rows,
     store_sums,
     store_tokens,
@@ -95,44 +100,42 @@ def _tssa_causal_fwd_kernel(
     ``sums_2_ptr`` have them added up to each chunk. The state of a cache, if any, comes before the first token;
     where one program has the whole sequence, it also carries the state on.
     """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
-    ROW: tl.constexpr = NHEADS * (HEAD_DIM + 1)
     pid = tl.program_id(0)
     index, chunk = pid // nchunks, pid % nchunks
     index64 = index.to(tl.int64)
     start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = tl.full((), 0, tl.int64) + start
+    origin = start.to(tl.int64)
     first = chunk * chunk_size
     last = tl.minimum(first + chunk_size, count)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    w_ptr += index64 * stride_wb + origin * stride_ws
-    tokens_ptr = out_ptr + index64 * stride_ob + origin * stride_os
-    rows_ptr = membership_ptr + index64 * stride_pb + origin
+    heads = heads_of(DIMS)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    places, inside = channel_places(heads, channels, NHEADS, HEAD_DIM)
-    places += index * (NHEADS * HEAD_DIM)
-    head_places = index * NHEADS + heads
+    by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # places in the state of a cache
 
     energy, moment = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     mass, keys = tl.zeros((BLOCK_H,), tl.float32), 0.0
     before_energy, before_moment, before_mass, before_keys = energy, moment, mass, mass
     position = 0
     if MEMBERS and sums_1_ptr is not None:
-        before_energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, heads, channels, NHEADS, HEAD_DIM)
+        before_energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, DIMS)
     if OUTPUT and sums_2_ptr is not None:
-        before_moment, before_mass = before_chunk(sums_2_ptr, pid, chunk, heads, channels, NHEADS, HEAD_DIM)
+        before_moment, before_mass = before_chunk(sums_2_ptr, pid, chunk, DIMS)
     if lengths_ptr is not None:
         position = tl.load(lengths_ptr + index)
         before_keys += position
-        before_energy += tl.load(energy_ptr + places, mask=inside, other=0.0)
-        before_moment += tl.load(weighted_ptr + places, mask=inside, other=0.0)
-        before_mass += tl.load(mass_ptr + head_places, mask=heads < NHEADS, other=0.0)
-    temp = tl.load(temp_ptr + heads, mask=heads < NHEADS, other=0.0).to(tl.float32)
+        before_energy += load_channels(energy_ptr + by_channel, DIMS)
+        before_moment += load_channels(weighted_ptr + by_channel, DIMS)
+        before_mass += load_heads(mass_ptr + by_head, DIMS)
+    temp = load_heads(temp_ptr, DIMS)
 
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
+        w = load_tokens(w_at, rows, last, DIMS)
         keep = kept(mask_ptr, rows, last, stride_ms)
         squares = w * w
         counted = squares * keep[:, None, None]
@@ -141,20 +144,18 @@ def _tssa_causal_fwd_kernel(
             logits = tl.sum(squares / floored(running, CAUSAL_FLOOR), 2)
             if bias_ptr is not None:
                 # Past the end only for padded tokens, which nobody reads.
-                at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)
-                bias_places = heads.to(tl.int64)[None, :] * stride_bh + at[:, None] * stride_bs
-                bias = tl.load(
-                    bias_ptr + bias_places, mask=(rows < last)[:, None] & (heads < NHEADS)[None, :], other=0.0
-                )
+                at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
+                there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
+                bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
                 logits += HEAD_DIM * bias.to(tl.float32)
-            members = softmax_over_heads(temp[None, :] * logits, heads, NHEADS)
+            members = softmax_over_heads(temp[None, :] * logits, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0
                 members = tl.where(seen, members, 0.0)
-            store_rows(rows_ptr, members, rows, heads, last, stride_ph, NHEADS)
+            store_rows(membership_at, members, rows, rows < last, DIMS)
         elif OUTPUT:
-            members = load_rows(rows_ptr, rows, heads, last, stride_ph, NHEADS)
+            members = load_rows(membership_at, rows, last, DIMS)
         energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)
         if MEMBERS or OUTPUT:
@@ -166,45 +167,27 @@ def _tssa_causal_fwd_kernel(
                 # A = 1 / (1 + M) without the division of M.
                 out = -w * members[:, :, None] * (masses / (masses + moments))
                 if seed_ptr is not None:
-                    head = (index * NHEADS + heads)[None, :, None]
-                    element_rows = rows[:, None, None] + heads[None, :, None] * 0
-                    keep_element = keep_mask(tl.load(seed_ptr), head, element_rows, channels[None, None, :], drop_last)
-                    out = tl.where(keep_element, out * inverse_keep, 0.0)
-                store_tokens(tokens_ptr, out, rows, heads, channels, last, stride_os, stride_oh, NHEADS, HEAD_DIM)
+                    out = dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+                store_tokens(out_at, out, rows, rows < last, DIMS)
             moment += tl.sum(weighted, 0)
             mass += tl.sum(weights, 0)
 
     if ENERGY:
-        keys_by_head = keys + heads * 0.0
-        store_sums(parts_ptr + pid.to(tl.int64) * ROW, energy, keys_by_head, heads, channels, NHEADS, HEAD_DIM)
+        store_sums(parts_ptr, pid, energy, keys + tl.zeros((BLOCK_H,), tl.float32), DIMS)
     elif MEMBERS and not OUTPUT:
-        store_sums(parts_ptr + pid.to(tl.int64) * ROW, moment, mass, heads, channels, NHEADS, HEAD_DIM)
+        store_sums(parts_ptr, pid, moment, mass, DIMS)
     elif MEMBERS and lengths_ptr is not None:
         # The state is replaced when every thread has read it.
         tl.debug_barrier()
-        tl.store(energy_ptr + places, before_energy + energy, mask=inside)
-        tl.store(weighted_ptr + places, before_moment + moment, mask=inside)
-        tl.store(mass_ptr + head_places, before_mass + mass, mask=heads < NHEADS)
+        store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
+        store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
+        store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
-    if PACKED and OUTPUT and chunk == 0:
-        clear_uncovered(
-            out_ptr,
-            membership_ptr,
-            cu_seqlens_ptr,
-            index,
-            nsequences,
-            start,
-            count,
-            total,
-            stride_os,
-            stride_oh,
-            stride_ph,
-            NHEADS,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_H,
-            BLOCK_D,
-        )
+    if PACKED and OUTPUT:
+        if chunk == 0:
+            out_at = (out_ptr, stride_os, stride_oh, 1)
+            membership_at = (membership_ptr, stride_ph)
+            clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def _arguments(

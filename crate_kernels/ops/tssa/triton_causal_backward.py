@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _launch, _register
-from crate_kernels._jit import keep_mask, sequence_bounds
+from crate_kernels._jit import sequence_bounds
 from crate_kernels.ops.tssa.triton_launch import CAUSAL_BACKWARD, RUNTIME, Call, causal_tile, power_of_two
 from crate_kernels.ops.tssa.triton_tile import (
     CAUSAL_FLOOR,
@@ -34,12 +34,16 @@ from crate_kernels.ops.tssa.triton_tile import (
     after_chunk,
     before_chunk,
     clear_uncovered,
+    dropped,
     floored,
+    heads_of,
     kept,
+    load_heads,
     load_rows,
     load_tokens,
     scan_chunks,
     softmax_backward,
+    store_heads,
     store_rows,
     store_sums,
     store_tokens,
@@ -51,34 +55,24 @@ _STEPS = ("TOTALS", "DMOMENT", "DLOGIT", "DW")
 
 @triton.jit
 def _add_tokens(
-    moment,
-    mass,
-    energy,
-    w_ptr,
-    membership_ptr,
+    sums,
+    w_at,
+    membership_at,
     mask_ptr,
+    stride_ms,
     first,
     last,
-    stride_ws,
-    stride_wh,
-    stride_wd,
-    stride_ms,
-    stride_ph,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Add tokens ``first`` to ``last`` to the sums of Pi w^2, of Pi and of w^2."""
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    moment, mass, energy = sums
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-        members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
+        w = load_tokens(w_at, rows, last, DIMS)
         keep = kept(mask_ptr, rows, last, stride_ms)
-        weights = members * keep[:, None]
+        weights = load_rows(membership_at, rows, last, DIMS) * keep[:, None]
         moment += tl.sum(w * w * weights[:, :, None], 0)
         mass += tl.sum(weights, 0)
         energy += tl.sum(w * w * keep[:, None, None], 0)
@@ -94,31 +88,6 @@ def _through_moment(w, g, members, weights, moment, mass):
     gate = g * inverse * masses
     slope = gate * w * inverse * members[:, :, None]
     return gate, slope, -tl.sum(slope * moments / masses, 2)
-
-
-@triton.jit
-def _load_gradient(
-    dout_ptr,
-    seed_ptr,
-    rows,
-    heads,
-    channels,
-    last,
-    index,
-    stride_gs,
-    stride_gh,
-    stride_gd,
-    drop_last,
-    inverse_keep,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Load a tile of dout, times the dropout factor."""
-    g = load_tokens(dout_ptr, rows, heads, channels, last, stride_gs, stride_gh, stride_gd, NHEADS, HEAD_DIM)
-    if seed_ptr is not None:
-        head, row = (index * NHEADS + heads)[None, :, None], rows[:, None, None] + heads[None, :, None] * 0
-        g = tl.where(keep_mask(tl.load(seed_ptr), head, row, channels[None, None, :], drop_last), g * inverse_keep, 0.0)
-    return g
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -175,150 +144,84 @@ def _tssa_causal_bwd_kernel(
     ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
     V, ``denergies_ptr`` those of dc / temp: of a chunk where the step stores them, up to it or from it on afterwards.
     """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk = pid // nchunks, pid % nchunks
     index64 = index.to(tl.int64)
     start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = tl.full((), 0, tl.int64) + start
+    origin = start.to(tl.int64)
     first = chunk * chunk_size
     last = tl.minimum(first + chunk_size, count)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    w_ptr += index64 * stride_wb + origin * stride_ws
-    dout_ptr += index64 * stride_gb + origin * stride_gs
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     rows_at = index64 * stride_pb + origin
-    membership_ptr += rows_at
-    dlogit_ptr += rows_at
+    membership_at, dlogit_at = (membership_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    nothing = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    nobody = tl.zeros((BLOCK_H,), tl.float32)
 
-    moment, mass, energy = nothing, nobody, nothing
+    moment, energy = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    mass = tl.zeros((BLOCK_H,), tl.float32)
+    dmoment, denergy, dmass, dtemp = moment, energy, mass, mass
     if not TOTALS:
-        moment, mass = before_chunk(totals_ptr, pid, chunk, heads, channels, NHEADS, HEAD_DIM)
-        energy, _ = before_chunk(energies_ptr, pid, chunk, heads, channels, NHEADS, HEAD_DIM)
-    here = pid.to(tl.int64) * (NHEADS * (HEAD_DIM + 1))
+        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
+        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+    sums = (moment, mass, energy)
 
     if TOTALS:
         moment, mass, energy = _add_tokens(
-            moment,
-            mass,
-            energy,
-            w_ptr,
-            membership_ptr,
-            mask_ptr,
-            first,
-            last,
-            stride_ws,
-            stride_wh,
-            stride_wd,
-            stride_ms,
-            stride_ph,
-            NHEADS,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_H,
-            BLOCK_D,
-            STAGES,
+            sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
         )
-        store_sums(totals_ptr + here, moment, mass, heads, channels, NHEADS, HEAD_DIM)
-        store_sums(energies_ptr + here, energy, nobody, heads, channels, NHEADS, HEAD_DIM)
+        store_sums(totals_ptr, pid, moment, mass, DIMS)
+        store_sums(energies_ptr, pid, energy, dmass, DIMS)
 
     if DMOMENT:
-        dmoment, dmass = nothing, nobody
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            g = _load_gradient(
-                dout_ptr,
-                seed_ptr,
-                rows,
-                heads,
-                channels,
-                last,
-                index,
-                stride_gs,
-                stride_gh,
-                stride_gd,
-                drop_last,
-                inverse_keep,
-                NHEADS,
-                HEAD_DIM,
-            )
-            members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
             weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
             _gate, slope, dmasses = _through_moment(w, g, members, weights, moment, mass)
             moment += tl.sum(w * w * weights[:, :, None], 0)
             mass += tl.sum(weights, 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
-        store_sums(dmoments_ptr + here, dmoment, dmass, heads, channels, NHEADS, HEAD_DIM)
+        store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
 
     if DLOGIT or DW:
-        temp = tl.load(temp_ptr + heads, mask=heads < NHEADS, other=0.0).to(tl.float32)
-        dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, heads, channels, NHEADS, HEAD_DIM)
-        denergy, dtemp = nothing, nobody
+        temp = load_heads(temp_ptr, DIMS)
+        dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, DIMS)
         if DW:
-            denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, heads, channels, NHEADS, HEAD_DIM)
+            denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, DIMS)
         ntiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
         for tile in tl.range(0, ntiles):
             n = first + (ntiles - 1 - tile) * BLOCK_N
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            g = _load_gradient(
-                dout_ptr,
-                seed_ptr,
-                rows,
-                heads,
-                channels,
-                last,
-                index,
-                stride_gs,
-                stride_gh,
-                stride_gd,
-                drop_last,
-                inverse_keep,
-                NHEADS,
-                HEAD_DIM,
-            )
-            members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
             keep = kept(mask_ptr, rows, last, stride_ms)
             weights = members * keep[:, None]
             tile_moment, tile_mass, tile_energy = _add_tokens(
-                moment,
-                mass,
-                energy,
-                w_ptr,
-                membership_ptr,
-                mask_ptr,
-                first,
-                n,
-                stride_ws,
-                stride_wh,
-                stride_wd,
-                stride_ms,
-                stride_ph,
-                NHEADS,
-                HEAD_DIM,
-                BLOCK_N,
-                BLOCK_H,
-                BLOCK_D,
-                STAGES,
+                sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
             )
             gate, slope, dmasses = _through_moment(w, g, members, weights, tile_moment, tile_mass)
-            dmoments = dmoment[None, :, :] + suffix_sums(slope, BLOCK_N, BLOCK_H, BLOCK_D)
+            dmoments = dmoment[None, :, :] + suffix_sums(slope)
             squares = w * w
             if DLOGIT:
-                later = tl.reshape(suffix_sums(dmasses[:, :, None], BLOCK_N, BLOCK_H, 1), (BLOCK_N, BLOCK_H))
+                later = tl.reshape(suffix_sums(dmasses[:, :, None]), (BLOCK_N, BLOCK_H))
                 shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
                 dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
                 if dmembership_ptr is not None:
-                    dmembers += load_rows(dmembership_ptr + rows_at, rows, heads, last, stride_ph, NHEADS)
+                    dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
                 dlogit = softmax_backward(members, dmembers)
-                store_rows(dlogit_ptr, dlogit, rows, heads, last, stride_ph, NHEADS)
+                store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             else:
-                dlogit = load_rows(dlogit_ptr, rows, heads, last, stride_ph, NHEADS)
+                dlogit = load_rows(dlogit_at, rows, last, DIMS)
             counted = squares * keep[:, None, None]
             running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
             energies = floored(running, CAUSAL_FLOOR)
@@ -330,36 +233,20 @@ def _tssa_causal_bwd_kernel(
             else:
                 # The sums without the token itself: what it gets from itself, 1 / c - w^2 / c^2, is one term, in
                 # which a first token cancels exactly.
-                later_energy = denergy[None, :, :] + (suffix_sums(denergies, BLOCK_N, BLOCK_H, BLOCK_D) - denergies)
+                later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
                 own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
                 dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])
                 dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
-                tokens_ptr = dw_ptr + index64 * stride_ob + origin * stride_os
-                store_tokens(tokens_ptr, dw, rows, heads, channels, last, stride_os, stride_oh, NHEADS, HEAD_DIM)
+                store_tokens(dw_at, dw, rows, rows < last, DIMS)
             denergy += tl.sum(denergies, 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
         if DLOGIT:
-            store_sums(denergies_ptr + here, denergy, dtemp, heads, channels, NHEADS, HEAD_DIM)
-    if PACKED and DW and chunk == 0:
-        clear_uncovered(
-            dw_ptr,
-            None,
-            cu_seqlens_ptr,
-            index,
-            nsequences,
-            start,
-            count,
-            total,
-            stride_os,
-            stride_oh,
-            stride_ph,
-            NHEADS,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_H,
-            BLOCK_D,
-        )
+            store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
+    if PACKED and DW:
+        if chunk == 0:
+            dw_at = (dw_ptr, stride_os, stride_oh, 1)
+            clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -384,20 +271,20 @@ def _tssa_causal_dbias_kernel(
 ):
     """Sum dlogit over the sequences, BLOCK_N positions a program: ddenom_bias, and the bias's part of dtemp."""
     pid = tl.program_id(0)
-    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, 1)
+    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
     acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
     for index in tl.range(0, nsequences):
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
-        acc += load_rows(dlogit_ptr + at, rows, heads, count, stride_ph, NHEADS)
+        acc += load_rows((dlogit_ptr + at, stride_ph), rows, count, DIMS)
     inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
     places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
     bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    temp = tl.load(temp_ptr + heads, mask=heads < NHEADS, other=0.0).to(tl.float32)
     # The bias enters the similarity once a channel.
     acc *= HEAD_DIM
-    store_rows(dbias_ptr, temp[None, :] * acc, rows, heads, seqlen, seqlen, NHEADS)
-    tl.store(dtemp_ptr + pid.to(tl.int64) * NHEADS + heads, tl.sum(acc * bias, 0), mask=heads < NHEADS)
+    store_rows((dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
+    store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
 
 
 def backward_causal(

@@ -31,14 +31,17 @@ from crate_kernels.ops.tssa.triton_launch import FULL_FORWARD, RUNTIME, Call, ru
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,
-    channel_places,
+    channels_of,
     clear_uncovered,
     floored,
+    heads_of,
     kept,
+    load_heads,
     load_rows,
     load_sums,
     load_tokens,
     softmax_over_heads,
+    store_channels,
     store_rows,
     store_sums,
     store_tokens,
@@ -46,14 +49,12 @@ from crate_kernels.ops.tssa.triton_tile import (
 
 
 @triton.jit
-def channel_gate(
-    moment, seed_ptr, drop_last, inverse_keep, index, heads, channels, NHEADS: tl.constexpr
-):  # (BLOCK_H, BLOCK_D)
-    """Return A = 1 / (1 + M), times the dropout factor of each channel."""
+def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.constexpr):
+    """Return A = 1 / (1 + M), times the dropout factor of each channel, (BLOCK_H, BLOCK_D)."""
     gate = 1.0 / (1.0 + moment)
     if seed_ptr is not None:
-        head = index * NHEADS + heads[:, None]
-        keep = keep_mask(tl.load(seed_ptr), head, heads[:, None] * 0, channels[None, :], drop_last)
+        heads = heads_of(DIMS)[:, None]
+        keep = keep_mask(tl.load(seed_ptr), index * DIMS[0] + heads, heads * 0, channels_of(DIMS)[None, :], drop_last)
         gate = tl.where(keep, gate * inverse_keep, 0.0)
     return gate
 
@@ -105,100 +106,83 @@ def _tssa_fwd_kernel(
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum w^2 and the number of kept tokens, then
     sum Pi w^2 and sum Pi. ``parts_ptr`` takes those of each chunk; ``sums_1_ptr``, ``sums_2_ptr`` have the sequence's.
     """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
-    ROW: tl.constexpr = NHEADS * (HEAD_DIM + 1)
     pid = tl.program_id(0)
     index, chunk = pid // nchunks, pid % nchunks
     index64 = index.to(tl.int64)
     start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = tl.full((), 0, tl.int64) + start
+    origin = start.to(tl.int64)
     first = chunk * chunk_size
     last = tl.minimum(first + chunk_size, count)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    w_ptr += index64 * stride_wb + origin * stride_ws
-    rows_ptr = membership_ptr + index64 * stride_pb + origin
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    places, inside = channel_places(heads, channels, NHEADS, HEAD_DIM)
-    energy_ptr += index64 * (NHEADS * HEAD_DIM) + places
-    moment_ptr += index64 * (NHEADS * HEAD_DIM) + places
 
     if ENERGY:
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         kept_tokens = tl.zeros((BLOCK_N,), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
+            w = load_tokens(w_at, rows, last, DIMS)
             keep = kept(mask_ptr, rows, last, stride_ms)
             acc += w * w * keep[:, None, None]
             kept_tokens += keep
         energy = tl.sum(acc, 0)
-        keys = tl.sum(kept_tokens, 0) + heads * 0.0
+        keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
         if not MEMBERS:
-            store_sums(parts_ptr + pid.to(tl.int64) * ROW, energy, keys, heads, channels, NHEADS, HEAD_DIM)
+            store_sums(parts_ptr, pid, energy, keys, DIMS)
 
     if MEMBERS:
         if not ENERGY:
-            energy, keys = load_sums(sums_1_ptr + index64 * ROW, heads, channels, NHEADS, HEAD_DIM)
+            energy, keys = load_sums(sums_1_ptr, index, DIMS)
         energy = floored(energy, FULL_FLOOR)
-        tl.store(energy_ptr, energy, mask=inside & (chunk == 0))
-        inverse = tl.where(inside, 1.0 / energy, 0.0)
-        temp = tl.load(temp_ptr + heads, mask=heads < NHEADS, other=0.0).to(tl.float32)
+        if chunk == 0:
+            store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
+        inverse = 1.0 / energy
+        temp = load_heads(temp_ptr, DIMS)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
+            w = load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             similarity = tl.sum(squares * inverse[None, :, :], 2)
-            members = softmax_over_heads(temp[None, :] * similarity, heads, NHEADS)
+            members = softmax_over_heads(temp[None, :] * similarity, DIMS)
             if mask_ptr is not None:
                 # Where no token is left to sum over, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)
-            store_rows(rows_ptr, members, rows, heads, last, stride_ph, NHEADS)
+            store_rows(membership_at, members, rows, rows < last, DIMS)
             weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
             acc += weights[:, :, None] * squares
             masses += weights
         moment = tl.sum(acc, 0)
         mass = tl.sum(masses, 0)
         if not OUTPUT:
-            store_sums(parts_ptr + pid.to(tl.int64) * ROW, moment, mass, heads, channels, NHEADS, HEAD_DIM)
+            store_sums(parts_ptr, pid, moment, mass, DIMS)
 
     if OUTPUT:
         if not MEMBERS:
-            moment, mass = load_sums(sums_2_ptr + index64 * ROW, heads, channels, NHEADS, HEAD_DIM)
+            moment, mass = load_sums(sums_2_ptr, index, DIMS)
         moment = moment / (mass + MASS_FLOOR)[:, None]
-        tl.store(moment_ptr, moment, mask=inside & (chunk == 0))
-        gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, heads, channels, NHEADS)
+        if chunk == 0:
+            store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
+        gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
         if MEMBERS:
             # The membership is read back, by other threads than those that stored it.
             tl.debug_barrier()
-        tokens_ptr = out_ptr + index64 * stride_ob + origin * stride_os
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            members = load_rows(rows_ptr, rows, heads, last, stride_ph, NHEADS)
-            out = -w * members[:, :, None] * gate[None, :, :]
-            store_tokens(tokens_ptr, out, rows, heads, channels, last, stride_os, stride_oh, NHEADS, HEAD_DIM)
-        if PACKED and chunk == 0:
-            clear_uncovered(
-                out_ptr,
-                membership_ptr,
-                cu_seqlens_ptr,
-                index,
-                nsequences,
-                start,
-                count,
-                total,
-                stride_os,
-                stride_oh,
-                stride_ph,
-                NHEADS,
-                HEAD_DIM,
-                BLOCK_N,
-                BLOCK_H,
-                BLOCK_D,
-            )
+            w = load_tokens(w_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
+        if PACKED:
+            if chunk == 0:
+                out_at = (out_ptr, stride_os, stride_oh, 1)
+                membership_at = (membership_ptr, stride_ph)
+                clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def forward(

@@ -18,13 +18,16 @@ from crate_kernels.ops.tssa.triton_launch import FULL_BACKWARD, RUNTIME, Call, r
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,
-    channel_places,
     clear_uncovered,
+    floored,
     kept,
+    load_channels,
+    load_heads,
     load_rows,
     load_sums,
     load_tokens,
     softmax_backward,
+    store_heads,
     store_rows,
     store_sums,
     store_tokens,
@@ -87,48 +90,42 @@ def _tssa_bwd_kernel(
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
     ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit.
     """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
-    ROW: tl.constexpr = NHEADS * (HEAD_DIM + 1)
     pid = tl.program_id(0)
     index, chunk = pid // nchunks, pid % nchunks
     index64 = index.to(tl.int64)
     start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = tl.full((), 0, tl.int64) + start
+    origin = start.to(tl.int64)
     first = chunk * chunk_size
     last = tl.minimum(first + chunk_size, count)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    w_ptr += index64 * stride_wb + origin * stride_ws
-    dout_ptr += index64 * stride_gb + origin * stride_gs
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     rows_at = index64 * stride_pb + origin
-    membership_ptr += rows_at
-    dgate_ptr += rows_at
-    dlogit_ptr += rows_at
+    membership_at = (membership_ptr + rows_at, stride_ph)
+    dgate_at, dlogit_at = (dgate_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    places, inside = channel_places(heads, channels, NHEADS, HEAD_DIM)
-    places += index * (NHEADS * HEAD_DIM)
-    energy = tl.load(energy_ptr + places, mask=inside, other=1.0)
-    moment = tl.load(moment_ptr + places, mask=inside, other=0.0)
-    gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, heads, channels, NHEADS)
-    temp = tl.load(temp_ptr + heads, mask=heads < NHEADS, other=0.0).to(tl.float32)
+    energy = floored(load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), FULL_FLOOR)
+    moment = load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
+    gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
 
     if DGATE:
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            g = load_tokens(dout_ptr, rows, heads, channels, last, stride_gs, stride_gh, stride_gd, NHEADS, HEAD_DIM)
-            members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
-            product = g * w
-            store_rows(dgate_ptr, tl.sum(product * gate[None, :, :], 2), rows, heads, last, stride_ph, NHEADS)
+            product = load_tokens(dout_at, rows, last, DIMS) * load_tokens(w_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
             masses += members * kept(mask_ptr, rows, last, stride_ms)[:, None]
         by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
         if not DLOGIT:
-            store_sums(parts_ptr + pid.to(tl.int64) * ROW, by_channel, mass, heads, channels, NHEADS, HEAD_DIM)
+            store_sums(parts_ptr, pid, by_channel, mass, DIMS)
     if not DGATE:
-        by_channel, mass = load_sums(sums_1_ptr + index64 * ROW, heads, channels, NHEADS, HEAD_DIM)
+        by_channel, mass = load_sums(sums_1_ptr, index, DIMS)
 
     if DLOGIT or DW:
         dmoment = by_channel * gate / (1.0 + moment) / (mass + MASS_FLOOR)[:, None]
@@ -140,67 +137,47 @@ def _tssa_bwd_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
+            w = load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
-            dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None]
-            dmembers -= load_rows(dgate_ptr, rows, heads, last, stride_ph, NHEADS)
+            dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None] - load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
-                dmembers += load_rows(dmembership_ptr + rows_at, rows, heads, last, stride_ph, NHEADS)
-            dlogit = softmax_backward(members, dmembers)
-            store_rows(dlogit_ptr, dlogit, rows, heads, last, stride_ph, NHEADS)
+                dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+            dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers)
+            store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
-            nothing = heads * 0.0
-            store_sums(parts_ptr + pid.to(tl.int64) * ROW, denergy, nothing, heads, channels, NHEADS, HEAD_DIM)
+            store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
 
     if DW:
         if not DLOGIT:
-            denergy, _ = load_sums(sums_2_ptr + index64 * ROW, heads, channels, NHEADS, HEAD_DIM)
+            denergy, _ = load_sums(sums_2_ptr, index, DIMS)
         else:
             tl.debug_barrier()
         # Twice by c, not once by c^2: that underflows for channels which c itself still holds.
         similarity = denergy / energy
-        dtemp_places = dtemp_ptr + index64 * NHEADS + heads
-        tl.store(dtemp_places, tl.sum(similarity, 1), mask=(heads < NHEADS) & (chunk == 0))
-        twice = 2.0 * temp[:, None] / energy
+        if chunk == 0:
+            store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
+        twice = 2.0 * load_heads(temp_ptr, DIMS)[:, None] / energy
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
         above, single = energy > FULL_FLOOR, count == 1
         denergy = tl.where(above & (count != 1), -twice * similarity, 0.0)
         twice = tl.where(above & single, 0.0, twice)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_ptr, rows, heads, channels, last, stride_ws, stride_wh, stride_wd, NHEADS, HEAD_DIM)
-            g = load_tokens(dout_ptr, rows, heads, channels, last, stride_gs, stride_gh, stride_gd, NHEADS, HEAD_DIM)
-            members = load_rows(membership_ptr, rows, heads, last, stride_ph, NHEADS)
-            dlogit = load_rows(dlogit_ptr, rows, heads, last, stride_ph, NHEADS)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            dlogit = load_rows(dlogit_at, rows, last, DIMS)
             keep = kept(mask_ptr, rows, last, stride_ms)
             slope = (2.0 * members * keep[:, None])[:, :, None] * dmoment[None, :, :]
             slope += dlogit[:, :, None] * twice[None, :, :] + keep[:, None, None] * denergy[None, :, :]
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
-            tokens_ptr = dw_ptr + index64 * stride_ob + origin * stride_os
-            store_tokens(tokens_ptr, dw, rows, heads, channels, last, stride_os, stride_oh, NHEADS, HEAD_DIM)
-        if PACKED and chunk == 0:
-            clear_uncovered(
-                dw_ptr,
-                None,
-                cu_seqlens_ptr,
-                index,
-                nsequences,
-                start,
-                count,
-                total,
-                stride_os,
-                stride_oh,
-                stride_ph,
-                NHEADS,
-                HEAD_DIM,
-                BLOCK_N,
-                BLOCK_H,
-                BLOCK_D,
-            )
+            store_tokens(dw_at, dw, rows, rows < last, DIMS)
+        if PACKED:
+            if chunk == 0:
+                dw_at = (dw_ptr, stride_os, stride_oh, 1)
+                clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def backward(

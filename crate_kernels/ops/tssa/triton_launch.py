@@ -19,7 +19,6 @@ RUNTIME = (
     "seqlen",
     "total",
     "drop_last",
-    "nblocks",
     "bias_tokens",
     "stride_pb",
     "stride_mb",
@@ -99,20 +98,23 @@ def _every_arch(config: Config, interpreter: Config) -> dict[str, tuple[Row, ...
     return {**dict.fromkeys(("sm_80", "sm_90", "gfx942"), (Row(config),)), _launch.INTERPRETER: (Row(interpreter),)}
 
 
-# TILE is the elements of a tile: 16 fp32 registers a thread for each one alive. CHUNK and TOKENS count tokens: of a
-# program, and of its tile where that is not TILE's to say.
-_LARGE = {"TILE": 1 << 14, "CHUNK": 64, "STAGES": 1, "num_warps": 1}
-FULL_FORWARD = Table("tssa_full_fwd", _every_arch({"TILE": 4096, "CHUNK": 256, "STAGES": 3, "num_warps": 8}, _LARGE))
-FULL_BACKWARD = Table("tssa_full_bwd", _every_arch({"TILE": 4096, "CHUNK": 256, "STAGES": 2, "num_warps": 8}, _LARGE))
-CAUSAL_FORWARD = Table(
-    "tssa_causal_fwd", _every_arch({"TOKENS": 4, "CHUNK": 64, "STAGES": 3}, {"TOKENS": 128, "CHUNK": 128, "STAGES": 1})
-)
-CAUSAL_BACKWARD = Table(
-    "tssa_causal_bwd", _every_arch({"TOKENS": 2, "CHUNK": 32, "STAGES": 2}, {"TOKENS": 128, "CHUNK": 128, "STAGES": 1})
-)
-# A sequence that every multiprocessor can keep in its share of the L2 cache (50 MB by 132 on an H100), and one
-# so small that its program is done before the launches of the other way have begun.
-_RESIDENT, _SMALL = 1 << 20, 1 << 18
+def _full(tile: int, chunk: int, stages: int, warps: int) -> Config:
+    return {"TILE": tile, "CHUNK": chunk, "WHOLE": 256, "CROWD": 1024, "STAGES": stages, "num_warps": warps}
+
+
+def _causal(tokens: int, chunk: int, stages: int) -> Config:
+    return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages}
+
+
+# Keyed by the channels of a token, all heads together, in the place of head_dim. TILE counts the elements of a tile, of
+# which one takes 16 fp32 registers of 256 threads; TOKENS its tokens; CHUNK the tokens of a program, at most, where it
+# has not the whole sequence. It has where that is below WHOLE kB, whose program is done before further launches would
+# have begun; or below CROWD kB, which every multiprocessor can keep in its share of the L2 cache (50 MB by 132 on an
+# H100), if half of them get one. STAGES is the depth of the loads' pipeline.
+FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)))
+FULL_BACKWARD = Table("tssa_full_bwd", _every_arch(_full(4096, 256, 2, 8), _full(1 << 14, 64, 1, 1)))
+CAUSAL_FORWARD = Table("tssa_causal_fwd", _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)))
+CAUSAL_BACKWARD = Table("tssa_causal_bwd", _every_arch(_causal(2, 32, 2), _causal(128, 128, 1)))
 
 
 def power_of_two(size: int) -> int:
@@ -120,13 +122,13 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _chunk_of_full(call: Call, config: Config) -> int:
-    """Return how many tokens a program takes: all of a sequence, or CHUNK."""
-    size = call.seqlen * call.width * call.dtype.itemsize
-    crowd = 2 * call.nsequences >= _launch.multiprocessors(call.device)
-    if size <= _SMALL or (size <= _RESIDENT and crowd):
+def _chunk_of_full(call: Call, config: Config, tokens: int) -> int:
+    """Return how many tokens a program takes: all of a sequence, or as many as give every multiprocessor some."""
+    size, device = call.seqlen * call.width * call.dtype.itemsize, _launch.multiprocessors(call.device)
+    if size <= 1024 * config["WHOLE"] or (size <= 1024 * config["CROWD"] and 2 * call.nsequences >= device):
         return max(call.seqlen, 1)
-    return config["CHUNK"]
+    share = -(-call.nsequences * call.seqlen // (4 * device))
+    return min(max(-(-share // tokens), 4) * tokens, config["CHUNK"])
 
 
 def run_full(kernel: Any, table: Table, steps: tuple[str, ...], call: Call, arguments: dict[str, Any]) -> None:
@@ -137,7 +139,7 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], call: Call, argu
     config = table.config(call.device, call.width, call.seqlen, False, call.dtype)
     heads, channels = power_of_two(call.nheads), power_of_two(call.head_dim)
     tokens = min(max(1, config["TILE"] // (heads * channels)), power_of_two(call.seqlen))
-    chunk = _chunk_of_full(call, config)
+    chunk = _chunk_of_full(call, config, tokens)
     nchunks = max(1, -(-call.seqlen // chunk))
     arguments |= {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"]}
     arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": config["num_warps"]}
@@ -162,7 +164,8 @@ def causal_tile(table: Table, call: Call, alone: bool = False) -> tuple[dict[str
     config = table.config(call.device, call.width, call.seqlen, True, call.dtype)
     heads, channels = power_of_two(call.nheads), power_of_two(call.head_dim)
     # A thread has all tokens of its channels, 16 bytes of them, so that running sums stay within it.
-    warps = min(max(heads * channels * call.dtype.itemsize // (32 * 16), 1), 16)
+    lanes = 64 if _launch.arch(call.device).startswith("gfx") else 32
+    warps = min(max(heads * channels * call.dtype.itemsize // (lanes * 16), 1), 512 // lanes)
     chunk = config["CHUNK"]
     if alone and call.nsequences * warps >= 16 * _launch.multiprocessors(call.device):
         chunk = call.seqlen

@@ -2,6 +2,9 @@
 
 A tile has every head of a token, for the softmax over heads; heads and channels are padded to powers of two.
 Padding is loaded as zero. What lies outside a tensor costs lanes, never bytes.
+
+In the kernels ``at`` is (pointer to the first token, strides of tokens, heads and channels), and ``DIMS`` is
+(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D).
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from crate_kernels._jit import keep_mask, sequence_bounds, uncovered
 
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
@@ -23,52 +28,58 @@ def floored(x, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def token_places(
-    rows, heads, channels, end, stride_s, stride_h, stride_d, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """Return the offsets of a tile's elements and which of them exist, (BLOCK_N, BLOCK_H, BLOCK_D)."""
-    inside = (rows < end)[:, None, None] & (heads < NHEADS)[None, :, None] & (channels < HEAD_DIM)[None, None, :]
-    places = rows.to(tl.int64)[:, None, None] * stride_s + channels.to(tl.int64)[None, None, :] * stride_d
-    return places + heads.to(tl.int64)[None, :, None] * stride_h, inside
+def heads_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's heads, (BLOCK_H,)."""
+    return tl.arange(0, DIMS[2])
 
 
 @triton.jit
-def load_tokens(
-    ptr, rows, heads, channels, end, stride_s, stride_h, stride_d, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def channels_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's channels, (BLOCK_D,)."""
+    return tl.arange(0, DIMS[3])
+
+
+@triton.jit
+def _token_places(at, rows, DIMS: tl.constexpr):
+    """Return pointers to a tile's elements, (BLOCK_N, BLOCK_H, BLOCK_D)."""
+    places = rows.to(tl.int64)[:, None, None] * at[1] + heads_of(DIMS).to(tl.int64)[None, :, None] * at[2]
+    return at[0] + places + channels_of(DIMS).to(tl.int64)[None, None, :] * at[3]
+
+
+@triton.jit
+def _tokens_exist(there, DIMS: tl.constexpr):
+    """Return which of a tile's elements exist, given which tokens do."""
+    channels = (heads_of(DIMS) < DIMS[0])[:, None] & (channels_of(DIMS) < DIMS[1])[None, :]
+    return there[:, None, None] & channels[None, :, :]
+
+
+@triton.jit
+def load_tokens(at, rows, end, DIMS: tl.constexpr):
     """Load a tile of tokens in fp32."""
-    places, inside = token_places(rows, heads, channels, end, stride_s, stride_h, stride_d, NHEADS, HEAD_DIM)
-    return tl.load(ptr + places, mask=inside, other=0.0).to(tl.float32)
+    inside = _tokens_exist(rows < end, DIMS)
+    return tl.load(_token_places(at, rows, DIMS), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tokens(
-    ptr, value, rows, heads, channels, end, stride_s, stride_h, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """Round a tile once and store it; channels are contiguous in whatever is written."""
-    places, inside = token_places(rows, heads, channels, end, stride_s, stride_h, 1, NHEADS, HEAD_DIM)
-    tl.store(ptr + places, value, mask=inside)
+def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
+    """Round a tile once and store the tokens that are ``there``."""
+    tl.store(_token_places(at, rows, DIMS), value, mask=_tokens_exist(there, DIMS))
 
 
 @triton.jit
-def row_places(rows, heads, end, stride_h, NHEADS: tl.constexpr):
-    """Return the offsets of a tile's scalars by token and head, and which of them exist, (BLOCK_N, BLOCK_H)."""
-    inside = (rows < end)[:, None] & (heads < NHEADS)[None, :]
-    return rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * stride_h, inside
+def load_rows(at, rows, end, DIMS: tl.constexpr):
+    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H), as its membership; ``at``: pointer, stride of heads."""
+    heads = heads_of(DIMS)
+    inside = (rows < end)[:, None] & (heads < DIMS[0])[None, :]
+    return tl.load(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], mask=inside, other=0.0)
 
 
 @triton.jit
-def load_rows(ptr, rows, heads, end, stride_h, NHEADS: tl.constexpr):
-    """Load what a tile has by token and head, as its membership."""
-    places, inside = row_places(rows, heads, end, stride_h, NHEADS)
-    return tl.load(ptr + places, mask=inside, other=0.0)
-
-
-@triton.jit
-def store_rows(ptr, value, rows, heads, end, stride_h, NHEADS: tl.constexpr):
-    """Store what a tile has by token and head."""
-    places, inside = row_places(rows, heads, end, stride_h, NHEADS)
-    tl.store(ptr + places, value, mask=inside)
+def store_rows(at, value, rows, there, DIMS: tl.constexpr):
+    """Store what a tile has by token and head, of the tokens that are ``there``."""
+    heads = heads_of(DIMS)
+    inside = there[:, None] & (heads < DIMS[0])[None, :]
+    tl.store(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], value, mask=inside)
 
 
 @triton.jit
@@ -82,74 +93,100 @@ def kept(mask_ptr, rows, end, stride_ms):
 
 
 @triton.jit
-def channel_places(heads, channels, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the offsets in a contiguous (NHEADS, HEAD_DIM) and which of them exist, (BLOCK_H, BLOCK_D)."""
-    inside = (heads < NHEADS)[:, None] & (channels < HEAD_DIM)[None, :]
-    return heads[:, None] * HEAD_DIM + channels[None, :], inside
+def load_channels(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS, HEAD_DIM) of sums as (BLOCK_H, BLOCK_D)."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    return tl.load(ptr + heads * DIMS[1] + channels, mask=(heads < DIMS[0]) & (channels < DIMS[1]), other=0.0)
 
 
 @triton.jit
-def load_sums(ptr, heads, channels, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Load sums over tokens: one a channel, (BLOCK_H, BLOCK_D), and behind all of them one a head, (BLOCK_H,)."""
-    places, inside = channel_places(heads, channels, NHEADS, HEAD_DIM)
-    by_channel = tl.load(ptr + places, mask=inside, other=0.0)
-    return by_channel, tl.load(ptr + NHEADS * HEAD_DIM + heads, mask=heads < NHEADS, other=0.0)
+def store_channels(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_channels`` loads."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    tl.store(ptr + heads * DIMS[1] + channels, value, mask=(heads < DIMS[0]) & (channels < DIMS[1]))
 
 
 @triton.jit
-def store_sums(ptr, by_channel, by_head, heads, channels, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def load_heads(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS,) in fp32 as (BLOCK_H,)."""
+    return tl.load(ptr + heads_of(DIMS), mask=heads_of(DIMS) < DIMS[0], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_heads(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_heads`` loads."""
+    tl.store(ptr + heads_of(DIMS), value, mask=heads_of(DIMS) < DIMS[0])
+
+
+@triton.jit
+def load_sums(ptr, number, DIMS: tl.constexpr):
+    """Load sums over tokens: one a channel, and behind all of them one a head; ``number`` counts such rows."""
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    return load_channels(row, DIMS), load_heads(row + DIMS[0] * DIMS[1], DIMS)
+
+
+@triton.jit
+def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
     """Store what ``load_sums`` loads."""
-    places, inside = channel_places(heads, channels, NHEADS, HEAD_DIM)
-    tl.store(ptr + places, by_channel, mask=inside)
-    tl.store(ptr + NHEADS * HEAD_DIM + heads, by_head, mask=heads < NHEADS)
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    store_channels(row, by_channel, DIMS)
+    store_heads(row + DIMS[0] * DIMS[1], by_head, DIMS)
 
 
 @triton.jit
-def before_chunk(sums_ptr, pid, chunk, heads, channels, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the sums over the chunks before ``chunk``, of which ``sums_ptr`` has those up to each one."""
-    row = (pid.to(tl.int64) - (chunk > 0)) * (NHEADS * (HEAD_DIM + 1))
-    by_channel, by_head = load_sums(sums_ptr + row, heads, channels, NHEADS, HEAD_DIM)
+def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
+    """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one."""
+    by_channel, by_head = load_sums(ptr, pid - (chunk > 0), DIMS)
     return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
 
 
 @triton.jit
-def after_chunk(sums_ptr, pid, chunk, nchunks, heads, channels, NHEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the sums over the chunks after ``chunk``, of which ``sums_ptr`` has those from each one on."""
+def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
+    """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
     there = chunk + 1 < nchunks
-    row = (pid.to(tl.int64) + there) * (NHEADS * (HEAD_DIM + 1))
-    by_channel, by_head = load_sums(sums_ptr + row, heads, channels, NHEADS, HEAD_DIM)
+    by_channel, by_head = load_sums(ptr, pid + there, DIMS)
     return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
 
 
 @triton.jit
-def _join_blocks(sums, totals, SIZE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+def _join_blocks(sums, totals, SIZE: tl.constexpr):
     """Join blocks of SIZE tokens in pairs: the first of each adds the total of the second to its sums."""
+    PAIRS: tl.constexpr = totals.shape[0] // 2
     half = tl.arange(0, 2)[None, :, None, None]
-    totals = tl.reshape(totals, (PAIRS, 2, BLOCK_H, BLOCK_D))
+    totals = tl.reshape(totals, (PAIRS, 2, totals.shape[1], totals.shape[2]))
     later = tl.sum(tl.where(half == 1, totals, 0.0), 1)
-    sums = tl.reshape(sums, (PAIRS, 2, SIZE, BLOCK_H, BLOCK_D))
+    sums = tl.reshape(sums, (PAIRS, 2, SIZE, totals.shape[2], totals.shape[3]))
     sums += tl.where(half == 0, later[:, None, :, :], 0.0)[:, :, None, :, :]
     return sums, tl.sum(totals, 1)
 
 
 @triton.jit
-def suffix_sums(x, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the sums over tokens from each one on, by doubling blocks of tokens.
+def suffix_sums(x):
+    """Return the sums over tokens, the first of three dimensions, from each one on, by doubling blocks of tokens.
 
     ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles an element, whatever its layout.
     Where a thread has all tokens of its channels, this takes none.
     """
     sums, totals = x, x
     for level in tl.static_range(10):
-        if (1 << level) < BLOCK_N:
-            sums, totals = _join_blocks(sums, totals, 1 << level, BLOCK_N >> (level + 1), BLOCK_H, BLOCK_D)
-    return tl.reshape(sums, (BLOCK_N, BLOCK_H, BLOCK_D))
+        if (1 << level) < x.shape[0]:
+            sums, totals = _join_blocks(sums, totals, 1 << level)
+    return tl.reshape(sums, x.shape)
 
 
 @triton.jit
-def softmax_over_heads(logits, heads, NHEADS: tl.constexpr):
+def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
+    """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
+    head = (index * DIMS[0] + heads_of(DIMS))[None, :, None]
+    row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
+    keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
+    return tl.where(keep, x * inverse_keep, 0.0)
+
+
+@triton.jit
+def softmax_over_heads(logits, DIMS: tl.constexpr):
     """Return the membership of each token, (BLOCK_N, BLOCK_H)."""
-    logits = tl.where((heads < NHEADS)[None, :], logits, -float("inf"))
+    logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
     weights = tl.exp(logits - tl.max(logits, 1)[:, None])
     return weights / tl.sum(weights, 1)[:, None]
 
@@ -162,43 +199,20 @@ def softmax_backward(members, dmembers):
 
 @triton.jit
 def clear_uncovered(
-    out_ptr,
-    rows_ptr,
-    cu_seqlens_ptr,
-    index,
-    nsequences,
-    start,
-    count,
-    total,
-    stride_s,
-    stride_h,
-    stride_rows,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tokens_at, rows_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N: tl.constexpr, DIMS: tl.constexpr
 ):
-    """Zero the packed rows between what sequence ``index`` covers and the next one, and before the first.
+    """Write zeros to the packed rows between sequence ``index`` and the next one, and to those before the first.
 
-    ``rows_ptr`` is a second tensor to clear, with a value a token and head, or None.
+    ``tokens_at`` and ``rows_at``, the latter possibly None, are of the whole tensors. Mostly there is no such row.
     """
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    next_start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)
-    end = tl.where(index == nsequences - 1, total, next_start)
-    # Mostly from where the sequence ends to where the next one begins: no row at all.
-    before = (index == 0) & (start > 0)
-    for first in tl.range(tl.where(before, 0, start + count), end, BLOCK_N):
-        rows = first + tl.arange(0, BLOCK_N)
-        # Rows of the sequence itself are left to whoever computes them.
-        places, inside = token_places(rows, heads, channels, end, stride_s, stride_h, 1, NHEADS, HEAD_DIM)
-        outside = (rows < start) | (rows >= start + count)
-        tl.store(
-            out_ptr + places, tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32), mask=inside & outside[:, None, None]
-        )
-        if rows_ptr is not None:
-            places, inside = row_places(rows, heads, end, stride_rows, NHEADS)
-            tl.store(rows_ptr + places, tl.zeros((BLOCK_N, BLOCK_H), tl.float32), mask=inside & outside[:, None])
+    first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
+    start, _ = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
+    for n in tl.range(tl.where((index == 0) & (start > 0), 0, first), end, BLOCK_N):
+        rows = n + tl.arange(0, BLOCK_N)
+        outside = (rows < end) & ((rows < start) | (rows >= first))
+        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS[2], DIMS[3]), tl.float32), rows, outside, DIMS)
+        if rows_at is not None:
+            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS[2]), tl.float32), rows, outside, DIMS)
 
 
 @triton.jit(do_not_specialize=("nchunks", "size"))
