@@ -21,7 +21,10 @@ def step(tokens, dim, dtype=HALF, compute=None, nonnegative=True):
 
 def overcomplete(tokens, dim, hidden, dtype=HALF):
     """Return a call of ista_overcomplete, forward and backward."""
-    x, weight = torch.empty(tokens, dim, dtype=dtype, device="meta"), torch.empty(dim, hidden, dtype=dtype, device="meta")
+    x, weight = (
+        torch.empty(tokens, dim, dtype=dtype, device="meta"),
+        torch.empty(dim, hidden, dtype=dtype, device="meta"),
+    )
 
     def call():
         out, *saved = kernels.forward_overcomplete(x, weight, weight, 0.1, 0.1, 2, True)

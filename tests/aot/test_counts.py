@@ -88,7 +88,8 @@ def test_a_whole_sequence_allocates_its_results_and_two_rows():
 
 
 @pytest.mark.parametrize(
-    ("call", "tokens"), [(tssa.full(4096, 8, 64, batch=8), 8 * 4096 * 512), (tssa.causal(1024, 12, 64), 16 * 1024 * 768)]
+    ("call", "tokens"),
+    [(tssa.full(4096, 8, 64, batch=8), 8 * 4096 * 512), (tssa.causal(1024, 12, 64), 16 * 1024 * 768)],
 )
 def test_no_temporary_has_the_size_of_the_tokens(call, tokens):
     """out and dw are of that size; the sums of chunks and a number a token and head are far below it."""

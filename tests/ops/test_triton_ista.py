@@ -139,7 +139,10 @@ def test_no_bit_changes_from_call_to_call(dtype, backend, device):
 @EACH
 @pytest.mark.parametrize("tokens", [32, 400], ids=["few", "many"])
 def test_autocast_is_no_worse_than_composite(tokens, backend, device):
-    x, weight = randn(tokens, 64, dtype=torch.float32, device=device), randn(64, 64, seed=1).to(device, torch.float32) / 8
+    x, weight = (
+        randn(tokens, 64, dtype=torch.float32, device=device),
+        randn(64, 64, seed=1).to(device, torch.float32) / 8,
+    )
     exact = ista(x.double(), weight.double(), step_size=1.0, backend="reference")
     errors = {}
     for name in (backend, "composite"):

@@ -85,7 +85,9 @@ def test_each_way_is_within_budget(case, way, dtype, backend, device):
 
 @EACH
 @FORMS
-@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (6, 48), (12, 24), (20, 16), (3, 72), (2, 80), (2, 88), (1, 257)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (5, 3), (6, 48), (12, 24), (20, 16), (3, 72), (2, 80), (2, 88), (1, 257)], ids=str
+)
 def test_any_number_of_heads_and_channels(shape, causal, backend, device):
     options = {"causal": causal, "return_membership": True}
     case = testing.Case("tssa", f"heads-{shape}-{causal}", (2, shape[0], 19, shape[1]), options)

@@ -66,7 +66,7 @@ def _finish(
     GATE_ALL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Add ``base``, and ``gated`` where ``gate`` is not zero, and take the threshold; tensors that are None are not there."""
+    """Add ``base``, and ``gated`` where ``gate`` is not zero, and take the threshold; each but ``acc`` may be None."""
     if base_ptr is not None:
         acc += tl.load(base_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if gate_ptr is not None:

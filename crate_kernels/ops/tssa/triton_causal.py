@@ -183,11 +183,10 @@ def _tssa_causal_fwd_kernel(
         store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
         store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
-    if PACKED and OUTPUT:
-        if chunk == 0:
-            out_at = (out_ptr, stride_os, stride_oh, 1)
-            membership_at = (membership_ptr, stride_ph)
-            clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+    if PACKED and OUTPUT and chunk == 0:
+        out_at = (out_ptr, stride_os, stride_oh, 1)
+        membership_at = (membership_ptr, stride_ph)
+        clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def _arguments(

@@ -243,10 +243,9 @@ def _tssa_causal_bwd_kernel(
             dmass += tl.sum(dmasses, 0)
         if DLOGIT:
             store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
-    if PACKED and DW:
-        if chunk == 0:
-            dw_at = (dw_ptr, stride_os, stride_oh, 1)
-            clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+    if PACKED and DW and chunk == 0:
+        dw_at = (dw_ptr, stride_os, stride_oh, 1)
+        clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

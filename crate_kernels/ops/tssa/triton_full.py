@@ -178,11 +178,10 @@ def _tssa_fwd_kernel(
             w = load_tokens(w_at, rows, last, DIMS)
             members = load_rows(membership_at, rows, last, DIMS)
             store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
-        if PACKED:
-            if chunk == 0:
-                out_at = (out_ptr, stride_os, stride_oh, 1)
-                membership_at = (membership_ptr, stride_ph)
-                clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+        if PACKED and chunk == 0:
+            out_at = (out_ptr, stride_os, stride_oh, 1)
+            membership_at = (membership_ptr, stride_ph)
+            clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def forward(

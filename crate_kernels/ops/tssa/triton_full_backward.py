@@ -174,10 +174,9 @@ def _tssa_bwd_kernel(
             slope += dlogit[:, :, None] * twice[None, :, :] + keep[:, None, None] * denergy[None, :, :]
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
             store_tokens(dw_at, dw, rows, rows < last, DIMS)
-        if PACKED:
-            if chunk == 0:
-                dw_at = (dw_ptr, stride_os, stride_oh, 1)
-                clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+        if PACKED and chunk == 0:
+            dw_at = (dw_ptr, stride_os, stride_oh, 1)
+            clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def backward(

@@ -114,7 +114,7 @@ def _causal(tokens: int, chunk: int, stages: int) -> Config:
 FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)))
 FULL_BACKWARD = Table("tssa_full_bwd", _every_arch(_full(4096, 256, 2, 8), _full(1 << 14, 64, 1, 1)))
 CAUSAL_FORWARD = Table("tssa_causal_fwd", _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)))
-CAUSAL_BACKWARD = Table("tssa_causal_bwd", _every_arch(_causal(2, 32, 2), _causal(128, 128, 1)))
+CAUSAL_BACKWARD = Table("tssa_causal_bwd", _every_arch(_causal(2, 32, 3), _causal(128, 128, 1)))
 
 
 def power_of_two(size: int) -> int:

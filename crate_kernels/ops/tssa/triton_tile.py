@@ -68,7 +68,7 @@ def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
 
 @triton.jit
 def load_rows(at, rows, end, DIMS: tl.constexpr):
-    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H), as its membership; ``at``: pointer, stride of heads."""
+    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H); ``at`` is (pointer, stride of heads)."""
     heads = heads_of(DIMS)
     inside = (rows < end)[:, None] & (heads < DIMS[0])[None, :]
     return tl.load(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], mask=inside, other=0.0)
