@@ -113,6 +113,7 @@ def test_strides_change_nothing(function, lay_out, dtype, backend, device):
 
 @EACH
 @FLOATS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
 def test_what_is_not_finite_passes_through(nonnegative, dtype, backend, device):
     x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype, device=device)

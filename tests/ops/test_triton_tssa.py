@@ -1,5 +1,6 @@
 """Token-statistics attention in Triton: both ways of each form, boundaries of chunks, strides, order of sums."""
 
+import itertools
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -7,14 +8,13 @@ import torch
 
 from crate_kernels import TokenStatsCache, _backend, _launch, testing, tssa
 from crate_kernels.ops.tssa import op
-from tests.ops.common import backends, interpreted, offsets, outputs_and_gradients, over_budget, randn
+from tests.ops.common import backends, interpreted, outputs_and_gradients, over_budget, randn
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
 EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
-FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
 @contextmanager
@@ -55,39 +55,29 @@ def temps(nheads, device):
 
 
 def cases():
-    """List named cases on either side of every boundary of tiles (4, 8) and chunks (16)."""
-    common = {"options": {"return_membership": True}}
+    """List named cases on either side of the boundaries of tiles (4, 8) and chunks (16); whole, test_tssa has them."""
     for causal in (False, True):
-        options = {"return_membership": True, "causal": causal}
-        name = "causal" if causal else "full"
-        for n in (3, 8, 15, 16, 17, 33, 48):
-            yield testing.Case("tssa", f"{name}-chunks-n{n}", (1, 3, n, 16), options)
-        for padding in ("left", "scattered", "row"):
-            yield testing.Case("tssa", f"{name}-chunks-pad-{padding}", (2, 3, 35, 16), options, padding=padding)
-        packed = {"lengths": (16, 0, 17, 1, 35)}
-        yield testing.Case("tssa", f"{name}-chunks-packed", (0, 3, 0, 16), options, **packed)
+        options, form = {"return_membership": True, "causal": causal}, "causal" if causal else "full"
+        for n in (8, 16, 17, 33):
+            yield testing.Case("tssa", f"{form}-chunks-n{n}", (1, 3, n, 16), options)
+        for padding in ("left", "row"):
+            yield testing.Case("tssa", f"{form}-chunks-pad-{padding}", (2, 3, 21, 16), options, padding=padding)
         dropout = {**options, "dropout_p": 0.3}
-        yield testing.Case("tssa", f"{name}-chunks-dropout", (2, 3, 35, 16), dropout)
-        yield testing.Case("tssa", f"{name}-chunks-dropout-packed", (0, 3, 0, 16), dropout, **packed)
-        for special in ("dead channel", "mixed norms", "zero token"):
-            yield testing.Case("tssa", f"{name}-chunks-{special}", (1, 3, 35, 16), options, special=special)
-    yield testing.Case("tssa", "full-chunks-faint", (1, 3, 35, 16), special="faint channel", **common)
+        yield testing.Case("tssa", f"{form}-chunks-dropout-packed", (0, 3, 0, 16), dropout, lengths=(16, 0, 17, 1))
+        for special in ("dead channel", "mixed norms"):
+            yield testing.Case("tssa", f"{form}-chunks-{special}", (1, 3, 35, 16), options, special=special)
 
 
 @EACH
-@FLOATS
-@WAYS
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_each_way_is_within_budget(case, way, dtype, backend, device):
-    with going(way):
-        assert over_budget(case, dtype, backend, device) == []
+def test_chunks_are_within_budget(case, backend, device):
+    with going("chunks"):
+        assert over_budget(case, torch.float32, backend, device) == []
 
 
 @EACH
 @FORMS
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (5, 3), (6, 48), (12, 24), (20, 16), (3, 72), (2, 80), (2, 88), (1, 257)], ids=str
-)
+@pytest.mark.parametrize("shape", [(5, 3), (6, 48), (20, 16), (3, 72), (2, 88), (1, 257)], ids=str)
 def test_any_number_of_heads_and_channels(shape, causal, backend, device):
     options = {"causal": causal, "return_membership": True}
     case = testing.Case("tssa", f"heads-{shape}-{causal}", (2, shape[0], 19, shape[1]), options)
@@ -95,20 +85,17 @@ def test_any_number_of_heads_and_channels(shape, causal, backend, device):
 
 
 STRIDES = {
-    "projection": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
     "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
-    "channels-first": lambda w: w.mT.contiguous().mT,
     "expanded": lambda w: w[:1].expand(w.shape),
 }
 
 
 @EACH
 @FORMS
-@WAYS
 @pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
-def test_strides_change_no_bit(lay_out, way, causal, backend, device):
-    w, dout = (lay_out(tokens(device, 2, 3, 35, 16, seed=seed)) for seed in (0, 1))
-    dmembership = randn(3, 35, dtype=torch.float32, device=device, seed=2).expand(2, 3, 35)
+def test_strides_change_no_bit(lay_out, causal, backend, device):
+    w, dout = (lay_out(tokens(device, 2, 3, 19, 16, seed=seed)) for seed in (0, 1))
+    dmembership = randn(3, 19, dtype=torch.float32, device=device, seed=2).expand(2, 3, 19)
 
     def run(w, dout, dmembership):
         w, temp = w.detach().requires_grad_(), temps(3, device).requires_grad_()
@@ -116,7 +103,7 @@ def test_strides_change_no_bit(lay_out, way, causal, backend, device):
         grads = torch.autograd.grad([out, membership], [w, temp], [dout, dmembership])
         return out.detach(), membership.detach(), *grads
 
-    with going(way):
+    with going("chunks"):
         expected = run(*(t.contiguous() for t in (w, dout, dmembership)))
         torch.testing.assert_close(run(w, dout, dmembership), expected, rtol=0, atol=0)
 
@@ -125,7 +112,7 @@ def test_strides_change_no_bit(lay_out, way, causal, backend, device):
 @FORMS
 @WAYS
 def test_no_bit_changes_from_call_to_call(way, causal, backend, device):
-    tensors = tokens(device, 2, 3, 100, 16), temps(3, device)
+    tensors = tokens(device, 1, 3, 35, 16), temps(3, device)
     with going(way):
         first, second = (outputs_and_gradients(call(causal, backend), *tensors) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -133,6 +120,7 @@ def test_no_bit_changes_from_call_to_call(way, causal, backend, device):
 
 @EACH
 @WAYS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 @pytest.mark.parametrize("future", [5.0, torch.nan], ids=["larger", "nan"])
 def test_no_bit_depends_on_the_future(future, way, backend, device):
     w = tokens(device, 2, 3, 50, 16)
@@ -147,6 +135,7 @@ def test_no_bit_depends_on_the_future(future, way, backend, device):
 @EACH
 @FORMS
 @WAYS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 def test_not_a_number_stays_one(way, causal, backend, device):
     w = tokens(device, 1, 3, 40, 16)
     w[0, 1, 20, 3] = torch.nan
@@ -162,8 +151,8 @@ def test_not_a_number_stays_one(way, causal, backend, device):
 @WAYS
 def test_any_backward_follows_any_forward(way, causal, backend, device):
     """What is saved is the op's: composite takes up what Triton's forward saved, and the other way round."""
-    w, dout = (tokens(device, 2, 3, 35, 16, seed=seed) for seed in (0, 1))
-    bias = (0.1 * randn(3, 35, dtype=torch.float32, device=device, seed=3),) if causal else ()
+    w, dout = (tokens(device, 1, 3, 21, 16, seed=seed) for seed in (0, 1))
+    bias = (0.1 * randn(3, 21, dtype=torch.float32, device=device, seed=3),) if causal else ()
     inputs, options = (w, temps(3, device), *bias), (None, None, 0, torch.tensor(11, device=device), 0.3)
     forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
     with going(way):
@@ -188,7 +177,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
     kernel = _backend.kernel("tssa", backend)
     w, dout = (randn(33, 3, 16, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
     covered = torch.zeros(33, dtype=torch.bool, device=device)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         covered[start : min(end, start + longest)] = True
     options = None, torch.tensor(bounds, dtype=torch.int32, device=device), longest, None, 0.0
     inputs = (w, temps(3, device)) + ((None,) if causal else ())
