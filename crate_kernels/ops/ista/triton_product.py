@@ -203,7 +203,9 @@ def product(
             if shared["ACTIVATION"] or scale != 1.0 or plain is not out or any(t is not None for t in (base, gate)):
                 _update(plain, out, shared)
             return out
-        config = PRODUCT.config(left.device, inner, rows, False, left.dtype)
+        # The pointers of widths that 16-byte loads do not divide fill the registers of a large tile.
+        tokens = rows if inner % 16 == 0 and columns % 16 == 0 else min(rows, 1024)
+        config = PRODUCT.config(left.device, inner, tokens, False, left.dtype)
         grid = (triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"]),)
         _ista_product_kernel[grid](
             left_ptr=left,
