@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         seqlen = row.seqlen or _launch.LONGEST
         shipped = workload.table.config(device, row.head_dim or 64, seqlen, bool(row.causal), dtype)
         results.append(_tune.search(workload, shipped, _tune.device_seconds))
-        print(f"{workload}: {results[-1].seconds * 1e6:.0f} us, as shipped {results[-1].shipped * 1e6:.0f} us", flush=True)
+        print(
+            f"{workload}: {results[-1].seconds * 1e6:.0f} us, as shipped {results[-1].shipped * 1e6:.0f} us", flush=True
+        )
     path = _launch.write_user_rows(gpu, _tune.rows(results))
     lines = [[str(r.workload), f"{r.shipped / r.seconds:.2f}", str(dict(r.config))] for r in results]
     print("\n" + table.render(["workload", "times faster", "configuration"], lines))

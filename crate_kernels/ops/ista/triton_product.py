@@ -8,6 +8,9 @@ library's, with one elementwise kernel: without tensor cores they take ten times
 setting for TF32 holds.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 from typing import Any

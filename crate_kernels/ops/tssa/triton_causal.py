@@ -15,6 +15,9 @@ Beside them the membership, 1 / head_dim of a pass in fp32, and the sums, 2 / CH
 Nothing a token gets depends, in any bit, on a later one: every running sum is added in the order of the tokens.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton

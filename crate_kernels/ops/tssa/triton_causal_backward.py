@@ -18,6 +18,9 @@ three times, the gradient of the logits twice or three times, each 1 / head_dim 
 sums, 4 / CHUNK of a pass in fp32, three to five times. No atomics: every sum has one order.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import torch

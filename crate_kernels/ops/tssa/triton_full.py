@@ -18,6 +18,9 @@ chunks, the sums at two boundaries, fp32, 1 / CHUNK of a pass each, added by one
 atomics: every sum has one order, whatever the GPU does first.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import torch

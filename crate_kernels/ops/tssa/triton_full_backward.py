@@ -4,6 +4,9 @@ It is launched as ``triton_full`` is, and counts its passes there. q is never co
 sum_d (sum_n dlogit w^2) / c, whose inner sum dc needs as well.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import torch

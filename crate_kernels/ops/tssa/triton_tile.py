@@ -7,6 +7,9 @@ In the kernels ``at`` is (pointer to the first token, strides of tokens, heads a
 (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D).
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
 from __future__ import annotations
 
 import triton
