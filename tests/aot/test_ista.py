@@ -1,4 +1,4 @@
-"""Every kind of kernel of ista compiles for every kind of GPU, within its budget, and Hopper's with its own products."""
+"""Every kind of kernel of ista compiles for every kind of GPU, within its budget; Hopper's has its own products."""
 
 import pytest
 import torch

@@ -21,6 +21,8 @@ Derivations are in ``reference.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,8 @@ def forward(
     left, right = tokens, _matrix(weight, compute) if _many(tokens) else weight.to(compute)
     if not _many(tokens):
         left = product(tokens, right.t(), base=tokens, scale=-1.0)
-    options = {"threshold": step_size * lambd, "nonnegative": nonnegative}
-    return product(left, right, base=tokens, scale=step_size, dtype=x.dtype, **options).view(x.shape)
+    options: dict[str, Any] = {"threshold": step_size * lambd, "nonnegative": nonnegative, "dtype": x.dtype}
+    return product(left, right, base=tokens, scale=step_size, **options).view(x.shape)
 
 
 def backward(
@@ -56,7 +58,7 @@ def backward(
     count, dim = tokens.shape
     g = gated(dy, y, compute)
     # Rounded to half for the products, the gradient of a float32 stream is not yet what is added.
-    through = {"base": g} if compute == x.dtype else {"gated": dy, "gate": y}
+    through: dict[str, Any] = {"base": g} if compute == x.dtype else {"gated": dy, "gate": y}
     dx, dweight = x.new_empty(0), weight.new_empty(0)
     # The one-product form spares 3 products with the tokens (of either gradient alone, 1) for 2 (1) of dim^3.
     both = need_dx and need_dweight
