@@ -9,7 +9,7 @@ setting for TF32 holds.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportPossiblyUnbound=false
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ sums, 4 / CHUNK of a pass in fp32, three to five times. No atomics: every sum ha
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportPossiblyUnbound=false
+# pyright: reportCallIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ In the kernels ``at`` is (pointer to the first token, strides of tokens, heads a
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportPossiblyUnbound=false
+# pyright: reportCallIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
