@@ -46,6 +46,11 @@ def interpreted(backend, device):
     return backend == "triton" and torch.device(device).type == "cpu"
 
 
+def half(backend, device):
+    """Return the 16-bit dtype for a test that needs only one: bfloat16, float16 where Triton interprets."""
+    return torch.float16 if interpreted(backend, device) else torch.bfloat16
+
+
 def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels import _backend, ista, ista_overcomplete, testing
 from tests.naive import ista_loop, ista_overcomplete_loop
-from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
+from tests.ops.common import DTYPES, EXACT, backends, half, outputs_and_gradients, over_budget, randn
 
 BACKENDS, FUSED = backends("ista"), backends("ista", reference=False)
 DIM, HIDDEN = 6, 10
@@ -131,40 +131,40 @@ def test_float32_weight_beside_half_tokens(dtype, backend, device):
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_keeps_the_residual_stream_in_float32(tokens, backend, device):
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=half(backend, device)):
         y, dx, dweight = outputs_and_gradients(
             lambda *t: ista(*t, step_size=1e-4, lambd=0.0, backend=backend), x, weight
         )
     assert y.dtype == dx.dtype == dweight.dtype == torch.float32
     # A step so short leaves relu(x), but for the rounding of what was added; bf16 tokens would be off by 4e-3.
     torch.testing.assert_close(y, x.relu(), rtol=0, atol=2e-3)
-    assert not torch.equal(y, y.bfloat16().float())
+    assert not torch.equal(y, y.to(half(backend, device)).float())
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device):
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=half(backend, device)):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
         out = ista_overcomplete(x, weight, backend=backend)
     exact = ista(x.double(), weight.double(), step_size=1.0, lambd=0.0, nonnegative=False, backend="reference")
-    error, eps = (y.double() - exact).abs().max().item(), torch.finfo(torch.bfloat16).eps
+    error, eps = (y.double() - exact).abs().max().item(), torch.finfo(half(backend, device)).eps
     assert 0.01 * eps < error < 4 * eps * exact.abs().max().item()
     assert out.dtype == torch.float32
-    half = ista_overcomplete(x.bfloat16(), weight, backend=backend)
-    torch.testing.assert_close(out, half.float(), rtol=0, atol=0)
+    halved = ista_overcomplete(x.to(half(backend, device)), weight, backend=backend)
+    torch.testing.assert_close(out, halved.float(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
     """The identity as tokens shows W - W^T W itself; rounding W first would cost bits where the two cancel."""
     x, weight = torch.eye(12, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=half(backend, device)):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
     exact = weight.double() - weight.double().T @ weight.double()
-    # Half a unit in the last place of bfloat16, and a rounding of 1 + K in float32.
-    budget = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
+    # Half a unit in the last place of the half dtype, and a rounding of 1 + K in float32.
+    budget = torch.finfo(half(backend, device)).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
     assert ((y.double() - x - exact).abs() <= budget).all()
 
 

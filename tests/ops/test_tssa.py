@@ -9,6 +9,7 @@ from tests.ops.common import (
     DTYPES,
     EXACT,
     backends,
+    half,
     keep_mask,
     offsets,
     outputs_and_gradients,
@@ -274,13 +275,13 @@ def test_temp_with_and_without_its_last_dimension(causal, backend, device):
 @FORMS
 def test_float32_parameters_beside_half_tokens(causal, backend, device):
     w, *parameters = (t.to(device, torch.float32) for t in inputs(causal))
-    w, names = w.bfloat16(), ["out", "membership", "dw", "dtemp", "ddenom_bias"][: 3 + len(parameters)]
+    w, names = w.to(half(backend, device)), ["out", "membership", "dw", "dtemp", "ddenom_bias"][: 3 + len(parameters)]
     actual = outputs_and_gradients(call(causal, backend), w, *parameters)
     eager = outputs_and_gradients(call(causal, "reference"), w, *parameters)
     exact = outputs_and_gradients(call(causal, "reference"), w.double(), *(p.double() for p in parameters))
-    assert [t.dtype for t in actual[2:]] == [torch.bfloat16, *[torch.float32] * len(parameters)]
+    assert [t.dtype for t in actual[2:]] == [w.dtype, *[torch.float32] * len(parameters)]
     named = [dict(zip(names, results, strict=True)) for results in (actual, eager, exact)]
-    assert [m for m in testing.measure(*named, torch.bfloat16) if not m.passed] == []
+    assert [m for m in testing.measure(*named, w.dtype) if not m.passed] == []
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
@@ -301,6 +302,6 @@ def test_dropout_repeats_with_the_seed(causal, backend, device):
 def test_autocast_leaves_the_tokens_alone(causal, backend, device):
     tensors = [t.to(device, torch.float32) for t in inputs(causal)]
     expected = outputs_and_gradients(call(causal, backend), *tensors)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=half(backend, device)):
         actual = outputs_and_gradients(call(causal, backend), *tensors)
     torch.testing.assert_close(actual, expected)

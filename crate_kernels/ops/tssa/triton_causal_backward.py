@@ -1,0 +1,363 @@
+"""The causal form in Triton, backward: two scans from the last token to the first, over running sums summed again.
+
+A program has one chunk, with every head of its tokens, and goes through it in tiles. Where a step scans backwards, the
+running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Steps,
+each with what ``scan_chunks`` made of the one before:
+
+======= ======================= ===================================================
+step    passes over w and dout  leaves
+======= ======================= ===================================================
+TOTALS  1 read                  sums of Pi w^2, of Pi and of w^2
+DMOMENT 2 reads                 sums of dM / s, and V
+DLOGIT  2 reads                 the gradient of the logits; sums of dc / temp; dtemp
+DW      2 reads, 1 write        dw
+======= ======================= ===================================================
+
+7 reads and 1 write, 7 launches (4 where a sequence is one chunk), and 1 for ddenom_bias. Beside them the membership
+three times, the gradient of the logits twice or three times, each 1 / head_dim of a pass in fp32, and the chunks'
+sums, 4 / CHUNK of a pass in fp32, three to five times. No atomics: every sum has one order.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels import _launch, _register
+from crate_kernels._jit import sequence_bounds
+from crate_kernels.ops.tssa.triton_launch import CAUSAL_BACKWARD, RUNTIME, Call, causal_tile, power_of_two
+from crate_kernels.ops.tssa.triton_tile import (
+    CAUSAL_FLOOR,
+    MASS_FLOOR,
+    after_chunk,
+    before_chunk,
+    clear_uncovered,
+    dropped,
+    floored,
+    heads_of,
+    kept,
+    load_heads,
+    load_rows,
+    load_tokens,
+    scan_chunks,
+    softmax_backward,
+    store_heads,
+    store_rows,
+    store_sums,
+    store_tokens,
+    suffix_sums,
+)
+
+_STEPS = ("TOTALS", "DMOMENT", "DLOGIT", "DW")
+
+
+@triton.jit
+def _add_tokens(
+    sums,
+    w_at,
+    membership_at,
+    mask_ptr,
+    stride_ms,
+    first,
+    last,
+    BLOCK_N: tl.constexpr,
+    DIMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add tokens ``first`` to ``last`` to the sums of Pi w^2, of Pi and of w^2."""
+    moment, mass, energy = sums
+    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        rows = n + tl.arange(0, BLOCK_N)
+        w = load_tokens(w_at, rows, last, DIMS)
+        keep = kept(mask_ptr, rows, last, stride_ms)
+        weights = load_rows(membership_at, rows, last, DIMS) * keep[:, None]
+        moment += tl.sum(w * w * weights[:, :, None], 0)
+        mass += tl.sum(weights, 0)
+        energy += tl.sum(w * w * keep[:, None, None], 0)
+    return moment, mass, energy
+
+
+@triton.jit
+def _through_moment(w, g, members, weights, moment, mass):
+    """Return g A, dM / s (both by element) and the terms of V (by token and head) of a tile."""
+    masses = (mass[None, :] + tl.cumsum(weights, 0) + MASS_FLOOR)[:, :, None]
+    moments = moment[None, :, :] + tl.cumsum(w * w * weights[:, :, None], 0)
+    inverse = 1.0 / (moments + masses)
+    gate = g * inverse * masses
+    slope = gate * w * inverse * members[:, :, None]
+    return gate, slope, -tl.sum(slope * moments / masses, 2)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_causal_bwd_kernel(
+    dout_ptr,
+    dmembership_ptr,
+    w_ptr,
+    temp_ptr,
+    membership_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    seed_ptr,
+    dw_ptr,
+    dlogit_ptr,
+    totals_ptr,
+    energies_ptr,
+    dmoments_ptr,
+    denergies_ptr,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_gd,
+    stride_wb,
+    stride_ws,
+    stride_wh,
+    stride_wd,
+    stride_mb,
+    stride_ms,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    nchunks,
+    chunk_size,
+    seqlen,
+    total,
+    drop_last,
+    inverse_keep,
+    TOTALS: tl.constexpr,
+    DMOMENT: tl.constexpr,
+    DLOGIT: tl.constexpr,
+    DW: tl.constexpr,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do one step on chunk ``pid % nchunks`` of a sequence.
+
+    ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
+    V, ``denergies_ptr`` those of dc / temp: of a chunk where the step stores them, up to it or from it on afterwards.
+    """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    pid = tl.program_id(0)
+    index, chunk = pid // nchunks, pid % nchunks
+    index64 = index.to(tl.int64)
+    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
+    origin = start.to(tl.int64)
+    first = chunk * chunk_size
+    last = tl.minimum(first + chunk_size, count)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    rows_at = index64 * stride_pb + origin
+    membership_at, dlogit_at = (membership_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
+    if mask_ptr is not None:
+        mask_ptr += index64 * stride_mb
+
+    moment, energy = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    mass = tl.zeros((BLOCK_H,), tl.float32)
+    dmoment, denergy, dmass, dtemp = moment, energy, mass, mass
+    if not TOTALS:
+        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
+        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+    sums = (moment, mass, energy)
+
+    if TOTALS:
+        moment, mass, energy = _add_tokens(
+            sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
+        )
+        store_sums(totals_ptr, pid, moment, mass, DIMS)
+        store_sums(energies_ptr, pid, energy, dmass, DIMS)
+
+    if DMOMENT:
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+            _gate, slope, dmasses = _through_moment(w, g, members, weights, moment, mass)
+            moment += tl.sum(w * w * weights[:, :, None], 0)
+            mass += tl.sum(weights, 0)
+            dmoment += tl.sum(slope, 0)
+            dmass += tl.sum(dmasses, 0)
+        store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
+
+    if DLOGIT or DW:
+        temp = load_heads(temp_ptr, DIMS)
+        dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, DIMS)
+        if DW:
+            denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, DIMS)
+        ntiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
+        for tile in tl.range(0, ntiles):
+            n = first + (ntiles - 1 - tile) * BLOCK_N
+            rows = n + tl.arange(0, BLOCK_N)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            keep = kept(mask_ptr, rows, last, stride_ms)
+            weights = members * keep[:, None]
+            tile_moment, tile_mass, tile_energy = _add_tokens(
+                sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
+            )
+            gate, slope, dmasses = _through_moment(w, g, members, weights, tile_moment, tile_mass)
+            dmoments = dmoment[None, :, :] + suffix_sums(slope)
+            squares = w * w
+            if DLOGIT:
+                later = tl.reshape(suffix_sums(dmasses[:, :, None]), (BLOCK_N, BLOCK_H))
+                shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
+                dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
+                if dmembership_ptr is not None:
+                    dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                dlogit = softmax_backward(members, dmembers)
+                store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+            else:
+                dlogit = load_rows(dlogit_at, rows, last, DIMS)
+            counted = squares * keep[:, None, None]
+            running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
+            energies = floored(running, CAUSAL_FLOOR)
+            above = running > CAUSAL_FLOOR
+            per_energy = dlogit[:, :, None] / energies
+            denergies = tl.where(above, per_energy * squares / energies, 0.0)
+            if DLOGIT:
+                dtemp += tl.sum(tl.sum(per_energy * squares, 2), 0)
+            else:
+                # The sums without the token itself: what it gets from itself, 1 / c - w^2 / c^2, is one term, in
+                # which a first token cancels exactly.
+                later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
+                own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
+                dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])
+                dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
+                store_tokens(dw_at, dw, rows, rows < last, DIMS)
+            denergy += tl.sum(denergies, 0)
+            dmoment += tl.sum(slope, 0)
+            dmass += tl.sum(dmasses, 0)
+        if DLOGIT:
+            store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
+    if PACKED and DW and chunk == 0:
+        dw_at = (dw_ptr, stride_os, stride_oh, 1)
+        clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_causal_dbias_kernel(
+    dlogit_ptr,
+    temp_ptr,
+    bias_ptr,
+    cu_seqlens_ptr,
+    dbias_ptr,
+    dtemp_ptr,
+    stride_bh,
+    stride_bs,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    seqlen,
+    total,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Sum dlogit over the sequences, BLOCK_N positions a program: ddenom_bias, and the bias's part of dtemp."""
+    pid = tl.program_id(0)
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, 1)
+    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
+    acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+    for index in tl.range(0, nsequences):
+        start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
+        at = tl.cast(index, tl.int64) * stride_pb + start
+        acc += load_rows((dlogit_ptr + at, stride_ph), rows, count, DIMS)
+    inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
+    places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
+    bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    # The bias enters the similarity once a channel.
+    acc *= HEAD_DIM
+    store_rows((dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
+    store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
+
+
+def backward_causal(
+    dout: Tensor,
+    dmembership: Tensor | None,
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    membership: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dw, dtemp and ddenom_bias (empty without a bias)."""
+    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
+    tile, nchunks = causal_tile(CAUSAL_BACKWARD, call)
+    dw, dlogit, temp_ = _register.empty_out(w), call.empty_rows(), temp.contiguous()
+    totals, dmoments, denergies = call.empty_sums(nchunks, 2), call.empty_sums(nchunks), call.empty_sums(nchunks)
+    arguments = {
+        "dout_ptr": dout,
+        "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
+        "w_ptr": w,
+        "temp_ptr": temp_,
+        "membership_ptr": membership.contiguous(),
+        "dw_ptr": dw,
+        "dlogit_ptr": dlogit,
+        "totals_ptr": totals[0],
+        "energies_ptr": totals[1],
+        "dmoments_ptr": dmoments,
+        "denergies_ptr": denergies,
+        **call.arguments(),
+        **call.strides("g", dout),
+        **call.strides("w", w),
+        **call.strides("o", dw, contiguous=True),
+        **tile,
+    }
+    with _launch.guard(call.device):
+        for step, sums in zip(_STEPS, (totals, dmoments, denergies, None), strict=True):
+            _tssa_causal_bwd_kernel[(call.nsequences * nchunks,)](**arguments, **{s: s == step for s in _STEPS})
+            if sums is not None:
+                scan_chunks(sums, reverse=sums is not totals)
+        dtemp = denergies[:, 0, call.width :].sum(0)
+        if denom_bias is None:
+            return dw, dtemp.to(temp.dtype), temp.new_empty(0)
+        ddenom_bias, through_bias = _through_bias(call, dlogit, temp_, denom_bias)
+        dtemp += through_bias
+    return dw, dtemp.to(temp.dtype), ddenom_bias
+
+
+def _through_bias(call: Call, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the bias, and of ``temp`` through it."""
+    block = 64
+    nblocks = max(1, -(-call.seqlen // block))
+    gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
+    parts = denom_bias.new_empty(nblocks, call.nheads, dtype=torch.float32)
+    shared = call.arguments()
+    names = ("cu_seqlens_ptr", "stride_pb", "stride_ph", "nsequences", "seqlen", "total", "NHEADS", "HEAD_DIM")
+    _tssa_causal_dbias_kernel[(nblocks,)](
+        dlogit_ptr=dlogit,
+        temp_ptr=temp,
+        bias_ptr=denom_bias,
+        dbias_ptr=gradient,
+        dtemp_ptr=parts,
+        stride_bh=denom_bias.stride(0),
+        stride_bs=denom_bias.stride(1),
+        **{name: shared[name] for name in names},
+        BLOCK_N=block,
+        BLOCK_H=power_of_two(call.nheads),
+        num_warps=4,
+    )
+    return gradient.to(denom_bias.dtype), parts.sum(0)

@@ -1,0 +1,249 @@
+"""What the kernels of both forms of token statistics do with a tile (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
+
+A tile has every head of a token, for the softmax over heads; heads and channels are padded to powers of two.
+Padding is loaded as zero. What lies outside a tensor costs lanes, never bytes.
+
+In the kernels ``at`` is (pointer to the first token, strides of tokens, heads and channels), and ``DIMS`` is
+(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D).
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._jit import keep_mask, sequence_bounds, uncovered
+
+FULL_FLOOR = tl.constexpr(1e-24)
+CAUSAL_FLOOR = tl.constexpr(1e-12)
+MASS_FLOOR = tl.constexpr(1e-8)
+_COLUMNS = 128
+
+
+@triton.jit
+def floored(x, FLOOR: tl.constexpr):
+    """Return max(x, FLOOR) that lets NaN through, which ``tl.maximum`` would not."""
+    return tl.where(x < FLOOR, FLOOR, x)
+
+
+@triton.jit
+def heads_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's heads, (BLOCK_H,)."""
+    return tl.arange(0, DIMS[2])
+
+
+@triton.jit
+def channels_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's channels, (BLOCK_D,)."""
+    return tl.arange(0, DIMS[3])
+
+
+@triton.jit
+def _token_places(at, rows, DIMS: tl.constexpr):
+    """Return pointers to a tile's elements, (BLOCK_N, BLOCK_H, BLOCK_D)."""
+    places = rows.to(tl.int64)[:, None, None] * at[1] + heads_of(DIMS).to(tl.int64)[None, :, None] * at[2]
+    return at[0] + places + channels_of(DIMS).to(tl.int64)[None, None, :] * at[3]
+
+
+@triton.jit
+def _tokens_exist(there, DIMS: tl.constexpr):
+    """Return which of a tile's elements exist, given which tokens do."""
+    channels = (heads_of(DIMS) < DIMS[0])[:, None] & (channels_of(DIMS) < DIMS[1])[None, :]
+    return there[:, None, None] & channels[None, :, :]
+
+
+@triton.jit
+def load_tokens(at, rows, end, DIMS: tl.constexpr):
+    """Load a tile of tokens in fp32."""
+    inside = _tokens_exist(rows < end, DIMS)
+    return tl.load(_token_places(at, rows, DIMS), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
+    """Round a tile once and store the tokens that are ``there``."""
+    tl.store(_token_places(at, rows, DIMS), value, mask=_tokens_exist(there, DIMS))
+
+
+@triton.jit
+def load_rows(at, rows, end, DIMS: tl.constexpr):
+    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H); ``at`` is (pointer, stride of heads)."""
+    heads = heads_of(DIMS)
+    inside = (rows < end)[:, None] & (heads < DIMS[0])[None, :]
+    return tl.load(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(at, value, rows, there, DIMS: tl.constexpr):
+    """Store what a tile has by token and head, of the tokens that are ``there``."""
+    heads = heads_of(DIMS)
+    inside = there[:, None] & (heads < DIMS[0])[None, :]
+    tl.store(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], value, mask=inside)
+
+
+@triton.jit
+def kept(mask_ptr, rows, end, stride_ms):
+    """Return the 0/1 factor of each token in the sums over tokens, (BLOCK_N,)."""
+    inside = rows < end
+    if mask_ptr is None:
+        return inside.to(tl.float32)
+    else:
+        return tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_channels(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS, HEAD_DIM) of sums as (BLOCK_H, BLOCK_D)."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    return tl.load(ptr + heads * DIMS[1] + channels, mask=(heads < DIMS[0]) & (channels < DIMS[1]), other=0.0)
+
+
+@triton.jit
+def store_channels(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_channels`` loads."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    tl.store(ptr + heads * DIMS[1] + channels, value, mask=(heads < DIMS[0]) & (channels < DIMS[1]))
+
+
+@triton.jit
+def load_heads(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS,) in fp32 as (BLOCK_H,)."""
+    return tl.load(ptr + heads_of(DIMS), mask=heads_of(DIMS) < DIMS[0], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_heads(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_heads`` loads."""
+    tl.store(ptr + heads_of(DIMS), value, mask=heads_of(DIMS) < DIMS[0])
+
+
+@triton.jit
+def load_sums(ptr, number, DIMS: tl.constexpr):
+    """Load sums over tokens: one a channel, and behind all of them one a head; ``number`` counts such rows."""
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    return load_channels(row, DIMS), load_heads(row + DIMS[0] * DIMS[1], DIMS)
+
+
+@triton.jit
+def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
+    """Store what ``load_sums`` loads."""
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    store_channels(row, by_channel, DIMS)
+    store_heads(row + DIMS[0] * DIMS[1], by_head, DIMS)
+
+
+@triton.jit
+def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
+    """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one."""
+    by_channel, by_head = load_sums(ptr, pid - (chunk > 0), DIMS)
+    return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
+
+
+@triton.jit
+def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
+    """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
+    there = chunk + 1 < nchunks
+    by_channel, by_head = load_sums(ptr, pid + there, DIMS)
+    return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
+
+
+@triton.jit
+def _join_blocks(sums, totals, SIZE: tl.constexpr):
+    """Join blocks of SIZE tokens in pairs: the first of each adds the total of the second to its sums."""
+    PAIRS: tl.constexpr = totals.shape[0] // 2
+    half = tl.arange(0, 2)[None, :, None, None]
+    totals = tl.reshape(totals, (PAIRS, 2, totals.shape[1], totals.shape[2]))
+    later = tl.sum(tl.where(half == 1, totals, 0.0), 1)
+    sums = tl.reshape(sums, (PAIRS, 2, SIZE, totals.shape[2], totals.shape[3]))
+    sums += tl.where(half == 0, later[:, None, :, :], 0.0)[:, :, None, :, :]
+    return sums, tl.sum(totals, 1)
+
+
+@triton.jit
+def suffix_sums(x):
+    """Return the sums over tokens, the first of three dimensions, from each one on, by doubling blocks of tokens.
+
+    ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles an element, whatever its layout.
+    Where a thread has all tokens of its channels, this takes none.
+    """
+    sums, totals = x, x
+    for level in tl.static_range(10):
+        if (1 << level) < x.shape[0]:
+            sums, totals = _join_blocks(sums, totals, 1 << level)
+    return tl.reshape(sums, x.shape)
+
+
+@triton.jit
+def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
+    """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
+    head = (index * DIMS[0] + heads_of(DIMS))[None, :, None]
+    row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
+    keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
+    return tl.where(keep, x * inverse_keep, 0.0)
+
+
+@triton.jit
+def softmax_over_heads(logits, DIMS: tl.constexpr):
+    """Return the membership of each token, (BLOCK_N, BLOCK_H)."""
+    logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
+    weights = tl.exp(logits - tl.max(logits, 1)[:, None])
+    return weights / tl.sum(weights, 1)[:, None]
+
+
+@triton.jit
+def softmax_backward(members, dmembers):
+    """Return the gradient of the logits, (BLOCK_N, BLOCK_H)."""
+    return members * (dmembers - tl.sum(members * dmembers, 1)[:, None])
+
+
+@triton.jit
+def clear_uncovered(
+    tokens_at, rows_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N: tl.constexpr, DIMS: tl.constexpr
+):
+    """Write zeros to the packed rows between sequence ``index`` and the next one, and to those before the first.
+
+    ``tokens_at`` and ``rows_at``, the latter possibly None, are of the whole tensors. Mostly there is no such row.
+    """
+    first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
+    start, _ = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
+    for n in tl.range(tl.where((index == 0) & (start > 0), 0, first), end, BLOCK_N):
+        rows = n + tl.arange(0, BLOCK_N)
+        outside = (rows < end) & ((rows < start) | (rows >= first))
+        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS[2], DIMS[3]), tl.float32), rows, outside, DIMS)
+        if rows_at is not None:
+            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS[2]), tl.float32), rows, outside, DIMS)
+
+
+@triton.jit(do_not_specialize=("nchunks", "size"))
+def _scan_chunks_kernel(sums_ptr, nchunks, size, REVERSE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr):
+    """Add up (nchunks, size) sums over the chunks up to each one, or from each one on, in place."""
+    nblocks = tl.cdiv(size, BLOCK_X)
+    pid = tl.program_id(0)
+    columns = (pid % nblocks) * BLOCK_X + tl.arange(0, BLOCK_X)
+    sums_ptr += (pid // nblocks).to(tl.int64) * nchunks * size
+    carried = tl.zeros((BLOCK_X,), tl.float32)
+    for c in tl.range(0, nchunks, BLOCK_C):
+        chunks = c + tl.arange(0, BLOCK_C)
+        inside = (chunks < nchunks)[:, None] & (columns < size)[None, :]
+        if REVERSE:
+            chunks = nchunks - 1 - chunks
+        places = chunks.to(tl.int64)[:, None] * size + columns[None, :]
+        values = tl.load(sums_ptr + places, mask=inside, other=0.0)
+        tl.store(sums_ptr + places, carried[None, :] + tl.cumsum(values, 0), mask=inside)
+        carried += tl.sum(values, 0)
+
+
+def scan_chunks(sums: Tensor, reverse: bool = False) -> None:
+    """Add up (..., nchunks, size) in place over the chunks up to each one, or from each one on."""
+    nchunks, size = sums.shape[-2:]
+    if nchunks == 1:
+        return
+    rows = sums.numel() // (nchunks * size) if sums.numel() else 0
+    _scan_chunks_kernel[(rows * triton.cdiv(size, _COLUMNS),)](
+        sums, nchunks, size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
+    )

@@ -1,0 +1,33 @@
+"""Calls of ista's launchers on meta tensors, for the compiler: no number is computed."""
+
+import torch
+
+from crate_kernels.ops.ista import triton as kernels
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def step(tokens, dim, dtype=HALF, compute=None, nonnegative=True):
+    """Return a call of ista, forward and backward; float32 tokens with a half ``compute`` are autocast's."""
+    x, weight = torch.empty(tokens, dim, dtype=dtype, device="meta"), torch.empty(dim, dim, dtype=dtype, device="meta")
+    options = (0.1, 0.1, nonnegative, compute or dtype)
+
+    def call():
+        y = kernels.forward(x, weight, *options)
+        kernels.backward(y, x, weight, y, *options, True, True)
+
+    return call
+
+
+def overcomplete(tokens, dim, hidden, dtype=HALF):
+    """Return a call of ista_overcomplete, forward and backward."""
+    x, weight = (
+        torch.empty(tokens, dim, dtype=dtype, device="meta"),
+        torch.empty(dim, hidden, dtype=dtype, device="meta"),
+    )
+
+    def call():
+        out, *saved = kernels.forward_overcomplete(x, weight, weight, 0.1, 0.1, 2, True)
+        kernels.backward_overcomplete(out, x, weight, weight, *saved, 0.1, 0.1, 2)
+
+    return call

@@ -1,0 +1,89 @@
+"""ista's Triton kernels on a GPU: the widths of models, autocast, huge tensors, graphs, repeatability."""
+
+import pytest
+import torch
+
+from crate_kernels import ista, ista_overcomplete, testing
+from tests.gpu.conftest import DEVICE, DRY
+from tests.gpu.test_mssa import captured, check_equal
+from tests.ops.common import over_budget
+
+# Every name carries the backend, by which the suite selects.
+HALF = torch.float16 if DRY else torch.bfloat16
+DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+# In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
+WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
+MODELS = [(70, 64), (9, 64)] if DRY else [(25216, 768), (12608, 576), (197, 1024), (1, 768)]
+
+
+def matrix(*shape, dtype=HALF, seed=0):
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_triton_is_within_budget(name, nonnegative, dtype):
+    options = {} if nonnegative else {"nonnegative": False, "lambd": 2.0}
+    case = testing.Case("ista", f"gpu-{name}-{nonnegative}", WIDTHS[name], options)
+    assert over_budget(case, dtype, "triton", DEVICE) == []
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
+@pytest.mark.parametrize(("rows", "dim"), MODELS)
+def test_triton_in_the_widths_of_models_is_as_good_as_eager(rows, dim, autocast):
+    """By the mean square error, which single elements at their thresholds leave alone."""
+    dtype = torch.float32 if autocast else HALF
+    x, weight, dy = (matrix(*s, dtype=dtype, seed=i) for i, s in enumerate([(rows, dim), (dim, dim), (rows, dim)]))
+    weight *= dim**-0.5
+
+    def run(backend, *tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with torch.autocast(DEVICE, dtype=HALF, enabled=leaves[0].dtype == torch.float32):
+            y = ista(*leaves, lambd=0.0, nonnegative=False, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+    exact = run("reference", x.double(), weight.double())
+    for ours, eager, true in zip(run("triton", x, weight), run("reference", x, weight), exact, strict=True):
+        error, eager_error = ((t.double() - true).square().mean().sqrt() for t in (ours, eager))
+        assert ours.isfinite().all()
+        assert error <= 2 * (eager_error + torch.finfo(ours.dtype).eps * true.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("function", [ista, ista_overcomplete])
+def test_triton_gives_the_same_bits_twice(function):
+    x, weight = matrix(300, 64), matrix(64, 64 if function is ista else 256, seed=1) / 8
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        y = function(*leaves, backend="triton")
+        return y.detach(), *torch.autograd.grad(y.sum(), leaves)
+
+    check_equal(run(), run())
+
+
+def test_triton_addresses_more_than_two_billion_elements():
+    dim = 16 if DRY else 256
+    rows = 100 if DRY else 2**31 // dim + 300
+    x, weight = torch.zeros(rows, dim, dtype=HALF, device=DEVICE), matrix(dim, dim) / dim**0.5
+    x[-2:] = matrix(2, dim, seed=1)
+    y = ista(x, weight, backend="triton")
+    exact = ista(x[-2:].double(), weight.double(), backend="reference")
+    assert (y[-2:].double() - exact).abs().max() < 4 * torch.finfo(HALF).eps * exact.abs().max()
+    assert not y[:-2].any()
+
+
+@pytest.mark.parametrize("rows", [9, 300], ids=["few", "many"])
+def test_triton_forward_and_backward_replay_as_a_graph(rows):
+    x, weight = matrix(rows, 64), (matrix(64, 64, seed=1) / 8).requires_grad_()
+
+    def run():
+        leaf = x.detach().requires_grad_()
+        y = ista(leaf, weight, backend="triton")
+        return y.detach(), *torch.autograd.grad(y, (leaf, weight), torch.ones_like(y))
+
+    replay = captured(run)
+    for seed in (2, 3):
+        x.copy_(matrix(rows, 64, seed=seed))
+        check_equal([t.clone() for t in replay()], run())

@@ -1,0 +1,153 @@
+"""Sparse coding in Triton: the product with everything in its epilogue, and every remainder of its tiles."""
+
+import pytest
+import torch
+
+from crate_kernels import ista, ista_overcomplete, testing
+from tests.ops.common import backends, half, over_budget, randn
+
+TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
+pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
+EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+
+EPILOGUES = {
+    "plain": {},
+    "scale": {"scale": -0.3},
+    "base": {"base": 1, "scale": 0.2},
+    "relu": {"base": 1, "threshold": 0.4},
+    "soft": {"base": 1, "threshold": 0.4, "nonnegative": False},
+    "gated": {"base": 1, "gated": 2, "gate": 3, "scale": -1.0},
+    "cleared": {"base": 1, "gate": 3, "scale": 0.5},
+    "cleared-relu": {"gate": 3, "threshold": 0.1},
+}
+
+
+def expected(left, right, base=None, gated=None, gate=None, scale=1.0, threshold=None, nonnegative=True):
+    """Return what ``product`` does, written down in float64."""
+    result = scale * left.double() @ right.double()
+    if base is not None:
+        result = result + base.double()
+    if gated is not None:
+        result = result + torch.where(gate == 0, 0.0, gated.double())
+    if threshold is not None and nonnegative:
+        result = (result - threshold).relu()
+    elif threshold is not None:
+        result = result.sign() * (result.abs() - threshold).relu()
+    return torch.where(gate == 0, 0.0, result) if gate is not None and gated is None else result
+
+
+@EACH
+@FLOATS
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 33, 40), (130, 70, 96)], ids=str)
+def test_the_product_is_what_it_says(shape, options, transposed, dtype, backend, device):
+    from crate_kernels.ops.ista.triton_product import product
+
+    rows, inner, columns = shape
+    left = randn(rows, inner, dtype=dtype, device=device)
+    right = randn(columns, inner, dtype=dtype, device=device, seed=4).t() if transposed else None
+    right = randn(inner, columns, dtype=dtype, device=device, seed=4) if right is None else right
+    tensors = {
+        name: randn(rows, columns, dtype=dtype, device=device, seed=options[name]).relu()
+        for name in ("base", "gated", "gate")
+        if name in options
+    }
+    exact = expected(left, right, **{**options, **tensors})
+    actual = product(left, right, **{**options, **tensors})
+    assert actual.dtype == dtype
+    scale = inner**0.5 + 3
+    # A sum of ``inner`` products in float32, and one rounding.
+    bound = 4 * torch.finfo(torch.float32).eps * scale * inner**0.5 + torch.finfo(dtype).eps * exact.abs()
+    assert ((actual.double() - exact).abs() <= bound).all()
+
+
+@EACH
+def test_float32_tokens_are_rounded_for_the_product_alone(backend, device):
+    from crate_kernels.ops.ista.triton_product import product
+
+    dtype = half(backend, device)
+    left, right = randn(40, 24, dtype=torch.float32, device=device), randn(24, 24, dtype=dtype, device=device, seed=1)
+    actual = product(left, right, base=left, scale=0.5, dtype=torch.float32)
+    exact = left.double() + 0.5 * left.to(dtype).double() @ right.double()
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=1e-5)
+
+
+@EACH
+@FLOATS
+@pytest.mark.parametrize("dim", [1, 2, 7, 16, 17, 33, 65])
+def test_every_width(dim, dtype, backend, device):
+    """Tokens for both forms, and remainders of every tile."""
+    for tokens in (1, dim, 2 * dim + 3):
+        case = testing.Case("ista", f"triton-{tokens}x{dim}", (1, tokens, dim))
+        assert over_budget(case, dtype, backend, device) == [], tokens
+
+
+STRIDES = {
+    "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
+    "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+
+
+@EACH
+@FLOATS
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("function", [ista, ista_overcomplete])
+def test_strides_change_nothing(function, lay_out, dtype, backend, device):
+    x, dout = (lay_out(randn(40, 24, dtype=dtype, device=device, seed=seed)) for seed in (0, 1))
+    weight = lay_out(randn(24, 24, dtype=dtype, device=device, seed=2) * 24**-0.5)
+
+    def run(x, weight, dout):
+        x, weight = (t.detach().requires_grad_() for t in (x, weight))
+        out = function(x, weight, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
+
+    expected = run(*(t.contiguous() for t in (x, weight, dout)))
+    # A transposed operand may take another of the library's products, which rounds in another order.
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(run(x, weight, dout), expected, rtol=eps, atol=eps)
+
+
+@EACH
+@FLOATS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
+@pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
+def test_what_is_not_finite_passes_through(nonnegative, dtype, backend, device):
+    x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype, device=device)
+    weight = torch.zeros(3, 3, dtype=dtype, device=device)
+    y = ista(x, weight, nonnegative=nonnegative, lambd=0.0, backend=backend)
+    # 0 * inf in the product makes the rest of such a row NaN, as in PyTorch.
+    exact = ista(x, weight, nonnegative=nonnegative, lambd=0.0, backend="reference")
+    torch.testing.assert_close(y, exact, equal_nan=True, rtol=0, atol=0)
+
+
+@EACH
+@FLOATS
+def test_no_bit_changes_from_call_to_call(dtype, backend, device):
+    x, weight = randn(70, 24, dtype=dtype, device=device), randn(24, 24, dtype=dtype, device=device, seed=1) / 5
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        y = ista(*leaves, backend=backend)
+        return y.detach(), *torch.autograd.grad(y.sum(), leaves)
+
+    torch.testing.assert_close(run(), run(), rtol=0, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("tokens", [32, 400], ids=["few", "many"])
+def test_autocast_is_no_worse_than_composite(tokens, backend, device):
+    x, weight = (
+        randn(tokens, 64, dtype=torch.float32, device=device),
+        randn(64, 64, seed=1).to(device, torch.float32) / 8,
+    )
+    exact = ista(x.double(), weight.double(), step_size=1.0, backend="reference")
+    errors = {}
+    for name in (backend, "composite"):
+        with torch.autocast(device, dtype=half(backend, device)):
+            y = ista(x, weight, step_size=1.0, backend=name)
+        errors[name] = (y - exact).square().mean().sqrt().item()
+    assert errors[backend] <= 1.05 * errors["composite"], errors

@@ -1,0 +1,228 @@
+"""Token-statistics attention in Triton: both ways of each form, boundaries of chunks, strides, order of sums."""
+
+import itertools
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from crate_kernels import TokenStatsCache, _backend, _launch, testing, tssa
+from crate_kernels.ops.tssa import op
+from tests.ops.common import backends, interpreted, outputs_and_gradients, over_budget, randn
+
+TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
+pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
+EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
+FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
+
+
+@contextmanager
+def going(way):
+    """Make every launch take a whole sequence, or chunks of 16 tokens in tiles of 8 (backward: 4)."""
+    from crate_kernels.ops.tssa import triton_launch as tables
+
+    whole = way == "whole"
+    full = {"TILE": 512, "CHUNK": 16, "WHOLE": 1 << 20 if whole else 0, "CROWD": 0, "STAGES": 2, "num_warps": 4}
+    length = 1 << 10 if whole else 16
+    forward, backward = ({"TOKENS": n, "CHUNK": length, "STAGES": 2} for n in (8, 4))
+    configs = {
+        tables.FULL_FORWARD: full,
+        tables.FULL_BACKWARD: full,
+        tables.CAUSAL_FORWARD: forward,
+        tables.CAUSAL_BACKWARD: backward,
+    }
+    with ExitStack() as stack:
+        for table, config in configs.items():
+            stack.enter_context(_launch.forced(table, config))
+        yield
+
+
+def call(causal, backend, **options):
+    def function(w, temp, bias=None):
+        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
+
+    return function
+
+
+def tokens(device, *shape, dtype=torch.float32, seed=0):
+    batch, nheads, seqlen, head_dim = shape
+    return randn(batch, seqlen, nheads, head_dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+
+
+def temps(nheads, device):
+    return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32, device=device)
+
+
+def cases():
+    """List named cases on either side of the boundaries of tiles (4, 8) and chunks (16); whole, test_tssa has them."""
+    for causal in (False, True):
+        options, form = {"return_membership": True, "causal": causal}, "causal" if causal else "full"
+        for n in (8, 16, 17, 33):
+            yield testing.Case("tssa", f"{form}-chunks-n{n}", (1, 3, n, 16), options)
+        for padding in ("left", "row"):
+            yield testing.Case("tssa", f"{form}-chunks-pad-{padding}", (2, 3, 21, 16), options, padding=padding)
+        dropout = {**options, "dropout_p": 0.3}
+        yield testing.Case("tssa", f"{form}-chunks-dropout-packed", (0, 3, 0, 16), dropout, lengths=(16, 0, 17, 1))
+        for special in ("dead channel", "mixed norms"):
+            yield testing.Case("tssa", f"{form}-chunks-{special}", (1, 3, 35, 16), options, special=special)
+
+
+@EACH
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_chunks_are_within_budget(case, backend, device):
+    with going("chunks"):
+        assert over_budget(case, torch.float32, backend, device) == []
+
+
+@EACH
+@FORMS
+@pytest.mark.parametrize("shape", [(5, 3), (6, 48), (20, 16), (3, 72), (2, 88), (1, 257)], ids=str)
+def test_any_number_of_heads_and_channels(shape, causal, backend, device):
+    options = {"causal": causal, "return_membership": True}
+    case = testing.Case("tssa", f"heads-{shape}-{causal}", (2, shape[0], 19, shape[1]), options)
+    assert over_budget(case, torch.float32, backend, device) == []
+
+
+STRIDES = {
+    "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
+    "expanded": lambda w: w[:1].expand(w.shape),
+}
+
+
+@EACH
+@FORMS
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+def test_strides_change_no_bit(lay_out, causal, backend, device):
+    w, dout = (lay_out(tokens(device, 2, 3, 19, 16, seed=seed)) for seed in (0, 1))
+    dmembership = randn(3, 19, dtype=torch.float32, device=device, seed=2).expand(2, 3, 19)
+
+    def run(w, dout, dmembership):
+        w, temp = w.detach().requires_grad_(), temps(3, device).requires_grad_()
+        out, membership = call(causal, backend)(w, temp)
+        grads = torch.autograd.grad([out, membership], [w, temp], [dout, dmembership])
+        return out.detach(), membership.detach(), *grads
+
+    with going("chunks"):
+        expected = run(*(t.contiguous() for t in (w, dout, dmembership)))
+        torch.testing.assert_close(run(w, dout, dmembership), expected, rtol=0, atol=0)
+
+
+@EACH
+@FORMS
+@WAYS
+def test_no_bit_changes_from_call_to_call(way, causal, backend, device):
+    tensors = tokens(device, 1, 3, 35, 16), temps(3, device)
+    with going(way):
+        first, second = (outputs_and_gradients(call(causal, backend), *tensors) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@EACH
+@WAYS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
+@pytest.mark.parametrize("future", [5.0, torch.nan], ids=["larger", "nan"])
+def test_no_bit_depends_on_the_future(future, way, backend, device):
+    w = tokens(device, 2, 3, 50, 16)
+    other = torch.cat([w[:, :, :21], future * w[:, :, 21:]], dim=2)
+    with going(way):
+        results = [call(True, backend)(each, temps(3, device)) for each in (w, other)]
+    for one, another in zip(*results, strict=True):
+        assert torch.equal(one[:, :, :21], another[:, :, :21])
+        assert one.isfinite().all()
+
+
+@EACH
+@FORMS
+@WAYS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
+def test_not_a_number_stays_one(way, causal, backend, device):
+    w = tokens(device, 1, 3, 40, 16)
+    w[0, 1, 20, 3] = torch.nan
+    with going(way):
+        out, membership = call(causal, backend)(w, temps(3, device))
+    assert membership[:, :, 20:].isnan().all()
+    assert out[:, :, 20:].isnan().all()
+    assert out[:, :, :20].isfinite().all() == causal
+
+
+@EACH
+@FORMS
+@WAYS
+def test_any_backward_follows_any_forward(way, causal, backend, device):
+    """What is saved is the op's: composite takes up what Triton's forward saved, and the other way round."""
+    w, dout = (tokens(device, 1, 3, 21, 16, seed=seed) for seed in (0, 1))
+    bias = (0.1 * randn(3, 21, dtype=torch.float32, device=device, seed=3),) if causal else ()
+    inputs, options = (w, temps(3, device), *bias), (None, None, 0, torch.tensor(11, device=device), 0.3)
+    forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
+    with going(way):
+        saved = {name: forward(*inputs, *options, name) for name in ("composite", backend)}
+        grads = [
+            backward(dout, saved[first][1], *inputs, *saved[first][1:], *options, second)
+            for first in saved
+            for second in saved
+        ]
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], rtol=1e-4, atol=1e-5)
+
+
+@EACH
+@FORMS
+@WAYS
+@pytest.mark.parametrize(
+    ("bounds", "longest"), [((2, 9, 9, 30), 25), ((0, 20, 21), 16), ((0, 5), 5)], ids=["gaps", "longer", "rest"]
+)
+def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backend, device):
+    """Offsets on a GPU are not looked at by the host: what they leave out is written nevertheless."""
+    kernel = _backend.kernel("tssa", backend)
+    w, dout = (randn(33, 3, 16, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
+    covered = torch.zeros(33, dtype=torch.bool, device=device)
+    for start, end in itertools.pairwise(bounds):
+        covered[start : min(end, start + longest)] = True
+    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), longest, None, 0.0
+    inputs = (w, temps(3, device)) + ((None,) if causal else ())
+    forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
+    with going(way):
+        out, *saved = forward(*inputs, *options)
+        dw = backward(dout, None, *inputs, *saved, *options)[0]
+    for rows in (out, saved[0].t(), dw):
+        assert rows.isfinite().all()
+        assert not rows[~covered].any()
+        assert rows[covered].flatten(1).any(1).all()
+
+
+@EACH
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_a_long_prompt_goes_by_chunks(ragged, backend, device):
+    """Its sums then continue the state, and single steps continue them."""
+    w, bias = tokens(device, 3, 3, 50, 16), 0.1 * randn(3, 60, dtype=torch.float32, device=device, seed=3)
+    kept = torch.tensor([40, 17, 0] if ragged else [40] * 3, device=device)
+    mask = torch.arange(40, device=device) < kept[:, None] if ragged else None
+    results = []
+    for way in ("whole", "chunks"):
+        cache = TokenStatsCache(3, 3, 16, device=device)
+        with going(way):
+            parts = [
+                call(True, backend, cache=cache, key_padding_mask=m)(part, temps(3, device), bias)
+                for part, m in ((w[:, :, :2], None), (w[:, :, 2:42], mask), (w[:, :, 42:43], None))
+            ]
+        assert cache.lengths.tolist() == (kept + 3).tolist()
+        results.append([*(t for part in parts for t in part), *cache._tensors()])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@EACH
+def test_the_bias_ends_with_the_sequence_not_with_the_tensor(backend, device):
+    """Rows of the bias lie as far apart as the caller's tensor has them."""
+    w, wide = tokens(device, 2, 3, 19, 16), randn(3, 64, dtype=torch.float32, device=device, seed=3)
+    cut = outputs_and_gradients(call(True, backend), w, temps(3, device), wide[:, :19].contiguous())
+    view = outputs_and_gradients(lambda w, t, b: call(True, backend)(w, t, b[:, ::2]), w, temps(3, device), wide)
+    every_other = outputs_and_gradients(call(True, backend), w, temps(3, device), wide[:, ::2].contiguous())
+    torch.testing.assert_close(view[:4], every_other[:4], rtol=0, atol=0)
+    assert not torch.equal(cut[0], view[0])
+
+
+def test_bfloat16_is_not_interpreted():
+    assert interpreted("triton", "cpu")
+    case = testing.TSSA_CASES[0]
+    assert testing.excluded(case, "triton", torch.bfloat16) is not None
