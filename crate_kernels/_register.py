@@ -52,10 +52,9 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     return call
 
 
+# Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.
+_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _TENSORS = (Tensor, torch.nn.Parameter)
-_VMAP = torch._C._parse_dispatch_key(
-    "VmapMode"
-)  # of autograd.grad(is_grads_batched=True), which is no functorch transform
 _SCALARS = frozenset((type(None), bool, int, float, str))
 
 
@@ -66,7 +65,7 @@ def _nothing_intercepts(args: tuple) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
-        or torch._C._autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._is_any_autocast_enabled()
     ):
         return False
