@@ -15,7 +15,7 @@ harness.needs_compiler()
 
 from tests.aot import ista, tssa  # noqa: E402  # only where Triton compiles
 
-_ALLOCATE = ("empty", "empty_like", "new_empty", "empty_strided")
+_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Ledger(TorchDispatchMode):
