@@ -53,12 +53,18 @@ def test_only_what_pytorch_does_otherwise_is_excluded():
         (str(case), backend)
         for case in testing.CASES
         for backend in ("composite", "triton", "cpp", "plain")
-        if testing.excluded(case, backend, torch.bfloat16) is not None
+        if testing.excluded(case, backend, torch.bfloat16, "cuda") is not None
     }
     names = ("dropout", "causal-dropout", "dropout-packed")
     assert left == {(f"mssa-{name}", "composite") for name in names}
     in_float32 = {c.name for c in testing.CASES if testing.excluded(c, "composite", torch.float32) is not None}
     assert in_float32 == {*names, "d112", "d128"}
+
+
+@pytest.mark.parametrize("case", testing.CASES, ids=str)
+def test_what_triton_interprets_is_not_in_bfloat16(case):
+    reasons = {d: testing.excluded(case, "triton", d, "cpu") for d in (torch.float32, torch.float16, torch.bfloat16)}
+    assert [d for d, reason in reasons.items() if reason] == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

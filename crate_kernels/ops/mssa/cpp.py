@@ -44,7 +44,7 @@ def forward(
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out = _output(w, cu_seqlens)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    lse = torch.empty(rows, dtype=torch.float32)
+    lse = torch.empty(rows, dtype=torch.float32, device=w.device)
     level = _level(phi, threshold)
     _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
     return out, lse
