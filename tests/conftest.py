@@ -1,5 +1,7 @@
 """How hard the drawn tests try, and the fixtures of the C++ extension."""
 
+import signal
+
 import pytest
 import torch
 
@@ -19,6 +21,14 @@ if settings is not None:
     settings.register_profile("suite", max_examples=40, derandomize=True, **_COMMON)
     settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
     settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts():
+    """Let Ctrl-C interrupt, as tests of interruption need: a shell starts its background jobs deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

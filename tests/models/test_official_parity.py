@@ -81,12 +81,15 @@ def test_same_output_and_gradients(system, backend, device):
     wanted = {key for key in tensors if not key.startswith("state/")} - {"input", "grad_output"}
     exact = run(system, tensors, config, "reference", "cpu", torch.float64)
     ours = run(system, tensors, config, backend, device, torch.float32)
+    # The published code's rounding is that of the machine that wrote the file; reference's is that of this one.
+    eager = run(system, tensors, config, "reference", "cpu", torch.float32)
     assert ours.keys() == wanted
     for key in wanted:
         golden, oracle, actual = tensors[key].double(), exact[key], ours[key].double().cpu()
         eps = torch.finfo(torch.float32).eps * oracle.abs().max()
         published = (golden - oracle).abs().max()
         assert published <= 32 * eps, f"{key}: the oracle is not the published function"
-        budget = (3 if key.startswith("grad") else 2) * (published + eps)
+        rounding = torch.maximum(published, (eager[key].double() - oracle).abs().max())
+        budget = (3 if key.startswith("grad") else 2) * (rounding + eps)
         assert actual.isfinite().all()
         assert (actual - oracle).abs().max() <= budget, key

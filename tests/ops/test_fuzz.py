@@ -95,7 +95,12 @@ def test_drawn_calls_are_right(cases, backend, device, data, dtype):
         raise
     eps = torch.finfo(dtype).eps
     sizes = {name: largest(value) for name, value in exact.items()}
+    cancelled = max(sizes.values())
+    if case.op == "mssa":
+        # Kernels save out as they return it, rounded: the gradient has the rounding of dout . out, times scale * w.
+        squares = testing.make_inputs(case, dtype, device).differentiable["w"].double().square().sum(-1)
+        cancelled += abs(case.options.get("scale") or case.shape[-1] ** -0.5) * largest(squares)
     for m in measured(case, dtype, backend, device, eager, exact):
         assert m.finite, m
         # A result that almost cancels has the rounding of what cancels in it.
-        assert m.error <= m.budget + eps**0.5 * sizes[m.output] + eps * max(sizes.values()), m
+        assert m.error <= m.budget + eps**0.5 * sizes[m.output] + eps * cancelled, m
