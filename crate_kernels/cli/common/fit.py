@@ -95,7 +95,7 @@ class Fit:
 
 
 def train(fit: Fit, session: Session) -> None:
-    """Train to the end, from the checkpoint in the session's folder where there is one.
+    """Train to the end, from the checkpoint in the run's folder where there is one.
 
     Raises:
         files.Unusable: the checkpoint is of another run, or cannot be read.
