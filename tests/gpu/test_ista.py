@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
+from tests.gpu.common import DTYPES, HALF, captured, check_equal
 from tests.gpu.conftest import DEVICE, DRY
-from tests.gpu.test_mssa import captured, check_equal
 from tests.ops.common import over_budget
 
-# Every name carries the backend, by which the suite selects.
-HALF = torch.float16 if DRY else torch.bfloat16
-DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+# Every test's name carries the backend, by which the suite selects.
 # In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
 WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
 MODELS = [(70, 64), (9, 64)] if DRY else [(25216, 768), (12608, 576), (197, 1024), (1, 768)]

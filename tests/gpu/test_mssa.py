@@ -4,19 +4,11 @@ import pytest
 import torch
 
 from crate_kernels import SubspaceCache, mssa, testing
+from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.conftest import DEVICE, DRY
 from tests.ops.common import over_budget
 
-# Every name carries the backend, by which the suite selects.
-HALF = torch.float16 if DRY else torch.bfloat16
-DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
-
-
-def tokens(*shape, dtype=HALF, seed=0):
-    generator = torch.Generator(device=DEVICE).manual_seed(seed)
-    batch, nheads, seqlen, head_dim = shape
-    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator, device=DEVICE, dtype=dtype)
-    return w.transpose(1, 2)
+# Every test's name carries the backend, by which the suite selects.
 
 
 def cases():
@@ -59,8 +51,7 @@ def differentiate(w, **options):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_triton_gives_the_same_bits_twice(causal, dtype):
     w = tokens(2, 3, 70 if DRY else 1023, 64, dtype=dtype)
-    for first, second in zip(differentiate(w, causal=causal), differentiate(w, causal=causal), strict=True):
-        assert torch.equal(first, second)
+    check_equal(differentiate(w, causal=causal), differentiate(w, causal=causal))
 
 
 @pytest.mark.parametrize("layout", ["heads", "batch"])
@@ -88,43 +79,8 @@ def test_triton_addresses_more_than_two_billion_elements(layout):
 
 
 def test_triton_runs_on_the_current_stream():
-    """A stream that is busy delays the kernels' input: read on another stream, it would still be zeros."""
-    w, expected = tokens(2, 3, 65, 64), differentiate(tokens(2, 3, 65, 64))
-    if DRY:
-        return check_equal(differentiate(w), expected)
-    late, side = torch.zeros_like(w), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(w)
-        actual = differentiate(late)
-    torch.cuda.current_stream().wait_stream(side)
-    return check_equal(actual, expected)
-
-
-def check_equal(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def captured(call):
-    """Return a function that replays ``call`` as a graph; interpreted, one that calls it again."""
-    if DRY:
-        return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-
-    def replay():
-        graph.replay()
-        return results
-
-    return replay
+    w = tokens(2, 3, 65, 64)
+    check_equal(on_a_busy_stream(differentiate, w), differentiate(w))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
@@ -139,24 +95,29 @@ def test_triton_forward_and_backward_replay_as_a_graph(options):
             check_equal(actual, differentiate(w, **options))
 
 
-def test_triton_decoding_replays_as_a_graph_while_sequences_grow():
+@pytest.mark.parametrize("stretches", ["one", "several"])
+def test_triton_decoding_replays_as_a_graph_while_sequences_grow(stretches):
+    """Each step gives the bits of a step that is launched; a graph keeps the stretches it was captured with."""
     steps = 3 if DRY else 300
-    w = tokens(2, 3, steps + 1, 64)
-    cache = SubspaceCache(2, 3, steps + 1, 64, dtype=w.dtype, device=DEVICE)
+    w = tokens(2, 3, steps + 3, 64)
+    cache = SubspaceCache(2, 3, steps + 3, 64, dtype=w.dtype, device=DEVICE)
     token = w[:, :, :1].clone()
     mssa(token, causal=True, cache=cache, backend="triton")
     held = cache.clone()
-    replay = captured(lambda: mssa(token, causal=True, cache=cache, backend="triton"))
+    bound = 1 if stretches == "one" else steps
+
+    def step(cache):
+        cache._bound = bound  # whose stretches are chosen on the host
+        return mssa(token, causal=True, cache=cache, backend="triton")
+
+    replay = captured(lambda: step(cache))
     for own, before in ((cache.data, held.data), (cache.lengths, held.lengths)):
         own.copy_(before)
-    full = mssa(w, causal=True, backend="triton")
-    for step in range(1, steps + 1):
-        token.copy_(w[:, :, step : step + 1])
-        if DRY:
-            cache._bound = held._bound
-        torch.testing.assert_close(replay(), full[:, :, step : step + 1], rtol=2e-2, atol=2e-2)
+    for number in range(1, steps + 1):
+        token.copy_(w[:, :, number : number + 1])
+        assert torch.equal(replay(), step(held))
     assert cache.lengths.tolist() == [steps + 1] * 2
-    assert torch.equal(cache.data, w)
+    assert torch.equal(cache.data[:, :, : steps + 1], w[:, :, : steps + 1])
 
 
 def test_triton_never_waits_for_the_device():
@@ -173,13 +134,8 @@ def test_triton_never_waits_for_the_device():
 
     calls()  # compiling may wait
     cache.reset()
-    if not DRY:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         calls()
-    finally:
-        if not DRY:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_triton_runs_on_the_tensors_device():

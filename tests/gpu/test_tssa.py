@@ -4,21 +4,12 @@ import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
+from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.conftest import DEVICE, DRY
-from tests.gpu.test_mssa import captured, check_equal
 from tests.ops.common import over_budget
 
-# Every name carries the backend, by which the suite selects.
-HALF = torch.float16 if DRY else torch.bfloat16
-DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+# Every test's name carries the backend, by which the suite selects.
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-def tokens(*shape, dtype=HALF, seed=0):
-    generator = torch.Generator(device=DEVICE).manual_seed(seed)
-    batch, nheads, seqlen, head_dim = shape
-    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator, device=DEVICE, dtype=dtype)
-    return w.transpose(1, 2)
 
 
 def cases():
@@ -93,19 +84,8 @@ def test_triton_addresses_more_than_two_billion_elements(layout, causal):
 
 @FORMS
 def test_triton_runs_on_the_current_stream(causal):
-    """A stream that is busy delays the kernels' input: read on another stream, it would still be zeros."""
     w = tokens(2, 3, 65, 64)
-    expected = differentiate(w, causal=causal)
-    if DRY:
-        return check_equal(differentiate(w, causal=causal), expected)
-    late, side = torch.zeros_like(w), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(w)
-        actual = differentiate(late, causal=causal)
-    torch.cuda.current_stream().wait_stream(side)
-    return check_equal(actual, expected)
+    check_equal(on_a_busy_stream(lambda x: differentiate(x, causal=causal), w), differentiate(w, causal=causal))
 
 
 @FORMS
@@ -158,13 +138,8 @@ def test_triton_never_waits_for_the_device():
             tssa(part, temp, causal=True, cache=cache, backend="triton")
 
     calls()  # compiling may wait
-    if not DRY:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         calls()
-    finally:
-        if not DRY:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_triton_runs_on_the_tensors_device():

@@ -1,0 +1,74 @@
+"""What the GPU tests of the operators share: draws, graphs, streams, and what must not be waited for."""
+
+from contextlib import contextmanager
+
+import torch
+
+from tests.gpu.conftest import DEVICE, DRY
+
+HALF = torch.float16 if DRY else torch.bfloat16
+DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tokens(*shape, dtype=HALF, seed=0):
+    """Draw (batch, nheads, seqlen, head_dim) as heads cut from a projection."""
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    batch, nheads, seqlen, head_dim = shape
+    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator, device=DEVICE, dtype=dtype)
+    return w.transpose(1, 2)
+
+
+def check_equal(actual, expected):
+    """Hold every tensor to the bits of another."""
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def captured(call):
+    """Return a function that replays ``call`` as a graph; interpreted, one that calls it again.
+
+    On a GPU ``call`` runs twice here: once to compile, once as it is captured, when nothing is computed.
+    """
+    if DRY:
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+def on_a_busy_stream(call, w):
+    """Return ``call(w)`` on a stream on which ``w`` arrives late: read on another stream, it would still be zeros."""
+    if DRY:
+        return call(w)
+    late, side = torch.zeros_like(w), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(w)
+        results = call(late)
+    torch.cuda.current_stream().wait_stream(side)
+    return results
+
+
+@contextmanager
+def no_waiting():
+    """Make every call that waits for the device an error."""
+    if DRY:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
