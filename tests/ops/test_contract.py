@@ -85,19 +85,27 @@ def test_inductor_compiles_a_module_around_the_op(op, backend):
     torch.testing.assert_close(differentiate(actual, inputs), differentiate(expected, inputs))
 
 
-def causal_mssa(backend):
-    return lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, backend=backend)[0]
+def of_any_length(op, backend):
+    """Return a call of ``op`` that takes w of (1, 2, any seqlen, 16) alone."""
+    options, device = {"backend": backend}, home(backend)
+    ones, bias = torch.ones(2, device=device), torch.zeros(2, 600, 1, device=device)
+    square, wide = torch.eye(16, device=device), torch.ones(16, 32, device=device)
+    return {
+        "mssa": lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, **options)[0],
+        "tssa": lambda w: crate_kernels.tssa(w, ones, **options),
+        "tssa-causal": lambda w: crate_kernels.tssa(w, ones, causal=True, denom_bias=bias, **options),
+        "ista": lambda w: crate_kernels.ista(w, square, **options),
+        "ista_overcomplete": lambda w: crate_kernels.ista_overcomplete(w, wide, **options),
+    }[op]
 
 
 DYNAMIC = {
-    **{f"mssa-{backend}": causal_mssa(backend) for backend in BACKENDS["mssa"]},
     "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True, backend="composite"),
-    "tssa": lambda w: crate_kernels.tssa(w, torch.ones(2), backend="composite"),
-    "tssa-causal": lambda w: crate_kernels.tssa(
-        w, torch.ones(2), causal=True, denom_bias=torch.zeros(2, 600, 1), backend="composite"
-    ),
-    "ista": lambda w: crate_kernels.ista(w, torch.eye(16), backend="composite"),
-    "ista_overcomplete": lambda w: crate_kernels.ista_overcomplete(w, torch.ones(16, 32), backend="composite"),
+    **{
+        f"{op}-{backend}": of_any_length(op, backend)
+        for op, found in {**BACKENDS, "tssa-causal": BACKENDS["tssa"]}.items()
+        for backend in found
+    },
 }
 
 

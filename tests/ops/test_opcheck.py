@@ -46,19 +46,19 @@ def _mssa_decode_args(ragged, backend):
     return w, cache.data, cache.lengths, mask, 0, True, 0.3, True, backend
 
 
-def _tssa_args(name, seed=None, dropout_p=0.0):
-    inputs = saved("tssa", name)
+def _tssa_args(name, backend, seed=None, dropout_p=0.0):
+    inputs = saved("tssa", name, backend)
     tensors, others = inputs.differentiable, inputs.others
     masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
+    options = (*masks, None if seed is None else seed.to(home(backend)), dropout_p, backend)
     w, temp = tensors["w"], tensors["temp"].detach().reshape(-1).requires_grad_()
     if "denom_bias" not in tensors:
-        return w, temp, *masks, seed, dropout_p, "composite"
-    bias = tensors["denom_bias"].detach().squeeze(-1)[:, :-3].requires_grad_()
-    return w, temp, bias, *masks, seed, dropout_p, "composite"
+        return w, temp, *options
+    return w, temp, tensors["denom_bias"].detach().squeeze(-1)[:, :-3].requires_grad_(), *options
 
 
-def _tssa_backward_args(name, **kwargs):
-    args = _tssa_args(name, **kwargs)
+def _tssa_backward_args(name, backend, **kwargs):
+    args = _tssa_args(name, backend, **kwargs)
     causal = "causal" in name
     split = 3 if causal else 2
     forward = tssa_op.tssa_causal_fwd if causal else tssa_op.tssa_fwd
@@ -67,32 +67,33 @@ def _tssa_backward_args(name, **kwargs):
     return torch.randn_like(out), torch.randn_like(membership), *args[:split], membership, *rest, *args[split:]
 
 
-def _tssa_decode_args(ragged):
-    cache = crate_kernels.TokenStatsCache(2, 3, 8)
-    mask = torch.arange(4) < torch.tensor([[2], [4]]) if ragged else None
-    bias = torch.randn(3, 16)
-    return torch.randn(2, 3, 4, 8), torch.rand(3), bias, *cache._tensors(), mask, "composite"
+def _tssa_decode_args(ragged, backend):
+    device = home(backend)
+    cache = crate_kernels.TokenStatsCache(2, 3, 8, device=device)
+    mask = torch.arange(4, device=device) < torch.tensor([[2], [4]], device=device) if ragged else None
+    w, temp, bias = (torch.rand(*shape, device=device) for shape in ((2, 3, 4, 8), (3,), (3, 16)))
+    return w, temp, bias, *cache._tensors(), mask, backend
 
 
-def _ista_args(name):
-    tensors = saved("ista", name).differentiable
-    return tensors["x"], tensors["weight"], 0.1, 0.1, name != "two-sided", torch.float32, "composite"
+def _ista_args(name, backend):
+    tensors = saved("ista", name, backend).differentiable
+    return tensors["x"], tensors["weight"], 0.1, 0.1, name != "two-sided", torch.float32, backend
 
 
-def _ista_backward_args(name, needs):
-    *args, backend = _ista_args(name)
+def _ista_backward_args(name, backend, needs):
+    *args, backend = _ista_args(name, backend)
     with torch.no_grad():
         y = ista_op.ista_fwd(*args, backend)
     return torch.randn_like(y), *args[:2], y, *args[2:], *needs, backend
 
 
-def _overcomplete_args(keep):
-    tensors = saved("ista_overcomplete", "two-steps").differentiable
-    return tensors["x"], tensors["weight"], tensors["decoder"], 0.1, 0.1, 2, keep, "composite"
+def _overcomplete_args(keep, backend):
+    tensors = saved("ista_overcomplete", "two-steps", backend).differentiable
+    return tensors["x"], tensors["weight"], tensors["decoder"], 0.1, 0.1, 2, keep, backend
 
 
-def _overcomplete_backward_args():
-    *args, _, backend = _overcomplete_args(True)
+def _overcomplete_backward_args(backend):
+    *args, _, backend = _overcomplete_args(True, backend)
     with torch.no_grad():
         out, codes, residuals = ista_op.ista_overcomplete_fwd(*args, True, backend)
     return torch.randn_like(out), *args[:3], codes, residuals, *args[3:], backend
@@ -116,26 +117,48 @@ def mssa_checks(backend):
     }
 
 
+def tssa_checks(backend):
+    """List the checks of one backend of tssa."""
+    full, causal, fwd = tssa_op.tssa_fwd, tssa_op.tssa_causal_fwd, _tssa_args
+    full_bwd, causal_bwd, bwd = tssa_op.tssa_bwd, tssa_op.tssa_causal_bwd, _tssa_backward_args
+    return {
+        f"tssa_fwd-{backend}": (full, lambda: fwd("n65", backend)),
+        f"tssa_fwd-packed-{backend}": (full, lambda: fwd("packed", backend, **SEED)),
+        f"tssa_bwd-{backend}": (full_bwd, lambda: bwd("pad-row", backend)),
+        f"tssa_bwd-packed-{backend}": (full_bwd, lambda: bwd("packed", backend)),
+        f"tssa_causal_fwd-{backend}": (causal, lambda: fwd("causal-n65", backend)),
+        f"tssa_causal_bwd-{backend}": (causal_bwd, lambda: bwd("causal-pad-row", backend, **SEED)),
+        f"tssa_causal_bwd-packed-{backend}": (causal_bwd, lambda: bwd("causal-packed", backend)),
+        f"tssa_decode-{backend}": (tssa_op.tssa_decode, lambda: _tssa_decode_args(False, backend)),
+        f"tssa_decode-ragged-{backend}": (tssa_op.tssa_decode, lambda: _tssa_decode_args(True, backend)),
+    }
+
+
+def ista_checks(backend):
+    """List the checks of one backend of ista and ista_overcomplete."""
+    fwd, bwd, both = ista_op.ista_fwd, ista_op.ista_bwd, (True, True)
+    over, over_bwd = ista_op.ista_overcomplete_fwd, ista_op.ista_overcomplete_bwd
+    return {
+        f"ista_fwd-{backend}": (fwd, lambda: _ista_args("many-tokens", backend)),
+        f"ista_fwd-few-{backend}": (fwd, lambda: _ista_args("few-tokens", backend)),
+        f"ista_bwd-{backend}": (bwd, lambda: _ista_backward_args("many-tokens", backend, both)),
+        f"ista_bwd-dx-{backend}": (bwd, lambda: _ista_backward_args("two-sided", backend, (True, False))),
+        f"ista_bwd-few-{backend}": (bwd, lambda: _ista_backward_args("few-tokens", backend, both)),
+        f"ista_overcomplete_fwd-{backend}": (over, lambda: _overcomplete_args(False, backend)),
+        f"ista_overcomplete_fwd-keep-{backend}": (over, lambda: _overcomplete_args(True, backend)),
+        f"ista_overcomplete_bwd-{backend}": (over_bwd, lambda: _overcomplete_backward_args(backend)),
+    }
+
+
 OPCHECKS = {
-    **mssa_checks("plain"),
-    **{name: check for backend in kernels("mssa") for name, check in mssa_checks(backend).items()},
-    "tssa_fwd": (tssa_op.tssa_fwd, lambda: _tssa_args("n65")),
-    "tssa_fwd-packed": (tssa_op.tssa_fwd, lambda: _tssa_args("packed", **SEED)),
-    "tssa_bwd": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("pad-row")),
-    "tssa_bwd-packed": (tssa_op.tssa_bwd, lambda: _tssa_backward_args("packed")),
-    "tssa_causal_fwd": (tssa_op.tssa_causal_fwd, lambda: _tssa_args("causal-n65")),
-    "tssa_causal_bwd": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-pad-row", **SEED)),
-    "tssa_causal_bwd-packed": (tssa_op.tssa_causal_bwd, lambda: _tssa_backward_args("causal-packed")),
-    "tssa_decode": (tssa_op.tssa_decode, lambda: _tssa_decode_args(False)),
-    "tssa_decode-ragged": (tssa_op.tssa_decode, lambda: _tssa_decode_args(True)),
-    "ista_fwd": (ista_op.ista_fwd, lambda: _ista_args("many-tokens")),
-    "ista_fwd-few": (ista_op.ista_fwd, lambda: _ista_args("few-tokens")),
-    "ista_bwd": (ista_op.ista_bwd, lambda: _ista_backward_args("many-tokens", (True, True))),
-    "ista_bwd-dx": (ista_op.ista_bwd, lambda: _ista_backward_args("two-sided", (True, False))),
-    "ista_bwd-few": (ista_op.ista_bwd, lambda: _ista_backward_args("few-tokens", (True, True))),
-    "ista_overcomplete_fwd": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(False)),
-    "ista_overcomplete_fwd-keep": (ista_op.ista_overcomplete_fwd, lambda: _overcomplete_args(True)),
-    "ista_overcomplete_bwd": (ista_op.ista_overcomplete_bwd, _overcomplete_backward_args),
+    name: check
+    for checks, found in (
+        (mssa_checks, ["plain", *kernels("mssa")]),
+        (tssa_checks, ["composite", *kernels("tssa")]),
+        (ista_checks, ["composite", *kernels("ista")]),
+    )
+    for backend in found
+    for name, check in checks(backend).items()
 }
 
 

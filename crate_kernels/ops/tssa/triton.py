@@ -1,7 +1,8 @@
 """Token-statistics attention in Triton."""
 
-from crate_kernels.ops.tssa.triton_causal import decode, forward_causal
+from crate_kernels.ops.tssa.triton_causal import forward_causal
 from crate_kernels.ops.tssa.triton_causal_backward import backward_causal
+from crate_kernels.ops.tssa.triton_decode import decode
 from crate_kernels.ops.tssa.triton_full import forward
 from crate_kernels.ops.tssa.triton_full_backward import backward
 

@@ -25,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _register
-from crate_kernels._jit import sequence_bounds
 from crate_kernels.ops.tssa.triton_launch import RUNTIME, Call, run_causal
+from crate_kernels.ops.tssa.triton_scan import before_chunk
 from crate_kernels.ops.tssa.triton_tile import (
     CAUSAL_FLOOR,
     MASS_FLOOR,
-    before_chunk,
+    chunk_of,
     clear_uncovered,
     dropped,
     floored,
@@ -106,12 +106,8 @@ def _tssa_causal_fwd_kernel(
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk = pid // nchunks, pid % nchunks
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = start.to(tl.int64)
-    first = chunk * chunk_size
-    last = tl.minimum(first + chunk_size, count)
     heads = heads_of(DIMS)
     w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
@@ -192,7 +188,7 @@ def _tssa_causal_fwd_kernel(
         clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
-def _arguments(
+def causal_arguments(
     call: Call, w: Tensor, temp: Tensor, denom_bias: Tensor | None, out: Tensor, membership: Tensor
 ) -> dict[str, object]:
     """Return what the forward and decoding give the kernel alike; no state."""
@@ -229,35 +225,5 @@ def forward_causal(
     """Return out and membership of the causal form."""
     call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
     out, membership = _register.empty_out(w), call.empty_rows()
-    run_causal(_tssa_causal_fwd_kernel, call, _arguments(call, w, temp, denom_bias, out, membership))
-    return out, membership
-
-
-def decode(
-    w: Tensor,
-    temp: Tensor,
-    denom_bias: Tensor | None,
-    energy: Tensor,
-    weighted: Tensor,
-    mass: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Advance the running sums over the new tokens; they are changed in place.
-
-    A step is one launch, which reads the sums and writes them back; no value is read by the host. A long block, as a
-    prompt, goes by chunks, and its sums are added to the state at the end.
-    """
-    call = Call(w, key_padding_mask, None, 0, None, 0.0)
-    out, membership = _register.empty_out(w), call.empty_rows()
-    arguments = _arguments(call, w, temp, denom_bias, out, membership)
-    state = {"energy_ptr": energy, "weighted_ptr": weighted, "mass_ptr": mass, "lengths_ptr": lengths}
-    added = run_causal(_tssa_causal_fwd_kernel, call, arguments | state)
-    if added is not None:
-        by_energy, by_moment = added
-        channels = call.width
-        energy += by_energy[:, :channels].view_as(energy)
-        weighted += by_moment[:, :channels].view_as(weighted)
-        mass += by_moment[:, channels:]
-        lengths += by_energy[:, channels].to(lengths.dtype)
+    run_causal(_tssa_causal_fwd_kernel, call, causal_arguments(call, w, temp, denom_bias, out, membership))
     return out, membership

@@ -24,74 +24,38 @@ sums, 4 / CHUNK of a pass in fp32, three to five times. No atomics: every sum ha
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _launch, _register
-from crate_kernels._jit import sequence_bounds
-from crate_kernels.ops.tssa.triton_launch import CAUSAL_BACKWARD, RUNTIME, Call, causal_tile, power_of_two
-from crate_kernels.ops.tssa.triton_tile import (
-    CAUSAL_FLOOR,
-    MASS_FLOOR,
+from crate_kernels.ops.tssa.triton_causal_bias import through_bias
+from crate_kernels.ops.tssa.triton_launch import CAUSAL_BACKWARD, RUNTIME, Call, causal_tile
+from crate_kernels.ops.tssa.triton_scan import (
+    add_tokens,
     after_chunk,
     before_chunk,
+    scan_chunks,
+    suffix_sums,
+    through_moment,
+)
+from crate_kernels.ops.tssa.triton_tile import (
+    CAUSAL_FLOOR,
+    chunk_of,
     clear_uncovered,
     dropped,
     floored,
-    heads_of,
     kept,
     load_heads,
     load_rows,
     load_tokens,
-    scan_chunks,
     softmax_backward,
-    store_heads,
     store_rows,
     store_sums,
     store_tokens,
-    suffix_sums,
 )
 
 _STEPS = ("TOTALS", "DMOMENT", "DLOGIT", "DW")
-
-
-@triton.jit
-def _add_tokens(
-    sums,
-    w_at,
-    membership_at,
-    mask_ptr,
-    stride_ms,
-    first,
-    last,
-    BLOCK_N: tl.constexpr,
-    DIMS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Add tokens ``first`` to ``last`` to the sums of Pi w^2, of Pi and of w^2."""
-    moment, mass, energy = sums
-    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        rows = n + tl.arange(0, BLOCK_N)
-        w = load_tokens(w_at, rows, last, DIMS)
-        keep = kept(mask_ptr, rows, last, stride_ms)
-        weights = load_rows(membership_at, rows, last, DIMS) * keep[:, None]
-        moment += tl.sum(w * w * weights[:, :, None], 0)
-        mass += tl.sum(weights, 0)
-        energy += tl.sum(w * w * keep[:, None, None], 0)
-    return moment, mass, energy
-
-
-@triton.jit
-def _through_moment(w, g, members, weights, moment, mass):
-    """Return g A, dM / s (both by element) and the terms of V (by token and head) of a tile."""
-    masses = (mass[None, :] + tl.cumsum(weights, 0) + MASS_FLOOR)[:, :, None]
-    moments = moment[None, :, :] + tl.cumsum(w * w * weights[:, :, None], 0)
-    inverse = 1.0 / (moments + masses)
-    gate = g * inverse * masses
-    slope = gate * w * inverse * members[:, :, None]
-    return gate, slope, -tl.sum(slope * moments / masses, 2)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -151,12 +115,8 @@ def _tssa_causal_bwd_kernel(
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk = pid // nchunks, pid % nchunks
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = start.to(tl.int64)
-    first = chunk * chunk_size
-    last = tl.minimum(first + chunk_size, count)
     w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
     dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
@@ -174,7 +134,7 @@ def _tssa_causal_bwd_kernel(
     sums = (moment, mass, energy)
 
     if TOTALS:
-        moment, mass, energy = _add_tokens(
+        moment, mass, energy = add_tokens(
             sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
         )
         store_sums(totals_ptr, pid, moment, mass, DIMS)
@@ -188,7 +148,7 @@ def _tssa_causal_bwd_kernel(
                 g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
             members = load_rows(membership_at, rows, last, DIMS)
             weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
-            _gate, slope, dmasses = _through_moment(w, g, members, weights, moment, mass)
+            _gate, slope, dmasses = through_moment(w, g, members, weights, moment, mass)
             moment += tl.sum(w * w * weights[:, :, None], 0)
             mass += tl.sum(weights, 0)
             dmoment += tl.sum(slope, 0)
@@ -210,10 +170,10 @@ def _tssa_causal_bwd_kernel(
             members = load_rows(membership_at, rows, last, DIMS)
             keep = kept(mask_ptr, rows, last, stride_ms)
             weights = members * keep[:, None]
-            tile_moment, tile_mass, tile_energy = _add_tokens(
+            tile_moment, tile_mass, tile_energy = add_tokens(
                 sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
             )
-            gate, slope, dmasses = _through_moment(w, g, members, weights, tile_moment, tile_mass)
+            gate, slope, dmasses = through_moment(w, g, members, weights, tile_moment, tile_mass)
             dmoments = dmoment[None, :, :] + suffix_sums(slope)
             squares = w * w
             if DLOGIT:
@@ -250,44 +210,6 @@ def _tssa_causal_bwd_kernel(
     if PACKED and DW and chunk == 0:
         dw_at = (dw_ptr, stride_os, stride_oh, 1)
         clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def _tssa_causal_dbias_kernel(
-    dlogit_ptr,
-    temp_ptr,
-    bias_ptr,
-    cu_seqlens_ptr,
-    dbias_ptr,
-    dtemp_ptr,
-    stride_bh,
-    stride_bs,
-    stride_pb,
-    stride_ph,
-    nsequences,
-    seqlen,
-    total,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Sum dlogit over the sequences, BLOCK_N positions a program: ddenom_bias, and the bias's part of dtemp."""
-    pid = tl.program_id(0)
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, 1)
-    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
-    acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
-    for index in tl.range(0, nsequences):
-        start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
-        at = tl.cast(index, tl.int64) * stride_pb + start
-        acc += load_rows((dlogit_ptr + at, stride_ph), rows, count, DIMS)
-    inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
-    places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
-    bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    # The bias enters the similarity once a channel.
-    acc *= HEAD_DIM
-    store_rows((dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
-    store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
 
 
 def backward_causal(
@@ -334,30 +256,6 @@ def backward_causal(
         dtemp = denergies[:, 0, call.width :].sum(0)
         if denom_bias is None:
             return dw, dtemp.to(temp.dtype), temp.new_empty(0)
-        ddenom_bias, through_bias = _through_bias(call, dlogit, temp_, denom_bias)
-        dtemp += through_bias
+        ddenom_bias, dtemp_of_bias = through_bias(call, dlogit, temp_, denom_bias)
+        dtemp += dtemp_of_bias
     return dw, dtemp.to(temp.dtype), ddenom_bias
-
-
-def _through_bias(call: Call, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the bias, and of ``temp`` through it."""
-    block = 64
-    nblocks = max(1, -(-call.seqlen // block))
-    gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
-    parts = denom_bias.new_empty(nblocks, call.nheads, dtype=torch.float32)
-    shared = call.arguments()
-    names = ("cu_seqlens_ptr", "stride_pb", "stride_ph", "nsequences", "seqlen", "total", "NHEADS", "HEAD_DIM")
-    _tssa_causal_dbias_kernel[(nblocks,)](
-        dlogit_ptr=dlogit,
-        temp_ptr=temp,
-        bias_ptr=denom_bias,
-        dbias_ptr=gradient,
-        dtemp_ptr=parts,
-        stride_bh=denom_bias.stride(0),
-        stride_bs=denom_bias.stride(1),
-        **{name: shared[name] for name in names},
-        BLOCK_N=block,
-        BLOCK_H=power_of_two(call.nheads),
-        num_warps=4,
-    )
-    return gradient.to(denom_bias.dtype), parts.sum(0)

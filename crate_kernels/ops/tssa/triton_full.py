@@ -29,12 +29,13 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _register
-from crate_kernels._jit import keep_mask, sequence_bounds
+from crate_kernels._jit import keep_mask
 from crate_kernels.ops.tssa.triton_launch import FULL_FORWARD, RUNTIME, Call, run_full
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,
     channels_of,
+    chunk_of,
     clear_uncovered,
     floored,
     heads_of,
@@ -112,12 +113,8 @@ def _tssa_fwd_kernel(
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk = pid // nchunks, pid % nchunks
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = start.to(tl.int64)
-    first = chunk * chunk_size
-    last = tl.minimum(first + chunk_size, count)
     w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _register
-from crate_kernels._jit import sequence_bounds
 from crate_kernels.ops.tssa.triton_full import channel_gate
 from crate_kernels.ops.tssa.triton_launch import FULL_BACKWARD, RUNTIME, Call, run_full
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,
+    chunk_of,
     clear_uncovered,
     floored,
     kept,
@@ -96,12 +96,8 @@ def _tssa_bwd_kernel(
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk = pid // nchunks, pid % nchunks
+    index, chunk, origin, count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED)
-    origin = start.to(tl.int64)
-    first = chunk * chunk_size
-    last = tl.minimum(first + chunk_size, count)
     w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
     dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crate_kernels import _launch
 from crate_kernels._launch import Config, Row, Table
-from crate_kernels.ops.tssa.triton_tile import scan_chunks
+from crate_kernels.ops.tssa.triton_scan import scan_chunks
 
 # Arguments that no kernel gains from knowing: Triton would compile a variant for 1 and for multiples of 16.
 RUNTIME = (

@@ -15,20 +15,31 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from crate_kernels._jit import keep_mask, sequence_bounds, uncovered
 
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
 MASS_FLOOR = tl.constexpr(1e-8)
-_COLUMNS = 128
 
 
 @triton.jit
 def floored(x, FLOOR: tl.constexpr):
     """Return max(x, FLOOR) that lets NaN through, which ``tl.maximum`` would not."""
     return tl.where(x < FLOOR, FLOOR, x)
+
+
+@triton.jit
+def chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
+    """Return what a program works on: sequence, chunk, the sequence's first row and length, the chunk's tokens.
+
+    A chunk is the tokens from the last but one result to the last, counted within the sequence.
+    """
+    pid = tl.program_id(0)
+    index, chunk = pid // nchunks, pid % nchunks
+    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
+    first = chunk * chunk_size
+    return index, chunk, start.to(tl.int64), count, first, tl.minimum(first + chunk_size, count)
 
 
 @triton.jit
@@ -138,47 +149,6 @@ def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
 
 
 @triton.jit
-def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
-    """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one."""
-    by_channel, by_head = load_sums(ptr, pid - (chunk > 0), DIMS)
-    return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
-
-
-@triton.jit
-def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
-    """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
-    there = chunk + 1 < nchunks
-    by_channel, by_head = load_sums(ptr, pid + there, DIMS)
-    return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
-
-
-@triton.jit
-def _join_blocks(sums, totals, SIZE: tl.constexpr):
-    """Join blocks of SIZE tokens in pairs: the first of each adds the total of the second to its sums."""
-    PAIRS: tl.constexpr = totals.shape[0] // 2
-    half = tl.arange(0, 2)[None, :, None, None]
-    totals = tl.reshape(totals, (PAIRS, 2, totals.shape[1], totals.shape[2]))
-    later = tl.sum(tl.where(half == 1, totals, 0.0), 1)
-    sums = tl.reshape(sums, (PAIRS, 2, SIZE, totals.shape[2], totals.shape[3]))
-    sums += tl.where(half == 0, later[:, None, :, :], 0.0)[:, :, None, :, :]
-    return sums, tl.sum(totals, 1)
-
-
-@triton.jit
-def suffix_sums(x):
-    """Return the sums over tokens, the first of three dimensions, from each one on, by doubling blocks of tokens.
-
-    ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles an element, whatever its layout.
-    Where a thread has all tokens of its channels, this takes none.
-    """
-    sums, totals = x, x
-    for level in tl.static_range(10):
-        if (1 << level) < x.shape[0]:
-            sums, totals = _join_blocks(sums, totals, 1 << level)
-    return tl.reshape(sums, x.shape)
-
-
-@triton.jit
 def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
     """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
     head = (index * DIMS[0] + heads_of(DIMS))[None, :, None]
@@ -217,33 +187,3 @@ def clear_uncovered(
         store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS[2], DIMS[3]), tl.float32), rows, outside, DIMS)
         if rows_at is not None:
             store_rows(rows_at, tl.zeros((BLOCK_N, DIMS[2]), tl.float32), rows, outside, DIMS)
-
-
-@triton.jit(do_not_specialize=("nchunks", "size"))
-def _scan_chunks_kernel(sums_ptr, nchunks, size, REVERSE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr):
-    """Add up (nchunks, size) sums over the chunks up to each one, or from each one on, in place."""
-    nblocks = tl.cdiv(size, BLOCK_X)
-    pid = tl.program_id(0)
-    columns = (pid % nblocks) * BLOCK_X + tl.arange(0, BLOCK_X)
-    sums_ptr += (pid // nblocks).to(tl.int64) * nchunks * size
-    carried = tl.zeros((BLOCK_X,), tl.float32)
-    for c in tl.range(0, nchunks, BLOCK_C):
-        chunks = c + tl.arange(0, BLOCK_C)
-        inside = (chunks < nchunks)[:, None] & (columns < size)[None, :]
-        if REVERSE:
-            chunks = nchunks - 1 - chunks
-        places = chunks.to(tl.int64)[:, None] * size + columns[None, :]
-        values = tl.load(sums_ptr + places, mask=inside, other=0.0)
-        tl.store(sums_ptr + places, carried[None, :] + tl.cumsum(values, 0), mask=inside)
-        carried += tl.sum(values, 0)
-
-
-def scan_chunks(sums: Tensor, reverse: bool = False) -> None:
-    """Add up (..., nchunks, size) in place over the chunks up to each one, or from each one on."""
-    nchunks, size = sums.shape[-2:]
-    if nchunks == 1:
-        return
-    rows = sums.numel() // (nchunks * size) if sums.numel() else 0
-    _scan_chunks_kernel[(rows * triton.cdiv(size, _COLUMNS),)](
-        sums, nchunks, size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
-    )
