@@ -3,13 +3,22 @@
 import pytest
 import torch
 
-from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels import _launch, ista, ista_overcomplete, testing
+from crate_kernels.ops.ista import triton_tables as tables
 from tests.ops.common import backends, half, over_budget, randn
 
 TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
 EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+LIBRARY = pytest.mark.parametrize("library", [0, 1], ids=["fused", "library"])
+
+
+def going(library):
+    """Make every product Triton's own, or the library's with an elementwise kernel behind it."""
+    return _launch.forced(tables.PRODUCT, {**tables.PRODUCT.rows[_launch.INTERPRETER][0].config, "LIBRARY": library})
+
+
 
 EPILOGUES = {
     "plain": {},
@@ -39,10 +48,11 @@ def expected(left, right, base=None, gated=None, gate=None, scale=1.0, threshold
 
 @EACH
 @FLOATS
+@LIBRARY
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (17, 33, 40), (130, 70, 96)], ids=str)
-def test_the_product_is_what_it_says(shape, options, transposed, dtype, backend, device):
+def test_the_product_is_what_it_says(shape, options, transposed, library, dtype, backend, device):
     from crate_kernels.ops.ista.triton_product import product
 
     rows, inner, columns = shape
@@ -55,11 +65,13 @@ def test_the_product_is_what_it_says(shape, options, transposed, dtype, backend,
         if name in options
     }
     exact = expected(left, right, **{**options, **tensors})
-    actual = product(left, right, **{**options, **tensors})
+    with going(library):
+        actual = product(left, right, **{**options, **tensors})
     assert actual.dtype == dtype
     scale = inner**0.5 + 3
-    # A sum of ``inner`` products in float32, and one rounding.
-    bound = 4 * torch.finfo(torch.float32).eps * scale * inner**0.5 + torch.finfo(dtype).eps * exact.abs()
+    # A sum of ``inner`` products in float32, and one rounding; the library's product is rounded by itself first.
+    rounded = exact.abs() + library * (options.get("scale", 1.0) * left.double() @ right.double()).abs()
+    bound = 4 * torch.finfo(torch.float32).eps * scale * inner**0.5 + torch.finfo(dtype).eps * rounded
     assert ((actual.double() - exact).abs() <= bound).all()
 
 
@@ -82,6 +94,26 @@ def test_every_width(dim, dtype, backend, device):
     for tokens in (1, dim, 2 * dim + 3):
         case = testing.Case("ista", f"triton-{tokens}x{dim}", (1, tokens, dim))
         assert over_budget(case, dtype, backend, device) == [], tokens
+
+
+@EACH
+@FLOATS
+@LIBRARY
+@pytest.mark.parametrize("form", tables.FORWARD_FORM.candidates, ids=["one", "two"])
+@pytest.mark.parametrize("name", ["few-tokens", "many-tokens", "two-sided", "two-sided-few"])
+def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend, device):
+    """Tuning may take either form of a step, and either way of a product, for any number of tokens."""
+    case = next(c for c in testing.ISTA_CASES if c.name == name)
+    with going(library), _launch.forced(tables.FORWARD_FORM, form), _launch.forced(tables.BACKWARD_FORM, form):
+        assert over_budget(case, dtype, backend, device) == []
+
+
+@EACH
+@pytest.mark.parametrize("name", ["two-steps", "tied"])
+def test_the_librarys_products_serve_the_overcomplete_form(name, backend, device):
+    case = next(c for c in testing.ISTA_CASES if (c.op, c.name) == ("ista_overcomplete", name))
+    with going(1):
+        assert over_budget(case, half(backend, device), backend, device) == []
 
 
 STRIDES = {

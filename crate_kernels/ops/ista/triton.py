@@ -1,22 +1,27 @@
 """Sparse-coding steps on a GPU: fused products where they are half precision, the library's elsewhere.
 
-Products and passes over tensors of the tokens' size, half precision; float32 adds one elementwise pass a product:
+Products of the tokens with a matrix, and passes over tensors of the tokens' size, (read, written); a pass is tokens *
+dim * itemsize bytes, or with ``hidden`` in place of dim. All products fused; each that is the library's (float32, or
+as ``triton_tables`` has it) takes 2 reads and 1 write more where anything is added to it (``triton_product``):
 
-====================== ========================= ==========================================================
-call                   products of T dim^2       passes (reads + writes)
-====================== ========================= ==========================================================
-forward, many tokens   1                         2: x in, y out
-forward, few           2                         5: x twice, r out and in, y out
-backward, many         2                         7: dy, y in, g' out; g' in, dx out; x, g' in
-backward, few          4 (5 with r)              tokens are few: the weight is what is read
-overcomplete forward   2 steps (of T dim hidden) codes and residuals are written where they are kept
-overcomplete backward  4 steps                   dx is added up in the last product's epilogue
-====================== ========================= ==========================================================
+====================== ================= ========= =================== ===============================================
+call                   products          passes    passes of hidden    what
+====================== ================= ========= =================== ===============================================
+forward, many tokens   1                 1, 1                          x in, y out
+forward, few           2                 3, 2                          x twice, r out and in, y out
+backward, many         2                 5, 2                          dy, y in, g' out; g' in, dx out; x, g' in
+backward, few          5                 11, 4                         the weight is what takes the time to read
+overcomplete forward   2 steps           2 s + 1, 2 s + 1, steps       s = steps - 1; codes and residuals are written
+                       (of dim * hidden) s + 1                         where they are kept
+overcomplete backward  4 steps           3 s + 4,  5 s + 4, steps      3 for one step; dx is added up in the last
+                       (of dim * hidden) steps                         product, or past two steps by 2 reads, 1 write
+====================== ================= ========= =================== ===============================================
 
-MATH.md's floors are 1 product forward and 3 for training. Beside them K = W - W^T W and its derivative, dim^3 each. The
-sums over all tokens, x^T g', are the library's products: their few output tiles need its split along the tokens.
-Masking dy into g' first is one pass, and lets both products of the backward read one tensor by asynchronous copies.
-Derivations are in ``reference.py``.
+MATH.md's floors are 1 product forward and 3 for training; 2 and 6 in the two-product form, to which the backward adds
+the residual's, which is not kept. Beside them K = W - W^T W and its derivative, dim^3 each. The sums over all tokens,
+x^T g', are the library's products: their few output tiles need its split along the tokens. Masking dy into g' first is
+one pass, and lets both products of the backward read one tensor by asynchronous copies. Which form a step takes, and
+whose product it is, are looked up in ``triton_tables``, never timed in a call. Derivations are in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels.ops.ista.triton_product import gated, product
+from crate_kernels._launch import Table
+from crate_kernels.ops.ista.triton_product import gated, library_product, product
+from crate_kernels.ops.ista.triton_tables import BACKWARD_FORM, FORWARD_FORM
 
 
 def forward(
@@ -34,8 +41,9 @@ def forward(
 ) -> Tensor:
     """Return y; products run in ``compute``, the residual is added in float32."""
     tokens = _rows(x)
-    left, right = tokens, _matrix(weight, compute) if _many(tokens) else weight.to(compute)
-    if not _many(tokens):
+    one = _one_product(FORWARD_FORM, tokens, 1.0)
+    left, right = tokens, _matrix(weight, compute) if one else weight.to(compute)
+    if not one:
         left = product(tokens, right.t(), base=tokens, scale=-1.0)
     options: dict[str, Any] = {"threshold": step_size * lambd, "nonnegative": nonnegative, "dtype": x.dtype}
     return product(left, right, base=tokens, scale=step_size, **options).view(x.shape)
@@ -55,19 +63,17 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
     tokens, dy, y = _rows(x), _rows(dy), _rows(y)
-    count, dim = tokens.shape
     g = gated(dy, y, compute)
     # Rounded to half for the products, the gradient of a float32 stream is not yet what is added.
     through: dict[str, Any] = {"base": g} if compute == x.dtype else {"gated": dy, "gate": y}
     dx, dweight = x.new_empty(0), weight.new_empty(0)
     # The one-product form spares 3 products with the tokens (of either gradient alone, 1) for 2 (1) of dim^3.
-    both = need_dx and need_dweight
-    if count * (3 if both else 1) >= dim * (2 if both else 1):
+    if _one_product(BACKWARD_FORM, tokens, 2 / 3 if need_dx and need_dweight else 1.0):
         if need_dx:
             matrix = _matrix(weight, compute).t()
             dx = product(g, matrix, scale=step_size, dtype=x.dtype, **through).view(x.shape)
         if need_dweight:
-            dk = _sum_over_tokens(tokens.to(compute), g, step_size).to(weight.dtype)
+            dk = library_product(tokens.to(compute).t(), g, step_size).to(weight.dtype)
             dweight = torch.addmm(dk, weight, dk + dk.t(), alpha=-1)
         return dx, dweight
     matrix = weight.to(compute)
@@ -76,7 +82,7 @@ def backward(
         dx = product(dr, matrix, base=dr, gated=dy, gate=y, scale=-1.0, dtype=x.dtype).view(x.shape)
     if need_dweight:
         residual = product(tokens, matrix.t(), base=tokens, scale=-1.0)
-        dweight = _sum_over_tokens(residual, g, step_size).addmm_(dr.t(), tokens.to(compute), alpha=-1)
+        dweight = library_product(residual.t(), g, step_size).addmm_(dr.t(), tokens.to(compute), alpha=-1)
     return dx, dweight.to(weight.dtype)
 
 
@@ -136,9 +142,10 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1]).contiguous()
 
 
-def _many(tokens: Tensor) -> bool:
-    """Whether one product with the tokens and one of dim^3 are fewer FLOP than two with the tokens."""
-    return tokens.shape[0] >= tokens.shape[1]
+def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
+    """Whether ``tokens`` take one product; from ``equal`` times dim tokens on it is no more FLOP than two."""
+    count, dim = tokens.shape
+    return 100 * count >= table.config(tokens.device, dim, count, False, tokens.dtype)["ONE"] * equal * dim
 
 
 def _matrix(weight: Tensor, compute: torch.dtype) -> Tensor:
@@ -146,16 +153,10 @@ def _matrix(weight: Tensor, compute: torch.dtype) -> Tensor:
     return torch.addmm(weight, weight.t(), weight, alpha=-1).to(compute)
 
 
-def _sum_over_tokens(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Return scale * left^T right, scaled before it is rounded."""
-    nothing = left.new_zeros(())
-    return torch.addmm(nothing, left.t(), right, beta=0, alpha=scale)
-
-
 def _add_over_tokens(total: Tensor | None, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return total + scale * left^T right, in place, or begin the total in ``dtype``."""
     if total is None:
-        return _sum_over_tokens(left, right, scale).to(dtype)
+        return library_product(left.t(), right, scale).to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left.t(), right, alpha=scale)
     return total.add_(torch.mm(left.t(), right), alpha=scale)

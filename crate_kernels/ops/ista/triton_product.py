@@ -1,11 +1,19 @@
-"""One product of tokens with a matrix, and everything that a sparse-coding step does to it, in one pass.
+"""One product of tokens with a matrix, and everything that a sparse-coding step does to it.
 
-``product`` computes ``act(base + gate * gated + scale * left @ right)``. Half-precision products are one Triton kernel
-with all that in its epilogue: for dim up to about 1000 reading and writing the tokens takes a GPU as long as
-multiplying them, so that a library product with one elementwise kernel behind it (2 more passes of reading and one of
-writing) is expected to lose more than the library's faster inner loop gains. float32 products are the
-library's, with one elementwise kernel: without tensor cores they take ten times as long as the passes, and PyTorch's
-setting for TF32 holds.
+``product`` computes ``act(base + gate * gated + scale * left @ right)``, in one of two ways:
+
+======= ======== ======================================================================================
+way     launches passes over tensors of the tokens' size
+======= ======== ======================================================================================
+fused   1        reads ``left``, ``base``, ``gated`` and ``gate``, once each; writes the result
+library 2        the same, and the product is written and read once more; a ``base`` that is ``left`` is
+                 read twice
+======= ======== ======================================================================================
+
+The fused way is a Triton kernel with all that in its epilogue. For sums of up to some 2500 terms reading and writing
+the tokens takes a GPU so long beside multiplying them that the library's faster inner loop is expected to gain less
+than its passes cost (``triton_tables``). float32 products are the library's: without tensor cores they take ten times
+as long as the passes, and PyTorch's setting for TF32 holds. So are those that nothing is done to afterwards.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -22,38 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels import _launch
-from crate_kernels._launch import INTERPRETER, Config, Row, Table
+from crate_kernels.ops.ista.triton_tables import PRODUCT
 
-
-def _tiles(m: int, n: int, k: int, warps: int, stages: int) -> Config:
-    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-
-
-# Keyed by dim and by the number of tokens, in the places of head_dim and seqlen; half: 16-bit tokens (float32 ones
-# are rounded on the way to the product, and take twice the shared memory).
-PRODUCT = Table(
-    "ista_product",
-    {
-        INTERPRETER: (Row(_tiles(128, 64, 32, 4, 1)),),
-        "sm_80": (
-            Row(_tiles(16, 32, 64, 4, 4), seqlen=16),
-            Row(_tiles(64, 64, 64, 4, 3), seqlen=1024),
-            Row(_tiles(128, 128, 32, 8, 4), half=True),
-            Row(_tiles(128, 128, 32, 8, 3)),
-        ),
-        "sm_90": (
-            Row(_tiles(16, 32, 128, 4, 4), seqlen=16),
-            Row(_tiles(64, 64, 64, 4, 4), seqlen=1024),
-            # Three stages leave shared memory for two programs a multiprocessor: one multiplies while one finishes.
-            Row(_tiles(128, 128, 64, 8, 3)),
-        ),
-        "gfx942": (
-            Row(_tiles(16, 32, 64, 4, 2), seqlen=16),
-            Row(_tiles(64, 64, 64, 4, 2), seqlen=1024, half=True),
-            Row(_tiles(128, 128, 32, 8, 2)),
-        ),
-    },
-)
 _ELEMENTS = 2048  # of a program of the elementwise kernel
 _NONE, _RELU, _SOFT = 0, 1, 2
 
@@ -201,15 +179,15 @@ def product(
         "GATE_ALL": gate is not None and gated is None,
         "ACTIVATION": _NONE if threshold is None else _RELU if nonnegative else _SOFT,
     }
+    # The pointers of widths that 16-byte loads do not divide fill the registers of a large tile.
+    tokens = rows if inner % 16 == 0 and columns % 16 == 0 else min(rows, 1024)
+    config = dict(PRODUCT.config(left.device, inner, tokens, False, left.dtype))
     with _launch.guard(left.device):
-        if right.dtype == torch.float32:
-            plain = torch.mm(left, right, out=out) if out.dtype == torch.float32 else torch.mm(left, right)
-            if shared["ACTIVATION"] or scale != 1.0 or plain is not out or any(t is not None for t in (base, gate)):
-                _update(plain, out, shared)
+        if config.pop("LIBRARY") or right.dtype == torch.float32:
+            plain = library_product(left.to(right.dtype), right, scale, out if out.dtype == right.dtype else None)
+            if plain is not out or shared["ACTIVATION"] or base is not None or gate is not None:
+                _update(plain, out, {**shared, "scale": 1.0})
             return out
-        # The pointers of widths that 16-byte loads do not divide fill the registers of a large tile.
-        tokens = rows if inner % 16 == 0 and columns % 16 == 0 else min(rows, 1024)
-        config = PRODUCT.config(left.device, inner, tokens, False, left.dtype)
         grid = (triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"]),)
         _ista_product_kernel[grid](
             left_ptr=left,
@@ -225,6 +203,12 @@ def product(
             **config,
         )
     return out
+
+
+def library_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Return scale * left @ right by PyTorch, scaled before it is rounded."""
+    # Times zero, what is to be added is never read.
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale, out=out)
 
 
 def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,17 +1,20 @@
-"""The causal form in Triton, forward and decoding: running sums over tokens, in chunks that are summed first.
+"""The causal form in Triton, forward: running sums over tokens, in chunks that are summed first.
 
 One program goes through a chunk in tiles and carries the running sums in registers. With one chunk a sequence
 (short ones, very many, and decoding) that is all: w is read once. With several, their sums of w^2 come first, then
 the membership and the sums of Pi w^2, then the output; ``scan_chunks`` adds up what comes before each chunk.
 
-============== ================ =========================================================
-way            passes over w    launches
-============== ================ =========================================================
-alone          1 read, 1 write  1; decoding adds 2 head_dim + 1 floats a head, read and written
-chunks         3 reads, 1 write 5
-============== ================ =========================================================
+As (read, written), in passes of batch * nheads * seqlen * head_dim * itemsize bytes and in rows like the membership, of
+batch * nheads * seqlen * 4 bytes; nothing is a matrix product:
 
-Beside them the membership, 1 / head_dim of a pass in fp32, and the sums, 2 / CHUNK of a pass, in fp32, four times.
+====== ====== ===== ========
+way    passes rows  launches
+====== ====== ===== ========
+alone  1, 1   0, 1  1
+chunks 3, 1   1, 1  5
+====== ====== ===== ========
+
+In chunks there are beside them two sets of sums, 1 / CHUNK of a pass each, in fp32, each written twice and read twice.
 Nothing a token gets depends, in any bit, on a later one: every running sum is added in the order of the tokens.
 """
 

@@ -2,20 +2,20 @@
 
 A program has one chunk, with every head of its tokens, and goes through it in tiles. Where a step scans backwards, the
 running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Steps,
-each with what ``scan_chunks`` made of the one before:
+each with what ``scan_chunks`` made of the one before; passes and rows as in ``triton_causal``, (read, written):
 
-======= ======================= ===================================================
-step    passes over w and dout  leaves
-======= ======================= ===================================================
-TOTALS  1 read                  sums of Pi w^2, of Pi and of w^2
-DMOMENT 2 reads                 sums of dM / s, and V
-DLOGIT  2 reads                 the gradient of the logits; sums of dc / temp; dtemp
-DW      2 reads, 1 write        dw
-======= ======================= ===================================================
+======= ====== ===== ===================================================
+step    passes rows  leaves
+======= ====== ===== ===================================================
+TOTALS  1, 0   1, 0  sums of Pi w^2, of Pi and of w^2
+DMOMENT 2, 0   1, 0  sums of dM / s, and V
+DLOGIT  2, 0   1, 1  the gradient of the logits; sums of dc / temp; dtemp
+DW      2, 1   2, 0  dw
+======= ====== ===== ===================================================
 
-7 reads and 1 write, 7 launches (4 where a sequence is one chunk), and 1 for ddenom_bias. Beside them the membership
-three times, the gradient of the logits twice or three times, each 1 / head_dim of a pass in fp32, and the chunks'
-sums, 4 / CHUNK of a pass in fp32, three to five times. No atomics: every sum has one order.
+7 reads and 1 write, in 7 launches (4 where a sequence is one chunk) and 1 for ddenom_bias, which reads a row more; so
+does the gradient of the membership. Beside them the chunks' sums, four sets of 1 / CHUNK of a pass in fp32, each
+written once and read once to three times, and read and written once by its scan. No atomics: every sum has one order.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

@@ -1,8 +1,8 @@
 """Decoding in Triton: the causal forward, with the state of a cache before the first token and advanced by all.
 
-A step of one token is one launch. It reads the token and writes its output, and reads and writes the state, which is
-2 head_dim + 1 fp32 values and a head's share of a length: (2 itemsize + 16) head_dim + 8 bytes a head and a step,
-whatever has been decoded before. A long block, as a prompt, takes the forward's chunks.
+A step of one token is one launch. It reads the token and writes its output, (2 itemsize) head_dim bytes a head, reads
+and writes the state, 2 head_dim + 1 values in fp32, and writes the membership: (2 itemsize + 16) head_dim + 12 bytes a
+head and a step, however much has been decoded before. A long block, as a prompt, takes the forward's chunks.
 """
 
 from __future__ import annotations

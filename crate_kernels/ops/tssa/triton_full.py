@@ -4,18 +4,20 @@ A launch does all steps where one program has a whole sequence: it reads w from 
 cache, which holds what the programs of one wave read. Longer sequences are cut into chunks: then each step is a launch
 of its own, with the chunks' sums added up in between. ``triton_full_backward`` has the same two ways.
 
-Passes over tensors of w's size, from memory, beside the floors of MATH.md (no sums from the producer of w):
+A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize bytes; a row is the membership or
+scratch like it, batch * nheads * seqlen * 4 bytes. From memory, as (read, written), beside the floors of MATH.md in
+passes (no sums from the producer of w), with nothing that is a matrix product:
 
-============== ================ ================= ======== =======
-way            forward          backward          launches floors
-============== ================ ================= ======== =======
-whole sequence 1 read, 1 write  2 reads, 1 write  1 + 1    2 and 3
-chunks         3 reads, 1 write 5 reads, 1 write  3 + 3    4 and 6
-============== ================ ================= ======== =======
+============== =============== ============== =============== ============== ======== =======
+way            forward passes  forward rows   backward passes backward rows  launches floors
+============== =============== ============== =============== ============== ======== =======
+whole sequence 1, 1            0, 1           2, 1            1, 2           1 + 1    2 and 3
+chunks         3, 1            1, 1           5, 1            5, 2           3 + 3    4 and 6
+============== =============== ============== =============== ============== ======== =======
 
-Beside them: the membership and, in the backward, two scratch rows like it, 1 / head_dim of a pass each in fp32; in
-chunks, the sums at two boundaries, fp32, 1 / CHUNK of a pass each, added by one ``torch.sum`` a boundary. There are no
-atomics: every sum has one order, whatever the GPU does first.
+One row more is read for the gradient of the membership, where there is one. In chunks the sums at two boundaries, fp32,
+1 / CHUNK of a pass each, are written and read by one ``torch.sum`` a boundary. Energies and moments, (batch, nheads,
+head_dim) in fp32, are written and read back. There are no atomics: every sum has one order, whatever runs first.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

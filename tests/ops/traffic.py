@@ -1,0 +1,90 @@
+"""Count what Triton's kernels read and write, where they are interpreted, and what PyTorch's operators do beside them.
+
+Within a launch an element comes from memory once: what is read again, or was written before, is in a cache. That is
+how the docstrings of the kernels count.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+
+class _Operand:
+    """A tensor of a launch, and which of its elements are in a cache."""
+
+    def __init__(self, tensor):
+        self.size, self.itemsize, self.first = tensor.numel(), tensor.element_size(), tensor.data_ptr()
+        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.cached = np.zeros(reach + 1 if self.size else 0, dtype=bool)
+
+    def holds(self, address):
+        return self.first <= address < self.first + self.cached.size * self.itemsize
+
+
+class Traffic(TorchDispatchMode):
+    """Elements read and written, by the size of the tensor; ``launches`` by kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.written, self.launches = Counter(), Counter(), Counter()
+        self._operands = None
+
+    def passes(self, size):
+        """Return how often tensors of ``size`` elements are (read, written)."""
+        return self.read[size] / size, self.written[size] / size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self._operands is None and not func.is_view and "empty" not in func.name():
+            for tensor in args:  # behind them is, if anything, where the result goes
+                if isinstance(tensor, torch.Tensor):
+                    self.read[tensor.numel()] += tensor.numel()
+            self.written[result.numel()] += result.numel()
+        return result
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def launched(executor, *args, **kwargs):
+            self.launches[executor.fn.__name__] += 1
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            self._operands = [_Operand(t) for t in tensors]
+            try:
+                return launch(executor, *args, **kwargs)
+            finally:
+                self._operands = None
+
+        def loaded(own, ptrs, mask, *rest):
+            for operand, places in self._places(ptrs, mask):
+                places = np.unique(places)
+                self.read[operand.size] += int((~operand.cached[places]).sum())
+                operand.cached[places] = True
+            return load(own, ptrs, mask, *rest)
+
+        def stored(own, ptrs, value, mask, *rest):
+            for operand, places in self._places(ptrs, mask):
+                self.written[operand.size] += places.size
+                operand.cached[places] = True
+            return store(own, ptrs, value, mask, *rest)
+
+        self._patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        self._patch.setattr(builder, "create_masked_load", loaded)
+        self._patch.setattr(builder, "create_masked_store", stored)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patch.undo()
+        return super().__exit__(*exception)
+
+    def _places(self, ptrs, mask):
+        """Yield the tensor that a load or a store is of, and the places of its elements; nothing if all is masked."""
+        addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64).ravel()
+        if addresses.size:
+            operand = next(o for o in self._operands if o.holds(addresses[0]))
+            yield operand, (addresses - operand.first) // operand.itemsize
