@@ -1,5 +1,8 @@
 """Tuning: the fastest right configuration of each workload becomes a row that comes before the shipped ones."""
 
+import os
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -88,13 +91,52 @@ def test_without_a_gpu_tuning_says_so(capsys):
     assert "tune: needs a CUDA or HIP GPU, and PyTorch sees none" in capsys.readouterr().out
 
 
-def test_the_workloads_of_mssa_are_rows_of_its_tables():
+@pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
+def test_workloads_are_rows_of_the_tables(op):
     pytest.importorskip("triton")
-    from crate_kernels.ops.mssa import triton_tables, triton_tune
-
-    workloads = triton_tune.workloads()
-    assert {w.table for w in workloads} == set(triton_tables.TABLES)
+    tables = import_module(f"crate_kernels.ops.{op}.triton_tables").TABLES
+    workloads = import_module(f"crate_kernels.ops.{op}.triton_tune").workloads()
+    assert {w.table for w in workloads} == set(tables)
     for workload in workloads:
         keys = set(workload.table.rows["sm_90"][0].config)
         assert all(set(candidate) == keys for candidate in workload.table.candidates)
+        # A length that is no power of two would stand for shorter ones than its own.
+        assert workload.row.seqlen in (None, _launch.bucket(workload.row.seqlen or 1))
     assert len({str(w) for w in workloads}) == len(workloads)
+
+
+def launched(call):
+    """Return the names of what ``call`` launches on the pretended GPU."""
+    from tests.aot import harness
+
+    return [launch.function.__name__ for launch in harness.launches(call, "sm_90")]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="looks at launches: needs TRITON_INTERPRET unset")
+def test_launches_follow_what_was_tuned(gpu):
+    """One program a sequence or chunks, whose product, which form: each is taken from the row that was written."""
+    pytest.importorskip("triton")
+    from crate_kernels.ops.ista import triton_tables as ista_tables
+    from crate_kernels.ops.tssa import triton_tables as tssa_tables
+    from tests.aot import ista, tssa
+
+    image, step = tssa.full(197, 8, 48, backward=False), ista.step(1024, 768)
+    assert launched(image) == ["_tssa_fwd_kernel"]
+    assert launched(step) == ["_ista_product_kernel", "_ista_update_kernel", "_ista_product_kernel"]
+    chunks = next(c for c in tssa_tables.FULL_FORWARD.candidates if not c["WHOLE"])
+    library = next(c for c in ista_tables.PRODUCT.candidates if c["LIBRARY"])
+    never = ista_tables.BACKWARD_FORM.candidates[-1]
+    rows = {
+        "tssa_full_fwd": [Row(chunks, 384, 256, half=True)],
+        "ista_product": [Row(library, 768, 1024, half=True)],
+        "ista_backward_form": [Row(never, 768, 1024, half=True)],
+    }
+    _launch.write_user_rows(gpu, rows)
+    assert launched(image) == ["_tssa_fwd_kernel"] * 3
+    # Forward still one product; back the masked gradient, dx and the residual, dr having no epilogue.
+    assert launched(step) == ["_ista_update_kernel"] * 4
+    longer = tssa.full(785, 8, 48, backward=False), ista.step(2048, 768)
+    assert [launched(call) for call in longer] == [
+        ["_tssa_fwd_kernel"],
+        ["_ista_product_kernel", "_ista_update_kernel", "_ista_product_kernel"],
+    ]

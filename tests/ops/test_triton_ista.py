@@ -19,7 +19,6 @@ def going(library):
     return _launch.forced(tables.PRODUCT, {**tables.PRODUCT.rows[_launch.INTERPRETER][0].config, "LIBRARY": library})
 
 
-
 EPILOGUES = {
     "plain": {},
     "scale": {"scale": -0.3},

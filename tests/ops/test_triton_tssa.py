@@ -8,6 +8,7 @@ import torch
 
 from crate_kernels import TokenStatsCache, _backend, _launch, testing, tssa
 from crate_kernels.ops.tssa import op
+from crate_kernels.ops.tssa import triton_tables as tables
 from tests.ops.common import backends, interpreted, outputs_and_gradients, over_budget, randn
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
@@ -20,8 +21,6 @@ WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
 @contextmanager
 def going(way):
     """Make every launch take a whole sequence, or chunks of 16 tokens in tiles of 8 (backward: 4)."""
-    from crate_kernels.ops.tssa import triton_launch as tables
-
     whole = way == "whole"
     full = {"TILE": 512, "CHUNK": 16, "WHOLE": 1 << 20 if whole else 0, "CROWD": 0, "STAGES": 2, "num_warps": 4}
     length = 1 << 10 if whole else 16

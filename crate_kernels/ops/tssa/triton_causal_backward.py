@@ -30,7 +30,7 @@ from torch import Tensor
 
 from crate_kernels import _launch, _register
 from crate_kernels.ops.tssa.triton_causal_bias import through_bias
-from crate_kernels.ops.tssa.triton_launch import CAUSAL_BACKWARD, RUNTIME, Call, causal_tile
+from crate_kernels.ops.tssa.triton_launch import RUNTIME, Call, causal_tile
 from crate_kernels.ops.tssa.triton_scan import (
     add_tokens,
     after_chunk,
@@ -39,6 +39,7 @@ from crate_kernels.ops.tssa.triton_scan import (
     suffix_sums,
     through_moment,
 )
+from crate_kernels.ops.tssa.triton_tables import CAUSAL_BACKWARD
 from crate_kernels.ops.tssa.triton_tile import (
     CAUSAL_FLOOR,
     chunk_of,

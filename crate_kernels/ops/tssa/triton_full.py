@@ -32,7 +32,8 @@ from torch import Tensor
 
 from crate_kernels import _register
 from crate_kernels._jit import keep_mask
-from crate_kernels.ops.tssa.triton_launch import FULL_FORWARD, RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton_launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton_tables import FULL_FORWARD
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,

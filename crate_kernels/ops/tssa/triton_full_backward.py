@@ -16,7 +16,8 @@ from torch import Tensor
 
 from crate_kernels import _register
 from crate_kernels.ops.tssa.triton_full import channel_gate
-from crate_kernels.ops.tssa.triton_launch import FULL_BACKWARD, RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton_launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton_tables import FULL_BACKWARD
 from crate_kernels.ops.tssa.triton_tile import (
     FULL_FLOOR,
     MASS_FLOOR,

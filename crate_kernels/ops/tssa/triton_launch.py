@@ -1,4 +1,4 @@
-"""How the kernels of token statistics are launched: tiles, chunks, and the arguments that they share."""
+"""How the kernels of token statistics are launched: in tiles and chunks, and with the arguments that they share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from crate_kernels import _launch
-from crate_kernels._launch import Config, Row, Table
+from crate_kernels._launch import Config, Table
 from crate_kernels.ops.tssa.triton_scan import scan_chunks
+from crate_kernels.ops.tssa.triton_tables import CAUSAL_FORWARD
 
 # Arguments that no kernel gains from knowing: Triton would compile a variant for 1 and for multiples of 16.
 RUNTIME = (
@@ -91,30 +92,6 @@ class Call:
             "NHEADS": self.nheads,
             "HEAD_DIM": self.head_dim,
         }
-
-
-def _every_arch(config: Config, interpreter: Config) -> dict[str, tuple[Row, ...]]:
-    """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's."""
-    return {**dict.fromkeys(("sm_80", "sm_90", "gfx942"), (Row(config),)), _launch.INTERPRETER: (Row(interpreter),)}
-
-
-def _full(tile: int, chunk: int, stages: int, warps: int) -> Config:
-    return {"TILE": tile, "CHUNK": chunk, "WHOLE": 256, "CROWD": 1024, "STAGES": stages, "num_warps": warps}
-
-
-def _causal(tokens: int, chunk: int, stages: int) -> Config:
-    return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages}
-
-
-# Keyed by the channels of a token, all heads together, in the place of head_dim. TILE counts the elements of a tile, of
-# which one takes 16 fp32 registers of 256 threads; TOKENS its tokens; CHUNK the tokens of a program, at most, where it
-# has not the whole sequence. It has where that is below WHOLE kB, whose program is done before further launches would
-# have begun; or below CROWD kB, which every multiprocessor can keep in its share of the L2 cache (50 MB by 132 on an
-# H100), if half of them get one. STAGES is the depth of the loads' pipeline.
-FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)))
-FULL_BACKWARD = Table("tssa_full_bwd", _every_arch(_full(4096, 256, 2, 8), _full(1 << 14, 64, 1, 1)))
-CAUSAL_FORWARD = Table("tssa_causal_fwd", _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)))
-CAUSAL_BACKWARD = Table("tssa_causal_bwd", _every_arch(_causal(2, 32, 3), _causal(128, 128, 1)))
 
 
 def power_of_two(size: int) -> int:
