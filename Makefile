@@ -19,7 +19,7 @@ test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 
 # Every kernel for every GPU and head_dim; the suite compiles a covering set of them. No GPU is needed.
 aot: .venv/test.stamp
-	$(BIN)/python -m pytest tests/aot tests/aot/exhaustive.py $(ARGS)
+	$(BIN)/python -m pytest tests/aot tests/aot/exhaustive*.py $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.

@@ -56,3 +56,8 @@ def decode(new, nheads, head_dim, dtype=HALF, batch=16, padded=False):
     temp, bias = torch.empty(nheads, device="meta"), torch.empty(nheads, 1024, device="meta")
     mask = _options(batch, new, padded=padded)[0]
     return lambda: kernels.decode(w, temp, bias, *sums, mass, lengths, mask)
+
+
+def chosen(launches, steps):
+    """Leave the launches that do any of ``steps``, by the names of a kernel's constants; without any, all."""
+    return [launch for launch in launches if not steps or any(launch.arguments.get(step) for step in steps)]

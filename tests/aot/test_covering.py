@@ -1,0 +1,30 @@
+"""The covering sets of all operators together compile no more than continuous integration has time for."""
+
+from tests.aot import harness
+
+harness.needs_compiler()
+
+from tests.aot import test_ista, test_mssa, test_tssa  # noqa: E402  # only where Triton compiles
+from tests.aot.tssa import chosen  # noqa: E402
+
+MOST = 120  # compilations, of 0.3 to 2 seconds each
+
+
+def launches():
+    """Yield (launch, target) of everything that the covering sets compile."""
+    for call, targets, _ in test_mssa.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in harness.launches(call, target))
+    for call, targets, steps in test_tssa.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in chosen(harness.launches(call, target), steps))
+    for call, targets, which in test_ista.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in harness.launches(call, target)[which])
+
+
+def test_the_covering_sets_are_small_and_of_all_targets():
+    found = {
+        (launch.function.__name__, target, harness._source(launch).hash(), str(launch.options))
+        for launch, target in launches()
+    }
+    assert len(found) <= MOST
+    for op in ("mssa", "tssa", "ista"):
+        assert {target for name, target, *_ in found if name.startswith(f"_{op}")} == set(harness.TARGETS)
