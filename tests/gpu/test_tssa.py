@@ -33,7 +33,7 @@ def cases():
         lengths = {"lengths": (half, 7, 2 * half, 0, 129)}
         yield testing.Case("tssa", f"{form}packed-long", (0, 6, 0, 64), dropout, **lengths)
         yield testing.Case("tssa", f"{form}padded-long", (2, 6, half, 64), dropout, padding="scattered")
-        yield testing.Case("tssa", f"{form}mixed-norms-long", (1, 6, half, 16), options, special="mixed norms")
+        yield testing.Case("tssa", f"{form}mixed-norms-long", (1, 6, half, 64), options, special="mixed norms")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

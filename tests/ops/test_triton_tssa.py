@@ -76,6 +76,20 @@ def test_chunks_are_within_budget(case, backend, device):
 
 @EACH
 @FORMS
+@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_head_may_have_nearly_all_of_a_token(seed, head_dim, causal, backend, device):
+    """There the logits are large and close, and what moves them is rounding unless it is added up with care."""
+    options = {"causal": causal, "return_membership": True}
+    case = testing.Case("tssa", "mixed-norms-wide", (1, 6, 40, head_dim), options, special="mixed norms")
+    inputs = testing.make_inputs(case, torch.float32, device, seed=seed)
+    eager, exact = (testing.run(case, inputs.to(dtype), "reference") for dtype in (torch.float32, torch.float64))
+    measured = testing.measure(testing.run(case, inputs, backend), eager, exact, torch.float32)
+    assert [m for m in measured if not m.passed] == []
+
+
+@EACH
+@FORMS
 @pytest.mark.parametrize("shape", [(5, 3), (6, 48), (20, 16), (3, 72), (2, 88), (1, 257)], ids=str)
 def test_any_number_of_heads_and_channels(shape, causal, backend, device):
     options = {"causal": causal, "return_membership": True}

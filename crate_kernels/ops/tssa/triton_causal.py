@@ -49,6 +49,7 @@ from crate_kernels.ops.tssa.triton_tile import (
     store_rows,
     store_sums,
     store_tokens,
+    sum_over_channels,
 )
 
 
@@ -143,14 +144,14 @@ def _tssa_causal_fwd_kernel(
         counted = squares * keep[:, None, None]
         if MEMBERS:
             running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
-            logits = tl.sum(squares / floored(running, CAUSAL_FLOOR), 2)
+            similarity = sum_over_channels(squares / floored(running, CAUSAL_FLOOR), DIMS)
             if bias_ptr is not None:
                 # Past the end only for padded tokens, which nobody reads.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
                 there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
                 bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
-                logits += HEAD_DIM * bias.to(tl.float32)
-            members = softmax_over_heads(temp[None, :] * logits, DIMS)
+                similarity += HEAD_DIM * bias.to(tl.float64)
+            members = softmax_over_heads(temp, similarity, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0

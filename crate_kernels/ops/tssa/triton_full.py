@@ -52,6 +52,7 @@ from crate_kernels.ops.tssa.triton_tile import (
     store_rows,
     store_sums,
     store_tokens,
+    sum_over_channels,
 )
 
 
@@ -152,8 +153,8 @@ def _tssa_fwd_kernel(
             rows = n + tl.arange(0, BLOCK_N)
             w = load_tokens(w_at, rows, last, DIMS)
             squares = w * w
-            similarity = tl.sum(squares * inverse[None, :, :], 2)
-            members = softmax_over_heads(temp[None, :] * similarity, DIMS)
+            similarity = sum_over_channels(squares * inverse[None, :, :], DIMS)
+            members = softmax_over_heads(temp, similarity, DIMS)
             if mask_ptr is not None:
                 # Where no token is left to sum over, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)

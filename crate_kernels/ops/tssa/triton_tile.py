@@ -158,16 +158,37 @@ def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexp
 
 
 @triton.jit
-def softmax_over_heads(logits, DIMS: tl.constexpr):
-    """Return the membership of each token, (BLOCK_N, BLOCK_H)."""
+def sum_over_channels(x, DIMS: tl.constexpr):
+    """Return the sums of a tile over its channels in float64, of which eight at a time are still added in float32.
+
+    Eight neighbours are in one thread; the exchange between threads is of one number a head.
+    """
+    EIGHT: tl.constexpr = 8 if DIMS[3] > 8 else DIMS[3]
+    x = tl.reshape(x, (x.shape[0], DIMS[2], DIMS[3] // EIGHT, EIGHT))
+    return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
+
+
+@triton.jit
+def softmax_over_heads(temp, similarity, DIMS: tl.constexpr):
+    """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head.
+
+    Up to their difference from the largest, logits are float64: a token that dominates its channels has q near
+    head_dim, and in float32 the logits of all its heads would lose what tells them apart. It is one number a head.
+    """
+    logits = temp.to(tl.float64)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
-    weights = tl.exp(logits - tl.max(logits, 1)[:, None])
+    weights = tl.exp((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
     return weights / tl.sum(weights, 1)[:, None]
 
 
 @triton.jit
 def softmax_backward(members, dmembers):
-    """Return the gradient of the logits, (BLOCK_N, BLOCK_H)."""
+    """Return the gradient of the logits, (BLOCK_N, BLOCK_H).
+
+    The mean is taken away twice. Of a head that has nearly all of its token, the first difference is mostly the
+    rounding of two large numbers, the membership's from 1 among it; of small ones the second sum is exact enough.
+    """
+    dmembers -= tl.sum(members * dmembers, 1)[:, None]
     return members * (dmembers - tl.sum(members * dmembers, 1)[:, None])
 
 
