@@ -158,7 +158,7 @@ def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device 
     which runs its kernels on CPU tensors.
     """
     if backend == "triton" and dtype == torch.bfloat16 and torch.device(device).type == "cpu":
-        return "Triton's interpreter computes bfloat16 wrong"
+        return "Triton's interpreter computes bfloat16 wrong: make test-gpu runs it"
     if case.op != "mssa" or backend != "composite":
         return None
     if case.options.get("dropout_p"):

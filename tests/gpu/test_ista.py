@@ -126,7 +126,7 @@ def test_triton_never_waits_for_the_device():
 @FUNCTIONS
 def test_triton_runs_on_the_tensors_device(function):
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs two GPUs: make test-gpu where there are")
     x, weight = matrix(300, 64), weights(function)
     there = differentiate(function, x.to("cuda:1"), weight.to("cuda:1"))
     check_equal([t.to(x.device) for t in there], differentiate(function, x, weight))

@@ -51,7 +51,7 @@ def no_bfloat16_in_the_interpreter(request):
     """Skip what would run a Triton kernel on bfloat16 CPU tensors."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if params.get("dtype") is torch.bfloat16 and interpreted(params.get("backend"), params.get("device", "cpu")):
-        pytest.skip("Triton's interpreter computes bfloat16 wrong")
+        pytest.skip("Triton's interpreter computes bfloat16 wrong: make test-gpu runs it")
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")

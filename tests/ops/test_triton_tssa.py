@@ -77,6 +77,18 @@ def test_chunks_are_within_budget(case, backend, device):
 @EACH
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
+def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend, device):
+    """A token by itself has q = head_dim whatever it is: logits far from zero and close to each other."""
+    w, temp = tokens(device, 8, 3, 1, head_dim), 1 + 0.01 * randn(3, seed=7, dtype=torch.float32, device=device)
+    bias = (0.02 * randn(3, 1, dtype=torch.float32, device=device, seed=3),) if causal else ()
+    _, membership = call(causal, backend)(w, temp, *bias)
+    _, exact = call(causal, "reference")(*(t.double() for t in (w, temp, *bias)))
+    assert ((membership.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+
+
+@EACH
+@FORMS
+@pytest.mark.parametrize("head_dim", [48, 64])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_head_may_have_nearly_all_of_a_token(seed, head_dim, causal, backend, device):
     """There the logits are large and close, and what moves them is rounding unless it is added up with care."""
