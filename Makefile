@@ -7,7 +7,7 @@ CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test aot test-gpu test-sanitize fuzz check bench clean
+.PHONY: demo test aot test-gpu test-sanitize fuzz check docs bench clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
@@ -49,13 +49,19 @@ check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+	$(SPHINX)
+
+# The pages of docs/ and the reference of the public names, in docs/_build/index.html.
+SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build
+docs: .venv/docs.stamp
+	$(SPHINX)
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
 # Everything that the other targets made.
 clean:
-	rm -rf .venv build dist $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/made.stamp:

@@ -281,7 +281,7 @@ class CRATEMAE(ReferenceModel):
             mask: which patches to remove, (batch, patches), 1 or True = removed; drawn by default.
 
         Returns:
-            ``(loss, pred, mask)``: the mean squared error over removed patches, all patches (batch, patches,
+            ``(loss, pred, mask)``, which are the mean squared error over removed patches, all patches (batch, patches,
             ph * pw * channels), and the mask used, as floats.
 
         Raises:

@@ -30,7 +30,8 @@ class AoTRegressionConfig:
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
         n_positions: the longest sequence, two tokens an example.
         mlp: whether an MLP follows each attention: the standard transformer.
-        eta: step size of the attention; dropout: rate in and after it.
+        eta: step size of the attention.
+        dropout: rate in and after it.
         init_std: deviation of the initial weights: 0.02, GPT-2's, suits its width; narrow models want more.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: of MSSA; None is the best available.

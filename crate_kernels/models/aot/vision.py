@@ -24,9 +24,12 @@ class AoTVisionConfig:
     Attributes:
         dim, depth, heads: width of a token, layers, subspaces.
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
-        image_size, patch_size: sides in pixels. num_classes: outputs. channels: of the image.
+        image_size, patch_size: sides in pixels.
+        num_classes: outputs of the head.
+        channels: of the image.
         norm: whether each attention sees layer-normalised tokens; False in the paper.
-        eta: step size of the attention; dropout: rate in and after it.
+        eta: step size of the attention.
+        dropout: rate in and after it.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: of MSSA; None is the best available.
 

@@ -19,7 +19,9 @@ class ReduNet2DConfig:
     Attributes:
         num_classes, num_layers: classes and layers.
         channels, height, width: shape of a sample.
-        eta: step size; eps: distortion (the book's eps^2); lmbda: sharpness of the class estimate.
+        eta: step size.
+        eps: distortion (the book's eps^2).
+        lmbda: sharpness of the class estimate.
 
     Raises:
         ValueError, TypeError: a value that cannot be.

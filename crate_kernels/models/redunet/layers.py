@@ -53,12 +53,14 @@ class Operator(nn.Module):
 
 
 class ReduLayer(nn.Module):
-    """A layer of ReduNet on (m, channels, *size), built from labelled data instead of trained.
+    """A layer of ReduNet on ``(m, channels, *size)``, built from labelled data instead of trained.
 
-    Parameters: ``gam`` (num_classes,), ``E.weight`` and ``Cs.{j}.weight`` (channels, channels, *size).
+    Parameters: ``gam`` (num_classes,), ``E.weight`` and ``Cs.{j}.weight`` ``(channels, channels, *size)``.
 
     Args:
-        eta: step size; eps: distortion (the book's eps^2); lmbda: sharpness of the class estimate.
+        eta: step size.
+        eps: distortion (the book's eps^2).
+        lmbda: sharpness of the class estimate.
         num_classes: number of classes.
         channels, size: shape of a sample; ``size`` is empty for vectors.
     """
@@ -82,12 +84,12 @@ class ReduLayer(nn.Module):
 
     @property
     def operators(self) -> Tensor:
-        """E, then each C_j, (1 + num_classes, *size, channels, channels)."""
+        """E, then each C_j, ``(1 + num_classes, *size, channels, channels)``."""
         weights: list[Tensor] = [self.E.weight, *(cast(Operator, each).weight for each in self.Cs)]
         return frequencies_first(torch.stack(weights).flatten(0, 1)).unflatten(-2, (-1, self.shape[0])).movedim(-3, 0)
 
     def preprocess(self, x: Tensor) -> Tensor:
-        """Bring samples (m, channels, *size) to where the layers work: unit norm, then frequencies."""
+        """Bring samples ``(m, channels, *size)`` to where the layers work: unit norm, then frequencies."""
         self._check(x)
         z = normalize(x)
         return torch.fft.fftn(z, dim=self._axes, norm="ortho") if self._axes else z
@@ -109,7 +111,7 @@ class ReduLayer(nn.Module):
 
     @torch.no_grad()
     def init(self, z: Tensor, y: Tensor) -> None:
-        """Build the layer from preprocessed samples (m, channels, *size) and labels (m,)."""
+        """Build the layer from preprocessed samples ``(m, channels, *size)`` and labels (m,)."""
         operators, gam = self._build(z, y)
         self._set(operators)
         self.gam.copy_(gam)
@@ -151,7 +153,7 @@ class ReduLayer(nn.Module):
             cast(Operator, module).weight.copy_(value.movedim((-2, -1), (0, 1)))
 
     def forward(self, z: Tensor, return_y: bool = False) -> Any:
-        """Take the step from preprocessed samples (m, channels, *size).
+        """Take the step from preprocessed samples ``(m, channels, *size)``.
 
         Args:
             z: as ``preprocess`` or the layer before gives them.

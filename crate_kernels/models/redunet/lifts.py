@@ -17,12 +17,13 @@ _KERNELS = {"gaussian0.1": 0.1, "gaussian1.0": 1.0, "gaussian5.0": 5.0, "uniform
 class Lift(nn.Module):
     """Correlate with random filters around the circle, then ReLU: ``relu(k * x)`` (ReduNet, Section 4.1).
 
-    Parameters: ``kernel`` (out_channel, in_channel, *kernel_size). Drawn from ``seed`` alone; the values are the
-    published ones, and torch's generator, which published code seeds, is left alone.
+    Parameters: ``kernel``, out_channel by in_channel by ``naxes`` times kernel_size. Drawn from ``seed`` alone; the
+    values are the published ones, and torch's generator, which published code seeds, is left alone.
 
     Args:
         naxes: 1 for signals, 2 for images.
-        in_channel, out_channel: before and after. kernel_size: of the filters, along each axis.
+        in_channel, out_channel: channels before and after.
+        kernel_size: of the filters, along each axis.
         init_mode: ``"gaussian"`` or ``"uniform"`` followed by the standard deviation or the bound: gaussian0.1,
             gaussian1.0 (the default), gaussian5.0, uniform0.1 or uniform0.5.
         stride: of the correlation; default 1.
@@ -58,7 +59,7 @@ class Lift(nn.Module):
         self.kernel = nn.Parameter(kernel, requires_grad=trainable)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return (m, out_channel, *size / stride) of (m, in_channel, *size)."""
+        """Return (m, out_channel, sizes / stride) of (m, in_channel, sizes)."""
         z = F.pad(z, (0, self.kernel_size - 1) * self.naxes, "circular")
         out = (F.conv1d if self.naxes == 1 else F.conv2d)(z, self.kernel, stride=self.stride)
         return out.relu() if self.relu else out
@@ -87,10 +88,11 @@ def polar(images: Tensor, channels: int = 15, timesteps: int = 200) -> Tensor:
 
     Args:
         images: (m, 1, side, side).
-        channels: number of radii; default 15. timesteps: number of angles; default 200, as in the book.
+        channels: number of radii; default 15.
+        timesteps: number of angles; default 200, as in the book.
 
     Returns:
-        (m, channels, timesteps): one radius a channel.
+        One radius a channel, (m, channels, timesteps).
     """
     radii = torch.linspace(0, 1 - 1 / images.shape[-1], channels, dtype=images.dtype, device=images.device)
     turn = torch.arange(timesteps, dtype=images.dtype, device=images.device) * (2 * math.pi / timesteps)

@@ -16,7 +16,7 @@ def mcr2(z: Tensor, y: Tensor, eps: float) -> tuple[float, float, float]:
     code, whose eps is the book's eps^2).
 
     Args:
-        z: (m, channels) vectors, or (m, channels, *size) frequencies, unitary transform.
+        z: (m, channels) vectors, or ``(m, channels, *size)`` frequencies, unitary transform.
         y: (m,) labels; classes without a sample do not count.
         eps: distortion, > 0.
 

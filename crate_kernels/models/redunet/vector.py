@@ -17,7 +17,9 @@ class ReduNetVectorConfig:
 
     Attributes:
         num_classes, num_layers, d: classes, layers, dimension of a sample.
-        eta: step size; eps: distortion (the book's eps^2); lmbda: sharpness of the class estimate.
+        eta: step size.
+        eps: distortion (the book's eps^2).
+        lmbda: sharpness of the class estimate.
 
     Raises:
         ValueError, TypeError: a value that cannot be.
