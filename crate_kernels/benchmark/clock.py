@@ -1,0 +1,105 @@
+"""Time on the host and on the device, and the rates that this machine reaches in the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+Prepare = Callable[[], tuple[Any, ...]]
+Call = Callable[..., object]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rounds_for(seconds: float, budget: float, least: int = 3, most: int = 50) -> int:
+    """Return how many calls of ``seconds`` fit a budget."""
+    return max(least, min(most, int(budget / max(seconds, 1e-7))))
+
+
+def once(call: Call, prepare: Prepare, device: torch.device) -> float:
+    """Return the seconds of one call, with what it is given prepared outside of them."""
+    args = prepare()
+    synchronize(device)
+    start = perf_counter()
+    call(*args)
+    synchronize(device)
+    return perf_counter() - start
+
+
+def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: float) -> list[float]:
+    """Time calls on the host, the first two untimed."""
+    once(call, prepare, device)
+    rounds = rounds_for(once(call, prepare, device), budget)
+    return [once(call, prepare, device) for _ in range(rounds)]
+
+
+def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: int) -> list[float] | None:
+    """Time calls by events on a GPU, each after its L2 cache was overwritten; None on a CPU.
+
+    A call that needs nothing prepared is captured in a CUDA graph where it can be, so that launching it costs nothing:
+    what is left is the device's own time.
+    """
+    if device.type != "cuda":
+        return None
+    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    replay = _captured(call, device) if not prepare() else None
+    times = []
+    for _ in range(rounds):
+        args = prepare()
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        if replay is None:
+            call(*args)
+        else:
+            replay()
+        stop.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(stop) / 1e3)
+    return times
+
+
+def _captured(call: Call, device: torch.device) -> Callable[[], None] | None:
+    """Return a replay of ``call`` from a CUDA graph; None if it cannot be captured."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:  # synchronises, or allocates in a way that graphs refuse
+        torch.cuda.synchronize(device)
+        return None
+    return graph.replay
+
+
+def product_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of the library's own large square product in this run."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * size**3 / _median(lambda: torch.mm(a, b), device)
+
+
+def copy_bytes(device: torch.device) -> float:
+    """Return the bytes a second of a copy that no cache holds, read and written counted, in this run."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 28
+    a = torch.ones(size, dtype=torch.int8, device=device)
+    b = torch.empty_like(a)
+    return 2.0 * size / _median(lambda: b.copy_(a), device)
+
+
+def _median(call: Call, device: torch.device) -> float:
+    host = host_seconds(call, tuple, device, 0.5)
+    return statistics.median(device_seconds(call, tuple, device, len(host)) or host)

@@ -1,0 +1,79 @@
+"""The most memory that a call takes, and a limit that makes running out of it an exception."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Return the most that tensors held during ``call``, beyond what they held before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else PyTorch's profiler writes to stderr when it starts
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    held = peak = 0
+    for _, change in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def resident_bytes(call: Callable[[], object]) -> int | None:
+    """Return by how much ``call`` raised the process's resident memory at its highest; None where Linux does not say.
+
+    Tensors are not all: a kernel's own scratch is in here and not in ``peak_bytes``.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
+        before = _status("VmRSS")
+        call()
+        return max(_status("VmHWM") - before, 0)
+    except (OSError, TypeError):
+        return None
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1])  # pyright: ignore[reportOptionalSubscript]  its TypeError is caught
+
+
+@contextmanager
+def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
+    """Let an allocation beyond a share of this machine's memory fail as it would on a GPU, not kill the process."""
+    if device.type != "cpu" or not hasattr(os, "sysconf"):
+        yield
+        return
+    import resource
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * page if Path("/proc/self/statm").exists() else 0
+    _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + int(share * os.sysconf("SC_PHYS_PAGES") * page), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
