@@ -11,6 +11,7 @@ import torch
 
 Prepare = Callable[[], tuple[Any, ...]]
 Call = Callable[..., object]
+LONG = 5.0
 
 
 def synchronize(device: torch.device) -> None:
@@ -35,8 +36,9 @@ def once(call: Call, prepare: Prepare, device: torch.device) -> float:
 
 
 def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: float) -> list[float]:
-    """Time calls on the host, the first two untimed."""
-    once(call, prepare, device)
+    """Time calls on the host, the first two untimed; a single one that takes too long to repeat."""
+    if once(call, prepare, device) > LONG:
+        return [once(call, prepare, device)]
     rounds = rounds_for(once(call, prepare, device), budget)
     return [once(call, prepare, device) for _ in range(rounds)]
 

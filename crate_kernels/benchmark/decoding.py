@@ -138,15 +138,20 @@ def _stats_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper
     return lambda: tssa(new, temp, causal=True, denom_bias=bias, cache=cache[0], backend=provider), rewind
 
 
-@torch.no_grad()
-def measure(step: Step, dtype_name: str, provider: str, device: torch.device, timer: Any) -> Row:
-    """Time one decoding step, its output held against float64."""
-    dtype = DTYPES[dtype_name]
-    row = Row("decode", step.op, str(step), dtype_name, "forward", provider, shape=list(step.shape))
+def blank(step: Step, dtype: str, provider: str) -> Row:
+    """Return the row of a step before anything is known of it."""
+    row = Row("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
     batch, nheads, cached, head_dim = step.shape
     tokens = cached if step.op == "mssa" else 4  # tssa reads and writes two sums of fp32, whatever is cached
-    row.bytes = float(batch * nheads * tokens * head_dim * (dtype.itemsize if step.op == "mssa" else 4))
+    row.bytes = float(batch * nheads * tokens * head_dim * (DTYPES[dtype].itemsize if step.op == "mssa" else 4))
     row.unit, row.amount = "tokens", float(batch)
+    return row
+
+
+@torch.no_grad()
+def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) -> Row:
+    """Time one decoding step, its output held against float64."""
+    dtype, provider = DTYPES[row.dtype], row.provider
     reason = _why_not(step, provider, dtype, device)
     if reason is not None:
         row.skipped = reason
@@ -188,15 +193,20 @@ TEXTS = (
 TEXT_PROVIDERS = ("recomputing", "composite", "default")
 
 
+def blank_text(text: Text, dtype: str, provider: str) -> Row:
+    """Return the row of a text before anything is known of it."""
+    row = Row("generation", "model", str(text), dtype, "forward", provider, unit="tokens")
+    row.amount = float(text.batch * text.new)
+    return row
+
+
 @torch.no_grad()
-def measure_text(text: Text, dtype_name: str, provider: str, device: torch.device, timer: Any) -> Row:
+def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Timer) -> Row:
     """Time the writing of a text, each of whose tokens must be the likeliest by float64, up to rounding.
 
     "recomputing" is what the published code does: the published form, the whole window for every token.
     """
-    dtype = DTYPES[dtype_name]
-    row = Row("generation", "model", str(text), dtype_name, "forward", provider, unit="tokens")
-    row.amount = float(text.batch * text.new)
+    dtype, provider = DTYPES[row.dtype], row.provider
     torch.manual_seed(0)
     exact = models.create(text.model, backend="composite").eval()
     model: Any = copy.deepcopy(exact)

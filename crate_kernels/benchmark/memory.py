@@ -77,3 +77,8 @@ def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
 def is_exhaustion(error: BaseException) -> bool:
     """Whether an exception says that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def release() -> None:
+    """Give cached GPU memory back, so that the next measurement starts with all of it."""
+    torch.cuda.empty_cache()

@@ -98,7 +98,7 @@ def published_form(model: nn.Module) -> nn.Module:
     return plain
 
 
-def why_not(network: Network, provider: str, device: torch.device) -> str | None:
+def why_not(network: Network, provider: str) -> str | None:
     """Say why a provider cannot run a network; None if it can."""
     if provider == "timm-vit":
         if network.vit is None:
@@ -142,12 +142,15 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _outcome(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return logits and all gradients, on the CPU in float64."""
+    """Return logits and all gradients, in float64; in evaluation mode, where nothing is drawn."""
+    training = model.training
+    model.eval()
     logits = _logits(model, x)
     loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
     used = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, used, allow_unused=True)
     flat = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(used, grads, strict=True)]
+    model.train(training)
     return [logits.detach().double(), torch.cat(flat).double()]
 
 
@@ -167,16 +170,20 @@ def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: tor
     return Verdict(error, times_eager, share, output)
 
 
-def measure(network: Network, dtype: str, direction: str, provider: str, device: torch.device, timer: Any) -> Row:
-    """Time ``direction`` "forward" or "step" of a network: a training step has the loss, the gradients and AdamW."""
-    row = Row("models", "model", network.name, dtype, direction, provider, unit=network.unit)
-    reason = why_not(network, provider, device)
+def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
+    """Return the row of a network before anything is known of it; ``direction`` is "forward" or "step"."""
+    return Row("models", "model", network.name, dtype, direction, provider, unit=network.unit)
+
+
+def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
+    """Time a forward pass, or a training step, which has the loss, the gradients and AdamW."""
+    reason = why_not(network, row.provider)
     if reason is not None:
         row.skipped = reason
         return row
     try:
         with memory.limited(device):
-            _fill(row, network, DTYPES[dtype], device, timer)
+            _fill(row, network, DTYPES[row.dtype], device, timer)
     except (RuntimeError, MemoryError) as error:
         if not memory.is_exhaustion(error):
             raise
@@ -184,7 +191,7 @@ def measure(network: Network, dtype: str, direction: str, provider: str, device:
     return row
 
 
-def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: Any) -> None:
+def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer) -> None:
     model = _model(network, row.provider, dtype, device).train(row.direction == "step")
     x, y = _batch(network, dtype, device)
     row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))

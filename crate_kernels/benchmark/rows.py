@@ -152,11 +152,8 @@ def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in info.open() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 

@@ -1,0 +1,128 @@
+"""What every benchmark shares: options, shards, the clock, and the file that results go to as they come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from crate_kernels.benchmark import clock, memory, rows
+from crate_kernels.benchmark.providers import OURS
+from crate_kernels.benchmark.rows import Results
+
+MOST_ROUNDS_SECONDS = {"brief": 0.25, "full": 1.0}
+COLUMNS = ["min", "median", "iqr", "rounds"]
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("crate_kernels benchmarks")
+    group.addoption("--tier", choices=("brief", "full"), help="brief: some minutes of a CPU; full is default on a GPU")
+    group.addoption("--bench-device", help="cuda where there is one, else cpu, by default")
+    group.addoption("--results", type=Path, help="JSON file to add rows to, as they come; rows in it are not run again")
+    group.addoption("--shard", default="1/1", help="i/n: the i-th of n parts of the benchmarks")
+    group.addoption("--minutes", type=float, help="start nothing after so many; run again to go on")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    if getattr(config.option, "benchmark_columns", "") is None:
+        config.option.benchmark_columns = COLUMNS  # the default ones do not fit a terminal
+    config.device = torch.device(config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "brief")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep what is timed on this device, in this tier and in this shard; a group's providers stay together."""
+    part, parts = (int(n) for n in config.getoption("--shard").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--shard must be i/n with 1 <= i <= n, got {config.getoption('--shard')}")
+    groups, kept, dropped = {}, [], []
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        what = parameters.params.get("what") if parameters else None
+        if what is None:
+            kept.append(item)
+            continue
+        fits = what.runs_on(config.device.type) and (config.tier == "full" or what.brief)
+        if fits:
+            index = groups.setdefault(what.name, len(groups))
+            fits = index % parts == part - 1
+        (kept if fits else dropped).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture(scope="session")
+def results(request):
+    """Return the results so far; those of the file, if one was given."""
+    path = request.config.getoption("--results")
+    device = request.config.device
+    machine = rows.machine(device, ("fp32", "bf16"))
+    if path is not None and path.exists():
+        earlier = rows.read(path)
+        if earlier.machine["device"] != machine["device"] or earlier.machine["git"] != machine["git"]:
+            raise pytest.UsageError(
+                f"{path} is of {earlier.machine['device']} at {earlier.machine['git']}, "
+                f"this is {machine['device']} at {machine['git']}: results of one file are of one machine and commit"
+            )
+        return Results(machine, earlier.rows)
+    return Results(machine, [])
+
+
+@pytest.fixture(scope="session")
+def started():
+    return time.monotonic()
+
+
+@pytest.fixture
+def timed(request, benchmark, results, started):
+    """Return a function that takes (row, measure): it times the row by pytest-benchmark and keeps it."""
+    config = request.config
+    device, path = config.device, config.getoption("--results")
+
+    def timer(call, prepare):
+        if clock.once(call, prepare, device) > clock.LONG:
+            rounds = 1
+        else:
+            rounds = clock.rounds_for(clock.once(call, prepare, device), MOST_ROUNDS_SECONDS[config.tier])
+
+        def setup():
+            args = prepare()
+            clock.synchronize(device)
+            return args, {}
+
+        def synchronised(*args):
+            call(*args)
+            clock.synchronize(device)
+
+        benchmark.pedantic(synchronised, setup=setup, rounds=rounds, iterations=1)
+        return list(benchmark.stats.stats.data)
+
+    def run(row, measure):
+        if any(other.key == row.key for other in results.rows):
+            pytest.skip("in the file of results already")
+        minutes = config.getoption("--minutes")
+        if minutes is not None and time.monotonic() - started > 60 * minutes:
+            pytest.skip("time is up: run again to go on")
+        benchmark.group = " ".join(filter(None, row.group))
+        measured = measure(row, device, timer)
+        results.rows.append(measured)
+        benchmark.extra_info.update(rows.facts(measured, results) | {"machine": results.machine})
+        if path is not None:
+            rows.write(path, results)
+        if measured.skipped.startswith("wrong") and measured.provider in (*OURS, "default"):
+            pytest.fail(measured.skipped)
+        if measured.skipped:
+            pytest.skip(measured.skipped)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def free(request):
+    """Return cached GPU memory between benchmarks, or the next one runs out of what this one no longer needs."""
+    yield
+    if request.config.device.type == "cuda":
+        memory.release()
