@@ -11,6 +11,8 @@ from crate_kernels import __version__
 _VERBS = {
     "info": "what is installed, and which backend each operator can use",
     "verify": "hold every available backend against float64 on named cases",
+    "bench": "time our backends beside PyTorch's own on this machine, or compare two such runs",
+    "plot": "draw a file of benchmark results",
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",
     "denoise": "SNR of a noisy mixture through attention-only layers, against AoT's theorem and figure",
     "icl": "linear regression in context, by attention alone and by a standard transformer",

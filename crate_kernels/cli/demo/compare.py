@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch.nn import functional as F
 
+from crate_kernels.benchmark.memory import peak_bytes
 from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.cli.demo.training import Settings, Training, fresh_model, model_config
@@ -127,7 +124,7 @@ def _cost(settings: Settings, digits: Digits, backend: str | None, device: torch
                 torch.cuda.synchronize(device)
             times.append(perf_counter() - start)
     naive, fused = (statistics.median(times) for times in seconds)
-    peaks = tuple(_peak_bytes(step, device) for step in steps)
+    peaks = tuple(peak_bytes(step, device) for step in steps)
     return Cost(digits.patch_size, tokens, size, (naive, fused), (peaks[0], peaks[1]))
 
 
@@ -141,28 +138,3 @@ def _training_step(settings, config, device, images, labels) -> Callable[[], Non
         optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, and so out of the peak
 
     return step
-
-
-def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """Return the most that tensors held during ``step``, beyond what they held before it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else PyTorch's profiler writes to stderr when it starts
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    held = peak = 0
-    for _, change in memory:
-        held += change
-        peak = max(peak, held)
-    return peak

@@ -1,0 +1,139 @@
+"""``bench``: our backends beside PyTorch's own on this machine, and what moved between two runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from crate_kernels import testing
+from crate_kernels.benchmark import clock, comparing, measuring, providers, rows
+from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.cli import table
+from crate_kernels.cli.common import machine
+
+_QUICK = ("eager", "sdpa", *providers.OURS)
+_QUICK_CASES = ("vit-197-d64", "lm-1024-d64-causal", "vit-196-many", "vit-196", "lm-1024-causal", "tokens-1576")
+_SECONDS = {"quick": 0.3, "brief": 0.5, "full": 1.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a table in under a minute: fp32, no torch.compile")
+    size.add_argument("--full", action="store_true", help="every case that has a size for this device")
+    parser.add_argument("--op", choices=("mssa", "tssa", "ista", "ista_overcomplete"), action="append")
+    parser.add_argument("--dtype", choices=list(rows.DTYPES), action="append", help="fp32 and bf16 by default")
+    parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
+    parser.add_argument("--output", type=Path, help="JSON file to write, which plot and compare read")
+    verbs = parser.add_subparsers(dest="bench_verb", metavar="compare")
+    compare = verbs.add_parser("compare", help="what moved between two files of results beyond their noise")
+    compare.add_argument("first", type=Path)
+    compare.add_argument("second", type=Path)
+    compare.add_argument(
+        "--least",
+        type=float,
+        default=0.05,
+        help="a change counts if its 95%% interval is wholly further than this from none (default 0.05); the interval "
+        "is of the samples of both runs, so a machine that is slower all day is seen as a change",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; return 1 if one of our backends is wrong, 2 if nothing could be asked."""
+    if args.bench_verb == "compare":
+        return _compare(args)
+    try:
+        device = machine.choose(args.device, (), None)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        print(f"bench: --device {args.device} cannot be used: {error}")
+        return 2
+    tier = "quick" if args.quick else "full" if args.full else "brief"
+    dtypes = args.dtype or (["fp32"] if args.quick else ["fp32", "bf16"])
+    results = Results(rows.machine(device, dtypes), [])
+    print(_heading(results))
+    try:
+        for row in _rows(tier, args.op, dtypes, device):
+            results.rows.append(row)
+            if row.times or not row.skipped.startswith(("Triton's", "PyTorch has", "flash-attn", "FlexA")):
+                print(f"{row.key:58} {_time(row)}", flush=True)
+    except KeyboardInterrupt:
+        print("bench: interrupted; what follows is what was timed")
+    if args.output is not None:
+        rows.write(args.output, results)
+    print("\n" + _table(results))
+    wrong = [row for row in results.rows if row.skipped.startswith("wrong") and row.provider in providers.OURS]
+    for row in wrong:
+        print(f"bench: {row.key} is {row.skipped}")
+    return int(bool(wrong))
+
+
+def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.device) -> Iterator[Row]:
+    """Time what a tier has, one row after another."""
+
+    def timer(call: clock.Call, prepare: clock.Prepare) -> list[float]:
+        return clock.host_seconds(call, prepare, device, _SECONDS[tier])
+
+    for timed in testing.TIMED_CASES:
+        if device.type not in timed.devices or (ops and timed.case.op not in ops):
+            continue
+        if not {"quick": timed.case.name in _QUICK_CASES, "brief": timed.brief, "full": True}[tier]:
+            continue
+        for dtype in dtypes:
+            for direction in ("forward", "both"):
+                for provider in providers.of(timed.case.op):
+                    if tier != "quick" or provider.name in _QUICK:
+                        row = measuring.blank("bench", timed, dtype, direction, provider.name)
+                        yield measuring.measure(row, timed, provider, device, timer)
+
+
+def _heading(results: Results) -> str:
+    facts = results.machine
+    product = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in facts["product_flops"].items())
+    return (
+        f"{facts['device']} ({facts['processor']}), torch {facts['torch']}; "
+        f"product {product}; copy {facts['copy_bytes'] / 1e9:.3g} GB/s\n"
+    )
+
+
+def _time(row: Row) -> str:
+    if not row.times:
+        return row.skipped
+    return f"{1e3 * row.median:10.3f} ms  error {row.times_eager or 0:.2f} x eager's"
+
+
+def _table(results: Results) -> str:
+    """Lay out a line a case: the default backend's time, and how many times as long the others take."""
+    groups = list(dict.fromkeys(row.group for row in results.rows))
+    others = [n for n in dict.fromkeys(r.provider for r in results.rows if r.times) if n not in providers.OURS[1:]]
+    lines = []
+    for group in groups:
+        beside = {row.provider: row for row in results.rows if row.group == group and row.times}
+        ours = next((beside[n] for n in ("triton", "cpp", "composite") if n in beside), None)
+        if ours is not None:
+            ratios = [f"{beside[n].median / ours.median:.2f}" if n in beside else "-" for n in others]
+            lines.append([" ".join(group[2:]), ours.provider, f"{1e3 * ours.median:.3f}", *ratios])
+    return table.render(["case", "backend", "ms", *(f"x {name}" for name in others)], lines)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Print the rows that moved, slower ones first; return 2 if a file cannot be used."""
+    try:
+        first, second = rows.read(args.first), rows.read(args.second)
+    except (OSError, ValueError) as error:
+        print(f"bench compare: {error}")
+        return 2
+    every = list(comparing.changes(first, second))
+    moved = sorted((c for c in every if c.moved(args.least)), key=lambda c: -c.ratio)
+    for name, results in (("first", first), ("second", second)):
+        print(f"{name}: {results.machine['device']}, torch {results.machine['torch']}, {results.machine.get('git')}")
+    if moved:
+        lines = [[c.key, f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}"] for c in moved]
+        print("\n" + table.render(["row", "times as long", "95%"], lines))
+    print(f"\n{len(moved)} of {len(every)} rows moved by more than {100 * args.least:.0f}%")
+    for name, keys in zip(("first", "second"), comparing.missing(first, second), strict=True):
+        if keys:
+            print(f"{len(keys)} rows only in the {name}, {keys[0]} for one")
+    return 0

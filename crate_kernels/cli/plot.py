@@ -1,0 +1,37 @@
+"""``plot``: the figures of a file of benchmark results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("results", type=Path, help="a JSON file of bench, or of the benchmarks' --results")
+    parser.add_argument("--output", type=Path, help="folder of the PNG files; the results' own by default")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw what the results have rows for; return 1 if that is nothing, 2 if the file cannot be used."""
+    from crate_kernels.benchmark import rows
+
+    try:
+        results = rows.read(args.results)
+    except (OSError, ValueError) as error:
+        print(f"plot: {error}")
+        return 2
+    try:
+        from crate_kernels.benchmark import figures
+        from crate_kernels.cli.common import drawing, files
+    except ImportError as error:
+        print(f"plot: needs {error.name} (pip install 'crate-kernels[bench]')")
+        return 2
+    found = figures.every(results)
+    folder = args.output or args.results.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in found.items():
+        print(files.put(folder / f"{name}.png", drawing.png(figure)))
+    if not found:
+        print(f"plot: {args.results} has no row that a figure shows")
+    return int(not found)
