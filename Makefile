@@ -2,12 +2,12 @@
 # ARGS is passed on: make test ARGS='-k tssa', make demo ARGS=--help
 PYTHON ?= python3
 BIN := .venv/bin
-OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language)
+OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language bench)
 CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test aot test-gpu test-sanitize fuzz check docs bench clean
+.PHONY: demo test aot test-gpu test-sanitize fuzz check docs bench bench-gpu tables clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
@@ -56,8 +56,20 @@ SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build
 docs: .venv/docs.stamp
 	$(SPHINX)
 
-bench: .venv/dev.stamp
+# Some minutes; make bench ARGS='--tier full --results FILE.json' has every case.
+bench: .venv/dev.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+
+# make bench-gpu SHARD=1/6: a part of the benchmarks of this machine's GPU, with the Python that is active. It stops after
+# 8 minutes; run again, it goes on. What is in RESULTS in the end goes to benchmarks/results/<gpu>/.
+RESULTS ?= bench-output
+bench-gpu:
+	$(PYTHON) -m pytest benchmarks --benchmark-only --bench-device cuda --shard $(SHARD) --minutes 7 \
+		--results $(RESULTS) $(ARGS)
+
+# What README.md and docs/ say of speed, from benchmarks/results/.
+tables: .venv/test.stamp
+	$(BIN)/python -m benchmarks.tables
 
 # Everything that the other targets made.
 clean:

@@ -20,7 +20,11 @@ def pytest_addoption(parser):
     group = parser.getgroup("crate_kernels benchmarks")
     group.addoption("--tier", choices=("brief", "full"), help="brief: some minutes of a CPU; full is default on a GPU")
     group.addoption("--bench-device", help="cuda where there is one, else cpu, by default")
-    group.addoption("--results", type=Path, help="JSON file to add rows to, as they come; rows in it are not run again")
+    group.addoption(
+        "--results",
+        type=Path,
+        help="JSON file, or folder of one a shard, to add rows to as they come; rows in it are not run again",
+    )
     group.addoption("--shard", default="1/1", help="i/n: the i-th of n parts of the benchmarks")
     group.addoption("--minutes", type=float, help="start nothing after so many; run again to go on")
 
@@ -30,6 +34,9 @@ def pytest_configure(config):
     if getattr(config.option, "benchmark_columns", "") is None:
         config.option.benchmark_columns = COLUMNS  # the default ones do not fit a terminal
     config.device = torch.device(config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config.results = config.getoption("--results")
+    if config.results is not None and config.results.suffix != ".json":
+        config.results /= f"{config.getoption('--shard').replace('/', '-of-')}.json"
     config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "brief")
 
 
@@ -57,8 +64,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def results(request):
     """Return the results so far; those of the file, if one was given."""
-    path = request.config.getoption("--results")
-    device = request.config.device
+    path, device = request.config.results, request.config.device
     machine = rows.machine(device, ("fp32", "bf16"))
     if path is not None and path.exists():
         earlier = rows.read(path)
@@ -80,7 +86,7 @@ def started():
 def timed(request, benchmark, results, started):
     """Return a function that takes (row, measure): it times the row by pytest-benchmark and keeps it."""
     config = request.config
-    device, path = config.device, config.getoption("--results")
+    device, path = config.device, config.results
 
     def timer(call, prepare):
         if clock.once(call, prepare, device) > clock.LONG:

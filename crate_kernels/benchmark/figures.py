@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.benchmark.rows import Results
 from crate_kernels.benchmark.scaling import Series, series
 from crate_kernels.cli.common.drawing import BLUE, GREEN, GREY, ORANGE, PINK, SKY, axes
 
@@ -129,12 +129,6 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
     return figure
 
 
-def best(results: Results, row: Row) -> Row | None:
-    """Return the row of the backend that ``backend=None`` takes, among those beside ``row``."""
-    beside = results.in_group(row)
-    return next((beside[name] for name in ("default", *_OURS) if name in beside and beside[name].times), None)
-
-
 def heatmap(results: Results, direction: str = "both") -> Figure:
     """Draw how many times as long each baseline takes as the default backend, case by case."""
     rows = [r for r in results.rows if r.bench in ("mssa", "tssa", "ista") and r.direction == direction]
@@ -142,7 +136,7 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
     names = [n for n in dict.fromkeys(r.provider for r in rows if r.times) if n not in _OURS]
     table = np.full((len(cases), len(names)), np.nan)
     for row in rows:
-        ours = best(results, row)
+        ours = results.best(row)
         if row.provider in names and row.times and ours is not None:
             table[cases.index((row.op, row.case, row.dtype)), names.index(row.provider)] = row.median / ours.median
     figure, grid = axes(1.9 + 1.15 * len(names), 1.2 + 0.24 * len(cases))

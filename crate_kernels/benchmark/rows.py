@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,12 @@ class Results:
         """Return the rows beside ``row``, itself among them, by provider."""
         return {other.provider: other for other in self.rows if other.group == row.group}
 
+    def best(self, row: Row) -> Row | None:
+        """Return the row of the backend that ``backend=None`` takes, among those beside ``row``."""
+        beside = self.in_group(row)
+        names = ("default", "triton", "cpp", "composite")
+        return next((beside[name] for name in names if name in beside and beside[name].times), None)
+
     def speedups(self, row: Row) -> dict[str, float]:
         """Return how many times as long each other provider takes as ``row`` does."""
         others = self.in_group(row).values()
@@ -138,6 +144,7 @@ def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
         name = f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {
         "device": name,
+        "gpu": device.type == "cuda",
         "processor": _processor(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -200,6 +207,21 @@ def read(path: Path) -> Results:
         return Results(loaded["machine"], [Row(**row) for row in loaded["rows"]])
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no file of benchmark results ({error})") from None
+
+
+def read_all(paths: Sequence[Path]) -> Results:
+    """Read the shards of one device's results as one; the first says what the machine is.
+
+    Raises:
+        ValueError: a file is no results, or of another device, or there is none.
+    """
+    every = [read(path) for path in paths]
+    if not every:
+        raise ValueError("no file of benchmark results was given")
+    for path, results in zip(paths, every, strict=True):
+        if results.machine["device"] != every[0].machine["device"]:
+            raise ValueError(f"{path} is of {results.machine['device']}, {paths[0]} of {every[0].machine['device']}")
+    return Results(every[0].machine, [row for results in every for row in results.rows])
 
 
 def _short(value: Any) -> Any:

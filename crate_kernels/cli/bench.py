@@ -111,7 +111,7 @@ def _table(results: Results) -> str:
     lines = []
     for group in groups:
         beside = {row.provider: row for row in results.rows if row.group == group and row.times}
-        ours = next((beside[n] for n in ("triton", "cpp", "composite") if n in beside), None)
+        ours = results.best(next(iter(beside.values()))) if beside else None
         if ours is not None:
             ratios = [f"{beside[n].median / ours.median:.2f}" if n in beside else "-" for n in others]
             lines.append([" ".join(group[2:]), ours.provider, f"{1e3 * ours.median:.3f}", *ratios])

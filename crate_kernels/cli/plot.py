@@ -8,7 +8,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("results", type=Path, help="a JSON file of bench, or of the benchmarks' --results")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of one device, of bench or the benchmarks")
     parser.add_argument("--output", type=Path, help="folder of the PNG files; the results' own by default")
 
 
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     from crate_kernels.benchmark import rows
 
     try:
-        results = rows.read(args.results)
+        results = rows.read_all(args.results)
     except (OSError, ValueError) as error:
         print(f"plot: {error}")
         return 2
@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"plot: needs {error.name} (pip install 'crate-kernels[bench]')")
         return 2
     found = figures.every(results)
-    folder = args.output or args.results.parent
+    folder = args.output or args.results[0].parent
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in found.items():
         print(files.put(folder / f"{name}.png", drawing.png(figure)))
     if not found:
-        print(f"plot: {args.results} has no row that a figure shows")
+        print(f"plot: {args.results[0]} has no row that a figure shows")
     return int(not found)

@@ -1,0 +1,11 @@
+"""What a call of the public functions costs beside the op underneath."""
+
+from benchmarks.common import What, grid
+from crate_kernels.benchmark import overhead
+
+OPS = [What(f"overhead-{op}", op, ("cpu", "cuda"), True) for op in overhead.OPS]
+
+
+@grid(OPS, ["forward"], overhead.PROVIDERS, ["fp32"])
+def test_overhead(timed, what, dtype, direction, provider):
+    timed(overhead.blank(what.subject, provider), overhead.measure)

@@ -1,0 +1,205 @@
+"""Writes the tables of README.md and docs/performance.md from benchmarks/results/.
+
+    python -m benchmarks.tables            # rewrites what stands between the markers
+    python -m benchmarks.tables --check    # exit status 1 if a page says something else
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import goals
+from crate_kernels.benchmark import rows
+from crate_kernels.benchmark.rows import Results, Row
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/performance.md", "docs/cpu.md")
+_MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load() -> dict[str, Results]:
+    """Read the results of every device, by the name of its folder."""
+    folders = sorted(path for path in ROOT.glob("benchmarks/results/*") if path.is_dir())
+    return {folder.name: rows.read_all(sorted(folder.glob("*.json"))) for folder in folders}
+
+
+def _on(kind: str, results: dict[str, Results]) -> Results | None:
+    """Return the results of a CPU or a GPU."""
+    return next((r for r in results.values() if r.machine["gpu"] == (kind == "gpu")), None)
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    marks = ["---"] * len(header)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, marks, *lines))
+
+
+def _ratio(results: Results, row: Row, baseline: str) -> str:
+    found = results.in_group(row).get(baseline)
+    return "-" if found is None or not found.times else f"{found.median / row.median:.2f}"
+
+
+def _ours(results: Results, bench: str, case: str, dtype: str, direction: str) -> Row | None:
+    beside = results.find(bench=bench, case=case, dtype=dtype, direction=direction)
+    return results.best(beside[0]) if beside else None
+
+
+def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, directions: tuple[str, str]) -> str:
+    """Render how many times as long a baseline takes: forward / forward and backward."""
+    ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
+    return " / ".join("-" if row is None else _ratio(results, row, baseline) for row in ours)
+
+
+def _speed(results: Results, bench: str, cases: list[str], baselines: list[str], dtypes: tuple[str, ...]) -> str:
+    directions = ("forward", "step") if bench == "models" else ("forward", "both")
+    lines = []
+    for dtype in dtypes:
+        for case in cases:
+            ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
+            if all(row is None for row in ours):
+                continue
+            shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
+            times = " / ".join("-" if row is None else f"{1e3 * row.median:.3g}" for row in ours)
+            ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
+            lines.append([f"{case} {shape}", dtype, times, *ratios])
+    last = "step" if bench == "models" else "both"
+    names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "eager": "eager"}
+    return _markdown(["case", "dtype", f"ours, ms: forward / {last}", *(names.get(b, b) for b in baselines)], lines)
+
+
+def _cases(results: Results, bench: str) -> list[str]:
+    return list(dict.fromkeys(row.case for row in results.rows if row.bench == bench))
+
+
+def _rates(results: Results, bench: str, baseline: str) -> str:
+    """Render tokens a second of decoding or generation, ours and a baseline's."""
+    lines = []
+    for row in results.find(bench=bench):
+        if row.provider != baseline or not row.times:
+            continue
+        ours = results.best(row)
+        if ours is not None:
+            cells = [f"{row.amount / r.median:.4g}" for r in (ours, row)]
+            others = [f"{n} {_ratio(results, ours, n)}" for n in ("sdpa", "composite") if n in results.in_group(row)]
+            name = row.case if bench == "generation" else f"{row.op} {row.case}"
+            lines.append([name, row.dtype, *cells, f"{row.median / ours.median:.2f}", ", ".join(others)])
+    return _markdown(
+        ["case", "dtype", "ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"], lines
+    )
+
+
+def _memory(results: Results) -> str:
+    lines = []
+    for op in ("mssa", "tssa", "ista"):
+        for row in results.find(bench="scaling", sweep="seqlen", op=op, direction="both", provider="eager"):
+            ours = results.best(row)
+            tokens = row.shape[2] if op != "ista" else row.shape[1]
+            if ours is None or tokens not in (1024, 4096, 8192, 16384):
+                continue
+            sizes = [max(r.peak_bytes or 0, r.resident_bytes or 0) / 2**20 for r in (row, ours)]
+            eager = f"{sizes[0]:.0f}" if row.times else row.skipped
+            times = f"{1e3 * row.median:.3g}" if row.times else row.skipped
+            lines.append([f"{op}, {tokens} tokens", eager, f"{sizes[1]:.0f}", times, f"{1e3 * ours.median:.3g}"])
+    return _markdown(["forward and backward, fp32", "eager, MiB", "ours, MiB", "eager, ms", "ours, ms"], lines)
+
+
+def _machine(results: Results) -> str:
+    facts = results.machine
+    product = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {name}" for name, rate in facts["product_flops"].items())
+    return (
+        f"{facts['device']} ({facts['processor']}), PyTorch {facts['torch']}, commit {facts.get('git')}. In the same "
+        f"run, a product of PyTorch's reached {product}, and a copy {facts['copy_bytes'] / 1e9:.3g} GB/s.\n"
+    )
+
+
+def _readme(results: Results) -> str:
+    """Render the few lines of the README: each operator's published layer, and models."""
+    wanted = (
+        ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
+        ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
+        ("mssa", "lm-4096-d64", "4096 tokens", "sdpa"),
+        ("tssa", "vit-196-many", "ToST-S layer, batch 64", ""),
+        ("tssa", "lm-1024-causal", "ToST language layer", ""),
+        ("ista", "tokens-12608", "CRATE-S layer, batch 64", ""),
+        ("models", "crate_small", "CRATE-S, batch 8", ""),
+        ("models", "tost_small_12", "ToST-S, batch 8", ""),
+        ("models", "crate_lm_base", "causal CRATE, 1024 tokens", ""),
+    )
+    lines = []
+    for bench, case, name, third in wanted:
+        directions = ("forward", "step") if bench == "models" else ("forward", "both")
+        for dtype in ("fp32", "bf16"):
+            columns = [_pair(results, bench, case, dtype, b, directions) for b in ("eager", "compile", third) if b]
+            if any(cell.strip("- /") for cell in columns):
+                op = "" if bench == "models" else f"`{bench}`, "
+                lines.append([f"{op}{name}", dtype, *columns, *(["-"] * (3 - len(columns)))])
+    return _markdown(["", "dtype", "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"], lines)
+
+
+def _generation(results: Results) -> str:
+    return _rates(results, "generation", "recomputing")
+
+
+def _all_goals(results: Results) -> str:
+    return _markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.cpu_lines(results)))
+
+
+_GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"
+_TABLES: dict[str, Callable[[Results], str]] = {
+    "machine": _machine,
+    "speed": _readme,
+    "mssa": lambda r: _speed(r, "mssa", _cases(r, "mssa"), ["eager", "compile", "sdpa"], ("fp32", "bf16")),
+    "tssa": lambda r: _speed(r, "tssa", _cases(r, "tssa"), ["eager", "compile"], ("fp32", "bf16")),
+    "ista": lambda r: _speed(r, "ista", _cases(r, "ista"), ["eager", "compile"], ("fp32", "bf16")),
+    "models": lambda r: _speed(r, "models", _cases(r, "models"), ["eager", "compile", "composite"], ("fp32", "bf16")),
+    "decode": lambda r: _rates(r, "decode", "eager"),
+    "generation": _generation,
+    "memory": _memory,
+    "goals": _all_goals,
+}
+
+
+def render(name: str, results: dict[str, Results]) -> str:
+    """Render a table by its name, ``cpu-speed`` for one.
+
+    Raises:
+        KeyError: there is no such table.
+    """
+    kind, _, table = name.partition("-")
+    if name == "gpu-goals" and _on(kind, results) is None:
+        return _markdown(["goal", "measured"], [[goal, "no GPU has run it"] for goal in goals.GPU_GOALS])
+    found = _on(kind, results)
+    if found is None:
+        return _GPU_MISSING if kind == "gpu" else "No results are here yet.\n"
+    return _TABLES[table](found)
+
+
+def rewritten(page: str, results: dict[str, Results]) -> str:
+    """Return a page with its tables as the results have them."""
+    return _MARKED.sub(lambda found: found[1] + render(found[2], results) + found[3], page)
+
+
+def main() -> int:
+    """Rewrite the pages, or say which differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page differs")
+    args = parser.parse_args()
+    results, differing = load(), 0
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        new = rewritten(text, results)
+        if new != text:
+            differing += 1
+            print(f"{name} {'differs from the results' if args.check else 'rewritten'}")
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    return int(args.check and differing > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+import functools
+
+import pytest
+import torch
+
+from crate_kernels import models
+from crate_kernels.benchmark import clock, decoding, measuring, memory, networks, providers, published, work
+from crate_kernels.benchmark.gate import Gate
+from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
+
+CPU = torch.device("cpu")
+SMALL = {
+    "mssa": Case("mssa", "small", (2, 3, 70, 16)),
+    "mssa-causal": Case("mssa", "small-causal", (2, 3, 70, 16), {"causal": True}),
+    "tssa": Case("tssa", "small", (2, 3, 70, 16)),
+    "tssa-causal": Case("tssa", "small-causal", (2, 3, 70, 16), {"causal": True}),
+    "ista": Case("ista", "small", (2, 35, 32)),
+    "ista_overcomplete": Case("ista_overcomplete", "small", (2, 35, 24, 96)),
+}
+small = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+
+
+def timer(call, prepare):
+    return clock.host_seconds(call, prepare, CPU, 0.0)
+
+
+def blank(case, provider, direction="both"):
+    return measuring.blank("test", Timed(case, "", ("cpu",)), "fp32", direction, provider)
+
+
+def measure(case, provider, direction="both"):
+    return measuring.measure(blank(case, provider.name, direction), Timed(case, "", ("cpu",)), provider, CPU, timer)
+
+
+@small
+def test_published_form_is_the_reference(case):
+    inputs = make_inputs(case, torch.float64)
+    exact = run(case, inputs, "reference")["out"]
+    actual = providers.eager(case)(*inputs.differentiable.values())
+    torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+
+
+@small
+@pytest.mark.parametrize("direction", work.DIRECTIONS)
+def test_row_of_a_right_provider(case, direction):
+    row = measure(case, next(p for p in providers.of(case.op) if p.name == "composite"), direction)
+    assert row.skipped == ""
+    assert len(row.times) >= 3
+    assert min(row.times) > 0
+    assert 0 < row.share <= 1
+    assert row.peak_bytes > 0
+
+
+@small
+@pytest.mark.parametrize("wrong", ["last token", "gradient", "not a number"])
+def test_wrong_provider_gets_no_time(case, wrong):
+    right = providers.eager(case)
+
+    class Skewed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.001
+
+    def function(*args):
+        out = right(*args)
+        if wrong == "gradient":
+            return Skewed.apply(out)
+        tail = out[..., -1:, :]
+        changed = 0.9 * tail if wrong == "last token" else torch.full_like(tail, torch.nan)
+        return torch.cat([out[..., :-1, :], changed], -2)
+
+    row = measure(case, providers.Provider("composite", (case.op,), lambda _: function, lambda *_: None))
+    assert row.times == []
+    assert row.skipped.startswith("wrong")
+
+
+def test_forward_is_not_held_to_gradients():
+    case = SMALL["mssa"]
+
+    def function(w):
+        return published.mssa(w.detach())
+
+    row = measure(case, providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None), "forward")
+    assert row.times != []
+
+
+def test_provider_that_cannot_says_why():
+    case = SMALL["mssa"]
+    named = {p.name: p for p in providers.of("mssa")}
+    assert "GPUs" in measure(case, named["sdpa-cudnn"]).skipped
+    assert "backward" in measure(case, named["flex"]).skipped
+
+
+def test_out_of_memory_is_a_row():
+    def function(w):
+        torch.empty(1 << 50, dtype=torch.int8)
+
+    provider = providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None)
+    assert measure(SMALL["mssa"], provider).skipped == "out of memory"
+
+
+def test_other_errors_are_not_hidden():
+    def function(w):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        measure(SMALL["mssa"], providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_oracle_by_rows_is_autograd(causal, monkeypatch):
+    monkeypatch.setattr("crate_kernels.benchmark.gate._ROWS", 32)
+    case = Case("mssa", "rows", (1, 1, 70, 16), {"causal": causal})
+    gate = Gate(case, torch.float64, CPU)
+    out = providers.eager(case)(*gate.args)
+    from crate_kernels.benchmark.gate import upstream
+
+    (dw,) = torch.autograd.grad(out, gate.args, upstream(out))
+    for actual, expected in zip(gate.exact, (out, dw), strict=True):
+        torch.testing.assert_close(actual[0], expected[0, 0].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_work_is_counted_as_the_flop_counter_does():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case = SMALL["mssa"]
+    gate = Gate(case, torch.float32, CPU)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        published.mssa(gate.args[0])
+    assert work.flops(case, "forward") == counter.get_total_flops()
+    assert work.flops(SMALL["mssa-causal"], "both") == 3.5 * work.flops(case, "forward") / 2
+    assert work.flops(SMALL["tssa"], "both") is None
+    assert work.least_bytes(case, "forward", torch.bfloat16) == 2 * 2 * 2 * 3 * 70 * 16
+
+
+def test_peak_counts_what_is_held_at_once():
+    def call():
+        a = torch.empty(1 << 20, dtype=torch.int8)
+        del a
+        return torch.empty(3 << 20, dtype=torch.int8)
+
+    assert memory.peak_bytes(call, CPU) == 3 << 20
+
+
+def test_timed_cases_have_names_of_their_own():
+    keys = [(t.case.op, t.case.name, t.devices) for t in TIMED_CASES]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("name", ["crate_small", "tost_small_12", "crate_lm_base", "tost_lm_base"])
+def test_published_form_of_a_model_is_the_model(name):
+    size = {"depth": 1} if not name.endswith("lm_base") else {"n_layer": 1, "vocab_size": 11, "block_size": 16}
+    torch.manual_seed(0)
+    model = models.create(name, **size).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    if "lm" in name:
+        x = torch.randint(11, (1, 9), generator=generator)
+    else:
+        x = torch.randn(1, 3, 224, 224, generator=generator, dtype=torch.float64)
+    plain = networks.published_form(model)
+    assert not any(type(m) in networks._FORMS for m in plain.modules() if not isinstance(m, networks._Plain)) or all(
+        isinstance(parent, networks._Plain)
+        for parent in plain.modules()
+        for child in parent.children()
+        if type(child) in networks._FORMS
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(networks._logits(plain, x), networks._logits(model, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("provider", decoding.PROVIDERS["mssa"])
+@pytest.mark.parametrize("op", ["mssa", "tssa"])
+def test_decoding_step(op, provider):
+    step = decoding.Step(op, (2, 3, 20, 16), ("cpu",))
+    if provider not in decoding.PROVIDERS[op]:
+        pytest.skip(f"{provider} has no {op}")
+    row = decoding.measure(decoding.blank(step, "fp32", provider), step, CPU, timer)
+    assert row.skipped != "" or row.share <= 1
+    assert row.skipped == "" or provider in ("triton", "cpp", "flash-attn")
+
+
+@pytest.mark.parametrize("provider", decoding.TEXT_PROVIDERS)
+def test_text(provider, monkeypatch):
+    small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=32)
+    monkeypatch.setattr(models, "create", small)
+    text = decoding.Text("crate_lm_base", 2, 5, 4, ("cpu",))
+    row = decoding.measure_text(decoding.blank_text(text, "fp32", provider), text, CPU, timer)
+    assert row.skipped == ""
+    assert row.amount == 8

@@ -1,0 +1,146 @@
+import json
+
+import pytest
+
+from crate_kernels.benchmark import comparing, rows, scaling
+from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.cli import main
+
+MACHINE = {
+    "device": "a CPU",
+    "processor": "of some make",
+    "gpu": False,
+    "torch": "2",
+    "product_flops": {"fp32": 1e11},
+    "copy_bytes": 1e10,
+}
+
+
+def row(provider, seconds, tokens=128, bench="mssa", sweep="", **kwargs):
+    given = {"layer": "a layer", "shape": [1, 2, tokens, 64], "flops": 1e9, "bytes": 1e6, "peak_bytes": tokens**2}
+    return Row(bench, "mssa", f"n{tokens}", "fp32", "both", provider, sweep=sweep, seconds=seconds, **given | kwargs)
+
+
+def drawn(middle):
+    return [middle * (1 + 0.01 * k) for k in (-2, -1, 0, 1, 2)]
+
+
+@pytest.fixture
+def results():
+    swept = [
+        row(provider, drawn(base * (n / 128) ** 2), n, "scaling", "seqlen")
+        for provider, base in (("eager", 4e-3), ("cpp", 1e-3))
+        for n in (128, 256, 512, 1024)
+    ]
+    spent = row("eager", [], 2048, "scaling", "seqlen", skipped="out of memory")
+    return Results(dict(MACHINE), [row("eager", drawn(4e-3)), row("cpp", drawn(1e-3)), *swept, spent])
+
+
+def test_file_is_read_as_it_was_written(results, tmp_path):
+    path = tmp_path / "folder" / "results.json"
+    rows.write(path, results)
+    again = rows.read(path)
+    assert again.machine == results.machine
+    assert [r.key for r in again.rows] == [r.key for r in results.rows]
+    assert again.rows[0].median == pytest.approx(results.rows[0].median, rel=1e-4)
+    assert again.rows[-1].skipped == "out of memory"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"machine": {}}', '{"machine": {}, "rows": [{"unknown": 1}]}'])
+def test_file_of_something_else_is_refused(content, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="no file of benchmark results"):
+        rows.read(path)
+
+
+def test_facts_of_a_row(results):
+    facts = rows.facts(results.rows[1], results)
+    assert facts["speedup_over_eager"] == pytest.approx(4.0)
+    assert facts["tflops"] == pytest.approx(1.0)
+    assert facts["percent_of_product"] == pytest.approx(1000)
+    assert facts["gb_per_s"] == pytest.approx(1.0)
+    assert facts["p20_us"] == pytest.approx(990)
+    assert facts["p80_us"] == pytest.approx(1010)
+    assert rows.facts(results.rows[-1], results) == {"skipped": "out of memory"}
+
+
+def test_series_of_a_sweep(results):
+    eager, cpp = scaling.series(results, "mssa", "seqlen", "both")
+    assert eager.sizes == [128, 256, 512, 1024]
+    assert eager.exhausted == 2048
+    assert cpp.exhausted is None
+    assert eager.exponent(eager.seconds) == pytest.approx(2.0)
+    assert eager.exponent(eager.memory) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "least", "moved"),
+    [(1.0, 0.05, False), (1.03, 0.05, False), (1.3, 0.05, True), (0.7, 0.05, True), (1.3, 0.5, False)],
+)
+def test_change_beyond_noise(results, factor, least, moved):
+    later = Results(dict(MACHINE), [row("cpp", drawn(factor * 1e-3)), row("triton", drawn(1.0))])
+    (change,) = comparing.changes(results, later)
+    assert change.ratio == pytest.approx(factor)
+    assert change.low <= change.ratio <= change.high
+    assert change.moved(least) == moved
+    assert comparing.missing(results, later)[1] == [later.rows[1].key]
+
+
+def test_wide_samples_are_no_change(results):
+    later = Results(dict(MACHINE), [row("cpp", [0.5e-3, 0.9e-3, 1.3e-3, 2e-3, 3e-3])])
+    (change,) = comparing.changes(results, later)
+    assert change.ratio == pytest.approx(1.3)
+    assert not change.moved(0.05)
+
+
+def test_compare_prints_what_moved(results, tmp_path, capsys):
+    later = Results(dict(MACHINE), [row("cpp", drawn(2e-3)), row("eager", drawn(4e-3))])
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, given in zip(paths, (results, later), strict=True):
+        rows.write(tmp_path / path, given)
+    assert main(["bench", "compare", *paths]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 rows moved" in printed
+    assert "2.000" in printed
+    assert "9 rows only in the first" in printed or "8 rows only in the first" in printed
+
+
+@pytest.mark.parametrize("verb", [["bench", "compare", "absent.json", "absent.json"], ["plot", "absent.json"]])
+def test_absent_file(verb, capsys):
+    assert main(verb) == 2
+    assert "absent.json" in capsys.readouterr().out
+
+
+def test_plot_writes_every_figure(results, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    rows.write(path, results)
+    assert main(["plot", str(path), "--output", str(tmp_path / "figures")]) == 0
+    names = {figure.stem for figure in (tmp_path / "figures").glob("*.png")}
+    assert names == {"scaling_seqlen", "rates_seqlen", "speedup_both"}
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_plot_of_nothing(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    rows.write(path, Results(dict(MACHINE), []))
+    assert main(["plot", str(path)]) == 1
+    assert "no row" in capsys.readouterr().out
+
+
+def test_bench_prints_a_table_and_writes_rows(tmp_path, monkeypatch, capsys):
+    from crate_kernels import testing
+    from crate_kernels.benchmark import clock
+
+    monkeypatch.setattr(clock, "product_flops", lambda *_: 1e11)
+    monkeypatch.setattr(clock, "copy_bytes", lambda *_: 1e10)
+    tiny = testing.Timed(testing.Case("tssa", "vit-196", (1, 2, 9, 16)), "a layer", ("cpu",))
+    monkeypatch.setattr(testing, "TIMED_CASES", (tiny,))
+    path = tmp_path / "results.json"
+    assert main(["bench", "--quick", "--op", "tssa", "--output", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tssa vit-196 fp32 both" in printed
+    assert "x eager" in printed
+    found = rows.read(path)
+    assert {r.provider for r in found.rows if r.times} >= {"eager", "composite"}
+    assert json.loads(path.read_text())["machine"]["copy_bytes"] == 1e10
