@@ -54,10 +54,12 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
     return " / ".join("-" if row is None else _ratio(results, row, baseline) for row in ours)
 
 
-def _speed(results: Results, bench: str, cases: list[str], baselines: list[str], dtypes: tuple[str, ...]) -> str:
-    directions = ("forward", "step") if bench == "models" else ("forward", "both")
+def _speed(results: Results, bench: str, baselines: list[str]) -> str:
+    """Render every case of an operator: our times, and how many times as long the baselines take."""
+    directions = ("forward", "both")
+    cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
-    for dtype in dtypes:
+    for dtype in ("fp32", "bf16"):
         for case in cases:
             ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
             if all(row is None for row in ours):
@@ -66,13 +68,28 @@ def _speed(results: Results, bench: str, cases: list[str], baselines: list[str],
             times = " / ".join("-" if row is None else f"{1e3 * row.median:.3g}" for row in ours)
             ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
             lines.append([f"{case} {shape}", dtype, times, *ratios])
-    last = "step" if bench == "models" else "both"
     names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "eager": "eager"}
-    return _markdown(["case", "dtype", f"ours, ms: forward / {last}", *(names.get(b, b) for b in baselines)], lines)
+    return _markdown(["case", "dtype", "ours, ms", *(names.get(b, b) for b in baselines)], lines)
 
 
-def _cases(results: Results, bench: str) -> list[str]:
-    return list(dict.fromkeys(row.case for row in results.rows if row.bench == bench))
+def _models(results: Results) -> str:
+    """Render the models: times, rates and memory of a training step."""
+    lines = []
+    for row in results.find(bench="models", direction="step", provider="eager"):
+        ours = [_ours(results, "models", row.case, row.dtype, direction) for direction in ("forward", "step")]
+        forward, step = ours
+        if forward is None or step is None:
+            continue
+        pairs = [
+            _pair(results, "models", row.case, row.dtype, b, ("forward", "step"))
+            for b in ("eager", "compile", "composite", "timm-vit")
+        ]
+        memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
+        name = f"{row.case}, {step.amount:g} {step.unit}"
+        times = f"{1e3 * forward.median:.4g} / {1e3 * step.median:.4g}"
+        lines.append([name, row.dtype, times, f"{step.amount / step.median:.3g}", *pairs, memory])
+    header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
+    return _markdown([*header, "ViT of timm, same size", "step, MiB: eager / ours"], lines)
 
 
 def _rates(results: Results, bench: str, baseline: str) -> str:
@@ -152,10 +169,10 @@ _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of on
 _TABLES: dict[str, Callable[[Results], str]] = {
     "machine": _machine,
     "speed": _readme,
-    "mssa": lambda r: _speed(r, "mssa", _cases(r, "mssa"), ["eager", "compile", "sdpa"], ("fp32", "bf16")),
-    "tssa": lambda r: _speed(r, "tssa", _cases(r, "tssa"), ["eager", "compile"], ("fp32", "bf16")),
-    "ista": lambda r: _speed(r, "ista", _cases(r, "ista"), ["eager", "compile"], ("fp32", "bf16")),
-    "models": lambda r: _speed(r, "models", _cases(r, "models"), ["eager", "compile", "composite"], ("fp32", "bf16")),
+    "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa"]),
+    "tssa": lambda r: _speed(r, "tssa", ["eager", "compile"]),
+    "ista": lambda r: _speed(r, "ista", ["eager", "compile"]),
+    "models": _models,
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
     "memory": _memory,

@@ -61,17 +61,6 @@ def test_chaos_is_no_agreement():
     assert not far.agrees
 
 
-def test_peak_memory_counts_what_is_held_at_once():
-    def hold_two_of_three():
-        first = torch.empty(1 << 18)
-        second = torch.empty(1 << 18)
-        del first
-        third = torch.empty(1 << 17)
-        return second, third
-
-    assert compare._peak_bytes(hold_two_of_three, CPU) == 2 << 20
-
-
 def test_a_step_takes_the_median_of_its_rounds(small, monkeypatch):
     # (naive, fused) of three rounds, each between two looks at the clock
     looks = iter([look for took in (1, 4, 9, 3, 2, 50) for look in (0, took)])
