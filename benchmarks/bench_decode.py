@@ -6,7 +6,10 @@ from benchmarks.common import What, grid
 from crate_kernels.benchmark import decoding
 
 STEPS = [What(f"{s.op}-{s}", s, s.devices, s.brief) for s in decoding.STEPS]
-TEXTS = [What(str(t), t, t.devices, t.brief) for t in decoding.TEXTS]
+TEXTS = {
+    dtype: [What(str(t), t, (t.device,), False) for t in decoding.TEXTS if t.dtype == dtype]
+    for dtype in ("fp32", "bf16")
+}
 
 
 @grid(STEPS, ["forward"], decoding.PROVIDERS["mssa"])
@@ -17,10 +20,18 @@ def test_decode(timed, what, dtype, direction, provider):
     timed(decoding.blank(step, dtype, provider), lambda row, device, timer: decoding.measure(row, step, device, timer))
 
 
-@grid(TEXTS, ["forward"], decoding.TEXT_PROVIDERS, ["fp32", "bf16"])
-def test_generation(timed, what, dtype, direction, provider):
+def _generation(timed, what, provider):
     text = what.subject
     timed(
-        decoding.blank_text(text, dtype, provider),
-        lambda row, device, timer: decoding.measure_text(row, text, device, timer),
+        decoding.blank_text(text, provider), lambda row, device, timer: decoding.measure_text(row, text, device, timer)
     )
+
+
+@grid(TEXTS["fp32"], ["forward"], decoding.TEXT_PROVIDERS, ["fp32"])
+def test_generation_on_a_cpu(timed, what, dtype, direction, provider):
+    _generation(timed, what, provider)
+
+
+@grid(TEXTS["bf16"], ["forward"], decoding.TEXT_PROVIDERS, ["bf16"])
+def test_generation_on_a_gpu(timed, what, dtype, direction, provider):
+    _generation(timed, what, provider)

@@ -165,7 +165,7 @@ def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) 
     share = off / (FORWARD_FACTOR * (eager_off + torch.finfo(dtype).eps * size))
     measuring.fill(row, Verdict(off / size, off / eager_off if eager_off else 0.0, share, "out"))
     if not row.skipped:
-        measuring.observe(row, call, lambda: rewind() or (), device, timer)
+        measuring.observe(row, call, lambda: rewind() or (), device, timer, watch=False)
     return row
 
 
@@ -177,25 +177,23 @@ class Text:
     batch: int
     prompt: int
     new: int
-    devices: tuple[str, ...]
-    brief: bool = False
+    device: str
+    dtype: str
 
     def __str__(self) -> str:
         return f"{self.model}-{self.batch}x{self.prompt}+{self.new}"
 
 
 TEXTS = (
-    Text("crate_lm_base", 1, 128, 64, ("cpu",)),
-    Text("crate_lm_overcomplete_12l", 1, 128, 64, ("cpu",)),
-    Text("tost_lm_base", 1, 128, 64, ("cpu",)),
-    *(Text(name, 8, 512, 256, ("cuda",)) for name in ("crate_lm_base", "tost_lm_base")),
+    *(Text(n, 1, 128, 64, "cpu", "fp32") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
+    *(Text(n, 8, 512, 256, "cuda", "bf16") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
 )
 TEXT_PROVIDERS = ("recomputing", "composite", "default")
 
 
-def blank_text(text: Text, dtype: str, provider: str) -> Row:
+def blank_text(text: Text, provider: str) -> Row:
     """Return the row of a text before anything is known of it."""
-    row = Row("generation", "model", str(text), dtype, "forward", provider, unit="tokens")
+    row = Row("generation", "model", str(text), text.dtype, "forward", provider, unit="tokens")
     row.amount = float(text.batch * text.new)
     return row
 
@@ -232,5 +230,5 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
         budget = 2 * FORWARD_FACTOR * (eager_off + torch.finfo(dtype).eps * size)
         measuring.fill(row, Verdict(short / size, short / eager_off if eager_off else 0.0, short / budget, "text"))
         if not row.skipped:
-            measuring.observe(row, write, tuple, device, timer)
+            measuring.observe(row, write, tuple, device, timer, watch=False)
     return row

@@ -58,10 +58,14 @@ def fill(row: Row, verdict: Verdict) -> None:
         row.skipped = f"wrong: {verdict.output} has {verdict.share:.1f} times the error it may have against float64"
 
 
-def observe(row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer) -> None:
-    """Time a call that was found right, and watch its memory."""
+def observe(
+    row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
+) -> None:
+    """Time a call that was found right, and watch its memory unless that is of no interest."""
     row.seconds = timer(call, prepare)
     row.device_seconds = clock.device_seconds(call, prepare, device, len(row.seconds)) or []
+    if not watch:
+        return
     args = prepare()
     row.peak_bytes = memory.peak_bytes(lambda: call(*args), device)
     if device.type == "cpu":

@@ -77,8 +77,10 @@ def _sdpa(case: Case, backend: SDPBackend | None = None) -> Function:
 
 
 def _sdpa_why_not(case: Case, dtype: torch.dtype, device: torch.device, backend: SDPBackend) -> str | None:
-    if device.type == "cpu" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        return "PyTorch has it for GPUs only"
+    if device.type == "cpu":
+        if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            return "PyTorch has it for GPUs only"
+        return "on a CPU sdpa is the flash kernel, and its math form is eager's"
     if device.type == "cuda" and backend != SDPBackend.MATH:
         batch, _, seqlen, head_dim = case.shape
         w = torch.empty(min(batch, 1), 1, min(seqlen, 128), head_dim, dtype=dtype, device=device)

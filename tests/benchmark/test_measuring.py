@@ -189,7 +189,7 @@ def test_decoding_step(op, provider):
 def test_text(provider, monkeypatch):
     small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=32)
     monkeypatch.setattr(models, "create", small)
-    text = decoding.Text("crate_lm_base", 2, 5, 4, ("cpu",))
-    row = decoding.measure_text(decoding.blank_text(text, "fp32", provider), text, CPU, timer)
+    text = decoding.Text("crate_lm_base", 2, 5, 4, "cpu", "fp32")
+    row = decoding.measure_text(decoding.blank_text(text, provider), text, CPU, timer)
     assert row.skipped == ""
     assert row.amount == 8
