@@ -1,0 +1,56 @@
+"""The benchmark suite itself: what it collects, what it writes, how it goes on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.tables import ROOT
+from crate_kernels.benchmark import rows
+
+pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install 'crate-kernels[bench]'")
+
+
+def suite(*arguments):
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--bench-device", "cpu", "-q", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def collected(*arguments):
+    lines = suite("--collect-only", "-k", "tssa", *arguments).stdout.splitlines()
+    return {line for line in lines if "::" in line}
+
+
+def test_shards_are_a_partition():
+    whole, *parts = (collected("--tier", "full", "--shard", shard) for shard in ("1/1", "1/2", "2/2"))
+    assert len(whole) > 300
+    assert parts[0] | parts[1] == whole
+    assert not parts[0] & parts[1]
+    assert min(map(len, parts)) > len(whole) / 3
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2"])
+def test_shard_that_is_none(shard):
+    assert "--shard must be i/n" in suite("--collect-only", "--shard", shard).stderr
+
+
+def test_brief_tier_is_a_part():
+    brief, full = (collected("--tier", tier) for tier in ("brief", "full"))
+    assert brief < full
+
+
+def test_rows_are_kept_and_not_timed_again(tmp_path):
+    arguments = ["--benchmark-only", "-rs", "-k", "overhead-mssa", "--results", tmp_path / "results.json"]
+    first = suite(*arguments, "--benchmark-json", tmp_path / "benchmark.json")
+    assert first.returncode == 0, first.stdout + first.stderr
+    results = rows.read(tmp_path / "results.json")
+    assert [row.provider for row in results.rows] == ["raw op", "public", "public with gradient"]
+    info = json.loads((tmp_path / "benchmark.json").read_text())["benchmarks"][1]["extra_info"]
+    assert info["median_us"] == pytest.approx(1e6 * results.rows[1].median, rel=1e-3)
+    assert info["speedup_over_raw op"] > 0
+    assert {"device", "torch", "git", "product_flops", "copy_bytes"} <= info["machine"].keys()
+    again = suite(*arguments)
+    assert "SKIPPED [3]" in again.stdout
+    assert "in the file of results already" in again.stdout
+    assert [row.key for row in rows.read(tmp_path / "results.json").rows] == [row.key for row in results.rows]
