@@ -36,7 +36,7 @@ class Experiment:
     """One verb that measures something and draws it.
 
     Attributes:
-        name: of the verb; its room is ``crate_kernels.cli.<name>``, with ``job.run(session, settings)`` in it.
+        name: of the verb; its room is ``crate_kernels.cli.<name>``, with ``job.run(trial, settings)`` in it.
         presets: settings by name; ``"default"`` finishes in minutes on a small CPU, ``"paper"`` is what was
             published, ``"quick"`` shows every part.
         ops: the operators it needs, for refusing a backend that lacks one.
@@ -76,13 +76,13 @@ class Experiment:
             return refuse(self.name, str(error).partition("\n")[0])
 
         from crate_kernels.cli.common.files import Unusable
-        from crate_kernels.cli.common.session import Session
+        from crate_kernels.cli.common.trial import Trial
 
         job = import_module(f"crate_kernels.cli.{self.name}.job")
         try:
             args.output.mkdir(parents=True, exist_ok=True)
-            session = Session(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
-            return job.run(session, self.presets[args.preset])
+            trial = Trial(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
+            return job.run(trial, self.presets[args.preset])
         except Unusable as error:
             return refuse(self.name, f"{error}; --fresh starts anew, --output writes elsewhere")
         except OSError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels.cli.common import files, interrupts
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -94,32 +94,32 @@ class Fit:
         return (1 + math.cos(math.pi * (self.done - self.warmup) / max(1, self.total - self.warmup))) / 2
 
 
-def train(fit: Fit, session: Session) -> None:
+def train(fit: Fit, trial: Trial) -> None:
     """Train to the end, from the checkpoint in the run's folder where there is one.
 
     Raises:
         files.Unusable: the checkpoint is of another run, or cannot be read.
         KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
     """
-    path = session.folder / f"{fit.name}.checkpoint"
-    if not session.fresh and (history := files.load_state(path, fit.model, fit.optimizer, fit.identity)) is not None:
+    path = trial.folder / f"{fit.name}.checkpoint"
+    if not trial.fresh and (history := files.load_state(path, fit.model, fit.optimizer, fit.identity)) is not None:
         fit.losses = history["losses"].tolist()
         fit.watched = [(int(step), value) for step, value in history["watched"].tolist()]
     if fit.done == fit.total:
-        session.say(f"{fit.label}: already trained; --fresh trains anew")
+        trial.say(f"{fit.label}: already trained; --fresh trains anew")
         return
     whole, start = fit.done == 0, perf_counter()
     if not whole:
-        session.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
-    with interrupts.deferred() as received, session.progress(fit.label, fit.total, fit.done) as advance:
+        trial.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
+    with interrupts.deferred() as received, trial.progress(fit.label, fit.total, fit.done) as advance:
         while fit.done < fit.total and not received:
             looks, loss = len(fit.watched), fit.step()
             seen = f"  {fit.watch_name} {fit.watched[-1][1]:.4f}" if fit.watched else ""
             advance(f"loss {loss:.3f}{seen}")
             if len(fit.watched) > looks:
                 _save(fit, path)
-                if not session.console.is_terminal:  # a log wants lines
-                    session.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
+                if not trial.console.is_terminal:  # a log wants lines
+                    trial.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
     _save(fit, path)
     if fit.done < fit.total:
         raise KeyboardInterrupt

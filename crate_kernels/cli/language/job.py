@@ -14,7 +14,7 @@ from torch import Tensor
 from crate_kernels.cli.common import files
 from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.common.fit import Fit, train
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.language import figures, text
 from crate_kernels.cli.language.settings import Settings
 from crate_kernels.models import CRATELM, CRATELMConfig, ToSTLM, ToSTLMConfig
@@ -37,15 +37,15 @@ _MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
 }
 
 
-def run(session: Session, settings: Settings) -> int:
+def run(trial: Trial, settings: Settings) -> int:
     """Train, test, write and draw."""
     source = text.load()
-    session.say(f"{source.name}: the last tenth to be tested on")
+    trial.say(f"{source.name}: the last tenth to be tested on")
     rows, found, samples, fits = [], {}, {}, []
     for name, (build, paper) in _MODELS.items():
-        fit = _fit(name, build, session, settings, source)
-        train(fit, session)
-        written, rates = _write(fit, session, settings)
+        fit = _fit(name, build, trial, settings, source)
+        train(fit, trial)
+        written, rates = _write(fit, trial, settings)
         samples[name] = written
         fits.append(fit)
         bits = fit.watched[-1][1]
@@ -60,19 +60,19 @@ def run(session: Session, settings: Settings) -> int:
             "sample": written,
         }
     header = ("", "paper, nats a token", "measured, bits a byte", "parameters", "bytes a second, cached and not")
-    session.compare(rows, header)
-    session.say("Other text, other tokens, other sizes: the columns are not to be compared with each other")
+    trial.compare(rows, header)
+    trial.say("Other text, other tokens, other sizes: the columns are not to be compared with each other")
     shown = "\n\n".join(f"{name}:\n{written}" for name, written in samples.items())
-    files.put(session.folder / "samples.txt", (shown + "\n").encode())
-    session.write({"language": figures.language(fits)}, {"text": source.name, "models": found}, settings)
-    session.say(f"What each writes is in {session.folder / 'samples.txt'}")
+    files.put(trial.folder / "samples.txt", (shown + "\n").encode())
+    trial.write({"language": figures.language(fits)}, {"text": source.name, "models": found}, settings)
+    trial.say(f"What each writes is in {trial.folder / 'samples.txt'}")
     return 0
 
 
 def _fit(
     name: str,
     build: Callable[[dict[str, Any]], LanguageModel],
-    session: Session,
+    trial: Trial,
     settings: Settings,
     source: text.Text,
 ) -> Fit:
@@ -82,16 +82,16 @@ def _fit(
         "n_layer": settings.layers,
         "n_head": settings.heads,
         "n_embd": settings.dim,
-        "backend": session.backend,
+        "backend": trial.backend,
     }
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(session.seed)
-        model = build(sizes).to(session.device)
+        torch.manual_seed(trial.seed)
+        model = build(sizes).to(trial.device)
 
     def loss(step: int) -> Tensor:
         size = (settings.block, settings.batch_size)
-        inputs, targets = text.batch(source.train, *size, session.seed, _TRAINING, step)
-        _, value = model(inputs.to(session.device), targets.to(session.device))
+        inputs, targets = text.batch(source.train, *size, trial.seed, _TRAINING, step)
+        _, value = model(inputs.to(trial.device), targets.to(trial.device))
         assert value is not None
         return value
 
@@ -100,7 +100,7 @@ def _fit(
         inputs, targets = text.stretches(source.test, settings.block)
         total = 0.0
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
-            _, value = model(x.to(session.device), y.to(session.device))
+            _, value = model(x.to(trial.device), y.to(trial.device))
             assert value is not None
             total += value.item() * len(x)
         return total / len(inputs) / math.log(2)
@@ -114,7 +114,7 @@ def _fit(
         settings.steps,
         settings.rate,
         settings.warmup,
-        {**asdict(settings), "model": name, "seed": session.seed, "text": source.name},
+        {**asdict(settings), "model": name, "seed": trial.seed, "text": source.name},
         bits,
         "bits a byte",
         max(1, settings.steps // 5),
@@ -122,20 +122,20 @@ def _fit(
     )
 
 
-def _write(fit: Fit, session: Session, settings: Settings) -> tuple[str, tuple[float, float]]:
+def _write(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
     """Let a model go on from a prompt; return the text, and bytes a second with a cache and without.
 
     Speed is measured within the model's context, where the cache serves.
     """
     model: Any = fit.model
-    prompt = torch.tensor([list(_PROMPT.encode())], device=session.device)
+    prompt = torch.tensor([list(_PROMPT.encode())], device=trial.device)
     rates = []
     for cached in (True, False):
         count = max(1, settings.block - prompt.shape[1])
         start = perf_counter()
         model.generate(prompt, count, temperature=0, use_cache=cached)
         rates.append(count / (perf_counter() - start))
-    draws = torch.Generator(session.device)
-    draws.manual_seed(generator(session.seed, _WRITING).initial_seed())
+    draws = torch.Generator(trial.device)
+    draws.manual_seed(generator(trial.seed, _WRITING).initial_seed())
     written = model.generate(prompt, settings.sample, temperature=settings.temperature, generator=draws)
     return text.readable(written[0].cpu()), (rates[0], rates[1])
