@@ -30,7 +30,8 @@ class Fit:
     Attributes:
         name: of the run, and of its checkpoint. label: for people.
         model, optimizer: what is trained, and by what. Its learning rate is set at each step.
-        loss: from the number of the step to the loss of its batch.
+        loss: from the number of a batch to its loss.
+        pieces: batches a step, whose gradients are averaged: a large batch that memory has no room for at once.
         total: steps. rate: the peak of the learning rate, after ``warmup`` steps; then it decays by a cosine.
         identity: what two runs must share for one to go on where the other stopped.
         watch: measures the model, in eval mode, what ``watch_name`` says, every ``every`` steps and after the last.
@@ -51,6 +52,7 @@ class Fit:
     watch_name: str = ""
     every: int = 0
     clip: float | None = None
+    pieces: int = 1
     losses: list[float] = field(default_factory=list)
     watched: list[tuple[int, float]] = field(default_factory=list)
     seconds: float | None = None
@@ -70,13 +72,16 @@ class Fit:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * self._schedule()
         self.model.train()
-        loss = self.loss(self.done)
         self.optimizer.zero_grad()
-        loss.backward()
+        mean = 0.0
+        for piece in range(self.pieces):
+            loss = self.loss(self.done * self.pieces + piece) / self.pieces
+            loss.backward()
+            mean += loss.item()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
-        self.losses.append(loss.item())
+        self.losses.append(mean)
         if self.watch is not None and (self.done == self.total or (self.every and self.done % self.every == 0)):
             self.look()
         return self.losses[-1]

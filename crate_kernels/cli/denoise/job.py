@@ -11,7 +11,7 @@ from crate_kernels import _backend
 from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.denoise import figures
 from crate_kernels.cli.denoise.mixture import denoise, departure
-from crate_kernels.cli.denoise.settings import Mixture, Settings
+from crate_kernels.cli.denoise.settings import FIGURE, Mixture, Settings
 
 # Of float64, over six layers of sums of up to 512 terms; a float32 anywhere would be five digits beyond it.
 _ROUNDING = 1e-12
@@ -63,7 +63,11 @@ def run(trial: Trial, settings: Settings) -> int:
         name = f"softmax {mixture.form}, noise {mixture.noise}: SNR before, highest, after {mixture.layers} layers"
         means = ratios.mean((0, 2))
         peak = int(means.argmax())
-        rows.append([name, "rises", f"{means[0]:.2f}, {means[peak]:.2f} at layer {peak}, {means[-1]:.2f}"])
+        first, last = FIGURE[mixture.noise]
+        rows.append(
+            [name, f"{first}, rising, {last}", f"{means[0]:.2f}, {means[peak]:.2f} at layer {peak}, {means[-1]:.2f}"]
+        )
+        rows.append(["  growth in all", f"{last / first:.2f}", f"{means[-1] / means[0]:.2f}"])
     trial.compare(rows)
     if not held:
         trial.say(f"Theorem 3.1 is NOT followed to rounding ({_ROUNDING}) where its conditions should hold")
