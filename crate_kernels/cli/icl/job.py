@@ -55,21 +55,27 @@ def models(settings: Settings) -> dict[str, dict[str, Any]]:
     }
 
 
-def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Tensor, Tensor], variance: float) -> Fit:
+def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
+    """Build a model as it is before the first step."""
+    config = AoTRegressionConfig(
+        n_dims=settings.dims,
+        dim=settings.dim,
+        heads=settings.heads,
+        n_positions=max(101, 2 * settings.examples),
+        init_std=settings.init_std,
+        backend=trial.backend,
+        **models(settings)[name],
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(trial.seed)
-        config = AoTRegressionConfig(
-            n_dims=settings.dims,
-            dim=settings.dim,
-            heads=settings.heads,
-            n_positions=max(101, 2 * settings.examples),
-            init_std=settings.init_std,
-            backend=trial.backend,
-            **models(settings)[name],
-        )
         model = AoTRegression(config).to(trial.device)
     with torch.no_grad():
         model.wpe.weight.mul_(settings.position_scale)
+    return model
+
+
+def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Tensor, Tensor], variance: float) -> Fit:
+    model = fresh(trial, settings, name)
 
     def loss(step: int) -> Tensor:
         xs, ys, _ = prompts.draw(settings, task, settings.batch_size, trial.seed, _TRAINING, step)

@@ -28,7 +28,7 @@ _PROMPT = "The "
 # What the papers report, nats a GPT-2 token, on OpenWebText or, as said, on LAMBADA without training on it: Buchanan,
 # Pai, Wang and Ma (Learning Deep Representations of Data Distributions, 2025), "Causal Language Modeling", "Linear Time
 # Complexity Transformers" (as ToST's repository, tost_lang/README.md) and "Attention-Only Transformers".
-_MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
+MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
     "causal CRATE": (lambda sizes: CRATELM(CRATELMConfig(**sizes)), "3.37 (base, 60M)"),
     "causal CRATE, overcomplete": (lambda sizes: CRATELM(CRATELMConfig(**sizes, overcomplete=True)), "-"),
     # The published layer scales start at 1e-5 for far longer trainings; small models start at 1.
@@ -50,8 +50,8 @@ def run(trial: Trial, settings: Settings) -> int:
     source = text.load()
     trial.say(f"{source.name}: the last tenth to be tested on")
     rows, found, samples, fits = [], {}, {}, []
-    for name, (build, paper) in _MODELS.items():
-        fit = _fit(name, build, trial, settings, source)
+    for name, (_, paper) in MODELS.items():
+        fit = _fit(name, trial, settings, source)
         train(fit, trial)
         written, rates = _write(fit, trial, settings)
         samples[name] = written
@@ -77,13 +77,8 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def _fit(
-    name: str,
-    build: Callable[[dict[str, Any]], LanguageModel],
-    trial: Trial,
-    settings: Settings,
-    source: text.Text,
-) -> Fit:
+def fresh(trial: Trial, settings: Settings, name: str) -> LanguageModel:
+    """Build a model as it is before the first step."""
     sizes = {
         "vocab_size": _BYTES,
         "block_size": settings.block,
@@ -94,7 +89,11 @@ def _fit(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(trial.seed)
-        model = build(sizes).to(trial.device)
+        return MODELS[name][0](sizes).to(trial.device)
+
+
+def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
+    model = fresh(trial, settings, name)
 
     def loss(drawn: int) -> Tensor:
         size = (settings.block, settings.batch_size)

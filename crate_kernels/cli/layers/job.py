@@ -15,17 +15,7 @@ from crate_kernels.cli.layers.settings import Settings
 def run(trial: Trial, settings: Settings) -> int:
     """Train, measure and draw."""
     digits = data.load()
-    how = TrainingSettings(
-        seed=trial.seed,
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-    )
-    training = Training(how, digits, trial.backend, trial.device)
+    training = Training(training_settings(settings, trial.seed), digits, trial.backend, trial.device)
     trial.say(f"{digits.name}; a CRATE of {settings.depth} layers, backend {training.fused}")
     seen = watching.train(training, trial, settings.looks)
     tokens = watching.tokens(training, digits, settings.shown)
@@ -57,6 +47,20 @@ def run(trial: Trial, settings: Settings) -> int:
         settings,
     )
     return 0
+
+
+def training_settings(settings: Settings, seed: int) -> TrainingSettings:
+    """Say how the model is trained: as the demo's, but for its size and length."""
+    return TrainingSettings(
+        seed=seed,
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        dim=settings.dim,
+        depth=settings.depth,
+        heads=settings.heads,
+        dim_head=settings.dim_head,
+    )
 
 
 def _series(values: list[float], places: int) -> str:

@@ -26,7 +26,7 @@ def run(trial: Trial, settings: Settings) -> int:
     """Train, measure and draw."""
     digits = data.load()
     trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
-    start, model = (_fresh(settings, digits, trial) for _ in range(2))
+    start, model = (fresh(settings, digits, trial) for _ in range(2))
     images = digits.crop(digits.test_images)
     # The same patches are removed from every test digit whenever it is looked at.
     masks = model.random_mask(len(images), (digits.image_size // digits.patch_size) ** 2, None, _draws(trial, _TESTING))
@@ -69,7 +69,8 @@ def _draws(trial: Trial, *purpose: int) -> torch.Generator:
     return generator(trial.seed, *purpose)
 
 
-def _fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
+def fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
+    """Build the model as it is before the first step."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(trial.seed)
         config = CRATEMAEConfig(
