@@ -16,6 +16,7 @@ from crate_kernels.models.aot import (
     AoTVision,
     AoTVisionConfig,
     Layer,
+    start_as_derived,
 )
 
 LM = AoTLMConfig(n_layer=2, n_head=3, n_embd=24, vocab_size=11, block_size=9, bias=False)
@@ -129,6 +130,33 @@ def test_a_layer_is_a_step_and_nothing_else(kind, norm, mlp, causal):
         wide = nn.functional.layer_norm(wanted, (24,)) @ layer.mlp[0].weight.mT
         wanted = wanted + nn.functional.gelu(wide) @ layer.mlp[2].weight.mT
     torch.testing.assert_close(layer(x), wanted)
+
+
+def test_a_derived_start_is_the_papers_operator():
+    """``Z + eta sum_k U_k U_k^T Z softmax(..)`` of orthonormal subspaces, and nothing else is drawn anew."""
+    model = build("regression", eta=0.7)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start_as_derived(model)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {f"layers.{i}.attn.{name}" for i in range(2) for name in ("qkv.weight", "to_out.0.weight")}
+    layer = model.layers[1].double()
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    seen, wanted = nn.functional.layer_norm(x, (24,)), x.clone()
+    bases = layer.attn.qkv.weight.detach().mT.unflatten(1, (3, 8)).unbind(1)  # (24, 8) each
+    future = torch.ones(5, 5).triu(1).bool()
+    for basis in bases:
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(8).double(), atol=1e-6, rtol=0)  # drawn in float32
+        scores = (seen @ basis @ basis.mT @ seen.mT * 8**-0.5).masked_fill(future, -torch.inf)
+        wanted += 0.7 * scores.softmax(-1) @ seen @ basis @ basis.mT
+    torch.testing.assert_close(layer(x), wanted)
+    assert (bases[0].mT @ bases[1]).abs().max() < 1e-6
+
+
+def test_a_derived_start_leaves_other_attention_alone():
+    model = build("lm", attention="mhsa", mlp=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start_as_derived(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("kind", "changes"), CASES)

@@ -12,7 +12,7 @@ from crate_kernels.cli.common.fit import Fit, train
 from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.icl import figures, prompts
 from crate_kernels.cli.icl.settings import Settings
-from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig
+from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig, start_as_derived
 
 _TRAINING, _TESTING = 0, 1
 
@@ -66,12 +66,17 @@ def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
         backend=trial.backend,
         **models(settings)[name],
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(trial.seed)
-        model = AoTRegression(config).to(trial.device)
-    with torch.no_grad():
-        model.wpe.weight.mul_(settings.position_scale)
-    return model
+        model = AoTRegression(config)
+        positions = model.wpe.weight.mul_(settings.position_scale)
+        if settings.paired:
+            kinds = settings.position_scale * settings.init_std * torch.randn(2, settings.dim)
+            pairs = positions[: 2 * settings.examples].unflatten(0, (settings.examples, 2))
+            pairs.copy_(pairs[:, :1] + kinds)
+        if settings.derived:
+            start_as_derived(model)
+    return model.to(trial.device)
 
 
 def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Tensor, Tensor], variance: float) -> Fit:

@@ -18,8 +18,9 @@ from crate_kernels.cli.mae.settings import Settings
 from crate_kernels.models import CRATEMAE, CRATEMAEConfig
 
 _TRAINING, _TESTING = 0, 1
-# In words: other images, other sizes, and a probe of the class token.
-_PAPER = {"CRATE-MAE, the class token": "near ViT-MAE's"}
+# Buchanan, Pai, Wang and Ma (Learning Deep Representations of Data Distributions, 2025), "Masked Autoencoding for
+# Imagery Data": the linear probe of CRATE-MAE-Base, 44.6M. There ViT-MAE has 79.9% (S, 47.6M) and 87.9% (B, 143.8M).
+_PAPER = {"CRATE-MAE, the class token": "CIFAR10: 80.9% (B, 44.6M)"}
 
 
 def run(trial: Trial, settings: Settings) -> int:
@@ -39,10 +40,14 @@ def run(trial: Trial, settings: Settings) -> int:
     probes = probe.all_of_them(start, model, digits, settings, trial)
     error = fit.watched[-1][1]
     rows = [
-        ["error on removed patches", "near ViT-MAE's", f"{error:.3f} (filling in the mean digit: {blank:.3f})"],
+        [
+            "error on removed patches",
+            "pictures on par with ViT-MAE's (figure)",
+            f"{error:.3f} (filling in the mean digit: {blank:.3f})",
+        ],
         *([f"linear probe on {name}", _PAPER.get(name, "-"), f"{value:.4f}"] for name, value in probes.items()),
     ]
-    trial.compare(rows, ("", "paper, ImageNet", "measured, digits"))
+    trial.compare(rows, ("", "paper, from ImageNet", "measured, digits"))
     best, untrained = (
         max(value for name, value in probes.items() if name.startswith(kind))
         for kind in ("CRATE-MAE", "an untrained CRATE-MAE")
