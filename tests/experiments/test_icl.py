@@ -34,7 +34,7 @@ def test_where_a_model_starts():
     assert torch.equal(weights[2 * SETTINGS.examples :], plain.wpe.weight[2 * SETTINGS.examples :])
     for layer, derived in ((plain.layers[0], False), (paired.layers[0], True)):
         w, out = layer.attn.qkv.weight, layer.attn.to_out[0].weight
-        assert torch.equal(out, w.mT) is derived
+        assert torch.allclose(out / out.norm(), w.mT / w.norm()) is derived
     again = fresh(trial, replace(SETTINGS, paired=True, derived=True), "AoT-MSSA")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), paired.parameters(), strict=True))
 

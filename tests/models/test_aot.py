@@ -133,7 +133,7 @@ def test_a_layer_is_a_step_and_nothing_else(kind, norm, mlp, causal):
 
 
 def test_a_derived_start_is_the_papers_operator():
-    """``Z + eta sum_k U_k U_k^T Z softmax(..)`` of orthonormal subspaces, and nothing else is drawn anew."""
+    """``Z + eta sum_k U_k U_k^T Z softmax(Z^T U_k U_k^T Z)``, the U_k orthonormal; nothing else is drawn anew."""
     model = build("regression", eta=0.7)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     start_as_derived(model)
@@ -142,11 +142,11 @@ def test_a_derived_start_is_the_papers_operator():
     layer = model.layers[1].double()
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     seen, wanted = nn.functional.layer_norm(x, (24,)), x.clone()
-    bases = layer.attn.qkv.weight.detach().mT.unflatten(1, (3, 8)).unbind(1)  # (24, 8) each
+    bases = (8**-0.25 * layer.attn.qkv.weight.detach()).mT.unflatten(1, (3, 8)).unbind(1)  # (24, 8) each
     future = torch.ones(5, 5).triu(1).bool()
     for basis in bases:
         torch.testing.assert_close(basis.mT @ basis, torch.eye(8).double(), atol=1e-6, rtol=0)  # drawn in float32
-        scores = (seen @ basis @ basis.mT @ seen.mT * 8**-0.5).masked_fill(future, -torch.inf)
+        scores = (seen @ basis @ basis.mT @ seen.mT).masked_fill(future, -torch.inf)
         wanted += 0.7 * scores.softmax(-1) @ seen @ basis @ basis.mT
     torch.testing.assert_close(layer(x), wanted)
     assert (bases[0].mT @ bases[1]).abs().max() < 1e-6

@@ -62,15 +62,15 @@ def _fit(name: str, trial: Trial, settings: Settings, digits: data.Digits) -> Fi
         right = sum(int((model(x.to(trial.device)).argmax(-1).cpu() == y).sum()) for x, y in parts)
         return right / len(digits.test_labels)
 
-    each = steps_per_epoch(drawing, digits)
+    each, rate = steps_per_epoch(drawing, digits), BUILDERS[name].pace * settings.rate
     return Fit(
         "".join(c if c.isalnum() else "-" for c in name.lower()),
         name,
         model,
-        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=settings.rate),
+        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=rate),
         loss,
         settings.epochs * each,
-        settings.rate,
+        rate,
         settings.warmup,
         {**asdict(settings), "models": [], "model": name, "seed": trial.seed, "digits": digits.name},
         accuracy,

@@ -39,20 +39,21 @@ class Experiment:
         name: of the verb; its room is ``crate_kernels.cli.<name>``, with ``job.run(trial, settings)`` in it.
         presets: settings by name; ``"default"`` finishes in minutes on a small CPU, ``"paper"`` is what was
             published, ``"quick"`` shows every part.
+        lasts: how long ``"default"`` took on one core, for ``--help``.
         ops: the operators it needs, for refusing a backend that lacks one.
     """
 
     name: str
     presets: Mapping[str, Any]
+    lasts: str
     ops: tuple[str, ...] = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         folder = Path(f"{self.name}-output")
         parser.add_argument("--output", type=Path, default=folder, help="folder to write (%(default)s)")
-        parser.add_argument(
-            "--preset", choices=list(self.presets), default="default", help="size of the experiment (%(default)s)"
-        )
+        sizes = f"size of the experiment (%(default)s: {self.lasts} on one core of a Zen 4 processor)"
+        parser.add_argument("--preset", choices=list(self.presets), default="default", help=sizes)
         parser.add_argument("--fresh", action="store_true", help="start anew, whatever was trained in that folder")
         parser.add_argument("--seed", type=int, default=0, help="of every draw (%(default)s)")
         if self.ops:

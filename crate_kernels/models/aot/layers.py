@@ -106,16 +106,18 @@ def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
 
 @torch.no_grad()
 def start_as_derived(model: nn.Module) -> None:
-    """Let every MSSA start as the operator that the paper derives, ``sum_k U_k U_k^T Z phi(..)``.
+    """Let every MSSA start as the operator that the paper derives, ``sum_k U_k U_k^T Z softmax(Z^T U_k U_k^T Z)``.
 
     The subspaces U_k become orthonormal and orthogonal to each other, drawn with torch's generator, and the output
-    projection their transpose. Drawn on its own it has first to find the directions that its input comes from, at
-    which small models stay for thousands of steps.
+    projection their transpose; the model's scale of the scores, which the equation has not, is taken into both.
+    Drawn on its own the output has first to find the directions that the input comes from, at which small models
+    stay for thousands of steps.
 
     Args:
         model: an AoT, or any module with ``Layer`` in it; other attention is left alone.
     """
     for module in model.modules():
         if isinstance(module, MSSA):
-            nn.init.orthogonal_(module.qkv.weight)
-            cast(nn.Sequential, module.to_out)[0].weight.copy_(module.qkv.weight.mT)
+            unscaled = module.scale**-0.5
+            nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
+            cast(nn.Sequential, module.to_out)[0].weight.copy_(module.qkv.weight.mT / unscaled**2)
