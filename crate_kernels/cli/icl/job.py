@@ -49,7 +49,7 @@ def run(trial: Trial, settings: Settings) -> int:
 def models(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the arguments of each model, by name; the standard transformer has half the layers, as in the paper."""
     return {
-        "AoT-MSSA": {"attention": "mssa", "depth": settings.depth},
+        "AoT-MSSA": {"attention": "mssa", "depth": settings.depth, "eta": settings.eta},
         "AoT-MHSA": {"attention": "mhsa", "depth": settings.depth},
         "transformer": {"attention": "mhsa", "depth": max(1, settings.depth // 2), "mlp": True},
     }

@@ -13,6 +13,7 @@ class Settings:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
         dims: dimension of an example. examples: of a prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
+        eta: step size of MSSA.
         init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models.
         position_scale: how many times larger the positions start.
         paired: whether a question and its answer start with one position between them, and one vector for either
@@ -28,13 +29,14 @@ class Settings:
     nonzeros: int = 1
     examples: int = 7
     dim: int = 64
-    heads: int = 4
+    heads: int = 8
     depth: int = 6
+    eta: float = 2.0
     init_std: float = 0.125
     position_scale: float = 4.0
     paired: bool = True
     derived: bool = True
-    steps: int = 3000
+    steps: int = 2000
     batch_size: int = 64
     rate: float = 2e-3
     warmup: int = 100
@@ -51,6 +53,7 @@ PRESETS = {
         dim=128,
         heads=8,
         depth=32,
+        eta=1.0,
         init_std=0.02,
         position_scale=1.0,
         paired=False,

@@ -20,7 +20,7 @@ class Settings:
     heads: int = 4
     dim: int = 96
     block: int = 96
-    steps: int = 250
+    steps: int = 600
     batch_size: int = 16
     pieces: int = 1
     rate: float = 3e-3
