@@ -120,4 +120,5 @@ def start_as_derived(model: nn.Module) -> None:
         if isinstance(module, MSSA):
             unscaled = module.scale**-0.5
             nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
-            cast(nn.Sequential, module.to_out)[0].weight.copy_(module.qkv.weight.mT / unscaled**2)
+            output = cast(nn.Linear, cast(nn.Sequential, module.to_out)[0])
+            output.weight.copy_(module.qkv.weight.mT / unscaled**2)
