@@ -36,5 +36,5 @@ PRESETS = {
     "paper": Settings(
         layers=12, heads=12, dim=768, block=1024, steps=600_000, batch_size=12, pieces=40, rate=6e-4, warmup=2000
     ),
-    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=4, batch_size=4, warmup=2, sample=8),
+    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=2, batch_size=4, warmup=1, sample=8),
 }
