@@ -1,12 +1,14 @@
 """Prompts, and the floors that no method gets below."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from crate_kernels.cli.icl import prompts
-from crate_kernels.cli.icl.job import models
+from crate_kernels.cli.icl.job import fresh, models
 from crate_kernels.cli.icl.settings import PRESETS
 
 SETTINGS = replace(PRESETS["quick"], dims=4, examples=9, nonzeros=2)
@@ -19,6 +21,22 @@ def test_published_settings():
     assert {name: each["depth"] for name, each in models(paper).items()} == {
         "AoT-MSSA": 32, "AoT-MHSA": 32, "transformer": 16
     }  # fmt: skip
+
+
+def test_where_a_model_starts():
+    trial: Any = SimpleNamespace(seed=0, backend=None, device=torch.device("cpu"))
+    paired, plain = (fresh(trial, replace(SETTINGS, paired=each, derived=each), "AoT-MSSA") for each in (True, False))
+    weights = paired.wpe.weight.detach()
+    questions, answers = weights[: 2 * SETTINGS.examples : 2], weights[1 : 2 * SETTINGS.examples : 2]
+    torch.testing.assert_close(answers - questions, (answers - questions)[:1].expand_as(answers))
+    assert (answers != questions).all()
+    assert (questions[0] != questions[1]).all()
+    assert torch.equal(weights[2 * SETTINGS.examples :], plain.wpe.weight[2 * SETTINGS.examples :])
+    for layer, derived in ((plain.layers[0], False), (paired.layers[0], True)):
+        w, out = layer.attn.qkv.weight, layer.attn.to_out[0].weight
+        assert torch.allclose(out / out.norm(), w.mT / w.norm()) is derived
+    again = fresh(trial, replace(SETTINGS, paired=True, derived=True), "AoT-MSSA")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), paired.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("task", ["linear", "sparse"])

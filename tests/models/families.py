@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from crate_kernels.models.aot import AoTLM, AoTLMConfig, AoTVision, AoTVisionConfig
+from crate_kernels.models.aot import (
+    AoTLM,
+    AoTLMConfig,
+    AoTRegression,
+    AoTRegressionConfig,
+    AoTVision,
+    AoTVisionConfig,
+)
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
@@ -23,6 +30,7 @@ FAMILIES = {
     "crate_lm_overcomplete": (CRATELM, CRATELMConfig(**TEXT, overcomplete=True)),
     "aot_vision": (AoTVision, AoTVisionConfig(24, 2, 3, image_size=8, patch_size=4, num_classes=5)),
     "aot_lm": (AoTLM, AoTLMConfig(**TEXT)),
+    "aot_regression": (AoTRegression, AoTRegressionConfig(4, 24, 2, 3, n_positions=12)),
     "tost_lm": (ToSTLM, ToSTLMConfig(**TEXT, bias=False)),
 }
 # Built from PyTorch's operators alone, for comparison.
@@ -54,6 +62,9 @@ def inputs(family, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(2)
     if family.endswith(("_lm", "_overcomplete")):
         return (torch.randint(TEXT["vocab_size"], (batch, 7), generator=generator),)
+    if family == "aot_regression":
+        drawn = (torch.randn(batch, 6, *size, generator=generator, dtype=torch.float64) for size in ((4,), ()))
+        return tuple(each.to(dtype) for each in drawn)
     size = {"tost": (16, 24), "aot_vision": (8, 8)}.get(family, (8, 12))
     img = torch.randn(batch, 3, *size, generator=generator, dtype=torch.float64).to(dtype)
     if family == "crate_mae":

@@ -103,6 +103,7 @@ DROPOUT = {
     "crate_lm_overcomplete": {"dropout": 0.2},
     "aot_vision": {"dropout": 0.2},
     "aot_lm": {"dropout": 0.2},
+    "aot_regression": {"dropout": 0.2},
     "tost_lm": {"dropout": 0.2},
 }
 RATES = {  # of the Dropout modules that they fill, and in how many layers
@@ -114,6 +115,7 @@ RATES = {  # of the Dropout modules that they fill, and in how many layers
     "crate_lm_overcomplete": 1 + 2 * 2,
     "aot_vision": 2 * 2,
     "aot_lm": 1 + 2 * 2,
+    "aot_regression": 2 * 2,
     "tost_lm": 1 + 2 * 3,
 }
 
@@ -216,6 +218,7 @@ SPARED = {
     "crate_lm": set(),
     "aot_vision": set(),
     "aot_lm": set(),
+    "aot_regression": set(),
     "crate_lm_overcomplete": set(),
     "tost_lm": {f"transformer.h.{i}.attn.{name}" for i in range(2) for name in ("temp", "denom_bias")},
 }

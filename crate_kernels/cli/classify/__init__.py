@@ -4,7 +4,7 @@ from crate_kernels.cli.common.command import Experiment
 
 from .settings import PRESETS
 
-_EXPERIMENT = Experiment("classify", PRESETS, ops=("mssa", "tssa", "ista"))
+_EXPERIMENT = Experiment("classify", PRESETS, "4 minutes", ops=("mssa", "tssa", "ista"))
 add_arguments, run = _EXPERIMENT.add_arguments, _EXPERIMENT.run
 
 __all__ = ["add_arguments", "run"]

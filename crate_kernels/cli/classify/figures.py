@@ -19,7 +19,7 @@ def classify(fits: Sequence[Fit], neighbours: float) -> Figure:
         steps, values = zip(*fit.watched, strict=True)
         curves.plot(steps, values, "o-", markersize=3, linewidth=1.2, color=colours(index))
         bars.barh(index, values[-1], color=colours(index))
-        bars.text(values[-1], index, f"{values[-1]:.3f} ", va="center", ha="right", color="white", fontsize=8)
+        bars.text(0.01, index, f"{values[-1]:.3f}", va="center", color="white", fontsize=8)  # clear of the dashes
     for ax, line in ((curves, "axhline"), (bars, "axvline")):
         getattr(ax, line)(neighbours, color=GREY, linestyle="--", linewidth=1, label="3 nearest neighbours")
     curves.set(xlabel="step", ylabel="test accuracy", ylim=(0, 1))

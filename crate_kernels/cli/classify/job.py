@@ -12,21 +12,21 @@ from crate_kernels.cli.classify import figures
 from crate_kernels.cli.classify.models import BUILDERS, fresh
 from crate_kernels.cli.classify.settings import Settings
 from crate_kernels.cli.common.fit import Fit, decayed, train
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.demo import data
 from crate_kernels.cli.demo.training import Settings as DemoSettings
 from crate_kernels.cli.demo.training import batch, steps_per_epoch
 
 
-def run(session: Session, settings: Settings) -> int:
+def run(trial: Trial, settings: Settings) -> int:
     """Train, test and draw."""
     digits = data.load()
     neighbours = data.nearest_neighbours(digits)
-    session.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
-    fits = [_fit(name, session, settings, digits) for name in settings.models or BUILDERS]
+    trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    fits = [_fit(name, trial, settings, digits) for name in settings.models or BUILDERS]
     rows, found = [], {}
     for fit in fits:
-        train(fit, session)
+        train(fit, trial)
         accuracy = fit.watched[-1][1]
         seconds = "-" if fit.seconds is None else f"{fit.seconds:.0f} s"
         rows.append([fit.label, BUILDERS[fit.label].paper, f"{accuracy:.4f}", f"{fit.parameters:,}", seconds])
@@ -39,9 +39,9 @@ def run(session: Session, settings: Settings) -> int:
         }
     rows.append(["3 nearest neighbours, on pixels", "-", f"{neighbours:.4f}", "-", "-"])
     header = ("", "paper, ImageNet", "measured, digits", "parameters", "training")
-    session.compare(rows, header)
-    session.say("Other images, other sizes, other training: the columns are not to be compared with each other")
-    session.write(
+    trial.compare(rows, header)
+    trial.say("Other images, other sizes, other training: the columns are not to be compared with each other")
+    trial.write(
         {"classify": figures.classify(fits, neighbours)},
         {"digits": digits.name, "nearest_neighbours": neighbours, "models": found},
         settings,
@@ -49,30 +49,30 @@ def run(session: Session, settings: Settings) -> int:
     return 0
 
 
-def _fit(name: str, session: Session, settings: Settings, digits: data.Digits) -> Fit:
-    model = fresh(name, settings, digits, session.backend, session.seed).to(session.device)
-    drawing = DemoSettings(seed=session.seed, batch_size=settings.batch_size)
+def _fit(name: str, trial: Trial, settings: Settings, digits: data.Digits) -> Fit:
+    model = fresh(name, settings, digits, trial.backend, trial.seed).to(trial.device)
+    drawing = DemoSettings(seed=trial.seed, batch_size=settings.batch_size)
 
     def loss(step: int) -> Tensor:
         images, labels = batch(drawing, digits, step)
-        return F.cross_entropy(model(images.to(session.device)), labels.to(session.device), label_smoothing=0.1)
+        return F.cross_entropy(model(images.to(trial.device)), labels.to(trial.device), label_smoothing=0.1)
 
     def accuracy() -> float:
         parts = zip(digits.crop(digits.test_images).split(250), digits.test_labels.split(250), strict=True)
-        right = sum(int((model(x.to(session.device)).argmax(-1).cpu() == y).sum()) for x, y in parts)
+        right = sum(int((model(x.to(trial.device)).argmax(-1).cpu() == y).sum()) for x, y in parts)
         return right / len(digits.test_labels)
 
-    each = steps_per_epoch(drawing, digits)
+    each, rate = steps_per_epoch(drawing, digits), BUILDERS[name].pace * settings.rate
     return Fit(
         "".join(c if c.isalnum() else "-" for c in name.lower()),
         name,
         model,
-        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=settings.rate),
+        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=rate),
         loss,
         settings.epochs * each,
-        settings.rate,
+        rate,
         settings.warmup,
-        {**asdict(settings), "models": [], "model": name, "seed": session.seed, "digits": digits.name},
+        {**asdict(settings), "models": [], "model": name, "seed": trial.seed, "digits": digits.name},
         accuracy,
         "accuracy",
         each,

@@ -20,7 +20,7 @@ class Settings:
     depth: int = 3
     heads: int = 4
     dim_head: int = 16
-    epochs: int = 4
+    epochs: int = 8
     batch_size: int = 100
     rate: float = 3e-3
     warmup: int = 50

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels.cli.common import files, interrupts
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -30,7 +30,8 @@ class Fit:
     Attributes:
         name: of the run, and of its checkpoint. label: for people.
         model, optimizer: what is trained, and by what. Its learning rate is set at each step.
-        loss: from the number of the step to the loss of its batch.
+        loss: from the number of a batch to its loss.
+        pieces: batches a step, whose gradients are averaged: a large batch that memory has no room for at once.
         total: steps. rate: the peak of the learning rate, after ``warmup`` steps; then it decays by a cosine.
         identity: what two runs must share for one to go on where the other stopped.
         watch: measures the model, in eval mode, what ``watch_name`` says, every ``every`` steps and after the last.
@@ -51,6 +52,7 @@ class Fit:
     watch_name: str = ""
     every: int = 0
     clip: float | None = None
+    pieces: int = 1
     losses: list[float] = field(default_factory=list)
     watched: list[tuple[int, float]] = field(default_factory=list)
     seconds: float | None = None
@@ -70,13 +72,16 @@ class Fit:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * self._schedule()
         self.model.train()
-        loss = self.loss(self.done)
         self.optimizer.zero_grad()
-        loss.backward()
+        mean = 0.0
+        for piece in range(self.pieces):
+            loss = self.loss(self.done * self.pieces + piece) / self.pieces
+            loss.backward()
+            mean += loss.item()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
-        self.losses.append(loss.item())
+        self.losses.append(mean)
         if self.watch is not None and (self.done == self.total or (self.every and self.done % self.every == 0)):
             self.look()
         return self.losses[-1]
@@ -94,32 +99,32 @@ class Fit:
         return (1 + math.cos(math.pi * (self.done - self.warmup) / max(1, self.total - self.warmup))) / 2
 
 
-def train(fit: Fit, session: Session) -> None:
+def train(fit: Fit, trial: Trial) -> None:
     """Train to the end, from the checkpoint in the run's folder where there is one.
 
     Raises:
         files.Unusable: the checkpoint is of another run, or cannot be read.
         KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
     """
-    path = session.folder / f"{fit.name}.checkpoint"
-    if not session.fresh and (history := files.load_state(path, fit.model, fit.optimizer, fit.identity)) is not None:
+    path = trial.folder / f"{fit.name}.checkpoint"
+    if not trial.fresh and (history := files.load_state(path, fit.model, fit.optimizer, fit.identity)) is not None:
         fit.losses = history["losses"].tolist()
         fit.watched = [(int(step), value) for step, value in history["watched"].tolist()]
     if fit.done == fit.total:
-        session.say(f"{fit.label}: already trained; --fresh trains anew")
+        trial.say(f"{fit.label}: already trained; --fresh trains anew")
         return
     whole, start = fit.done == 0, perf_counter()
     if not whole:
-        session.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
-    with interrupts.deferred() as received, session.progress(fit.label, fit.total, fit.done) as advance:
+        trial.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
+    with interrupts.deferred() as received, trial.progress(fit.label, fit.total, fit.done) as advance:
         while fit.done < fit.total and not received:
             looks, loss = len(fit.watched), fit.step()
             seen = f"  {fit.watch_name} {fit.watched[-1][1]:.4f}" if fit.watched else ""
             advance(f"loss {loss:.3f}{seen}")
             if len(fit.watched) > looks:
                 _save(fit, path)
-                if not session.console.is_terminal:  # a log wants lines
-                    session.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
+                if not trial.console.is_terminal:  # a log wants lines
+                    trial.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
     _save(fit, path)
     if fit.done < fit.total:
         raise KeyboardInterrupt

@@ -4,7 +4,7 @@ from crate_kernels.cli.common.command import Experiment
 
 from .settings import PRESETS
 
-_EXPERIMENT = Experiment("denoise", PRESETS, ops=("mssa",))
+_EXPERIMENT = Experiment("denoise", PRESETS, "20 seconds", ops=("mssa",))
 add_arguments, run = _EXPERIMENT.add_arguments, _EXPERIMENT.run
 
 __all__ = ["add_arguments", "run"]

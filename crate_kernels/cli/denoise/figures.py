@@ -51,7 +51,7 @@ def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
         ax = panels[forms.index(mixture.form)]
         ax.plot(layers, every.mean(0), "o-", color=colour, markersize=3, label=f"noise {mixture.noise}")
         ax.fill_between(layers, every.amin(0), every.amax(0), color=colour, alpha=0.2, linewidth=0)
-        ax.set(xlabel="layer", yscale="log", title=f"softmax, {mixture.form}")
+        ax.set(xlabel="layer", ylim=(0, None), title=f"softmax, {mixture.form}")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("SNR")
     panels[0].legend(frameon=False)

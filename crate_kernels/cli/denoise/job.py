@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 
 from crate_kernels import _backend
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.denoise import figures
 from crate_kernels.cli.denoise.mixture import denoise, departure
-from crate_kernels.cli.denoise.settings import Mixture, Settings
+from crate_kernels.cli.denoise.settings import FIGURE, Mixture, Settings
 
 # Of float64, over six layers of sums of up to 512 terms; a float32 anywhere would be five digits beyond it.
 _ROUNDING = 1e-12
 
 
-def run(session: Session, settings: Settings) -> int:
+def run(trial: Trial, settings: Settings) -> int:
     """Measure and draw; return 1 if Theorem 3.1 is not followed to rounding where it has to be."""
-    backend = session.backend
-    fused = _backend.resolve("mssa", backend, session.device, torch.float32)
+    backend = trial.backend
+    fused = _backend.resolve("mssa", backend, trial.device, torch.float32)
     rough = "composite" if fused == "reference" else fused
     # Kernels have no float64: the theorem is held there by plain PyTorch, and the kernel is shown in float32.
     exact = backend if backend in ("reference", "composite") else None
     total = (2 * len(settings.theorem) + len(settings.softmax)) * settings.draws
     theorem: list[dict[str, Any]] = []
     softmax: list[Tensor] = []
-    with session.progress("denoising", total) as advance:
+    with trial.progress("denoising", total) as advance:
 
         def draws(mixture: Mixture, backend: str | None, dtype: torch.dtype) -> Tensor:
             found = []
             for draw in range(settings.draws):
-                found.append(denoise(mixture, 1000 * session.seed + draw, session.device, backend, dtype))
+                found.append(denoise(mixture, 1000 * trial.seed + draw, trial.device, backend, dtype))
                 advance()
             return torch.stack(found)  # (draws, layers + 1, clusters)
 
@@ -63,11 +63,15 @@ def run(session: Session, settings: Settings) -> int:
         name = f"softmax {mixture.form}, noise {mixture.noise}: SNR before, highest, after {mixture.layers} layers"
         means = ratios.mean((0, 2))
         peak = int(means.argmax())
-        rows.append([name, "rises", f"{means[0]:.2f}, {means[peak]:.2f} at layer {peak}, {means[-1]:.2f}"])
-    session.compare(rows)
+        first, last = FIGURE[mixture.noise]
+        rows.append(
+            [name, f"{first}, rising, {last}", f"{means[0]:.2f}, {means[peak]:.2f} at layer {peak}, {means[-1]:.2f}"]
+        )
+        rows.append(["  growth in all", f"{last / first:.2f}", f"{means[-1] / means[0]:.2f}"])
+    trial.compare(rows)
     if not held:
-        session.say(f"Theorem 3.1 is NOT followed to rounding ({_ROUNDING}) where its conditions should hold")
-    session.write(
+        trial.say(f"Theorem 3.1 is NOT followed to rounding ({_ROUNDING}) where its conditions should hold")
+    trial.write(
         {"theorem": figures.theorem(theorem, rough), "softmax": figures.softmax(settings.softmax, softmax)},
         _numbers(theorem, settings, softmax),
         settings,

@@ -18,7 +18,8 @@ def error(found: dict[str, dict[str, Any]]) -> Figure:
         for (name, values), style in zip(result["floors"].items(), ("--", ":"), strict=False):
             ax.plot(range(len(values)), values, style, color=GREY, label=name)
         for (name, values), colour in zip(result["models"].items(), CYCLE, strict=False):
-            ax.plot(range(len(values)), values, "o-", markersize=3, color=colour, label=name)
+            style = "o--" if name == "transformer" else "o-"  # it may lie on another
+            ax.plot(range(len(values)), values, style, markersize=3, color=colour, label=name)
         # The minimum-norm solution of nearly as many examples as unknowns can be far off: it may leave the figure.
         ax.set(title=f"{task} regression", xlabel="examples in context", ylim=(-0.05, 1.6))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -13,8 +13,13 @@ class Settings:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
         dims: dimension of an example. examples: of a prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
-        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models. position_scale: how many
-            times larger the positions start, which subspace attention needs to tell an answer from its question.
+        eta: step size of MSSA.
+        init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models.
+        position_scale: how many times larger the positions start.
+        paired: whether a question and its answer start with one position between them, and one vector for either
+            kind, in every model. Otherwise it has to learn for each example what belongs together: attention whose
+            query is its key cannot look one token back by itself.
+        derived: whether MSSA starts as the operator that the paper derives, ``models.aot.start_as_derived``.
         steps, batch_size, rate, warmup: of the training with Adam.
         tests: prompts to test on.
     """
@@ -22,13 +27,16 @@ class Settings:
     tasks: tuple[str, ...] = ("linear", "sparse")
     dims: int = 2
     nonzeros: int = 1
-    examples: int = 8
+    examples: int = 7
     dim: int = 64
-    heads: int = 4
-    depth: int = 4
+    heads: int = 8
+    depth: int = 6
+    eta: float = 2.0
     init_std: float = 0.125
     position_scale: float = 4.0
-    steps: int = 400
+    paired: bool = True
+    derived: bool = True
+    steps: int = 2000
     batch_size: int = 64
     rate: float = 2e-3
     warmup: int = 100
@@ -45,8 +53,11 @@ PRESETS = {
         dim=128,
         heads=8,
         depth=32,
+        eta=1.0,
         init_std=0.02,
         position_scale=1.0,
+        paired=False,
+        derived=False,
         steps=50_000,
         rate=1e-4,
         warmup=1000,

@@ -21,7 +21,13 @@ def language(fits: Sequence[Fit]) -> Figure:
         training.plot(window * (torch.arange(len(means)) + 0.5), means, color=colour, linewidth=1.2, label=fit.label)
         steps, bits = zip(*fit.watched, strict=True)
         test.plot(steps, bits, "o-", color=colour, markersize=3, label=f"{fit.label}: {bits[-1]:.2f}")
-    training.set(xlabel="step", ylabel="bits a byte", title="training")
+    # Untrained models are at 8; the fall from there says nothing.
+    training.set(xlabel="step", ylabel="bits a byte", title="training", ylim=(None, max(5.0, 1.02 * _last(fits))))
     test.set(xlabel="step", title="test")
     test.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _last(fits: Sequence[Fit]) -> float:
+    """Return the largest error that a model ends with, in bits a byte."""
+    return max(fit.watched[-1][1] for fit in fits)

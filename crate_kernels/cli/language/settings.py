@@ -11,6 +11,7 @@ class Settings:
 
     Attributes:
         layers, heads, dim: of every model. block: the longest context, in bytes.
+        pieces: batches of ``batch_size`` a step, their gradients averaged.
         steps, batch_size, rate, warmup, weight_decay: of the training, by AdamW.
         sample: bytes that each model writes at the end. temperature: of its draws.
     """
@@ -19,8 +20,9 @@ class Settings:
     heads: int = 4
     dim: int = 96
     block: int = 96
-    steps: int = 250
+    steps: int = 600
     batch_size: int = 16
+    pieces: int = 1
     rate: float = 3e-3
     warmup: int = 50
     weight_decay: float = 0.1
@@ -30,7 +32,9 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # GPT-2's base size and nanoGPT's rate and batch; OpenWebText and its tokens are not here.
-    "paper": Settings(layers=12, heads=12, dim=768, block=1024, steps=100_000, batch_size=480, rate=6e-4, warmup=2000),
-    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=4, batch_size=4, warmup=2, sample=8),
+    # GPT-2's base size, and nanoGPT's rate, steps and batch of 480; OpenWebText and its tokens are not here.
+    "paper": Settings(
+        layers=12, heads=12, dim=768, block=1024, steps=600_000, batch_size=12, pieces=40, rate=6e-4, warmup=2000
+    ),
+    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=2, batch_size=4, warmup=1, sample=8),
 }

@@ -4,7 +4,7 @@ from crate_kernels.cli.common.command import Experiment
 
 from .settings import PRESETS
 
-_EXPERIMENT = Experiment("layers", PRESETS, ops=("mssa", "ista"))
+_EXPERIMENT = Experiment("layers", PRESETS, "1 minute", ops=("mssa", "ista"))
 add_arguments, run = _EXPERIMENT.add_arguments, _EXPERIMENT.run
 
 __all__ = ["add_arguments", "run"]

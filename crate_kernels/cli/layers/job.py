@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.demo import data
 from crate_kernels.cli.demo.training import Settings as TrainingSettings
 from crate_kernels.cli.demo.training import Training
@@ -12,25 +12,15 @@ from crate_kernels.cli.layers import figures, watching
 from crate_kernels.cli.layers.settings import Settings
 
 
-def run(session: Session, settings: Settings) -> int:
+def run(trial: Trial, settings: Settings) -> int:
     """Train, measure and draw."""
     digits = data.load()
-    how = TrainingSettings(
-        seed=session.seed,
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-    )
-    training = Training(how, digits, session.backend, session.device)
-    session.say(f"{digits.name}; a CRATE of {settings.depth} layers, backend {training.fused}")
-    seen = watching.train(training, session, settings.looks)
+    training = Training(training_settings(settings, trial.seed), digits, trial.backend, trial.device)
+    trial.say(f"{digits.name}; a CRATE of {settings.depth} layers, backend {training.fused}")
+    seen = watching.train(training, trial, settings.looks)
     tokens = watching.tokens(training, digits, settings.shown)
     first, last = seen[min(seen)], seen[max(seen)]
-    session.compare(
+    trial.compare(
         [
             ["test accuracy", "-", f"{first['accuracy']:.4f} before, {last['accuracy']:.4f} after training"],
             ["coding rate Rc by layer, before training", "-", _series(first["coding_rate"], 1)],
@@ -46,7 +36,7 @@ def run(session: Session, settings: Settings) -> int:
             ],
         ]
     )
-    session.write(
+    trial.write(
         {
             "epochs": figures.epochs(seen),
             "heatmaps": figures.heatmaps(tokens),
@@ -57,6 +47,20 @@ def run(session: Session, settings: Settings) -> int:
         settings,
     )
     return 0
+
+
+def training_settings(settings: Settings, seed: int) -> TrainingSettings:
+    """Say how the model is trained: as the demo's, but for its size and length."""
+    return TrainingSettings(
+        seed=seed,
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        dim=settings.dim,
+        depth=settings.depth,
+        heads=settings.heads,
+        dim_head=settings.dim_head,
+    )
 
 
 def _series(values: list[float], places: int) -> str:

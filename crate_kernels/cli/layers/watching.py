@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels.cli.common import files, interrupts
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.demo import checkpoint, whitebox
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.cli.demo.training import Training, steps_per_epoch
@@ -19,7 +19,7 @@ from crate_kernels.cli.demo.training import Training, steps_per_epoch
 _SEEN = "seen.json"
 
 
-def train(training: Training, session: Session, looks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     """Train to the end, from wherever the folder is; return what was measured, by epoch.
 
     Raises:
@@ -27,20 +27,20 @@ def train(training: Training, session: Session, looks: tuple[int, ...]) -> dict[
         KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
     """
     seen: dict[int, dict[str, Any]] = {}
-    path, epoch = session.folder / _SEEN, steps_per_epoch(training.settings, training.digits)
-    if not session.fresh and checkpoint.resume(training, session.folder):
-        session.say(f"Going on from step {training.done} of {training.total}")
+    path, epoch = trial.folder / _SEEN, steps_per_epoch(training.settings, training.digits)
+    if not trial.fresh and checkpoint.resume(training, trial.folder):
+        trial.say(f"Going on from step {training.done} of {training.total}")
         seen = _read(path)
-    with interrupts.deferred() as received, session.progress("training", training.total, training.done) as advance:
+    with interrupts.deferred() as received, trial.progress("training", training.total, training.done) as advance:
         while True:
             done, rest = divmod(training.done, epoch)
             if rest == 0 and done in looks and done not in seen:
-                seen[done] = whitebox.measure(training.model, training.digits, session.device).summary()
+                seen[done] = whitebox.measure(training.model, training.digits, trial.device).summary()
                 seen[done]["accuracy"] = training.evaluate()
                 files.put(path, json.dumps(seen).encode())
-                checkpoint.save(training, session.folder)
+                checkpoint.save(training, trial.folder)
             if received:
-                checkpoint.save(training, session.folder)
+                checkpoint.save(training, trial.folder)
                 raise KeyboardInterrupt
             if training.done == training.total:
                 return seen

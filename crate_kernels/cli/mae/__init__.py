@@ -4,7 +4,7 @@ from crate_kernels.cli.common.command import Experiment
 
 from .settings import PRESETS
 
-_EXPERIMENT = Experiment("mae", PRESETS, ops=("mssa", "ista"))
+_EXPERIMENT = Experiment("mae", PRESETS, "4 minutes", ops=("mssa", "ista"))
 add_arguments, run = _EXPERIMENT.add_arguments, _EXPERIMENT.run
 
 __all__ = ["add_arguments", "run"]

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from crate_kernels.cli.common.drawing import BLUE, CYCLE, GREY, axes, bare
+from crate_kernels.cli.common.drawing import BLUE, GREY, ORANGE, SKY, axes, bare
 from crate_kernels.cli.common.fit import Fit
 from crate_kernels.cli.demo.data import Digits
 
@@ -37,15 +37,16 @@ def learning(fit: Fit, blank: float, probes: dict[str, float]) -> Figure:
     means = torch.tensor(fit.losses).unfold(0, window, window).mean(-1)
     curve.plot(window * (torch.arange(len(means)) + 0.5), means, color=BLUE, alpha=0.6, label="training")
     steps, errors = zip(*fit.watched, strict=True)
-    curve.plot(steps, errors, "o-", color=CYCLE[1], markersize=4, label="test")
+    curve.plot(steps, errors, "o-", color=ORANGE, markersize=4, label="test")
     curve.axhline(blank, color=GREY, linestyle="--", linewidth=1, label="mean training digit")
     curve.set(xlabel="step", ylabel="squared error on removed patches", ylim=(0, None))
     curve.legend(frameon=False, fontsize=8)
     for index, (name, value) in enumerate(probes.items()):
-        colour = GREY if name == "pixels" else CYCLE[1] if "untrained" in name else BLUE
+        colour = GREY if name == "pixels" else SKY if "untrained" in name else BLUE
         bars.barh(index, value, color=colour)
         bars.text(value, index, f" {value:.3f}", va="center", fontsize=8)
-    bars.set(xlabel="test accuracy of a linear probe", xlim=(0, 1.1))
+    # The number stands beside the bar: there is room for it beyond 1.
+    bars.set(xlabel="test accuracy of a linear probe", xlim=(0, 1.12), xticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
     bars.set(yticks=range(len(probes)))
     bars.set_yticklabels(list(probes), fontsize=8)
     bars.invert_yaxis()

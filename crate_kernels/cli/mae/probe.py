@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.cli.mae.settings import Settings
 from crate_kernels.models import CRATEMAE
@@ -17,8 +17,8 @@ _HELD_OUT = 5  # every fifth training digit chooses the strength
 
 
 @torch.no_grad()
-def _features(model: CRATEMAE, images: Tensor, session: Session) -> dict[str, np.ndarray]:
-    tokens = torch.cat([model.forward_features(x.to(session.device)).cpu() for x in images.split(250)])
+def _features(model: CRATEMAE, images: Tensor, trial: Trial) -> dict[str, np.ndarray]:
+    tokens = torch.cat([model.forward_features(x.to(trial.device)).cpu() for x in images.split(250)])
     return {
         "the class token": tokens[:, 0].numpy(),
         "the mean of the tokens": tokens[:, 1:].mean(1).numpy(),
@@ -52,17 +52,15 @@ def accuracy(train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.
     return float(fitted(best, train, labels).score(test, truth))
 
 
-def all_of_them(
-    start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: Settings, session: Session
-) -> dict[str, float]:
+def all_of_them(start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: Settings, trial: Trial) -> dict[str, float]:
     """Probe pixels, and the encoder's tokens before training and after it."""
     images, unseen = digits.crop(digits.train_images), digits.crop(digits.test_images)
     labels, truth = digits.train_labels.numpy(), digits.test_labels.numpy()
     sets = {"pixels": (images.flatten(1).numpy(), unseen.flatten(1).numpy())}
-    for name, each in (("an untrained CRATE-MAE", start.to(session.device)), ("CRATE-MAE", model)):
-        train, test = _features(each, images, session), _features(each, unseen, session)
+    for name, each in (("an untrained CRATE-MAE", start.to(trial.device)), ("CRATE-MAE", model)):
+        train, test = _features(each, images, trial), _features(each, unseen, trial)
         sets |= {f"{name}, {kind}": (train[kind], test[kind]) for kind in train}
-    with session.progress("linear probes", len(sets)) as advance:
+    with trial.progress("linear probes", len(sets)) as advance:
         found = {}
         for name, (train, test) in sets.items():
             found[name] = accuracy(train, labels, test, truth, settings)

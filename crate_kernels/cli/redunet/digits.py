@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crate_kernels.cli.demo import data
 from crate_kernels.cli.redunet.settings import Settings
-from crate_kernels.models.redunet import Fourier1D, NearestSubspace, ReduNet1D, ReduNet1DConfig, mcr2, polar
+from crate_kernels.models.redunet import Fourier1D, Lift1D, NearestSubspace, ReduNet1D, ReduNet1DConfig, mcr2, polar
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,10 @@ def build(settings: Settings, device: torch.device, advance: Callable[[], None])
     test, classes = _first(digits.test_images, digits.test_labels, settings, settings.tests)
     # An empty pixel is 0 here: outside the picture there is nothing.
     x, unseen = (polar(i - digits.black, settings.channels, settings.timesteps).to(device) for i in (train, test))
+    picture, channels = unseen[0].cpu(), settings.kernels or settings.channels
+    if settings.kernels:
+        lift = Lift1D(settings.channels, settings.kernels, settings.kernel_size).to(x)
+        x, unseen = lift(x), lift(unseen)
     y, y_test = labels.to(device), classes.to(device)
     # On the circle of angles a turn is a shift.
     step = settings.timesteps // settings.turns
@@ -64,7 +68,7 @@ def build(settings: Settings, device: torch.device, advance: Callable[[], None])
     y_spun = y_test.repeat(len(shifts))
 
     config = ReduNet1DConfig(
-        len(settings.digits), settings.polar_layers, settings.channels, settings.timesteps,
+        len(settings.digits), settings.polar_layers, channels, settings.timesteps,
         settings.eta, settings.eps, settings.lmbda,
     )  # fmt: skip
     net = ReduNet1D(config).to(device)
@@ -102,5 +106,5 @@ def build(settings: Settings, device: torch.device, advance: Callable[[], None])
         found.score(features_test, y_test),
         found.score(features_spun, y_spun),
         float((features_spun[: len(back)] - back).abs().max()),
-        (test[0, 0], unseen[0].cpu()),
+        (test[0, 0], picture),
     )

@@ -43,7 +43,7 @@ def sphere(found: Gaussians) -> Figure:
         for label in range(3):
             x, y, z = points[found.labels == label].T.numpy()
             ax.scatter(x, y, z, s=16, color=CYCLE[label], depthshade=False, label=f"class {label}")
-        ax.set_title(name, y=0.96)
+        ax.set_title(name, y=1.02)  # above the box
         ax.set_box_aspect((1, 1, 1))
         ax.view_init(25, 40)
         ax.set(xticks=(-1, 0, 1), yticks=(-1, 0, 1), zticks=(-1, 0, 1))

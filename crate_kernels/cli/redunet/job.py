@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from crate_kernels.cli.common.session import Session
+from crate_kernels.cli.common.trial import Trial
 from crate_kernels.cli.redunet import digits, figures, gaussians
 from crate_kernels.cli.redunet.settings import Settings
 
 
-def run(session: Session, settings: Settings) -> int:
+def run(trial: Trial, settings: Settings) -> int:
     """Build, measure and draw."""
-    with session.progress("three Gaussians in R^3", settings.layers) as advance:
-        spheres = gaussians.build(settings, session.seed, session.device, advance)
-    with session.progress("digits in polar coordinates", settings.polar_layers) as advance:
-        polar = digits.build(settings, session.device, advance)
+    with trial.progress("three Gaussians in R^3", settings.layers) as advance:
+        spheres = gaussians.build(settings, trial.seed, trial.device, advance)
+    with trial.progress("digits in polar coordinates", settings.polar_layers) as advance:
+        polar = digits.build(settings, trial.device, advance)
 
     def span(rates) -> str:
         return f"{rates[0, 0]:.3f} to {rates[-1, 0]:.3f}"
@@ -22,7 +22,7 @@ def run(session: Session, settings: Settings) -> int:
         return f"falls at {falls} of {len(rates) - 1} layers"
 
     published = "rises, test with training (figure)"
-    session.compare(
+    trial.compare(
         [
             [f"Gaussians, {settings.layers} layers: rate reduction, training", published, span(spheres.train_rates)],
             ["  of which", "", rising(spheres.train_rates)],
@@ -68,5 +68,5 @@ def run(session: Session, settings: Settings) -> int:
         "sphere": figures.sphere(spheres),
         "turned": figures.turned(polar),
     }
-    session.write(drawn, numbers, settings)
+    trial.write(drawn, numbers, settings)
     return 0

@@ -14,6 +14,7 @@ class Settings:
         layers: of the network on them. eta, eps, lmbda: of all layers, as published.
         digits: classes of digits, as many images of each as ``images``, to build from; ``tests`` to test on.
         channels, timesteps: radii and angles of the polar pictures. polar_layers: of the network on them.
+        kernels: random filters of ``kernel_size`` angles that lift the polar pictures; 0 leaves them as they are.
         turns: rotations of the test digits, evenly over the circle.
     """
 
@@ -29,11 +30,14 @@ class Settings:
     channels: int = 15
     timesteps: int = 200
     polar_layers: int = 40
+    kernels: int = 0
+    kernel_size: int = 5
     turns: int = 4
 
 
 PRESETS = {
     "default": Settings(),
-    "paper": Settings(digits=tuple(range(10)), images=100, tests=100, turns=20),
+    # "Invariant Classification of Digits" of Buchanan, Pai, Wang and Ma 2025, which has our Gaussians too.
+    "paper": Settings(digits=tuple(range(10)), images=10, tests=10, kernels=20, turns=20),
     "quick": Settings(samples=20, layers=10, digits=(0, 1), images=8, tests=4, timesteps=16, polar_layers=2, turns=2),
 }

@@ -10,8 +10,9 @@ Two such steps, the second an MLP instead of attention, are the layer of a stand
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from crate_kernels import _checks
@@ -101,3 +102,23 @@ def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
     outputs = [p for name, p in layers.named_parameters() if name.endswith(("to_out.0.weight", "mlp.2.weight"))]
     for parameter in outputs:
         nn.init.normal_(parameter, std=std * len(outputs) ** -0.5)
+
+
+@torch.no_grad()
+def start_as_derived(model: nn.Module) -> None:
+    """Let every MSSA start as the operator that the paper derives, ``sum_k U_k U_k^T Z softmax(Z^T U_k U_k^T Z)``.
+
+    The subspaces U_k become orthonormal and orthogonal to each other, drawn with torch's generator, and the output
+    projection their transpose; the model's scale of the scores, which the equation has not, is taken into both.
+    Drawn on its own the output has first to find the directions that the input comes from, at which small models
+    stay for thousands of steps.
+
+    Args:
+        model: an AoT, or any module with ``Layer`` in it; other attention is left alone.
+    """
+    for module in model.modules():
+        if isinstance(module, MSSA):
+            unscaled = module.scale**-0.5
+            nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
+            output = cast(nn.Linear, cast(nn.Sequential, module.to_out)[0])
+            output.weight.copy_(module.qkv.weight.mT / unscaled**2)

@@ -1,8 +1,7 @@
 """AoT for images: CRATE's stem, then attention without normalisation.
 
-The paper's models have 22M parameters (MSSA, 71.7% on ImageNet; CRATE of 39M 79.5%) and 15M (MHSA, 69.5%; ViT
-of 22M 72.4%). Width and depth are not known here, so those of ``SIZES`` are ours, chosen to meet the counts:
-aot_vision_mssa 22,371,496, aot_vision_mhsa 14,915,176.
+The paper's models have 22M parameters (MSSA) and 15M (MHSA). Width and depth are not known here, so those of
+``SIZES`` are ours, chosen to meet the counts: aot_vision_mssa 22,371,496, aot_vision_mhsa 14,915,176.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rich.table import Table
 from crate_kernels.cli.common import drawing, files, machine
 
 
-class Session:
+class Trial:
     """What an experiment's job is given.
 
     Attributes:
