@@ -11,14 +11,14 @@ from tests.aot.tssa import causal, chosen, decode, full  # noqa: E402  # only wh
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
 LARGEST = ("DLOGIT", "DW")  # of the causal backward: twice the registers of any other step
-# name: (call, targets, what of it is compiled, all by default); ``make aot`` compiles all of everything everywhere.
+# name: (call, targets, what of it is compiled, all by default); ``make aot`` compiles all of it, by the same names.
 COVERING = {
-    "whole-8x48": (full(197, 8, 48), ALL, ()),
+    "whole-8x48-bfloat16": (full(197, 8, 48), ALL, ()),
     "whole-packed-dropout": (full(197, 6, 80, packed=True, dropout_p=0.1), HOPPER, ()),
     "chunks-8x64": (full(4096, 8, 64), HOPPER, ()),
-    "causal-12x64-largest": (causal(1024, 12, 64, bias=False), ALL, LARGEST),
-    "causal-12x64": (causal(1024, 12, 64), HOPPER, ()),
-    "decode-12x64": (decode(1, 12, 64), ALL, ()),
+    "causal-12x64-bfloat16": (causal(1024, 12, 64, bias=False), ALL, LARGEST),
+    "causal-12x64-steps": (causal(1024, 12, 64), HOPPER, ()),
+    "decode-12x64-bfloat16": (decode(1, 12, 64), ALL, ()),
 }
 COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
 

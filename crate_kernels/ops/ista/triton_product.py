@@ -13,7 +13,8 @@ library 2        the same, and the product is written and read once more; a ``ba
 The fused way is a Triton kernel with all that in its epilogue. For sums of up to some 2500 terms reading and writing
 the tokens takes a GPU so long beside multiplying them that the library's faster inner loop is expected to gain less
 than its passes cost (``triton_tables``). float32 products are the library's: without tensor cores they take ten times
-as long as the passes, and PyTorch's setting for TF32 holds. So are those that nothing is done to afterwards.
+as long as the passes, and PyTorch's setting for TF32 holds. There is no persistent and no TMA variant: nobody has
+measured that one gains.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

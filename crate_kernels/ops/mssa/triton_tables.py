@@ -9,51 +9,65 @@ from __future__ import annotations
 from crate_kernels._launch import INTERPRETER, Config, Row, Table
 
 
-def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0) -> Config:
-    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head."""
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
+    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head.
+
+    PAIRS takes the pair form, with tiles of BLOCK_M, wherever it is for the call; the rest is for other calls.
+    """
     sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    return {**sizes, "BOUNDED": bounded, "WHOLE": whole}
+    return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
 
 
 _FORWARD_AMPERE = (
-    Row(_forward(64, 64, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
-    Row(_forward(128, 32, 8, 2), head_dim=128, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
     Row(_forward(64, 32, 8, 2), half=True),
     Row(_forward(64, 32, 8, 2), head_dim=64),
     Row(_forward(32, 32, 8, 1), head_dim=128),
     Row(_forward(32, 16, 8, 1)),
 )
 _FORWARD_HOPPER = (
-    Row(_forward(64, 64, 4, 2, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
     Row(_forward(128, 64, 8, 2, bounded=0), half=True),
     *_FORWARD_AMPERE[4:],
 )
+# Its 512 columns of tensor memory hold two programs at a time; so do its registers, but for the causal form of the
+# bounded softmax, which has the online one beside it (217 registers, 122 without), and for tiles of 128 keys (254).
+_FORWARD_BLACKWELL = (
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, causal=True, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
+    *_FORWARD_HOPPER[4:],
+)
 FORWARD = Table(
     "mssa_forward",
     {
         # Sides that differ, so that a confusion of them shows; what a test computes fits few of them.
-        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1)),),
+        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1, pairs=1)),),
         "sm_80": _FORWARD_AMPERE,
         "sm_89": _FORWARD_AMPERE,
         "sm_90": _FORWARD_HOPPER,
-        "sm_100": _FORWARD_HOPPER,
+        "sm_100": _FORWARD_BLACKWELL,
         "gfx942": (
             Row(_forward(128, 64, 4, 1), head_dim=128, half=True),
             Row(_forward(64, 32, 4, 1), half=True),
             Row(_forward(32, 32, 4, 1)),
         ),
     },
-    candidates=tuple(
-        _forward(m, n, warps, stages, bounded, whole)
-        for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
-        for warps in (4, 8)
-        for stages in (2, 3)
-        for bounded in (0, 1)
-        for whole in (0, 1)
+    candidates=(
+        *(
+            _forward(m, n, warps, stages, bounded, whole)
+            for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
+            for warps in (4, 8)
+            for stages in (2, 3)
+            for bounded in (0, 1)
+            for whole in (0, 1)
+        ),
+        *(_forward(m, m, warps, 2, whole=1, pairs=1) for m in (32, 64, 128) for warps in (4, 8)),
     ),
 )
 
@@ -69,14 +83,14 @@ _BACKWARD_SINGLE = (
     Row(_backward(16, 16, 8, 1)),
 )
 _BACKWARD_AMPERE = (
-    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
-    Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 1), half=True),
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_HOPPER = (
-    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 2), half=True),
@@ -111,12 +125,13 @@ def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Confi
 
 
 _DECODE_AMPERE = (
-    Row(_decode(16, 64, 4, 3), seqlen=16, half=True),
+    Row(_decode(16, 64, 4, 3), head_dim=64, seqlen=16, half=True),
+    Row(_decode(16, 32, 4, 4), head_dim=128, seqlen=16, half=True),
     Row(_decode(64, 64, 4, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
     Row(_decode(16, 32, 4, 1)),
 )
-_DECODE_HOPPER = (Row(_decode(16, 128, 4, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
+_DECODE_HOPPER = (Row(_decode(16, 128, 8, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
 DECODE = Table(
     "mssa_decode",
     {

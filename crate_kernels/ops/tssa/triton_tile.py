@@ -161,8 +161,11 @@ def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexp
 def sum_over_channels(x, DIMS: tl.constexpr):
     """Return the sums of a tile over its channels in float64, of which eight at a time are still added in float32.
 
-    Eight neighbours are in one thread; the exchange between threads is of one number a head.
+    Eight neighbours are in one thread; the exchange between threads is of one number a head. The few elements of one
+    token, as in decoding, are float64 from the start: they would go through shared memory to be grouped.
     """
+    if x.shape[0] == 1:
+        return tl.sum(x.to(tl.float64), 2)
     EIGHT: tl.constexpr = 8 if DIMS[3] > 8 else DIMS[3]
     x = tl.reshape(x, (x.shape[0], DIMS[2], DIMS[3] // EIGHT, EIGHT))
     return tl.sum(tl.sum(x, 3).to(tl.float64), 2)

@@ -37,7 +37,7 @@ def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "
             if table is tables.FULL_FORWARD:
                 return lambda: kernels.forward(w, temp, *_OPTIONS), is_right
             return lambda: kernels.backward(out, None, w, temp, members, energy, moment, *_OPTIONS), is_right
-        bias = inputs.differentiable["denom_bias"].squeeze(-1)
+        bias = inputs.differentiable["denom_bias"][:, :seqlen, 0]
         out, membership = kernels.forward_causal(w, temp, bias, *_OPTIONS)
         if table is tables.CAUSAL_FORWARD:
             return lambda: kernels.forward_causal(w, temp, bias, *_OPTIONS), is_right
