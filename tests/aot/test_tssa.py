@@ -31,6 +31,10 @@ def test_kernels_compile_within_budget(name, target):
     assert harness.over_budget(kernels, target, f"tssa-{name}", True) == []
 
 
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
+    reason="Triton 3.6 shuffles in every scan (65 times a tile of DW, later versions less than 8): needs 3.7",
+)
 def test_running_sums_need_no_exchange():
     """A thread has all tokens of its channels: scans are additions, and shuffles are for sums over channels alone."""
     for launch in harness.launches(causal(1024, 16, 64, bias=False), "sm_90"):

@@ -180,9 +180,11 @@ def product(
         "GATE_ALL": gate is not None and gated is None,
         "ACTIVATION": _NONE if threshold is None else _RELU if nonnegative else _SOFT,
     }
-    # The pointers of widths that 16-byte loads do not divide fill the registers of a large tile.
-    tokens = rows if inner % 16 == 0 and columns % 16 == 0 else min(rows, 1024)
-    config = dict(PRODUCT.config(left.device, inner, tokens, False, left.dtype))
+    # The pointers of widths that 16-byte loads do not divide fill the registers: of a large tile, and of few threads.
+    even = inner % 16 == 0 and columns % 16 == 0
+    config = dict(PRODUCT.config(left.device, inner, rows if even else min(rows, 1024), False, left.dtype))
+    if not even:
+        config["num_warps"] = 8
     with _launch.guard(left.device):
         if config.pop("LIBRARY") or right.dtype == torch.float32:
             plain = library_product(left.to(right.dtype), right, scale, out if out.dtype == right.dtype else None)
