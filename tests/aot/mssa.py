@@ -19,7 +19,7 @@ def _options(batch, seqlen, options):
     offsets = torch.empty(9, dtype=torch.int32, device="meta") if options.get("packed") else None
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
     phi = "threshold" if threshold else "softmax"
-    return mask, offsets, seqlen, seed, causal, head_dim**-0.5, dropout_p, phi, threshold
+    return mask, offsets, seqlen, seed, causal, options.get("scale", head_dim**-0.5), dropout_p, phi, threshold
 
 
 def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):

@@ -17,8 +17,10 @@ COVERING = {
     "forward-128": (forward(4096, 128), NVIDIA, True),
     "forward-128-causal": (forward(4096, 128, causal=True), HOPPER, True),
     "forward-64-fp16": (forward(4096, 64, torch.float16), HOPPER, True),
-    "forward-vit-64": (forward(197, 64), NVIDIA, True),
-    "forward-vit-48": (forward(197, 48), HOPPER, True),
+    "forward-vit-64": (forward(197, 64), ALL, True),
+    "forward-vit-48": (forward(197, 48), NVIDIA, True),
+    "forward-vit-256": (forward(256, 48), HOPPER, True),
+    "forward-vit-causal": (forward(197, 64, causal=True), HOPPER, True),
     "forward-few-heads": (forward(197, 64, batch=1), HOPPER, True),
     "forward-256": (forward(1024, 256), HOPPER, False),
     "forward-fp32": (forward(1024, 64, SINGLE), NVIDIA, False),
@@ -51,7 +53,7 @@ def test_kernels_compile_within_budget(name, target):
     call, _, strict = COVERING[name]
     kernels = harness.compiled(call, target)
     assert harness.over_budget(kernels, target, name, strict) == []
-    products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_bwd_kernel")]
+    products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel")]
     if target == "sm_90" and strict:
         assert all(k.wgmma > 0 for k in products), products
 
@@ -70,3 +72,29 @@ def test_lengths_share_kernels():
     ]
     assert found[0] == found[2] == found[4]
     assert found[1] == found[3] == found[5]
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, True),
+        ({"seqlen": 1}, True),
+        ({"seqlen": 256, "dtype": torch.float16, "head_dim": 16}, True),
+        ({"seqlen": 257}, False),
+        ({"head_dim": 80}, False),
+        ({"dtype": SINGLE}, False),
+        ({"batch": 20}, False),  # fewer heads than would fill a GPU
+        ({"causal": True}, False),
+        ({"padded": True}, False),
+        ({"packed": True}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"threshold": 0.6}, False),
+        ({"scale": -0.1}, False),
+    ],
+    ids=str,
+)
+def test_short_sequences_take_the_pair_form(options, pairs):
+    call = forward(**{"seqlen": 197, "head_dim": 64, **options})
+    names = {launch.function.__name__ for launch in harness.launches(call, "sm_90")}
+    assert ("_mssa_fwd_pairs_kernel" in names) == pairs
+    assert len(names - {"_mssa_norms_kernel"}) == 1

@@ -6,7 +6,7 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.conftest import DEVICE, DRY
-from tests.ops.common import over_budget
+from tests.ops.common import channels_in_order, over_budget
 
 # Every test's name carries the backend, by which the suite selects.
 
@@ -30,13 +30,14 @@ def cases():
     yield testing.Case("mssa", "packed-long", (0, 3, 0, 64), {"return_lse": True}, lengths=(half, 7, 2 * half, 0, 129))
     yield testing.Case("mssa", "padded-long", (2, 3, half, 64), {"return_lse": True}, padding="scattered")
     yield testing.Case("mssa", "dropout-long", (1, 2, half, 64), {"dropout_p": 0.2, "return_lse": True})
-    yield testing.Case("mssa", "mixed-norms-long", (1, 2, half, 16), {"return_lse": True}, special="mixed norms")
+    yield testing.Case("mssa", "mixed-norms-long", (1, 2, half, 64), {"return_lse": True}, special="mixed norms")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_triton_is_within_budget(case, dtype):
-    assert over_budget(case, dtype, "triton", DEVICE) == []
+    with channels_in_order("triton", DEVICE):
+        assert over_budget(case, dtype, "triton", DEVICE) == []
 
 
 def differentiate(w, **options):

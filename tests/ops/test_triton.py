@@ -15,8 +15,8 @@ import triton  # only where it can run
 import triton.language as tl
 
 from crate_kernels import _jit
-from crate_kernels.ops.mssa import triton as launchers
 from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels.ops.mssa.triton_shape import choose_splits
 from crate_kernels.ops.mssa.triton_tile import parts
 
 DEVICE = home("triton")
@@ -165,7 +165,7 @@ def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
     cache._bound, cache._uniform = max(lengths), False
     config = tables.DECODE.config(w.device, 16, new, True, w.dtype)
     processors = config["RESIDENT"] * _launch.multiprocessors(w.device)
-    assert launchers._splits(2, processors, triton.cdiv(max(lengths), config["BLOCK_N"])) > 1
+    assert choose_splits(2, processors, triton.cdiv(max(lengths), config["BLOCK_N"])) > 1
     block = tokens(2, 1, new, 16, seed=1)
     out, lse = mssa(block, causal=True, cache=cache, return_lse=True, backend="triton")
     for b, length in enumerate(lengths):
@@ -182,7 +182,7 @@ def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
     [(106, 132, 100, 1), (1, 132, 1, 1), (1, 132, 100, 85), (12, 132, 64, 10), (48, 264, 1000, 5), (1, 264, 0, 1)],
 )
 def test_sequences_are_split_until_the_device_is_full(blocks, processors, tiles, expected):
-    assert launchers._splits(blocks, processors, tiles) == expected
+    assert choose_splits(blocks, processors, tiles) == expected
 
 
 def test_a_head_of_a_vit_in_one_program_equals_blocks_of_it():

@@ -8,8 +8,6 @@ The kernels take any strides and write into what is allocated here; nothing here
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -18,38 +16,9 @@ from crate_kernels.ops.mssa import triton_tables as tables
 from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel, _mssa_bwd_shift_kernel
 from crate_kernels.ops.mssa.triton_decode import _mssa_combine_kernel, _mssa_decode_kernel
 from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
+from crate_kernels.ops.mssa.triton_pairs import MOST_TILES, _mssa_fwd_pairs_kernel
+from crate_kernels.ops.mssa.triton_shape import cdiv, choose_splits, row_strides, shape, strides, tail
 from crate_kernels.ops.mssa.triton_tile import parts
-
-
-def _shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
-    """Return sequences, heads, the longest length and the number of packed rows."""
-    if cu_seqlens is None:
-        batch, nheads, seqlen, _ = w.shape
-        return batch, nheads, seqlen, 0
-    return cu_seqlens.shape[0] - 1, w.shape[1], max_seqlen, w.shape[0]
-
-
-def _cdiv(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
-    return -(-length // block)
-
-
-def _strides(w: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of batch, head, row and channel; a packed batch has no first."""
-    if w.dim() == 4:
-        return w.stride()  # pyright: ignore[reportReturnType]
-    return 0, w.stride(1), w.stride(0), w.stride(2)
-
-
-def _row_strides(nheads: int, seqlen: int, total: int, packed: bool) -> tuple[int, int]:
-    """Return the strides of batch and head of a number a row: lse and its like."""
-    return (0, total) if packed else (nheads * seqlen, seqlen)
-
-
-def _tail(length: int, block: int) -> int:
-    """Return the smallest tile, a power of two, that covers what blocks of ``block`` leave of a length."""
-    rest = length % block
-    return min(max(1 << (rest - 1).bit_length(), 16), block) if rest else block
 
 
 def forward(
@@ -65,7 +34,7 @@ def forward(
     threshold: float,
 ) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
-    sequences, nheads, seqlen, total = _shape(w, cu_seqlens, max_seqlen)
+    sequences, nheads, seqlen, total = shape(w, cu_seqlens, max_seqlen)
     out = _register.empty_out(w)
     lse = w.new_empty((nheads, total) if cu_seqlens is not None else w.shape[:3], dtype=torch.float32)
     if out.numel() == 0:
@@ -77,17 +46,37 @@ def forward(
     softmax = "threshold" if phi == "threshold" else "bounded" if bounded else "online"
     many = sequences * nheads >= 2 * _launch.multiprocessors(w.device)
     packed, padded = cu_seqlens is not None, key_padding_mask is not None
-    whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    num_m = max(_cdiv(seqlen, block_m), 1)
-    sizes = (nheads, seqlen, total, num_m, abs(scale))
+    num_m = max(cdiv(seqlen, block_m), 1)
     dims = (w.shape[-1], *parts(w.shape[-1]))
+    plain = scale > 0 and phi == "softmax" and not (causal or packed or padded or dropout_p)
+    if config.pop("PAIRS") and plain and many and num_m <= MOST_TILES:
+        with _launch.guard(w.device):
+            _mssa_fwd_pairs_kernel[(sequences * nheads,)](
+                w,
+                out,
+                lse,
+                *strides(w),
+                *strides(out),
+                *row_strides(nheads, seqlen, total, packed),
+                *(nheads, seqlen, scale),
+                *(w.shape[-1], max(1 << (w.shape[-1] - 1).bit_length(), 16), 0, 0),
+                BLOCK_M=block_m,
+                TAIL_M=tail(seqlen, block_m),
+                TILES=num_m,
+                PRECISION=_launch.dot_precision(w.dtype),
+                num_warps=config["num_warps"],
+                num_stages=1,
+            )
+        return out, lse
+    whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
+    sizes = (nheads, seqlen, total, num_m, abs(scale))
     top = None
     with _launch.guard(w.device):
         if softmax == "bounded" and not whole:
             top = w.new_empty(sequences * nheads, num_m, dtype=torch.float32)
             _mssa_norms_kernel[(sequences * nheads * num_m,)](
-                w, cu_seqlens, top, *_strides(w), *sizes, *dims, block_m, packed
+                w, cu_seqlens, top, *strides(w), *sizes, *dims, block_m, packed
             )
         _mssa_fwd_kernel[(sequences * nheads * (1 if whole else num_m),)](
             w,
@@ -97,16 +86,16 @@ def forward(
             cu_seqlens,
             seed,
             top,
-            *_strides(w),
-            *_strides(out),
-            *_row_strides(nheads, seqlen, total, packed),
+            *strides(w),
+            *strides(out),
+            *row_strides(nheads, seqlen, total, packed),
             *sizes,
             _launch.drop_last(dropout_p) if dropout_p else 0,
             1.0 / (1.0 - dropout_p),
             threshold,
             *dims,
-            TAIL_M=block_m if packed else _tail(seqlen, block_m),
-            TAIL_N=block_n if packed or causal else _tail(seqlen, block_n),
+            TAIL_M=block_m if packed else tail(seqlen, block_m),
+            TAIL_N=block_n if packed or causal else tail(seqlen, block_n),
             SOFTMAX=softmax,
             WHOLE=whole,
             CAUSAL=causal,
@@ -140,7 +129,7 @@ def backward(
     threshold: float,
 ) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
-    sequences, nheads, seqlen, total = _shape(w, cu_seqlens, max_seqlen)
+    sequences, nheads, seqlen, total = shape(w, cu_seqlens, max_seqlen)
     dw = _register.empty_out(w)
     if dw.numel() == 0:
         return dw
@@ -151,8 +140,8 @@ def backward(
     config = dict(tables.BACKWARD.config(w.device, w.shape[-1], seqlen, causal, w.dtype))
     derived = bool(config.pop("DERIVED")) and scores and not (causal or padded or select)
     block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
-    num_j, num_m = (max(_cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
-    numbers = _row_strides(nheads, seqlen, total, packed)
+    num_j, num_m = (max(cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
+    numbers = row_strides(nheads, seqlen, total, packed)
     dims = (w.shape[-1], *parts(w.shape[-1]))
     lse = lse.contiguous()
     shift = torch.empty_like(lse)
@@ -168,8 +157,8 @@ def backward(
                 cu_seqlens,
                 shift,
                 extent,
-                *_strides(g),
-                *_strides(out),
+                *strides(g),
+                *strides(out),
                 *numbers,
                 *(nheads, seqlen, total, num_m),
                 *dims,
@@ -189,9 +178,9 @@ def backward(
             None if key_padding_mask is None else key_padding_mask.contiguous(),
             cu_seqlens,
             seed,
-            *_strides(g),
-            *_strides(w),
-            *_strides(dw),
+            *strides(g),
+            *strides(w),
+            *strides(dw),
             *numbers,
             *(nheads, seqlen, total, num_j, num_m, abs(scale)),
             _launch.drop_last(dropout_p) if dropout_p else 0,
@@ -199,8 +188,8 @@ def backward(
             scale,
             threshold,
             *dims,
-            TAIL_J=block_j if packed else _tail(seqlen, block_j),
-            TAIL_I=block_i if packed or causal else _tail(seqlen, block_i),
+            TAIL_J=block_j if packed else tail(seqlen, block_j),
+            TAIL_I=block_i if packed or causal else tail(seqlen, block_i),
             DERIVED=derived,
             VALUES=dout is not None,
             SCORES=scores,
@@ -217,21 +206,7 @@ def backward(
     return dw
 
 
-_MOST_SPLITS = 128
 _COMBINED_ROWS = 16
-
-
-def _splits(blocks: int, processors: int, tiles: int) -> int:
-    """Choose into how many stretches a sequence of ``tiles`` is split, as FlashAttention does.
-
-    None where the blocks all but fill the device; else the fewest whose last wave is nearly as full as that of the
-    best number, for each stretch costs a partial result.
-    """
-    if blocks >= 0.8 * processors:
-        return 1
-    counts = range(1, min(_MOST_SPLITS, processors, max(tiles, 1)) + 1)
-    fullness = [waves / math.ceil(waves) for waves in (blocks * count / processors for count in counts)]
-    return next(count for count, full in zip(counts, fullness, strict=True) if full >= 0.85 * max(fullness))
 
 
 def decode(
@@ -251,9 +226,9 @@ def decode(
     if out.numel() == 0:
         return out, lse
     config = dict(tables.DECODE.config(w.device, head_dim, new, True, w.dtype))
-    num_m = _cdiv(new, config["BLOCK_M"])
+    num_m = cdiv(new, config["BLOCK_M"])
     processors = config.pop("RESIDENT") * _launch.multiprocessors(w.device)
-    splits = _splits(batch * nheads * num_m, processors, _cdiv(bound, config["BLOCK_N"]))
+    splits = choose_splits(batch * nheads * num_m, processors, cdiv(bound, config["BLOCK_N"]))
     part = w.new_empty(batch * nheads, splits, new, head_dim, dtype=torch.float32)
     part_lse = w.new_empty(batch * nheads, splits, new, dtype=torch.float32)
     mask = None if key_padding_mask is None else key_padding_mask.contiguous()
@@ -267,8 +242,8 @@ def decode(
             mask,
             part,
             part_lse,
-            *_strides(w),
-            *_strides(data),
+            *strides(w),
+            *strides(data),
             *(nheads, new, capacity, num_m, splits, abs(scale)),
             *dims,
             PADDED=mask is not None,
@@ -276,7 +251,7 @@ def decode(
             PRECISION=_launch.dot_precision(w.dtype),
             **config,
         )
-        num_m = _cdiv(new, _COMBINED_ROWS)
+        num_m = cdiv(new, _COMBINED_ROWS)
         _mssa_combine_kernel[(batch * nheads * num_m,)](
             part,
             part_lse,
@@ -284,7 +259,7 @@ def decode(
             lse,
             lengths,
             mask,
-            *_strides(out),
+            *strides(out),
             *(nheads, new, capacity, num_m, splits),
             *dims,
             BLOCK_M=_COMBINED_ROWS,

@@ -11,11 +11,7 @@ Five products a tile, 10 seqlen^2 head_dim FLOP a head; dq, dk and dv apart woul
 diagonal one direction exists: four products after it, three before it. Memory gives w, g, out and lse once to
 ``_mssa_bwd_shift_kernel``, and w, g and two numbers a row to the main kernel; it takes dw once.
 
-Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
-
-In the kernels ``rows`` is (where w is, where g is, lse_ptr, shift_ptr), ``call`` is (mask_ptr, length, head, seed,
-qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forward, and ``TERMS`` is (VALUES: P g,
-SCORES: A w, PRODUCTS: A has g.w in it, SELECT: phi="threshold").
+triton_terms.py has the walk over tiles, and what ``rows``, ``call``, ``FORM`` and ``TERMS`` are.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -28,146 +24,7 @@ import triton.language as tl
 
 from crate_kernels import _jit
 from crate_kernels.ops.mssa import triton_tile as tile
-
-# What underflows on the way is a weight below 2^-62, whatever the factors that follow.
-EXTENT = tl.constexpr(44.0)
-
-
-@triton.jit
-def _numbers(rows, offs, length):
-    """Load L and shift of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
-    lse = tl.load(rows[2] + offs, mask=offs < length, other=-float("inf"))
-    shift = tl.load(rows[3] + offs, mask=offs < length, other=0.0)
-    return tl.where(lse == -float("inf"), float("inf"), lse), shift
-
-
-@triton.jit
-def _probabilities(s, base, call, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Return exp(s - base); what is masked may be large, so it is masked before the exponential."""
-    mask_ptr, length, _, _, qk_scale, _, _, _, _ = call
-    if MASKED:
-        allowed = keys < length
-        if FORM[1]:
-            allowed = allowed & (tl.load(mask_ptr + keys, mask=allowed, other=0) != 0)
-        if FORM[0]:
-            allowed = allowed & (keys <= queries)
-        return tl.exp(tl.where(allowed, s * qk_scale - base, -float("inf")))
-    else:
-        return tl.exp(s * qk_scale - base)
-
-
-@triton.jit
-def _dropped(x, call, queries, keys, FORM: tl.constexpr):
-    """Return ``x`` times the dropout factor of every (query, key)."""
-    if FORM[2]:
-        _, _, head, seed, _, drop_last, keep_factor, _, _ = call
-        return tl.where(_jit.keep_mask(seed, head, queries, keys, drop_last), x * keep_factor, 0.0)
-    else:
-        return x
-
-
-@triton.jit
-def _tiles(
-    acc,
-    own,
-    rows,
-    call,
-    offs_j,
-    start,
-    stop,
-    centre,
-    KEY: tl.constexpr,
-    QUERY: tl.constexpr,
-    MASKED: tl.constexpr,
-    DERIVED: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    FORM: tl.constexpr,
-    TERMS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Add what rows [start, stop) give to the owned rows, which take part as KEY, as QUERY or as both."""
-    w_j, g_j, l_j, shift_j = own
-    _, length, _, _, _, _, _, scale, threshold = call
-    key_j = offs_j[:, None]
-    for start_i in range(start, stop, BLOCK_I):
-        offs_i = start_i + tl.arange(0, BLOCK_I)
-        key_i = offs_i[None, :]
-        w_i = tile.load(rows[0], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
-        l_i, shift_i = _numbers(rows, offs_i, length)
-        s = tile.products(w_j, w_i, FORM[4])  # (BLOCK_J, BLOCK_I)
-        if FORM[3]:
-            s = -s
-        a = tl.zeros_like(s)
-        if KEY:
-            p = _probabilities(s, l_i[None, :], call, key_i, key_j, MASKED, FORM)
-            if TERMS[0]:
-                g_i = tile.load(rows[1], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
-                weights = tl.where(p > threshold, 1.0, 0.0) if TERMS[3] else p
-                weights = _dropped(weights, call, key_i, key_j, FORM)
-                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM[4])
-            if TERMS[2]:
-                a = p * (_dropped(tile.products(w_j, g_i, FORM[4]), call, key_i, key_j, FORM) - shift_i[None, :])
-            elif TERMS[1]:
-                a = -p * shift_i[None, :]
-        if QUERY and TERMS[1]:
-            if DERIVED:
-                t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - l_j)[:, None]
-            else:
-                t = _probabilities(s, l_j[:, None], call, key_j, key_i, MASKED, FORM)
-            if TERMS[2]:
-                a += t * (_dropped(tile.products(g_j, w_i, FORM[4]), call, key_j, key_i, FORM) - shift_j[:, None])
-            else:
-                a -= t * shift_j[:, None]
-        if TERMS[1]:
-            acc = tile.add_product(acc, (a * scale).to(w_i[0].dtype), w_i, FORM[4])
-    return acc
-
-
-@triton.jit
-def _walk(
-    acc,
-    own,
-    rows,
-    call,
-    extent,
-    start_j,
-    BLOCK_J: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    TAIL_I: tl.constexpr,
-    DERIVED: tl.constexpr,
-    FORM: tl.constexpr,
-    TERMS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Walk over all the rows that owned rows meet, with masks only where they cut."""
-    length = call[1]
-    offs_j = start_j + tl.arange(0, BLOCK_J)
-    if FORM[0]:
-        after = tl.minimum(start_j + BLOCK_J, length)
-        if TERMS[1]:
-            acc = _tiles(
-                acc, own, rows, call, offs_j, 0, start_j, 0.0, False, True, FORM[1], False, BLOCK_I, FORM, TERMS, DIMS
-            )
-        acc = _tiles(
-            acc, own, rows, call, offs_j, start_j, after, 0.0, True, True, True, False, BLOCK_I, FORM, TERMS, DIMS
-        )
-        return _tiles(
-            acc, own, rows, call, offs_j, after, length, 0.0, True, False, FORM[1], False, BLOCK_I, FORM, TERMS, DIMS
-        )
-    else:
-        low, high = extent
-        whole = 0 if FORM[1] else length // BLOCK_I * BLOCK_I
-        if DERIVED:
-            # Rows further apart are rare: they take the masked loop from the start instead of a third one.
-            whole = tl.where(high - low <= EXTENT, whole, 0)
-        if not FORM[1]:
-            acc = _tiles(
-                acc, own, rows, call, offs_j, 0, whole, 0.5 * (low + high),
-                True, True, False, DERIVED, BLOCK_I, FORM, TERMS, DIMS,
-            )  # fmt: skip
-        return _tiles(
-            acc, own, rows, call, offs_j, whole, length, 0.0, True, True, True, False, TAIL_I, FORM, TERMS, DIMS
-        )
+from crate_kernels.ops.mssa.triton_terms import numbers, walk
 
 
 @triton.jit
@@ -193,19 +50,19 @@ def _block(
     held_j = tl.minimum(offs_j, length - 1)
     w_j = tile.load(rows[0], held_j, held_j >= 0, DIMS)
     g_j = tile.load(rows[1], held_j, held_j >= 0, DIMS) if TERMS[2] else w_j
-    l_j, shift_j = _numbers(rows, held_j, length)
+    l_j, shift_j = numbers(rows, held_j, length)
     own = (w_j, g_j, l_j, shift_j)
     acc = tile.zeros(BLOCK_J, DIMS)
     if TERMS[3]:
         # Apart: the threshold is exact as a factor of the sum, and would be rounded as one of the weights.
         VALUES: tl.constexpr = (True, False, False, True)
-        acc = _walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, VALUES, DIMS)
+        acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, VALUES, DIMS)
         acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + threshold)
         if TERMS[1]:
             REST: tl.constexpr = (False, True, False, False)
-            acc = _walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, REST, DIMS)
+            acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, REST, DIMS)
     else:
-        acc = _walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
+        acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
     tile.store(dw_at, acc, offs_j, mask_j, DIMS)
 
 

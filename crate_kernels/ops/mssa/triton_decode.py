@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels.ops.mssa import triton_tile as tile
-from crate_kernels.ops.mssa.triton_forward import attend_tiles
+from crate_kernels.ops.mssa.triton_rows import attend_tiles
 
 
 @triton.jit

@@ -9,14 +9,17 @@ from __future__ import annotations
 from crate_kernels._launch import INTERPRETER, Config, Row, Table
 
 
-def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0) -> Config:
-    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head."""
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
+    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head.
+
+    PAIRS takes the pair form, with tiles of BLOCK_M, wherever it is for the call; the rest is for other calls.
+    """
     sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    return {**sizes, "BOUNDED": bounded, "WHOLE": whole}
+    return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
 
 
 _FORWARD_AMPERE = (
-    Row(_forward(64, 64, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
     Row(_forward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_forward(64, 32, 8, 2), half=True),
@@ -25,7 +28,7 @@ _FORWARD_AMPERE = (
     Row(_forward(32, 16, 8, 1)),
 )
 _FORWARD_HOPPER = (
-    Row(_forward(64, 64, 4, 2, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
@@ -36,7 +39,7 @@ FORWARD = Table(
     "mssa_forward",
     {
         # Sides that differ, so that a confusion of them shows; what a test computes fits few of them.
-        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1)),),
+        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1, pairs=1)),),
         "sm_80": _FORWARD_AMPERE,
         "sm_89": _FORWARD_AMPERE,
         "sm_90": _FORWARD_HOPPER,
@@ -47,13 +50,16 @@ FORWARD = Table(
             Row(_forward(32, 32, 4, 1)),
         ),
     },
-    candidates=tuple(
-        _forward(m, n, warps, stages, bounded, whole)
-        for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
-        for warps in (4, 8)
-        for stages in (2, 3)
-        for bounded in (0, 1)
-        for whole in (0, 1)
+    candidates=(
+        *(
+            _forward(m, n, warps, stages, bounded, whole)
+            for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
+            for warps in (4, 8)
+            for stages in (2, 3)
+            for bounded in (0, 1)
+            for whole in (0, 1)
+        ),
+        *(_forward(m, m, warps, 2, whole=1, pairs=1) for m in (32, 64, 128) for warps in (4, 8)),
     ),
 )
 

@@ -1,0 +1,54 @@
+"""Sizes and strides of a call of mssa, as its Triton launchers need them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
+    """Return sequences, heads, the longest length and the number of packed rows."""
+    if cu_seqlens is None:
+        batch, nheads, seqlen, _ = w.shape
+        return batch, nheads, seqlen, 0
+    return cu_seqlens.shape[0] - 1, w.shape[1], max_seqlen, w.shape[0]
+
+
+def cdiv(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return -(-length // block)
+
+
+def strides(w: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of batch, head, row and channel; a packed batch has no first."""
+    if w.dim() == 4:
+        return w.stride()  # pyright: ignore[reportReturnType]
+    return 0, w.stride(1), w.stride(0), w.stride(2)
+
+
+def row_strides(nheads: int, seqlen: int, total: int, packed: bool) -> tuple[int, int]:
+    """Return the strides of batch and head of a number a row: lse and its like."""
+    return (0, total) if packed else (nheads * seqlen, seqlen)
+
+
+def tail(length: int, block: int) -> int:
+    """Return the smallest tile, a power of two, that covers what blocks of ``block`` leave of a length."""
+    rest = length % block
+    return min(max(1 << (rest - 1).bit_length(), 16), block) if rest else block
+
+
+_MOST_SPLITS = 128
+
+
+def choose_splits(blocks: int, processors: int, tiles: int) -> int:
+    """Choose into how many stretches a sequence of ``tiles`` is split, as FlashAttention does.
+
+    None where the blocks all but fill the device; else the fewest whose last wave is nearly as full as that of the
+    best number, for each stretch costs a partial result.
+    """
+    if blocks >= 0.8 * processors:
+        return 1
+    counts = range(1, min(_MOST_SPLITS, processors, max(tiles, 1)) + 1)
+    fullness = [waves / math.ceil(waves) for waves in (blocks * count / processors for count in counts)]
+    return next(count for count, full in zip(counts, fullness, strict=True) if full >= 0.85 * max(fullness))
