@@ -16,9 +16,9 @@ def cases():
     """Yield (name, target, call) of every case for which spills are recorded."""
     for name, (call, targets, strict) in test_mssa.COVERING.items():
         yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
-    for name, (make, head_dim, dtype, causal) in exhaustive.CALLS.items():
+    for name, (make, seqlen, head_dim, dtype, causal) in exhaustive.CALLS.items():
         strict = exhaustive.strict(head_dim, dtype)
-        call = make(1024, head_dim, dtype, causal=causal)
+        call = make(seqlen, head_dim, dtype, causal=causal)
         yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
     others = {**exhaustive_tssa.CALLS, **{name: (call, True) for name, call in exhaustive_ista.CALLS.items()}}
     for name, (call, strict) in others.items():

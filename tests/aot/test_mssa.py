@@ -7,7 +7,7 @@ from tests.aot import harness
 
 harness.needs_compiler()
 
-from tests.aot.mssa import SINGLE, backward, decode, forward  # noqa: E402  # only where Triton compiles
+from tests.aot.mssa import HALF, SINGLE, backward, decode, forward  # noqa: E402  # only where Triton compiles
 
 # name: (call, targets, whether nothing may spill on harness.STRICT: 16-bit tokens, head_dim <= 128)
 ALL, NVIDIA, HOPPER = tuple(harness.TARGETS), harness.STRICT, ("sm_90",)
@@ -56,6 +56,13 @@ def test_kernels_compile_within_budget(name, target):
     products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel")]
     if target == "sm_90" and strict:
         assert all(k.wgmma > 0 for k in products), products
+
+
+@pytest.mark.parametrize("make", [forward, backward, lambda *args: decode(1, *args[1:])], ids=["out", "dw", "step"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, HALF), (256, HALF)], ids=str)
+def test_ada_has_the_shared_memory(make, head_dim, dtype):
+    kernels = harness.compiled(make(1024, head_dim, dtype), "sm_89")
+    assert all(kernel.shared <= harness.SHARED_LIMIT["sm_89"] for kernel in kernels), kernels
 
 
 def compiled_in(launch):

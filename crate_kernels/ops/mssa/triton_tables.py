@@ -21,7 +21,7 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
 _FORWARD_AMPERE = (
     Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
-    Row(_forward(128, 32, 8, 2), head_dim=128, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
     Row(_forward(64, 32, 8, 2), half=True),
     Row(_forward(64, 32, 8, 2), head_dim=64),
     Row(_forward(32, 32, 8, 1), head_dim=128),
@@ -35,6 +35,14 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 2, bounded=0), half=True),
     *_FORWARD_AMPERE[4:],
 )
+# Its 512 columns of tensor memory hold two programs at a time; so do its registers, but for the causal form of the
+# bounded softmax, which has the online one beside it (217 registers, 122 without), and for tiles of 128 keys (254).
+_FORWARD_BLACKWELL = (
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, causal=True, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
+    *_FORWARD_HOPPER[4:],
+)
 FORWARD = Table(
     "mssa_forward",
     {
@@ -43,7 +51,7 @@ FORWARD = Table(
         "sm_80": _FORWARD_AMPERE,
         "sm_89": _FORWARD_AMPERE,
         "sm_90": _FORWARD_HOPPER,
-        "sm_100": _FORWARD_HOPPER,
+        "sm_100": _FORWARD_BLACKWELL,
         "gfx942": (
             Row(_forward(128, 64, 4, 1), head_dim=128, half=True),
             Row(_forward(64, 32, 4, 1), half=True),
@@ -75,14 +83,14 @@ _BACKWARD_SINGLE = (
     Row(_backward(16, 16, 8, 1)),
 )
 _BACKWARD_AMPERE = (
-    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
-    Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 1), half=True),
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_HOPPER = (
-    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 2), half=True),
@@ -117,12 +125,13 @@ def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Confi
 
 
 _DECODE_AMPERE = (
-    Row(_decode(16, 64, 4, 3), seqlen=16, half=True),
+    Row(_decode(16, 64, 4, 3), head_dim=64, seqlen=16, half=True),
+    Row(_decode(16, 32, 4, 4), head_dim=128, seqlen=16, half=True),
     Row(_decode(64, 64, 4, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
     Row(_decode(16, 32, 4, 1)),
 )
-_DECODE_HOPPER = (Row(_decode(16, 128, 4, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
+_DECODE_HOPPER = (Row(_decode(16, 128, 8, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
 DECODE = Table(
     "mssa_decode",
     {
