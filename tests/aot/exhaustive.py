@@ -19,6 +19,13 @@ CALLS = {
     for causal in (False, True)
     if seqlen == 1024 or (head_dim <= 64 and dtype != torch.float32)
 }
+# name: (number of new tokens, head_dim, dtype)
+STEPS = {
+    f"decode-{new}-{head_dim}-{str(dtype)[6:]}": (new, head_dim, dtype)
+    for new in (1, 8, 512)
+    for head_dim in (16, 48, 64, 80, 112, 128, 256)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}
 
 
 def strict(head_dim, dtype):
@@ -35,10 +42,8 @@ def test_kernels_compile_within_budget(name, target):
 
 
 @pytest.mark.parametrize("target", harness.TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 112, 128, 256])
-@pytest.mark.parametrize("new", [1, 8, 512])
-def test_decoding_compiles_within_budget(new, head_dim, dtype, target):
+@pytest.mark.parametrize("name", STEPS)
+def test_decoding_compiles_within_budget(name, target):
+    new, head_dim, dtype = STEPS[name]
     kernels = harness.compiled(decode(new, head_dim, dtype), target)
-    name = f"decode-{new}-{head_dim}-{str(dtype)[6:]}"
     assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []

@@ -9,16 +9,19 @@ import json
 import sys
 from collections import Counter
 
-from tests.aot import exhaustive, exhaustive_ista, exhaustive_tssa, harness, test_mssa
+from tests.aot import exhaustive, exhaustive_ista, exhaustive_tssa, harness, mssa, test_mssa
 
 
 def cases():
     """Yield (name, target, call) of every case for which spills are recorded."""
     for name, (call, targets, strict) in test_mssa.COVERING.items():
         yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
-    for name, (make, seqlen, head_dim, dtype, causal) in exhaustive.CALLS.items():
+    calls = {
+        **{n: (make(*args, causal=causal), *args[1:]) for n, (make, *args, causal) in exhaustive.CALLS.items()},
+        **{n: (mssa.decode(*args), *args[1:]) for n, args in exhaustive.STEPS.items()},
+    }
+    for name, (call, head_dim, dtype) in calls.items():
         strict = exhaustive.strict(head_dim, dtype)
-        call = make(seqlen, head_dim, dtype, causal=causal)
         yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
     others = {**exhaustive_tssa.CALLS, **{name: (call, True) for name, call in exhaustive_ista.CALLS.items()}}
     for name, (call, strict) in others.items():
