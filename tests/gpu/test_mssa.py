@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from crate_kernels import SubspaceCache, mssa, testing
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
@@ -9,12 +10,15 @@ from tests.gpu.conftest import DEVICE, DRY
 from tests.ops.common import channels_in_order, over_budget
 
 # Every test's name carries the backend, by which the suite selects.
+MANY = (2, 3, 65, 64) if DRY else (32, 12, 197, 64)  # heads enough for one program each
 
 
 def cases():
     """List named cases: what models have, and lengths that are no multiple of any tile."""
     shapes = {
         "vit": (8, 12, 197, 64),
+        "vit-batch": (32, 12, 197, 64),
+        "vit-batch-48": (32, 12, 256, 48),
         "vit-48": (4, 12, 785, 48),
         "long-64": (1, 4, 4096, 64),
         "long-128": (1, 4, 4097, 128),
@@ -49,9 +53,10 @@ def differentiate(w, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [MANY, (2, 3, 70 if DRY else 1023, 64)], ids=["short", "long"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_triton_gives_the_same_bits_twice(causal, dtype):
-    w = tokens(2, 3, 70 if DRY else 1023, 64, dtype=dtype)
+def test_triton_gives_the_same_bits_twice(causal, shape, dtype):
+    w = tokens(*shape, dtype=dtype)
     check_equal(differentiate(w, causal=causal), differentiate(w, causal=causal))
 
 
@@ -84,12 +89,13 @@ def test_triton_runs_on_the_current_stream():
     check_equal(on_a_busy_stream(differentiate, w), differentiate(w))
 
 
+@pytest.mark.parametrize("shape", [MANY, (2, 3, 70 if DRY else 300, 64)], ids=["short", "long"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
-def test_triton_forward_and_backward_replay_as_a_graph(options):
-    w = tokens(2, 3, 65, 64)
+def test_triton_forward_and_backward_replay_as_a_graph(options, shape):
+    w = tokens(*shape)
     replay = captured(lambda: differentiate(w, **options))
     for seed in (1, 2):
-        w.copy_(tokens(2, 3, 65, 64, seed=seed))
+        w.copy_(tokens(*shape, seed=seed))
         actual = [t.clone() for t in replay()]
         assert all(t.isfinite().all() for t in actual)
         if "dropout_p" not in options:  # whose seed goes on from replay to replay
@@ -119,6 +125,33 @@ def test_triton_decoding_replays_as_a_graph_while_sequences_grow(stretches):
         assert torch.equal(replay(), step(held))
     assert cache.lengths.tolist() == [steps + 1] * 2
     assert torch.equal(cache.data[:, :, : steps + 1], w[:, :, : steps + 1])
+
+
+def test_triton_compiles_once_for_every_length():
+    """Whatever form a length takes is chosen inside the op: heads enough for the pair form, and lengths beyond it."""
+
+    def loss(w):
+        out, lse = mssa(w, return_lse=True, backend="triton")
+        return out.float().square().sum() + lse.sum()
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for seqlen in (33, 65, 80) if DRY else (197, 256, 300, 1024):
+        leaf, other = (tokens(*MANY[:2], seqlen, 64).requires_grad_() for _ in range(2))
+        torch._dynamo.mark_dynamic(leaf, 2)
+        compiled(leaf).backward()
+        loss(other).backward()
+        assert torch.equal(leaf.grad, other.grad)
+    assert counter.frame_count == 1
+
+
+def test_triton_computes_in_the_autocast_dtype():
+    w = tokens(*MANY, dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=HALF):
+        actual = differentiate(w)
+    expected = differentiate(w.to(HALF))
+    check_equal(actual[:2], expected[:2])
+    assert torch.equal(actual[2].to(HALF), expected[2])
 
 
 def test_triton_never_waits_for_the_device():

@@ -56,7 +56,7 @@ REFUSED = [
 @pytest.mark.parametrize(("call", "backend", "supported"), SUPPORTED)
 def test_support_is_as_the_tables_say(call, backend, supported):
     if "bfloat16" in call and interpreted(backend, home(backend)):
-        pytest.skip("Triton's interpreter computes bfloat16 wrong")
+        pytest.skip("Triton's interpreter computes bfloat16 wrong: make test-gpu runs it")
     space = names(backend)
     if not supported:
         with pytest.raises(NotImplementedError, match=r"use backend='(composite|reference)'"):
