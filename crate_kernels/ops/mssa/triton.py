@@ -65,8 +65,8 @@ def forward(
                 TAIL_M=tail(seqlen, block_m),
                 TILES=num_m,
                 PRECISION=_launch.dot_precision(w.dtype),
-                num_warps=config["num_warps"],
-                num_stages=1,
+                # The only loop is that of the rare online softmax, whose pipeline would take registers from the pairs.
+                **{"num_warps": config["num_warps"], "num_stages": 1},
             )
         return out, lse
     whole = bool(config.pop("WHOLE")) and many and not packed and not (causal and softmax == "bounded")
