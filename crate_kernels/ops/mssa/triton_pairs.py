@@ -15,8 +15,8 @@ With ``n_k = s_kk / 2``, ``2 min n <= s_kk`` and ``s_ij <= 2 max n``: for the sh
 weights' dtype take the online softmax of triton_rows.py, row by row. Sums are of the weights as the products have
 them, rounded.
 
-Tiles are unrolled, as registers cannot be indexed. Compiled for head_dim 64 and bf16, in tiles of 64: sm_90 takes 220
-registers for 197 tokens and 238 for 256 with 4 warps, sm_100 80 with 8, and neither spills; 320 tokens spill on sm_90.
+Tiles are unrolled, as registers cannot be indexed. Compiled for head_dim 64 and bf16, in tiles of 64 and with 4 warps,
+sm_90 takes 220 registers for 197 tokens and 238 for 256, sm_100 126 and 112; neither spills. 320 tokens spill on sm_90.
 sm_80 spills 1.8 kB for 197 tokens, because the operands of its products are registers too, and has but 255 registers
 and no spill for 128; gfx942 takes 362, which leaves one program a compute unit. Both keep the row form.
 """

@@ -35,12 +35,11 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 2, bounded=0), half=True),
     *_FORWARD_AMPERE[4:],
 )
-# Its 512 columns of tensor memory hold two programs at a time; so do its registers, but for the causal form of the
-# bounded softmax, which has the online one beside it (217 registers, 122 without), and for tiles of 128 keys (254).
+# Its 512 columns of tensor memory hold two programs at a time, and so do its registers with tiles of 64 keys (127 of
+# them, and 254 with 128) and without the bounded softmax, which has the online one beside it (217 when causal, or 122).
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
-    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, causal=True, half=True),
-    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
     *_FORWARD_HOPPER[4:],
 )
 FORWARD = Table(
