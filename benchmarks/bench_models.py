@@ -3,6 +3,7 @@
 from benchmarks.common import What, grid
 from crate_kernels.benchmark import networks
 
+BRIEF_PROVIDERS = ("eager", "default")  # a whole model takes a minute to compile
 NETWORKS = [
     What(
         n.name,

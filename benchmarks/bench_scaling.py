@@ -6,6 +6,7 @@ from benchmarks import common
 from benchmarks.common import What, grid
 from crate_kernels.testing import Case, Timed
 
+BRIEF_PROVIDERS = ("eager", "sdpa", "cpp", "triton")
 BRIEF = (256, 1024, 4096)
 LENGTHS = {"cpu": tuple(2**k for k in range(7, 15)), "cuda": tuple(2**k for k in range(7, 18))}
 BASES = {

@@ -52,7 +52,9 @@ def pytest_collection_modifyitems(config, items):
         if what is None:
             kept.append(item)
             continue
-        fits = what.runs_on(config.device.type) and (config.tier == "full" or what.brief)
+        briefly = getattr(item.module, "BRIEF_PROVIDERS", (item.callspec.params["provider"],))
+        brief = what.brief and item.callspec.params["provider"] in briefly
+        fits = what.runs_on(config.device.type) and (config.tier == "full" or brief)
         if fits:
             index = groups.setdefault(what.name, len(groups))
             fits = index % parts == part - 1
