@@ -25,6 +25,9 @@ def pytest_addoption(parser):
         type=Path,
         help="JSON file, or folder of one a shard, to add rows to as they come; rows in it are not run again",
     )
+    group.addoption(
+        "--again", action="store_true", help="time rows of the file once more, and keep the samples of both"
+    )
     group.addoption("--shard", default="1/1", help="i/n: the i-th of n parts of the benchmarks")
     group.addoption("--minutes", type=float, help="start nothing after so many; run again to go on")
 
@@ -70,11 +73,10 @@ def results(request):
     machine = rows.machine(device, ("fp32", "bf16"))
     if path is not None and path.exists():
         earlier = rows.read(path)
-        if earlier.machine["device"] != machine["device"] or earlier.machine["git"] != machine["git"]:
-            raise pytest.UsageError(
-                f"{path} is of {earlier.machine['device']} at {earlier.machine['git']}, "
-                f"this is {machine['device']} at {machine['git']}: results of one file are of one machine and commit"
-            )
+        if earlier.machine["device"] != machine["device"]:
+            raise pytest.UsageError(f"{path} is of {earlier.machine['device']}, this is {machine['device']}")
+        commits = (earlier.machine.get("git") or "").split(", ")
+        machine["git"] = ", ".join(dict.fromkeys([*filter(None, commits), str(machine["git"])]))
         return Results(machine, earlier.rows)
     return Results(machine, [])
 
@@ -109,13 +111,18 @@ def timed(request, benchmark, results, started):
         return list(benchmark.stats.stats.data)
 
     def run(row, measure):
-        if any(other.key == row.key for other in results.rows):
+        earlier = next((other for other in results.rows if other.key == row.key), None)
+        if earlier is not None and not config.getoption("--again"):
             pytest.skip("in the file of results already")
         minutes = config.getoption("--minutes")
         if minutes is not None and time.monotonic() - started > 60 * minutes:
             pytest.skip("time is up: run again to go on")
         benchmark.group = " ".join(filter(None, row.group))
         measured = measure(row, device, timer)
+        if earlier is not None:
+            measured.seconds += earlier.seconds
+            measured.device_seconds += earlier.device_seconds
+            results.rows.remove(earlier)
         results.rows.append(measured)
         benchmark.extra_info.update(rows.facts(measured, results) | {"machine": results.machine})
         if path is not None:

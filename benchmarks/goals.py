@@ -98,7 +98,7 @@ def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
         baseline = next((row for row in beside if row.provider == goal.baseline and row.times), None)
         ours = results.best(baseline) if baseline else None
         if baseline is not None and ours is not None:
-            found.append((ours, baseline.median / ours.median))
+            found.append((ours, baseline.time / ours.time))
     return found
 
 
@@ -128,6 +128,6 @@ def cpu_lines(results: Results) -> Iterable[list[str]]:
 
 
 def _overhead(results: Results, op: str, provider: str) -> float:
-    medians = {row.provider: row.median for row in results.find(bench="overhead", op=op)}
-    spent = medians.get(provider, math.nan) - medians.get("raw op", math.nan)
+    times = {row.provider: row.time for row in results.find(bench="overhead", op=op)}
+    spent = times.get(provider, math.nan) - times.get("raw op", math.nan)
     return 1e6 * spent / overhead.CALLS

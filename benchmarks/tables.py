@@ -40,7 +40,7 @@ def _markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def _ratio(results: Results, row: Row, baseline: str) -> str:
     found = results.in_group(row).get(baseline)
-    return "-" if found is None or not found.times else f"{found.median / row.median:.2f}"
+    return "-" if found is None or not found.times else f"{found.time / row.time:.2f}"
 
 
 def _ours(results: Results, bench: str, case: str, dtype: str, direction: str) -> Row | None:
@@ -65,7 +65,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             if all(row is None for row in ours):
                 continue
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
-            times = " / ".join("-" if row is None else f"{1e3 * row.median:.3g}" for row in ours)
+            times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
             lines.append([f"{case} {shape}", dtype, times, *ratios])
     names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "eager": "eager"}
@@ -86,8 +86,8 @@ def _models(results: Results) -> str:
         ]
         memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
         name = f"{row.case}, {step.amount:g} {step.unit}"
-        times = f"{1e3 * forward.median:.4g} / {1e3 * step.median:.4g}"
-        lines.append([name, row.dtype, times, f"{step.amount / step.median:.3g}", *pairs, memory])
+        times = f"{1e3 * forward.time:.4g} / {1e3 * step.time:.4g}"
+        lines.append([name, row.dtype, times, f"{step.amount / step.time:.3g}", *pairs, memory])
     header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
     return _markdown([*header, "ViT of timm, same size", "step, MiB: eager / ours"], lines)
 
@@ -100,10 +100,10 @@ def _rates(results: Results, bench: str, baseline: str) -> str:
             continue
         ours = results.best(row)
         if ours is not None:
-            cells = [f"{row.amount / r.median:.4g}" for r in (ours, row)]
+            cells = [f"{row.amount / r.time:.4g}" for r in (ours, row)]
             others = [f"{n} {_ratio(results, ours, n)}" for n in ("sdpa", "composite") if n in results.in_group(row)]
             name = row.case if bench == "generation" else f"{row.op} {row.case}"
-            lines.append([name, row.dtype, *cells, f"{row.median / ours.median:.2f}", ", ".join(others)])
+            lines.append([name, row.dtype, *cells, f"{row.time / ours.time:.2f}", ", ".join(others)])
     return _markdown(
         ["case", "dtype", "ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"], lines
     )
@@ -119,8 +119,8 @@ def _memory(results: Results) -> str:
                 continue
             sizes = [max(r.peak_bytes or 0, r.resident_bytes or 0) / 2**20 for r in (row, ours)]
             eager = f"{sizes[0]:.0f}" if row.times else row.skipped
-            times = f"{1e3 * row.median:.3g}" if row.times else row.skipped
-            lines.append([f"{op}, {tokens} tokens", eager, f"{sizes[1]:.0f}", times, f"{1e3 * ours.median:.3g}"])
+            times = f"{1e3 * row.time:.3g}" if row.times else row.skipped
+            lines.append([f"{op}, {tokens} tokens", eager, f"{sizes[1]:.0f}", times, f"{1e3 * ours.time:.3g}"])
     return _markdown(["forward and backward, fp32", "eager, MiB", "ours, MiB", "eager, ms", "ours, ms"], lines)
 
 
@@ -128,8 +128,8 @@ def _machine(results: Results) -> str:
     facts = results.machine
     product = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {name}" for name, rate in facts["product_flops"].items())
     return (
-        f"{facts['device']} ({facts['processor']}), PyTorch {facts['torch']}, commit {facts.get('git')}. In the same "
-        f"run, a product of PyTorch's reached {product}, and a copy {facts['copy_bytes'] / 1e9:.3g} GB/s.\n"
+        f"{facts['device']} ({facts['processor']}), PyTorch {facts['torch']}, commit {facts.get('git')}.\n"
+        f"In the same run, a product of PyTorch's reached {product}, and a copy {facts['copy_bytes'] / 1e9:.3g} GB/s.\n"
     )
 
 

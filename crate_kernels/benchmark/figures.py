@@ -85,7 +85,7 @@ def rates(results: Results, direction: str = "both") -> Figure:
         for line in series(results, op, "seqlen", direction):
             ax.plot(
                 line.sizes,
-                [(row.flops or 0) / row.median / 1e12 for row in line.rows],
+                [(row.flops or 0) / row.time / 1e12 for row in line.rows],
                 label=_name(line.provider),
                 **_style(line.provider),
             )
@@ -119,7 +119,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
     rows = [r for r in rows if r.bench in ("mssa", "ista")]
     for provider in dict.fromkeys(row.provider for row in rows):
         own = [row for row in rows if row.provider == provider]
-        places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.median / 1e12) for row in own]
+        places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.time / 1e12) for row in own]
         style = _style(provider) | {"linewidth": 0}
         ax.plot(*zip(*places, strict=True), label=_name(provider), alpha=0.8, **style)
     ax.set(xscale="log", yscale="log", xlabel="least FLOP a byte", ylabel="TFLOP/s of the customary count")
@@ -138,7 +138,7 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
     for row in rows:
         ours = results.best(row)
         if row.provider in names and row.times and ours is not None:
-            table[cases.index((row.op, row.case, row.dtype)), names.index(row.provider)] = row.median / ours.median
+            table[cases.index((row.op, row.case, row.dtype)), names.index(row.provider)] = row.time / ours.time
     figure, grid = axes(1.9 + 1.15 * len(names), 1.2 + 0.24 * len(cases))
     ax = grid[0, 0]
     ax.imshow(np.log2(table), cmap="PuOr", norm=TwoSlopeNorm(0, -2, 4), aspect="auto")

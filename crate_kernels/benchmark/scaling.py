@@ -35,8 +35,8 @@ class Series:
 
     @property
     def seconds(self) -> list[float]:
-        """Median time at each size."""
-        return [row.median for row in self.rows]
+        """Time at each size."""
+        return [row.time for row in self.rows]
 
     @property
     def memory(self) -> list[float]:

@@ -101,7 +101,7 @@ def _heading(results: Results) -> str:
 def _time(row: Row) -> str:
     if not row.times:
         return row.skipped
-    return f"{1e3 * row.median:10.3f} ms  error {row.times_eager or 0:.2f} x eager's"
+    return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's"
 
 
 def _table(results: Results) -> str:
@@ -113,8 +113,8 @@ def _table(results: Results) -> str:
         beside = {row.provider: row for row in results.rows if row.group == group and row.times}
         ours = results.best(next(iter(beside.values()))) if beside else None
         if ours is not None:
-            ratios = [f"{beside[n].median / ours.median:.2f}" if n in beside else "-" for n in others]
-            lines.append([" ".join(group[2:]), ours.provider, f"{1e3 * ours.median:.3f}", *ratios])
+            ratios = [f"{beside[n].time / ours.time:.2f}" if n in beside else "-" for n in others]
+            lines.append([" ".join(group[2:]), ours.provider, f"{1e3 * ours.time:.3f}", *ratios])
     return table.render(["case", "backend", "ms", *(f"x {name}" for name in others)], lines)
 
 
