@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crate_kernels import SubspaceCache, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
+from crate_kernels.benchmark import providers
+from crate_kernels.benchmark.gate import Gate
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -150,6 +152,14 @@ STRIDES = {
     "channels-first": lambda w: w.mT.contiguous().mT,
     "expanded": lambda w: w[:1].expand(w.shape),
 }
+
+
+def test_error_does_not_grow_with_the_number_of_tokens(threads):
+    threads(2)  # a head each: the pair form
+    case = testing.Case("mssa", "many-tokens", (1, 2, 8192, 16))
+    function = next(p for p in providers.of("mssa") if p.name == "cpp").make(case)
+    verdict = Gate(case, torch.float32, torch.device("cpu")).hold(function, gradients=True)
+    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -171,8 +171,10 @@ class Backward : Head<T> {
       Base::clear(sums_, keys_.blocks * kTile);
       Base::for_each_pair([this](int i, int j) {
         Scores s = Base::pair_scores(i, j);
-        wanted(s) = at(sums_, i, j);
+        alignas(64) float column[kTile] = {};
+        wanted(s) = at(sums_, i, column);
         compute_weights<T>(s, weights_);
+        Base::add_columns(sums_, j, column);
       });
     }
     for (int b = 0; b < keys_.blocks; ++b) {

@@ -15,7 +15,7 @@ class Forward : Head<T> {
   using Base = Head<T>;
   using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::parts_;
-  using Base::panel_at, Base::rows_at, Base::at, Base::clear, Base::total_of;
+  using Base::panel_at, Base::rows_at, Base::at, Base::add_columns, Base::clear, Base::total_of;
 
  public:
   using Base::Base;
@@ -101,9 +101,12 @@ class Forward : Head<T> {
   void pair(int i, int j) {
     const int rows = in_block(keys_.count, i), columns = in_block(keys_.count, j);
     Scores s = Base::pair_scores(i, j);
-    s.sums = at(sums_, i, j);
-    if (T::kPair == 2) s.exact_sums = at(exact_sums_, i, j);
+    alignas(64) float column[kTile] = {}, exact_column[kTile] = {};
+    s.sums = at(sums_, i, column);
+    if (T::kPair == 2) s.exact_sums = at(exact_sums_, i, exact_column);
     compute_weights<T>(s, tile_);
+    add_columns(sums_, j, column);
+    if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
     if (i == j && T::kPair == 1) {
       for (int r = 0; r < s.rows; ++r) own_[i * kTile + r] = tile_.by_row[r * kTile + r] * mass_[i * kTile + r];
     }

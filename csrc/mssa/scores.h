@@ -43,10 +43,10 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
 #pragma GCC unroll 4
     for (int v = 0; v < kColumns; ++v) {
       if (s.symmetric && j0 / kLanes + v == r0 / kLanes) continue;  // its rows have both sides of the diagonal
-      Vf total = load(sums.column + j0 + v * kLanes);
+      Vf total = {};
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) total += e[r][v] * s.row_mass[r0 + r];
-      store(sums.column + j0 + v * kLanes, total);
+      store(sums.column + j0 + v * kLanes, load(sums.column + j0 + v * kLanes) + total);
     }
   }
 }
