@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +146,7 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
     for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
         dark = abs(np.log2(table[i, j])) > 2
         ax.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
-    ax.set_xticks(range(len(names)), [_name(n).replace(", ", "\n").replace(" of", "\nof") for n in names], fontsize=7)
+    ax.set_xticks(range(len(names)), [textwrap.fill(_name(n), 14, break_long_words=False) for n in names], fontsize=7)
     ax.set_yticks(range(len(cases)), [f"{op} {case} {dtype}" for op, case, dtype in cases], fontsize=7)
     what = {"both": "forward and backward", "forward": "forward", "backward": "backward"}[direction]
     ax.set_title(f"times as long as ours: {what}", fontsize=9)
