@@ -24,8 +24,6 @@ OPTIONS = {
     "decode-padded-fp16": decode(1, 12, 64, torch.float16, padded=True),
     "prompt-padded": decode(512, 12, 64, padded=True),
 }
-# Of 16-bit tokens, and yet recorded with 8 bytes: TODO other tiles, when a GPU has timed them.
-RECORDED = ("tssa-causal-20x64-bfloat16", "tssa-causal-packed-dropout", "tssa-prompt-padded")
 # name: (call, whether nothing may spill on the GPUs of harness.STRICT)
 CALLS = {
     **{
@@ -36,7 +34,6 @@ CALLS = {
     },
     **{f"tssa-{name}": (call, True) for name, call in OPTIONS.items()},
 }
-CALLS |= {name: (CALLS[name][0], False) for name in RECORDED}
 
 
 @pytest.mark.parametrize("target", harness.TARGETS)

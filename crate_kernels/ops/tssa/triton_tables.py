@@ -17,9 +17,13 @@ import itertools
 from crate_kernels._launch import INTERPRETER, Config, Row, Table
 
 
-def _every_arch(config: Config, interpreter: Config) -> dict[str, tuple[Row, ...]]:
-    """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's."""
-    return {**dict.fromkeys(("sm_80", "sm_90", "gfx942"), (Row(config),)), INTERPRETER: (Row(interpreter),)}
+def _every_arch(config: Config, interpreter: Config, **others: Row) -> dict[str, tuple[Row, ...]]:
+    """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's.
+
+    ``others`` come first on their architecture, where the one spills.
+    """
+    rows = {**dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (Row(config),)), INTERPRETER: (Row(interpreter),)}
+    return rows | {arch: (row, *rows[arch]) for arch, row in others.items()}
 
 
 def _full(tile: int, chunk: int, stages: int, warps: int, whole: int = 256, crowd: int = 1024) -> Config:
@@ -44,6 +48,14 @@ _CAUSAL_CANDIDATES = tuple(
     _causal(tokens, chunk, stages)
     for tokens, chunk, stages in itertools.product((1, 2, 4, 8), (16, 32, 64, 128), (2, 3))
 )
-CAUSAL_FORWARD = Table("tssa_causal_fwd", _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)), _CAUSAL_CANDIDATES)
-CAUSAL_BACKWARD = Table("tssa_causal_bwd", _every_arch(_causal(2, 32, 3), _causal(128, 128, 1)), _CAUSAL_CANDIDATES)
+CAUSAL_FORWARD = Table(
+    "tssa_causal_fwd",
+    _every_arch(_causal(4, 64, 3), _causal(128, 128, 1), sm_90=Row(_causal(2, 64, 3), half=True)),
+    _CAUSAL_CANDIDATES,
+)
+CAUSAL_BACKWARD = Table(
+    "tssa_causal_bwd",
+    _every_arch(_causal(2, 32, 3), _causal(128, 128, 1), sm_80=Row(_causal(2, 32, 2), half=True)),
+    _CAUSAL_CANDIDATES,
+)
 TABLES = (FULL_FORWARD, FULL_BACKWARD, CAUSAL_FORWARD, CAUSAL_BACKWARD)
