@@ -50,7 +50,7 @@ def number(op: str, name: str, value: object, minimum: float | None = None, belo
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be a number, got {_type_name(value)}")
     result = float(value)
-    if not math.isfinite(result):
+    if not abs(result) < math.inf:  # not isfinite: compile with dynamic=True gives a symbol here
         raise ValueError(f"{op}: {name} must be finite, got {result}")
     if minimum is not None and result < minimum:
         raise ValueError(f"{op}: {name} must be >= {minimum}, got {result}")

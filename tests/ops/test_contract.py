@@ -110,6 +110,18 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize("name", list(DYNAMIC))
+def test_compiles_with_every_size_a_symbol(name):
+    compiled = torch.compile(DYNAMIC[name], fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((2, 2, 9, 16), (1, 2, 12, 16)):
+        w = randn(*shape, dtype=torch.float32, device=home(name.rpartition("-")[2])).requires_grad_()
+        results = []
+        for function in (compiled, DYNAMIC[name]):
+            out = function(w)
+            results.append((out.detach(), *torch.autograd.grad(out.sum(), w)))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", list(DYNAMIC))
 def test_a_new_seqlen_does_not_recompile(name):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, backend=counter)
