@@ -33,7 +33,7 @@ COVERING = {
     "backward-128": (backward(4096, 128), NVIDIA, True),
     "backward-128-causal": (backward(4096, 128, causal=True), NVIDIA, True),
     "backward-112": (backward(1024, 112), HOPPER, True),
-    "backward-vit-48": (backward(197, 48), NVIDIA, True),
+    "backward-vit-48": (backward(197, 48), HOPPER, True),
     "backward-256": (backward(1024, 256), HOPPER, False),
     "backward-fp32": (backward(1024, 64, SINGLE), HOPPER, False),
     "backward-dropout": (backward(1024, 64, dropout_p=0.1), HOPPER, True),
@@ -43,7 +43,7 @@ COVERING = {
     "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, True),
     "decode-64": (decode(1, 64), ALL, True),
     "decode-128-padded": (decode(8, 128, padded=True), HOPPER, True),
-    "decode-blocks": (decode(512, 64), NVIDIA, True),
+    "decode-blocks": (decode(512, 64), HOPPER, True),
 }
 COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
 

@@ -57,12 +57,18 @@ def test_file_of_something_else_is_refused(content, tmp_path):
 def test_facts_of_a_row(results):
     facts = rows.facts(results.rows[1], results)
     assert facts["speedup_over_eager"] == pytest.approx(4.0)
-    assert facts["tflops"] == pytest.approx(1.0)
-    assert facts["percent_of_product"] == pytest.approx(1000)
-    assert facts["gb_per_s"] == pytest.approx(1.0)
+    assert facts["least_us"] == pytest.approx(980)
+    assert facts["tflops"] == pytest.approx(1 / 0.98)
+    assert facts["percent_of_product"] == pytest.approx(1000 / 0.98)
+    assert facts["gb_per_s"] == pytest.approx(1 / 0.98)
     assert facts["p20_us"] == pytest.approx(990)
     assert facts["p80_us"] == pytest.approx(1010)
     assert rows.facts(results.rows[-1], results) == {"skipped": "out of memory"}
+
+
+def test_a_device_counts_with_its_median():
+    assert row("cpp", drawn(1e-3)).time == pytest.approx(0.98e-3)
+    assert row("triton", drawn(5e-3), device_seconds=drawn(1e-3)).time == pytest.approx(1e-3)
 
 
 def test_series_of_a_sweep(results):
