@@ -56,7 +56,7 @@ SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build
 docs: .venv/docs.stamp
 	$(SPHINX)
 
-# Some minutes; make bench ARGS='--tier full --results FILE.json' has every case.
+# Less than 5 minutes on two cores; make bench ARGS='--tier full --results FILE.json' has every case.
 bench: .venv/dev.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 

@@ -12,16 +12,26 @@ from crate_kernels import testing
 from crate_kernels.benchmark import measuring, providers, work
 
 DTYPES = ("fp32", "bf16")
+_LONG = 1024  # tokens
 
 
 @dataclass(frozen=True)
 class What:
-    """One thing that several providers compute, and where and when it is timed."""
+    """One thing that several providers compute, and where and when it is timed.
+
+    Attributes:
+        name: of the test.
+        subject: the case.
+        devices: device types on which it is timed.
+        brief: whether the default run times it.
+        only_full: directions that the default run leaves to the full one.
+    """
 
     name: str
     subject: Any
     devices: tuple[str, ...]
     brief: bool
+    only_full: tuple[str, ...] = ()
 
     def runs_on(self, device_type: str) -> bool:
         """Whether it is timed on such a device."""
@@ -44,9 +54,14 @@ def grid(subjects: Iterable[What], directions: Iterable[str], names: Iterable[st
 
 
 def operator_grid(*ops: str):
-    """Parametrise by the timed cases of operators."""
+    """Parametrise by the timed cases of operators.
+
+    A backward pass alone takes eager seconds where sequences are long, and is in the training step anyhow.
+    """
     cases = [
-        What(f"{t.case.op}-{t}-{t.devices[0]}", t, t.devices, t.brief) for t in testing.TIMED_CASES if t.case.op in ops
+        What(f"{t.case.op}-{t}-{t.devices[0]}", t, t.devices, t.brief, ("backward",) if t.seqlen >= _LONG else ())
+        for t in testing.TIMED_CASES
+        if t.case.op in ops
     ]
     return grid(cases, work.DIRECTIONS, [p.name for p in providers.of(ops[0])])
 

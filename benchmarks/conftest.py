@@ -55,8 +55,9 @@ def pytest_collection_modifyitems(config, items):
         if what is None:
             kept.append(item)
             continue
-        briefly = getattr(item.module, "BRIEF_PROVIDERS", (item.callspec.params["provider"],))
-        brief = what.brief and item.callspec.params["provider"] in briefly
+        provider, direction = item.callspec.params["provider"], item.callspec.params.get("direction")
+        briefly = getattr(item.module, "BRIEF_PROVIDERS", (provider,))
+        brief = what.brief and provider in briefly and direction not in what.only_full
         fits = what.runs_on(config.device.type) and (config.tier == "full" or brief)
         if fits:
             index = groups.setdefault(what.name, len(groups))

@@ -30,9 +30,18 @@ class Timed:
     def __str__(self) -> str:
         return self.case.name
 
+    @property
+    def seqlen(self) -> int:
+        """Number of tokens of a sequence."""
+        return self.case.shape[self._tokens]
+
+    @property
+    def _tokens(self) -> int:
+        return 2 if self.case.op in ("mssa", "tssa") else 1
+
     def with_seqlen(self, seqlen: int) -> Timed:
         """Return the same case at another number of tokens."""
-        return self._resized(2 if self.case.op in ("mssa", "tssa") else 1, seqlen)
+        return self._resized(self._tokens, seqlen)
 
     def with_batch(self, batch: int) -> Timed:
         """Return the same case at another batch size."""
