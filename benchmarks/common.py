@@ -13,6 +13,7 @@ from crate_kernels.benchmark import measuring, providers, work
 
 DTYPES = ("fp32", "bf16")
 _LONG = 1024  # tokens
+_ONLY_FULL = ("backward", "flex")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class What:
         subject: the case.
         devices: device types on which it is timed.
         brief: whether the default run times it.
-        only_full: directions that the default run leaves to the full one.
+        only_full: directions and providers that the default run leaves to the full one.
     """
 
     name: str
@@ -56,10 +57,10 @@ def grid(subjects: Iterable[What], directions: Iterable[str], names: Iterable[st
 def operator_grid(*ops: str):
     """Parametrise by the timed cases of operators.
 
-    A backward pass alone takes eager seconds where sequences are long, and is in the training step anyhow.
+    Where sequences are long, a backward pass alone takes eager seconds, and FlexAttention is compiled for seconds.
     """
     cases = [
-        What(f"{t.case.op}-{t}-{t.devices[0]}", t, t.devices, t.brief, ("backward",) if t.seqlen >= _LONG else ())
+        What(f"{t.case.op}-{t}-{t.devices[0]}", t, t.devices, t.brief, _ONLY_FULL if t.seqlen >= _LONG else ())
         for t in testing.TIMED_CASES
         if t.case.op in ops
     ]

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
             continue
         provider, direction = item.callspec.params["provider"], item.callspec.params.get("direction")
         briefly = getattr(item.module, "BRIEF_PROVIDERS", (provider,))
-        brief = what.brief and provider in briefly and direction not in what.only_full
+        brief = what.brief and provider in briefly and not {provider, direction} & {*what.only_full}
         fits = what.runs_on(config.device.type) and (config.tier == "full" or brief)
         if fits:
             index = groups.setdefault(what.name, len(groups))

@@ -31,6 +31,8 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
     """Fill in ``row``: a reason for having no time, or errors, times and memory."""
     dtype = DTYPES[row.dtype]
     reason = provider.why_not(timed.case, dtype, device)
+    if row.direction != "forward" and device.type in provider.inference_only:
+        reason = f"{provider.name} has no backward pass on this device"
     if reason is not None:
         row.skipped = reason
         return row

@@ -32,12 +32,14 @@ class Provider:
         ops: the operators it has.
         make: returns the function of the differentiable arguments, in the public function's order.
         why_not: says why it cannot run a case; None if it can.
+        inference_only: device types on which it has no backward pass.
     """
 
     name: str
     ops: tuple[str, ...]
     make: Callable[[Case], Function]
     why_not: Callable[[Case, torch.dtype, torch.device], str | None]
+    inference_only: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -104,15 +106,12 @@ def _flex(case: Case) -> Function:
         nonlocal mask
         if case.options.get("causal") and mask is None:  # made once, as its users do
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=w.device.type)
+        w = w if torch.is_grad_enabled() else w.detach()  # a leaf that wants a gradient is refused on a CPU even so
         out = compiled(w, w, w, block_mask=mask)
         assert isinstance(out, Tensor)
         return out
 
     return call
-
-
-def _flex_why_not(case: Case, dtype: torch.dtype, device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "FlexAttention has no backward pass on CPUs"
 
 
 def _flash_attn(case: Case) -> Function:
@@ -175,7 +174,7 @@ PROVIDERS: tuple[Provider, ...] = (
             ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         )
     ),
-    Provider("flex", ("mssa",), _flex, _flex_why_not),
+    Provider("flex", ("mssa",), _flex, _always, inference_only=("cpu",)),
     Provider("flash-attn", ("mssa",), _flash_attn, _flash_attn_why_not),
     *(
         Provider(name, _EVERY, functools.partial(_own, backend=name), functools.partial(_own_why_not, backend=name))
