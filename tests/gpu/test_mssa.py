@@ -174,6 +174,6 @@ def test_triton_never_waits_for_the_device():
 
 def test_triton_runs_on_the_tensors_device():
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs two GPUs: make test-gpu where there are")
     w = tokens(2, 3, 65, 64)
     check_equal([t.to(w.device) for t in differentiate(w.to("cuda:1"))], differentiate(w))
