@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crate_kernels.cli.denoise import job, mixture
+from crate_kernels.cli.denoise import figures, job, mixture
 from crate_kernels.cli.denoise.settings import PRESETS, Mixture
 
 CPU = torch.device("cpu")
@@ -86,3 +86,14 @@ def test_the_kernels_are_shown_in_float32(run, metrics):
     exact = entry["departure_float32"][1 : B.exact + 1]
     assert 1e-9 < max(exact) < 1e-5
     assert job._ROUNDING < 1e-9
+
+
+def test_no_panel_cuts_a_curve_off():
+    mixtures = [replace(SMALL, form=form, noise=noise) for form in ("unscaled", "scaled") for noise in (0.5, 0.2)]
+    # Rising from panel to panel, and within one.
+    found = [(n + 1) * torch.linspace(1, 2, SMALL.layers + 1)[:, None].expand(2, -1, 3) for n in range(4)]
+    figure = figures.softmax(mixtures, found)
+    for ax in figure.axes:
+        low, high = ax.get_ylim()
+        assert low == 0
+        assert all(line.get_ydata().max() < high for line in ax.lines)

@@ -31,6 +31,7 @@ def theorem(entries: Sequence[dict[str, Any]], backend: str) -> Figure:
         for ax in (curve, off):
             ax.axvline(mixture.exact + 0.5, color=colour, linewidth=0.8, alpha=0.4)
     curve.plot([], [], "--", color=GREY, linewidth=1, label=r"Theorem 3.1: $(1+\eta\tau)^\ell$")
+    curve.plot([], [], color=GREY, linewidth=0.8, alpha=0.4, label="to its left, checked to rounding")
     curve.set(xlabel="layer", ylabel="SNR", yscale="log")
     off.set(xlabel="layer", ylabel="largest relative departure from the line", yscale="log")
     for ax in (curve, off):
@@ -51,8 +52,8 @@ def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
         ax = panels[forms.index(mixture.form)]
         ax.plot(layers, every.mean(0), "o-", color=colour, markersize=3, label=f"noise {mixture.noise}")
         ax.fill_between(layers, every.amin(0), every.amax(0), color=colour, alpha=0.2, linewidth=0)
-        ax.set(xlabel="layer", ylim=(0, None), title=f"softmax, {mixture.form}")
+        ax.set(xlabel="layer", title=f"softmax, {mixture.form}")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set_ylabel("SNR")
+    panels[0].set(ylabel="SNR", ylim=(0, None))  # once all is drawn: a limit stays where it is set
     panels[0].legend(frameon=False)
     return figure
