@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.ops.common import interpreted
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -80,7 +81,9 @@ class Model:
 
 @EACH
 def test_any_sequence_of_operations(op, backend, device):
-    @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
+    examples = 10 if interpreted(backend, device) else 30
+
+    @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @hypothesis.given(operations())
     def check(steps):
         model = Model(op, backend, device)
