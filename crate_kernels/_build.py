@@ -1,8 +1,8 @@
-"""Compiles the C++ extension, and finds the one that fits these sources.
+"""Compiles the C++ extension and the CUDA library, and finds those that fit these sources.
 
 The only place that knows sources and flags: ``setup.py`` runs this file, and so does
-``python -m crate_kernels build``. Nothing here runs on import of the package but ``find``, which reads
-a file or two and never compiles.
+``python -m crate_kernels build``. Nothing here runs on import of the package but ``find`` and ``find_cuda``, which
+read a file or two and never compile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +39,21 @@ _FLAGS = (
 )
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
+_CUDA_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DUSE_CUDA",
+    f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}",
+    "-Xptxas=-v",  # registers, shared memory and spills of every kernel, kept beside the library
+    # Of PyTorch's headers: `long long` constants, and members that only a newer standard would have.
+    "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
+)
+# What the CUDA sources include of the CPU extension's: a change of either library's own files rebuilds that one only.
+_CUDA_HEADERS = ("common/dtype.h", "common/tensor.h")
+# Turing, Ampere (Ada runs its code), Hopper; PTX of the last for what comes after.
+CUDA_ARCHS = ("75", "80", "90a", "90+PTX")
+_LEAST_NVCC = (12, 0)  # the first that knows sm_90a
+
 
 class BuildError(RuntimeError):
     """The extension could not be compiled; the message says what to do about it."""
@@ -54,6 +71,15 @@ def source_hash(folder: Path) -> str:
     """Identify the sources and flags by their content."""
     digest = hashlib.sha256(repr(_FLAGS).encode())
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".cpp", ".h")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cuda_source_hash(folder: Path) -> str:
+    """Identify the sources and flags of the CUDA library by their content."""
+    digest = hashlib.sha256(repr(_CUDA_FLAGS).encode())
+    shared = [folder / name for name in _CUDA_HEADERS]
+    for path in sorted([*shared, *(p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh"))]):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -84,6 +110,28 @@ def find() -> Path | None:
     return None
 
 
+def cuda_cache_folder(sources: str) -> Path:
+    """Return where a user's own builds of the CUDA library of these sources are: one a set of architectures.
+
+    The stable ABI makes them fit every Python and every PyTorch that can load the extension at all.
+    """
+    return Path.home() / ".cache" / "crate_kernels" / f"cuda-{sources}"
+
+
+def find_cuda() -> tuple[Path, ...]:
+    """Return the CUDA libraries that fit the sources: the installed one first."""
+    folder = source_folder()
+    sources = None if folder is None else cuda_source_hash(folder)
+    installed = _PACKAGE / "_cuda.so"
+    found = []
+    if installed.exists() and (sources is None or _marker(sources) in installed.read_bytes()):
+        found.append(installed)
+    if sources is not None:
+        with contextlib.suppress(RuntimeError):  # no home folder
+            found += sorted(cuda_cache_folder(sources).glob("_cuda-*.so"))
+    return tuple(found)
+
+
 def _marker(sources: str) -> bytes:
     return f"crate_kernels sources {sources}\0".encode()
 
@@ -104,6 +152,27 @@ def build_cached() -> tuple[Path, bool]:
         if target.exists():
             return target, False
         compile_extension(folder, target)
+    return target, True
+
+
+def build_cuda_cached(archs: tuple[str, ...] | None = None) -> tuple[Path, bool]:
+    """Compile the CUDA library into the user's cache; return its path and whether this call compiled it.
+
+    Args:
+        archs: such as ``CUDA_ARCHS``; by default those of the GPUs here, or ``CUDA_ARCHS`` where there is none.
+
+    Raises:
+        BuildError: there are no sources, no nvcc that fits, or it fails.
+    """
+    folder = source_folder()
+    if folder is None:
+        raise BuildError("the CUDA sources are not installed; install from a source distribution or a checkout")
+    archs = cuda_archs() if archs is None else archs
+    target = cuda_cache_folder(cuda_source_hash(folder)) / f"_cuda-{'-'.join(archs)}.so"
+    with _locked(target.parent):
+        if target.exists():
+            return target, False
+        compile_cuda(folder, target, archs)
     return target, True
 
 
@@ -157,10 +226,97 @@ def compile_extension(folder: Path, target: Path) -> None:
         os.replace(linked, target)
 
 
-def _run(command: list[str]) -> None:
+def find_nvcc() -> str:
+    """Return an nvcc that this PyTorch can be extended with.
+
+    Raises:
+        BuildError: there is none, or it is too old, or of a newer CUDA than PyTorch's, whose drivers may not serve it.
+    """
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    beside = shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else None
+    nvcc = beside or shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to it")
+    said = _run([nvcc, "--version"])
+    match = re.search(r"release (\d+)\.(\d+)", said)
+    if match is None:
+        raise BuildError(f"{nvcc} --version names no release: {said.strip()}")
+    release = int(match[1]), int(match[2])
+    if release < _LEAST_NVCC:
+        raise BuildError(f"{nvcc} is {match[1]}.{match[2]}; {_LEAST_NVCC[0]}.{_LEAST_NVCC[1]} or later is needed")
+    if torch.version.cuda and release[0] > int(torch.version.cuda.partition(".")[0]):
+        raise BuildError(f"{nvcc} is {match[1]}.{match[2]}, PyTorch has CUDA {torch.version.cuda}: their drivers differ")
+    return nvcc
+
+
+def cuda_archs() -> tuple[str, ...]:
+    """Return the architectures of the GPUs here, with PTX for newer ones; ``CUDA_ARCHS`` where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CUDA_ARCHS
+    capabilities = {torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())}
+    own = [f"{major}{minor}" for major, minor in sorted(capabilities)]
+    known = _run([find_nvcc(), "--list-gpu-code"]).split()
+    if any(f"sm_{arch}" not in known for arch in own):
+        return CUDA_ARCHS
+    return (*("90a" if arch == "90" else arch for arch in own), f"{own[-1]}+PTX")
+
+
+def compile_cuda(folder: Path, target: Path, archs: tuple[str, ...]) -> None:
+    """Compile the CUDA sources in ``folder`` for ``archs`` and put the library at ``target``, whole or not at all.
+
+    What the assembler says of every kernel's resources is put beside it, as ``<target>.txt``.
+
+    Raises:
+        BuildError: PyTorch or nvcc is missing or too old, or it fails.
+    """
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except (ImportError, OSError) as error:
+        raise BuildError(f"PyTorch is not importable ({error})") from error
+    nvcc = find_nvcc()
+    codes = []
+    for arch in archs:
+        number, ptx = arch.partition("+")[::2]
+        codes += ["-gencode", f"arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"]
+    flags = [
+        *_CUDA_FLAGS,
+        *codes,
+        f"-DCRATE_SOURCES={cuda_source_hash(folder)}",
+        f"-DCRATE_ARCHS={'_'.join(archs).replace('+', '')}",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        "-Xcompiler=" + f"-ffile-prefix-map={folder}=csrc".replace(",", "\\,"),
+        *(f"-Xcompiler=-ffile-prefix-map={path}=include" for path in include_paths()),
+        *(word for path in include_paths() for word in ("-isystem", path)),
+    ]
+    folders = library_paths()
+    # A CPU PyTorch has no libtorch_cuda; the library then compiles and links, and cannot be loaded.
+    names = [n for n in ("torch_cpu", "torch_cuda") if any((Path(f) / f"lib{n}.so").exists() for f in folders)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        sources = sorted(folder.rglob("*.cu"), key=lambda p: -p.stat().st_size)
+        objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
+
+        def compile_one(source: Path, output: Path) -> str:
+            return _run([nvcc, *flags, "-c", str(source), "-o", str(output)])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            reports = list(pool.map(compile_one, sources, objects))
+        linked = Path(scratch) / target.name
+        link = ["-shared", "-cudart=static", "-nodlink", *map(str, objects), *(f"-L{f}" for f in folders)]
+        _run([nvcc, *link, *(f"-l{n}" for n in names), "-o", str(linked)])
+        target.with_suffix(".so.txt").write_text("".join(reports))
+        os.replace(linked, target)
+
+
+def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise BuildError(f"no C++ compiler: {error}; install one, or set CXX to it") from error
     if done.returncode != 0:
         raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr

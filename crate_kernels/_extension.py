@@ -1,18 +1,22 @@
-"""Loads the C++ extension where it was built: beside the package, or in the user's cache."""
+"""Loads the C++ extension and the CUDA library where they were built: beside the package, or in the user's cache."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
-import torch  # noqa: F401  # whose libraries the extension links against
+import torch  # whose libraries the extension links against
 
 from crate_kernels import _build
 
 _NAME = "crate_kernels._C"
 # Looked for once: a call must cost no look at the disk.
 PATH = _build.find()
+# A CPU or ROCm PyTorch lacks what the CUDA library calls.
+CUDA_PATHS = _build.find_cuda() if torch.version.cuda else ()
+_cuda_loaded: list[Path] = []
 
 
 def load() -> ModuleType:
@@ -28,3 +32,17 @@ def load() -> ModuleType:
         spec.loader.exec_module(module)
         sys.modules[_NAME] = module
     return module
+
+
+def load_cuda() -> Path:
+    """Register ``torch.ops.crate_kernels_C.cuda_*`` and return the library that has them: that of this GPU if any."""
+    if not _cuda_loaded:
+        if not CUDA_PATHS:
+            raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
+        path = CUDA_PATHS[0]
+        if len(CUDA_PATHS) > 1 and torch.cuda.is_available():
+            own = "-{}{}".format(*torch.cuda.get_device_capability())
+            path = next((p for p in CUDA_PATHS if own in p.name), path)
+        torch.ops.load_library(path)
+        _cuda_loaded.append(path)
+    return _cuda_loaded[0]

@@ -1,0 +1,423 @@
+// The fibers of emulator.h and the operators by which tests set the emulated device.
+#include <csetjmp>
+#include <csignal>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emulator {
+
+Thread* current = nullptr;
+
+Device& device() {
+  static Device it;
+  return it;
+}
+
+namespace {
+
+constexpr int64_t kStack = 256 * 1024, kCanary = 256;
+
+int64_t page() {
+  static const int64_t size = sysconf(_SC_PAGESIZE);
+  return size;
+}
+
+// Memory of whole pages between two that cannot be touched.
+class Guarded {
+ public:
+  explicit Guarded(int64_t bytes) : size_((bytes + page() - 1) / page() * page() + 2 * page()) {
+    base_ = static_cast<unsigned char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    STD_TORCH_CHECK(base_ != MAP_FAILED, "no memory for the emulator");
+    if (size_ > 2 * page()) mprotect(begin(), size_ - 2 * page(), PROT_READ | PROT_WRITE);
+  }
+  ~Guarded() { munmap(base_, size_); }
+  Guarded(const Guarded&) = delete;
+  unsigned char* begin() const { return base_ + page(); }
+  unsigned char* end() const { return base_ + size_ - page(); }
+
+ private:
+  int64_t size_;
+  unsigned char* base_;
+};
+
+struct Fiber {
+  Thread thread;
+  Guarded stack{kStack};
+  jmp_buf context;
+  bool started = false, done = false;
+  const Barrier* waits = nullptr;
+  uint64_t generation = 0;
+};
+
+std::vector<std::unique_ptr<Fiber>> fibers;
+const std::function<void()>* body = nullptr;
+jmp_buf scheduler;
+ucontext_t first_entry;
+Fiber* running = nullptr;
+std::string failure;
+
+void suspend() {
+  if (_setjmp(running->context) == 0) _longjmp(scheduler, 1);
+}
+
+void leave(Barrier& barrier, int live) {
+  if (barrier.arrived > 0 && barrier.arrived == live) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+}
+
+void wait(Barrier& barrier, int live) {
+  const uint64_t generation = barrier.generation;
+  ++barrier.arrived;
+  leave(barrier, live);
+  if (barrier.generation != generation) return;
+  running->waits = &barrier;
+  running->generation = generation;
+  suspend();
+}
+
+// A fiber outlives the thread that it ran: the next thread starts on the same stack.
+void loop() {
+  for (;;) {
+    (*body)();
+    Thread& t = running->thread;
+    running->done = true;
+    --t.warp->live;
+    leave(t.block->barrier, --t.block->live);
+    leave(t.group->barrier, --t.group->live);
+    if (t.warp->barrier.arrived > 0) fail("a lane has returned while its warp waits for it");
+    suspend();
+  }
+}
+
+void resume(Fiber& fiber) {
+  running = &fiber;
+  current = &fiber.thread;
+  threadIdx.x = current->index;
+  blockIdx.x = current->block->index;
+  if (_setjmp(scheduler) == 0) {
+    if (fiber.started) _longjmp(fiber.context, 1);
+    fiber.started = true;
+    ucontext_t entry;
+    getcontext(&entry);
+    entry.uc_stack.ss_sp = fiber.stack.begin();
+    entry.uc_stack.ss_size = kStack;
+    entry.uc_link = nullptr;
+    makecontext(&entry, loop, 0);
+    swapcontext(&first_entry, &entry);
+  }
+}
+
+bool runnable(const Fiber& fiber) {
+  return !fiber.done && (fiber.waits == nullptr || fiber.waits->generation != fiber.generation);
+}
+
+void on_fault(int signal, siginfo_t*, void*) {
+  if (running == nullptr) {
+    std::signal(signal, SIG_DFL);
+    return;
+  }
+  failure = "a kernel left its shared memory, its stack or its tensors";
+  _longjmp(scheduler, 1);
+}
+
+// The handler of faults while kernels run, on a stack of its own: that of the kernel may be what overflowed.
+class FaultHandler {
+ public:
+  FaultHandler() : memory_(4 * SIGSTKSZ) {
+    stack_t mine = {};
+    mine.ss_sp = memory_.data();
+    mine.ss_size = memory_.size();
+    sigaltstack(&mine, &stack_);
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &before_);
+  }
+  ~FaultHandler() {
+    sigaction(SIGSEGV, &before_, nullptr);
+    sigaltstack(&stack_, nullptr);
+    running = nullptr;
+    current = nullptr;
+  }
+
+ private:
+  std::vector<unsigned char> memory_;
+  stack_t stack_;
+  struct sigaction before_;
+};
+
+void check_failure() {
+  if (failure.empty()) return;
+  std::string what;
+  std::swap(what, failure);
+  fibers.clear();  // some are in the middle of a kernel
+  STD_TORCH_CHECK(false, "emulator: ", what);
+}
+
+// The blocks [first, first + cluster) of a grid.
+class Cluster {
+ public:
+  Cluster(const cudaLaunchConfig_t& config, unsigned cluster)
+      : threads_(config.blockDim.x),
+        cluster_(cluster),
+        bytes_((config.dynamicSmemBytes + 15) / 16 * 16),
+        blocks_(cluster),
+        warps_(cluster * threads_ / 32) {
+    for (unsigned n = 0; n < cluster; ++n) memory_.push_back(std::make_unique<Guarded>(bytes_ + kCanary));
+    group_.blocks = blocks_.data();
+    group_.cluster = cluster;
+    group_.threads = threads_;
+    group_.grid = config.gridDim.x;
+    while (fibers.size() < cluster * threads_) fibers.push_back(std::make_unique<Fiber>());
+  }
+
+  void run(unsigned first) {
+    start(first);
+    int64_t left = static_cast<int64_t>(cluster_) * threads_;
+    const int64_t warps = static_cast<int64_t>(warps_.size());
+    while (left > 0) {
+      bool moved = false;
+      for (int64_t n = 0; n < warps; ++n) {
+        while (run_warp(device().descending ? warps - 1 - n : n, left)) moved = true;
+      }
+      if (!moved && left > 0) {
+        failure = "threads wait for others that wait elsewhere or have returned";
+        check_failure();
+      }
+    }
+    for (unsigned n = 0; n < cluster_; ++n) {
+      for (const unsigned char* at = memory_[n]->end() - bytes_ - kCanary; at < memory_[n]->end() - bytes_; ++at) {
+        STD_TORCH_CHECK(*at == 0xff, "emulator: a kernel wrote before its shared memory");
+      }
+    }
+  }
+
+ private:
+  void start(unsigned first) {
+    group_.barrier = {};
+    group_.live = static_cast<int>(cluster_ * threads_);
+    for (unsigned n = 0; n < cluster_; ++n) {
+      unsigned char* const shared = memory_[n]->end() - bytes_;
+      std::memset(shared - kCanary, 0xff, bytes_ + kCanary);  // NaN in every format
+      blocks_[n] = {first + n, n, shared, bytes_, {}, static_cast<int>(threads_), {}};
+    }
+    for (Warp& warp : warps_) warp = {{}, {}, nullptr, 32};
+    for (unsigned n = 0; n < cluster_ * threads_; ++n) {
+      Fiber& fiber = *fibers[n];
+      fiber.thread = {&group_, &blocks_[n / threads_], &warps_[n / 32], n % threads_};
+      fiber.done = false;
+      fiber.waits = nullptr;
+    }
+  }
+
+  // Runs every lane that can; whether there was one.
+  bool run_warp(int64_t warp, int64_t& left) {
+    bool moved = false;
+    for (int n = 0; n < 32; ++n) {
+      Fiber& fiber = *fibers[warp * 32 + (device().descending ? 31 - n : n)];
+      if (!runnable(fiber)) continue;
+      moved = true;
+      fiber.waits = nullptr;
+      resume(fiber);
+      check_failure();
+      left -= fiber.done;
+    }
+    return moved;
+  }
+
+  unsigned threads_, cluster_;
+  int64_t bytes_;
+  std::vector<Block> blocks_;
+  std::vector<Warp> warps_;
+  std::vector<std::unique_ptr<Guarded>> memory_;
+  Group group_;
+};
+
+std::map<const void*, int64_t>& allowed_bytes() {
+  static std::map<const void*, int64_t> it;
+  return it;
+}
+
+cudaError_t last_error = cudaSuccess;
+
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+}  // namespace
+
+void fail(const char* what) {
+  failure = what;
+  _longjmp(scheduler, 1);
+}
+
+int block_barrier(bool vote) {
+  Block& block = *current->block;
+  int& votes = block.votes[block.barrier.generation % 2];
+  if (block.barrier.arrived == 0) votes = 0;
+  votes += vote;
+  wait(block.barrier, block.live);
+  return votes;
+}
+
+void cluster_barrier() {
+  wait(current->group->barrier, current->group->live);
+}
+
+void collective(void* mine, void (*act)(void* const*)) {
+  Warp& warp = *current->warp;
+  if (warp.live < 32) fail("a lane has returned while its warp waits for it");
+  if (warp.barrier.arrived > 0 && warp.act != act) fail("lanes of a warp wait for each other in different operations");
+  warp.act = act;
+  warp.lanes[current->index % 32] = mine;
+  if (warp.barrier.arrived == 31) act(warp.lanes);
+  wait(warp.barrier, 32);
+}
+
+unsigned ballot(unsigned mask, bool vote) {
+  struct Vote {
+    bool vote;
+    unsigned result;
+  } mine = {vote, 0};
+  if (mask != 0xffffffffu) fail("only votes of whole warps are emulated");
+  collective(&mine, [](void* const* lanes) {
+    unsigned result = 0;
+    for (int n = 0; n < 32; ++n) result |= static_cast<unsigned>(static_cast<Vote*>(lanes[n])->vote) << n;
+    for (int n = 0; n < 32; ++n) static_cast<Vote*>(lanes[n])->result = result;
+  });
+  return mine.result;
+}
+
+unsigned cluster_of(const cudaLaunchConfig_t& config) {
+  return config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
+}
+
+// What a device refuses.
+cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
+  const unsigned cluster = cluster_of(config), threads = config.blockDim.x;
+  const auto allowed = allowed_bytes().find(function);
+  const int64_t limit = allowed == allowed_bytes().end() ? 48 * 1024 : allowed->second;
+  if (threads == 0 || threads > 1024 || threads % 32 != 0) return remember(cudaErrorInvalidConfiguration);
+  if (cluster > 1 && device().capability < 90) return remember(cudaErrorInvalidConfiguration);
+  if (cluster == 0 || cluster > 8 || config.gridDim.x % cluster != 0) return remember(cudaErrorInvalidConfiguration);
+  if (static_cast<int64_t>(config.dynamicSmemBytes) > limit) return remember(cudaErrorInvalidValue);
+  return cudaSuccess;
+}
+
+void run(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  const FaultHandler handler;
+  body = &kernel;
+  blockDim = config.blockDim;
+  gridDim = config.gridDim;
+  const unsigned cluster = cluster_of(config);
+  Cluster blocks(config, cluster);
+  for (unsigned first = 0; first < config.gridDim.x; first += cluster) blocks.run(first);
+}
+
+namespace {
+
+void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending) {
+  device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
+              descending};
+  allowed_bytes().clear();
+}
+
+}  // namespace
+}  // namespace emulator
+
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = emulator::last_error;
+  emulator::last_error = cudaSuccess;
+  return error;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const emulator::Device& device = emulator::device();
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = device.shared_limit;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = device.multiprocessors;
+      break;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > emulator::device().shared_limit) return emulator::remember(cudaErrorInvalidValue);
+  emulator::allowed_bytes()[function] = value;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->ptxVersion = attributes->binaryVersion = emulator::device().capability;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads, size_t bytes) {
+  const int64_t shared = bytes == 0 ? 32 : emulator::device().shared_limit / static_cast<int64_t>(bytes);
+  *blocks = static_cast<int>(std::min<int64_t>(shared, 2048 / threads));
+  return cudaSuccess;
+}
+
+extern "C" {
+
+AOTITorchError emulated_current_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+AOTITorchError emulated_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+  *guard = nullptr;
+  return 0;
+}
+
+AOTITorchError emulated_delete_device_guard(DeviceGuardHandle) { return 0; }
+
+AOTITorchError emulated_check_message(int32_t error, const char* file, const char*, uint32_t line, bool, char** message) {
+  *message = nullptr;
+  if (error == 0) return 0;
+  const std::string text = "CUDA error " + std::to_string(error) + " at " + file + ":" + std::to_string(line);
+  *message = strdup(text.c_str());
+  return 0;
+}
+
+void emulated_free_message(char* message) { std::free(message); }
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {
+  m.impl("emulated_device", TORCH_BOX(&emulator::set_device));
+}

@@ -1,0 +1,308 @@
+// Runs CUDA blocks on the CPU, one fiber a thread, so that the kernels and launchers of csrc can be tested without a
+// GPU. g++ includes this file before any other (-include); it stands in for the CUDA runtime and nvcc's built-ins.
+//
+// Blocks run one after another, those of a cluster at once. A thread runs until it waits for others, and the order of
+// threads can be turned round (emulated_order), so that what no barrier orders is not always found in the same order.
+// Dynamic shared memory is NaN when a block starts and lies between pages that stop a kernel that leaves it. Threads
+// that wait for each other in vain, warps that meet in different places and launches that a device of the chosen kind
+// would refuse are errors.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+// PyTorch's part in a launch, which a CPU PyTorch lacks or does without a device.
+#define aoti_torch_get_current_cuda_stream emulated_current_stream
+#define aoti_torch_create_device_guard emulated_create_device_guard
+#define aoti_torch_delete_device_guard emulated_delete_device_guard
+#define torch_c10_cuda_check_msg emulated_check_message
+#define torch_c10_cuda_free_error_msg emulated_free_message
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static const
+#define __shared__ static  // in kernels without clusters: one block runs at a time
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+// What a test can set, by the operator emulated_device; a GPU of compute capability 8.0 at first.
+struct Device {
+  int capability = 80, multiprocessors = 4, shared_limit = 163 * 1024;
+  bool descending = false;  // the order in which threads run
+};
+Device& device();
+
+struct Barrier {
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Block {
+  unsigned index, rank;  // in the grid, in the cluster
+  unsigned char* shared;
+  int64_t shared_bytes;
+  Barrier barrier;
+  int live;
+  int votes[2];  // of this barrier and of the last, which threads may still read
+};
+
+struct Warp {
+  Barrier barrier;
+  void* lanes[32];
+  void (*act)(void* const*);
+  int live;
+};
+
+struct Group {  // the blocks that run at once
+  Block* blocks;
+  unsigned cluster, threads, grid;
+  Barrier barrier;
+  int live;
+};
+
+struct Thread {
+  Group* group;
+  Block* block;
+  Warp* warp;
+  unsigned index;
+};
+
+extern Thread* current;
+
+// Waits for every thread of the block; returns how many of them voted.
+int block_barrier(bool vote = false);
+// Waits for every thread of the cluster.
+void cluster_barrier();
+// Waits for all 32 lanes of the warp, of which the last calls act(lanes), lanes[n] being what lane n handed in; act may
+// write there. That all lanes hand in the same act is checked.
+void collective(void* mine, void (*act)(void* const* lanes));
+// Ends the launch with an error.
+[[noreturn]] void fail(const char* what);
+
+inline unsigned char* shared_memory() { return current->block->shared; }
+inline unsigned cluster_rank() { return current->block->rank; }
+inline unsigned cluster_size() { return current->group->cluster; }
+inline unsigned char* peer_shared_memory(unsigned rank) {
+  if (rank >= current->group->cluster) fail("a cluster has no block of this rank");
+  return current->group->blocks[rank].shared;
+}
+
+// A shuffle: lane n gets the value of lane source(n), or keeps its own where that is none of the segment's.
+template <class T>
+struct Shuffle {
+  T value, result;
+  int source;
+};
+
+template <class T>
+T shuffle(unsigned mask, T value, int source) {
+  if (mask != 0xffffffffu) fail("only shuffles of whole warps are emulated");
+  Shuffle<T> mine = {value, value, source};
+  collective(&mine, [](void* const* lanes) {
+    for (int n = 0; n < 32; ++n) {
+      Shuffle<T>& lane = *static_cast<Shuffle<T>*>(lanes[n]);
+      if (lane.source >= 0) lane.result = static_cast<Shuffle<T>*>(lanes[lane.source])->value;
+    }
+  });
+  return mine.result;
+}
+
+unsigned ballot(unsigned mask, bool vote);
+
+}  // namespace emulator
+
+// Of the thread that runs.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+#define warpSize 32
+
+inline void __syncthreads() { emulator::block_barrier(); }
+inline int __syncthreads_count(int vote) { return emulator::block_barrier(vote != 0); }
+inline int __syncthreads_or(int vote) { return emulator::block_barrier(vote != 0) > 0; }
+inline int __syncthreads_and(int vote) { return emulator::block_barrier(vote == 0) == 0; }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::ballot(mask, false); }
+inline unsigned __ballot_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote != 0); }
+inline int __any_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote != 0) != 0; }
+inline int __all_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote == 0) == 0; }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline void __trap() { emulator::fail("a kernel trapped"); }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const int lane = emulator::current->index % 32;
+  return emulator::shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  const int lane = emulator::current->index % 32, source = lane ^ bits;
+  return emulator::shuffle(mask, value, source / width <= lane / width ? source : -1);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::current->index % 32, source = lane - static_cast<int>(delta);
+  return emulator::shuffle(mask, value, source >= (lane & ~(width - 1)) ? source : -1);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::current->index % 32, source = lane + static_cast<int>(delta);
+  return emulator::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : -1);
+}
+
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+template <class T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to = before + value;
+  return before;
+}
+
+namespace emulator {
+template <class To, class From>
+To bits_of(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &value, sizeof to);
+  return to;
+}
+}  // namespace emulator
+
+inline unsigned __float_as_uint(float v) { return emulator::bits_of<unsigned>(v); }
+inline int __float_as_int(float v) { return emulator::bits_of<int>(v); }
+inline float __uint_as_float(unsigned v) { return emulator::bits_of<float>(v); }
+inline float __int_as_float(int v) { return emulator::bits_of<float>(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float v) { return std::exp(v); }
+inline float __logf(float v) { return std::log(v); }
+inline float __log2f(float v) { return std::log2(v); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  return a < b ? a : b;
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  return a < b ? b : a;
+}
+
+// The part of the CUDA runtime that csrc/common/launch.cuh calls.
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+struct cudaFuncAttributes {
+  int numRegs;
+  size_t sharedSizeBytes, localSizeBytes;
+  int maxThreadsPerBlock, ptxVersion, binaryVersion;
+};
+
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaGetLastError();
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads, size_t bytes);
+
+namespace emulator {
+cudaError_t check(const cudaLaunchConfig_t& config, const void* function);
+void run(const cudaLaunchConfig_t& config, const std::function<void()>& body);
+unsigned cluster_of(const cudaLaunchConfig_t& config);
+}  // namespace emulator
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const cudaError_t error = emulator::check(*config, reinterpret_cast<const void*>(kernel));
+  if (error == cudaSuccess) emulator::run(*config, [&] { kernel(arguments...); });
+  return error;
+}
+
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*kernel)(Parameters...),
+                                           const cudaLaunchConfig_t* config) {
+  const cudaError_t error = emulator::check(*config, reinterpret_cast<const void*>(kernel));
+  *count = error == cudaSuccess ? emulator::device().multiprocessors / emulator::cluster_of(*config) : 0;
+  return error;
+}
