@@ -59,9 +59,10 @@ inline int multiprocessors(int32_t device) {
 template <class = void>
 __global__ void capability_probe() {}
 
-// 75, 80, 90, ...: what the code that runs on the current device was compiled for, as kernels see it in __CUDA_ARCH__.
-// A newer device may run older code.
-inline int compute_capability() {
+// 75, 80, 90, ...: what the code that runs on `device` was compiled for, as kernels see it in __CUDA_ARCH__. A newer
+// device may run older code.
+inline int compute_capability(int32_t device) {
+  const OnDevice on(device);
   cudaFuncAttributes attributes = {};
   STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&capability_probe<>)));
   return attributes.ptxVersion;
