@@ -40,16 +40,15 @@ void update(std::optional<Tensor> product, std::optional<Tensor> base, std::opti
 
 void symmetrize(Tensor a, Tensor both) {
   const int64_t dim = a.size(0), tiles = (dim + kIstaTile - 1) / kIstaTile;
-  const float* const from = static_cast<const float*>(operand(a, "a", dim * dim).data);
-  STD_TORCH_CHECK(dtype_of(a) == Dtype::f32, "a must be float32, got scalar type ", static_cast<int>(a.scalar_type()));
-  const IstaOperand to = operand(both, "both", dim * dim);
+  const IstaOperand from = operand(a, "a", dim * dim), to = operand(both, "both", dim * dim);
+  STD_TORCH_CHECK(from.dtype == to.dtype, "both must have the dtype of a");
   const int32_t device = a.get_device_index();
   const OnDevice on(device);
   const Launch where = {tiles * tiles, kIstaTile * kIstaTileRows,
                         static_cast<int64_t>(kIstaTile * (kIstaTile + 1) * sizeof(float)), 1, current_stream(device)};
   with_dtype(to.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch<ista_symmetrize_kernel<T>>(where, from, static_cast<T*>(to.data), dim);
+    launch<ista_symmetrize_kernel<T>>(where, static_cast<const T*>(from.data), static_cast<T*>(to.data), dim);
   });
 }
 

@@ -137,20 +137,22 @@ __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u)
 
 constexpr int kIstaTile = 32, kIstaTileRows = 8;  // a block of 32 x 8 threads does a tile of 32 x 32
 
-// both = a + a^T, a a square of fp32; tile (i, j) of it from tiles (i, j) and (j, i) of a.
+// both = a + a^T, of a square; tile (i, j) of it from tiles (i, j) and (j, i) of a.
 template <class T>
-__global__ void __launch_bounds__(kIstaTile* kIstaTileRows) ista_symmetrize_kernel(const float* a, T* both, int64_t dim) {
+__global__ void __launch_bounds__(kIstaTile* kIstaTileRows) ista_symmetrize_kernel(const T* a, T* both, int64_t dim) {
   float(*const tile)[kIstaTile + 1] = reinterpret_cast<float(*)[kIstaTile + 1]>(shared_memory());
   const int64_t tiles = (dim + kIstaTile - 1) / kIstaTile;
   const int64_t row0 = blockIdx.x / tiles * kIstaTile, column0 = blockIdx.x % tiles * kIstaTile;
   const int lane = threadIdx.x % kIstaTile, first = threadIdx.x / kIstaTile;
   for (int r = first; r < kIstaTile; r += kIstaTileRows) {
-    if (column0 + r < dim && row0 + lane < dim) tile[r][lane] = a[(column0 + r) * dim + row0 + lane];
+    if (column0 + r < dim && row0 + lane < dim) tile[r][lane] = to_float(a[(column0 + r) * dim + row0 + lane]);
   }
   __syncthreads();
   for (int r = first; r < kIstaTile; r += kIstaTileRows) {
     const int64_t row = row0 + r, column = column0 + lane;
-    if (row < dim && column < dim) both[row * dim + column] = from_float<T>(a[row * dim + column] + tile[lane][r]);
+    if (row < dim && column < dim) {
+      both[row * dim + column] = from_float<T>(to_float(a[row * dim + column]) + tile[lane][r]);
+    }
   }
 }
 
