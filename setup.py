@@ -1,8 +1,8 @@
-"""Builds the C++ extension where PyTorch and a compiler are at hand; pyproject.toml has everything else.
+"""Builds the C++ extension and the CUDA library where PyTorch and a compiler are at hand.
 
-Without PyTorch or a working compiler the install is pure Python and complete. Under build isolation there is no
-PyTorch by design: to compile, install with `pip install --no-build-isolation`, or afterwards run
-`python -m crate_kernels build`.
+pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python and complete.
+Under build isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`, or
+afterwards run `python -m crate_kernels build`. The CUDA library is left out beside a PyTorch without CUDA.
 """
 
 import runpy
@@ -16,21 +16,45 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 # By path: importing the package would import PyTorch, which an isolated build does not have.
 BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_build.py"))
+CUDA = "crate_kernels._cuda"
+
+
+def compile_cuda(target):
+    import torch
+
+    if torch.version.cuda is None:
+        raise BUILD["BuildError"]("this PyTorch has no CUDA")
+    BUILD["compile_cuda"](ROOT / "csrc", target, BUILD["cuda_archs"]())
 
 
 class OptionalBuild(build_ext):
-    """Compile with the package's own builder; a failure leaves a pure-Python install."""
+    """Compile with the package's own builder; a failure leaves out what failed."""
+
+    def get_ext_filename(self, fullname):
+        """Name the file: one CUDA library serves every Python."""
+        if fullname.rpartition(".")[2] == CUDA.rpartition(".")[2]:
+            return str(Path(*fullname.split("."))) + ".so"
+        return super().get_ext_filename(fullname)
 
     def build_extension(self, ext):
         """Compile, or print why not."""
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.unlink(missing_ok=True)  # a build folder may hold an older one
         try:
-            BUILD["compile_extension"](ROOT / "csrc", target)
+            if ext.name == CUDA:
+                compile_cuda(target)
+            else:
+                BUILD["compile_extension"](ROOT / "csrc", target)
         # Everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
         except Exception as error:
-            print(f"crate_kernels: pure-Python install, the C++ extension is left out: {error}")
+            what = "the CUDA library" if ext.name == CUDA else "pure-Python install, the C++ extension"
+            print(f"crate_kernels: {what} is left out: {error}")
             self.extensions.remove(ext)
+
+    def build_extensions(self):
+        """Compile each of a copy of the list, from which what failed is removed."""
+        for ext in list(self.extensions):
+            self.build_extension(ext)
 
 
 class WithSources(build_py):
@@ -46,6 +70,6 @@ class WithSources(build_py):
 
 
 setup(
-    ext_modules=[Extension("crate_kernels._C", [])],
+    ext_modules=[Extension("crate_kernels._C", []), Extension(CUDA, [])],
     cmdclass={"build_ext": OptionalBuild, "build_py": WithSources},
 )

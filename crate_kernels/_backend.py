@@ -2,7 +2,8 @@
 
 A backend is a name and a package that holds one module an operator. A kernel module defines
 ``forward`` and ``backward`` (and ``decode`` where the operator has a cache); adding the file
-``ops/<op>/<backend>.py`` is all it takes to offer one.
+``ops/<op>/<backend>.py`` is all it takes to offer one. ``cpp`` is two: C++ for CPU tensors in ``cpp.py``, CUDA C++ for
+CUDA tensors in ``cuda.py``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Backend:
         dtypes: dtypes it takes; None means any floating dtype.
         missing: why nothing of it can run in this process, None if it can.
         remedy: what the user can do about it, for messages.
+        on_cuda: what serves CUDA tensors under this name, where that is something else.
     """
 
     name: str
@@ -43,6 +45,24 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     missing: str | None = None
     remedy: str = "use backend='composite'"
+    on_cuda: Backend | None = None
+
+    def serving(self, device_type: str) -> Backend:
+        """Return what serves tensors on such a device: itself, but for ``on_cuda``."""
+        return self.on_cuda if self.on_cuda is not None and device_type == "cuda" else self
+
+    def variants(self) -> tuple[Backend, ...]:
+        """List itself and what else serves under its name."""
+        return (self,) if self.on_cuda is None else (self, self.on_cuda)
+
+
+def _cuda_missing() -> str | None:
+    """Say why the CUDA library cannot run, and what to do about it."""
+    if torch.version.cuda is None:
+        return "this PyTorch has no CUDA (install one that has)"
+    if not _extension.CUDA_PATHS:
+        return "the CUDA library is not built (python -m crate_kernels build, with nvcc installed)"
+    return None
 
 
 _BACKENDS = {
@@ -61,6 +81,13 @@ _BACKENDS = {
             devices=("cpu",),
             dtypes=_FLOATS,
             missing=None if _extension.PATH else "the C++ extension is not built (python -m crate_kernels build)",
+            on_cuda=Backend(
+                "cpp on cuda",
+                "crate_kernels.ops.{op}.cuda",
+                devices=("cuda",),
+                dtypes=_FLOATS,
+                missing=_cuda_missing(),
+            ),
         ),
         Backend("composite", "crate_kernels.ops.{op}.composite"),
         Backend("reference", "crate_kernels.ops.{op}.reference"),
@@ -79,12 +106,19 @@ def _is_there(package: str) -> bool:
 
 
 # Probed once: a call must cost no look at the disk, and compile cannot trace one.
-_has_kernel = {(op, b.name): _is_there(b.package.format(op=op)) for op in OPS for b in _BACKENDS.values()}
+_has_kernel = {
+    (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
+}
 
 
 def names() -> tuple[str, ...]:
     """List the backends that can be asked for."""
     return tuple(_BACKENDS)
+
+
+def has_variants(name: str) -> bool:
+    """Whether CUDA tensors are served by something else under that name."""
+    return _BACKENDS[name].on_cuda is not None
 
 
 def register(backend: Backend) -> None:
@@ -101,21 +135,25 @@ def unregister(name: str) -> None:
         _kernels.pop((op, name), None)
 
 
-def kernel(op: str, backend: str) -> ModuleType:
-    """Import, once, the module that computes ``op`` on ``backend``."""
-    module = _kernels.get((op, backend))
+def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
+    """Import, once, the module that computes ``op`` on ``backend`` for tensors on such a device."""
+    serving = _BACKENDS[backend].serving(device_type)
+    module = _kernels.get((op, serving.name))
     if module is None:
-        module = importlib.import_module(_BACKENDS[backend].package.format(op=op))
-        _kernels[op, backend] = module
+        module = importlib.import_module(serving.package.format(op=op))
+        _kernels[op, serving.name] = module
     return module
 
 
-def why_not(op: str, name: str) -> str | None:
-    """Say why ``op`` cannot run on backend ``name`` in this process; None if it can."""
-    backend = _BACKENDS[name]
-    if not _has_kernel[op, name]:
-        return f"{name} has no {op} kernel yet"
-    return backend.missing
+def why_not(op: str, name: str, device_type: str = "cpu") -> str | None:
+    """Say why ``op`` cannot run on backend ``name`` in this process, on such a device; None if it can.
+
+    That a backend does not take the device at all is for ``resolve`` to say.
+    """
+    serving = _BACKENDS[name].serving(device_type)
+    if not _has_kernel[op, serving.name]:
+        return f"{serving.name} has no {op} kernel yet"
+    return serving.missing
 
 
 def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -129,21 +167,21 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
     """
     if requested is None:
         for name in _PREFERENCE.get(device.type, ()):
-            backend = _BACKENDS[name]
+            backend = _BACKENDS[name].serving(device.type)
             usable = device.type in (backend.devices or ()) and dtype in (backend.dtypes or ())
-            if usable and why_not(op, name) is None:
+            if usable and why_not(op, name, device.type) is None:
                 return name
         return "composite"
     if not isinstance(requested, str):
         raise TypeError(f"{op}: backend must be None or a string, got {type(requested).__name__}")
     if requested not in _BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
-    backend = _BACKENDS[requested]
-    reason = why_not(op, requested)
+    backend = _BACKENDS[requested].serving(device.type)
+    reason = why_not(op, requested, device.type)
     if reason is not None:
         raise RuntimeError(f"{op}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
     if backend.devices is not None and device.type not in backend.devices:
-        wanted = " or ".join(backend.devices)
+        wanted = " or ".join(d for v in _BACKENDS[requested].variants() for d in v.devices or ())
         raise RuntimeError(f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}")
     if backend.dtypes is not None and dtype not in backend.dtypes:
         wanted = ", ".join(str(d) for d in backend.dtypes)

@@ -46,3 +46,39 @@ def load_cuda() -> Path:
         torch.ops.load_library(path)
         _cuda_loaded.append(path)
     return _cuda_loaded[0]
+
+
+def cuda_build_info() -> dict[str, str]:
+    """Say how the CUDA library was compiled: sources, compiler, archs, torch_abi."""
+    load_cuda()
+    return _lines(torch.ops.crate_kernels_C.cuda_build_info())
+
+
+def kernel_names() -> list[str]:
+    """List every kernel of the CUDA library by its name in C++."""
+    load_cuda()
+    return sorted(torch.ops.crate_kernels_C.cuda_kernel_names().splitlines())
+
+
+def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
+    """Say what a CUDA kernel takes of the current GPU.
+
+    Args:
+        name: one of ``kernel_names``.
+        threads: threads of a block, 128 by default.
+        shared_bytes: dynamic shared memory of a block, none by default.
+
+    Returns:
+        registers, static_shared_bytes and local_bytes (where spilled registers go) a thread or block; max_threads a
+        block; ptx and binary, the architectures compiled for; blocks_per_multiprocessor of that size.
+
+    Raises:
+        RuntimeError: there is no such kernel, or no GPU.
+    """
+    load_cuda()
+    found = _lines(torch.ops.crate_kernels_C.cuda_kernel_attributes(name, threads, shared_bytes))
+    return {key: int(value) for key, value in found.items()}
+
+
+def _lines(text: str) -> dict[str, str]:
+    return dict(line.split(" ", 1) for line in text.splitlines())

@@ -1,22 +1,45 @@
-"""``build``: compile the C++ extension into the user's cache."""
+"""``build``: compile the C++ extension, and the CUDA library where it can run, into the user's cache."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 
 from crate_kernels import _build
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options: there are none."""
+    """Declare the options."""
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="only the CUDA library, also beside a PyTorch without CUDA, which cannot load it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile unless it is done; return 1 if it failed."""
+    """Compile what is not there yet; return 1 if that failed, but for a CUDA library that has no nvcc."""
+    if args.cuda:
+        return _report(_build.build_cuda_cached)
+    status = _report(_build.build_cached)
+    if torch.version.cuda is None:
+        return status
+    try:
+        _build.find_nvcc()
+    except _build.BuildError as error:
+        print(f"build: the CUDA library is left out: {error}")
+        return status
+    return max(status, _report(_build.build_cuda_cached))
+
+
+def _report(build: Callable[[], tuple[Path, bool]]) -> int:
     start = time.perf_counter()
     try:
-        path, compiled = _build.build_cached()
+        path, compiled = build()
     except _build.BuildError as error:
         print(f"build: {error}")
         return 1

@@ -40,11 +40,10 @@ def collect() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
         "extension": _extension_facts(),
+        "cuda_library": _cuda_facts(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
         "operators": {
-            op: {name: {"available": (why := _backend.why_not(op, name)) is None, "reason": why} for name in names}
-            for op in _backend.OPS
-            for names in [_backend.names()]
+            op: {name: _state(op, name) for name in names} for op in _backend.OPS for names in [_backend.names()]
         },
         "default": {
             device: {op: _backend.resolve(op, None, torch.device(device), torch.float32) for op in _backend.OPS}
@@ -62,6 +61,25 @@ def _extension_facts() -> dict[str, Any]:
         return {"path": None, "advice": advice}
     module = _extension.load()
     return {"path": str(_extension.PATH), "capability": module.cpu_capability(), **module.build_info()}
+
+
+def _cuda_facts() -> dict[str, Any]:
+    """Say what the CUDA library is, or why there is none."""
+    reason = _backend.why_not("ista", "cpp", "cuda")
+    if reason is not None:
+        return {"path": None, "reason": reason}
+    path = _extension.load_cuda()
+    return {"path": str(path), **_extension.cuda_build_info(), "kernels": len(_extension.kernel_names())}
+
+
+def _state(op: str, name: str) -> dict[str, Any]:
+    """Say whether a backend can run, and likewise what serves CUDA tensors in its place."""
+    reason = _backend.why_not(op, name)
+    state: dict[str, Any] = {"available": reason is None, "reason": reason}
+    if _backend.has_variants(name):
+        on_cuda = _backend.why_not(op, name, "cuda")
+        state["on_cuda"] = {"available": on_cuda is None, "reason": on_cuda}
+    return state
 
 
 def _installed(package: str) -> str | None:
@@ -96,13 +114,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'extension':14}not built; to get it: {extension['advice']}")
     else:
         print(f"{'extension':14}{extension['path']}, {extension['capability']}")
+    library = facts["cuda_library"]
+    if library["path"] is None:
+        print(f"{'cuda library':14}none: {library['reason']}")
+    else:
+        archs = library["archs"].replace("_", " ")
+        print(f"{'cuda library':14}{library['path']}, sm {archs}, {library['compiler']}, {library['kernels']} kernels")
     for gpu in facts["gpus"] or [None]:
         line = "none" if gpu is None else f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_gib']} GiB"
         print(f"{'gpu':14}{line}")
     rows = [
-        [op, name, "available" if state["available"] else state["reason"]]
+        [op, label, "available" if shown["available"] else shown["reason"]]
         for op, backends in facts["operators"].items()
         for name, state in backends.items()
+        for label, shown in ((name, state), (f"{name} on cuda", state.get("on_cuda")))
+        if shown is not None
     ]
     print("\n" + table.render(["operator", "backend", "state"], rows))
     print("\nbackend=None picks:")

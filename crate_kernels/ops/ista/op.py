@@ -19,7 +19,7 @@ _STEPS = "float step_size, float lambd, int steps"
 
 
 def _kernel(name: str) -> Any:
-    return lambda *args: getattr(_backend.kernel("ista", args[-1]), name)(*args[:-1])
+    return lambda *args: getattr(_backend.kernel("ista", args[-1], args[0].device.type), name)(*args[:-1])
 
 
 def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -29,9 +29,10 @@ def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Te
     tokens, on two AVX512-BF16 threads.
     """
     *rest, backend = args
-    if backend == "cpp" and weight.dtype == torch.bfloat16:
+    device_type = x.device.type
+    if backend == "cpp" and weight.dtype == torch.bfloat16 and device_type == "cpu":
         backend = "composite"
-    return _backend.kernel("ista", backend).backward(dy, x, weight, *rest)
+    return _backend.kernel("ista", backend, device_type).backward(dy, x, weight, *rest)
 
 
 def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

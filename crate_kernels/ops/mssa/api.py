@@ -170,7 +170,8 @@ def _choose(w: Tensor, phi: str, requested: str | None) -> str:
         lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}"
     if lacking is None:
         # The thresholded kernels find every score twice: composite takes 0.8-1.0 of their time in wide heads.
-        slow = name == "cpp" and phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM
+        wide = phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM
+        slow = name == "cpp" and w.device.type == "cpu" and wide
         return "composite" if slow and requested is None else name
     if requested is not None:
         raise NotImplementedError(f"mssa: backend={name!r} does not have {lacking}; use backend='composite'")

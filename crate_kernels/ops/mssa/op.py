@@ -65,20 +65,22 @@ _CPP_DECODE_TOKENS = 8
 def _run_decode(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Decode by the backend, or by composite's products where they are faster than its kernel."""
     *rest, backend = args
-    if backend == "cpp" and w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16:
+    device_type = w.device.type
+    many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
+    if backend == "cpp" and device_type == "cpu" and many:
         backend = "composite"
-    return _backend.kernel("mssa", backend).decode(w, *rest)
+    return _backend.kernel("mssa", backend, device_type).decode(w, *rest)
 
 
 mssa_fwd = _register.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda *args: _backend.kernel("mssa", args[-1]).forward(*args[:-1]),
+    lambda w, *args: _backend.kernel("mssa", args[-1], w.device.type).forward(w, *args[:-1]),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
 )
 mssa_bwd = _register.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    lambda *args: _backend.kernel("mssa", args[-1]).backward(*args[:-1]),
+    lambda *args: _backend.kernel("mssa", args[-1], args[2].device.type).backward(*args[:-1]),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )
