@@ -34,14 +34,14 @@ std::string kernel_attributes(std::string name, int64_t threads, int64_t shared_
   for (const KernelEntry& entry : kernel_entries()) {
     if (entry.name != name) continue;
     cudaFuncAttributes a = {};
-    STD_CUDA_CHECK(cudaFuncGetAttributes(&a, entry.function));
+    CRATE_CUDA_CHECK(cudaFuncGetAttributes(&a, entry.function));
     if (shared_bytes > 48 * 1024) {
-      STD_CUDA_CHECK(cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(shared_bytes)));
+      CRATE_CUDA_CHECK(cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shared_bytes)));
     }
     int blocks = 0;
-    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry.function, static_cast<int>(threads),
-                                                                 static_cast<size_t>(shared_bytes)));
+    CRATE_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry.function, static_cast<int>(threads),
+                                                                   static_cast<size_t>(shared_bytes)));
     return "registers " + std::to_string(a.numRegs) + "\nstatic_shared_bytes " + std::to_string(a.sharedSizeBytes) +
            "\nlocal_bytes " + std::to_string(a.localSizeBytes) + "\nmax_threads " +
            std::to_string(a.maxThreadsPerBlock) + "\nptx " + std::to_string(a.ptxVersion) + "\nbinary " +

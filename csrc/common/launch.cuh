@@ -25,11 +25,19 @@
 
 namespace crate_kernels {
 
+// An error that is reported here must not be found again after the next launch.
+#define CRATE_CUDA_CHECK(call)                                             \
+  do {                                                                     \
+    const cudaError_t crate_error = call;                                  \
+    if (crate_error != cudaSuccess) static_cast<void>(cudaGetLastError()); \
+    STD_CUDA_CHECK(crate_error);                                           \
+  } while (0)
+
 // Makes the device of the operands the current one while it lives. The CUDA runtime is linked statically, so PyTorch's
 // runtime, which restores the device before, and ours are two, and both are told.
 class OnDevice {
  public:
-  explicit OnDevice(int32_t device) : guard_(device) { STD_CUDA_CHECK(cudaSetDevice(device)); }
+  explicit OnDevice(int32_t device) : guard_(device) { CRATE_CUDA_CHECK(cudaSetDevice(device)); }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
@@ -43,7 +51,7 @@ inline cudaStream_t current_stream(int32_t device) {
 
 inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
   int value = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  CRATE_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
 }
 
@@ -64,7 +72,7 @@ __global__ void capability_probe() {}
 inline int compute_capability(int32_t device) {
   const OnDevice on(device);
   cudaFuncAttributes attributes = {};
-  STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&capability_probe<>)));
+  CRATE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&capability_probe<>)));
   return attributes.ptxVersion;
 }
 
@@ -90,7 +98,8 @@ inline std::vector<KernelEntry>& kernel_entries() {
 template <auto kernel>
 struct RegisteredKernel {
   static bool enter() {
-    const std::string text = __PRETTY_FUNCTION__;  // "... [with auto kernel = crate_kernels::...]", of clang without with
+    const std::string text =
+        __PRETTY_FUNCTION__;  // "... [with auto kernel = crate_kernels::...]", of clang without with
     const size_t start = text.find("kernel = ") + 9;
     kernel_entries().push_back({text.substr(start, text.rfind(']') - start), reinterpret_cast<const void*>(kernel)});
     return true;
@@ -101,8 +110,8 @@ struct RegisteredKernel {
 template <auto kernel>
 void allow_shared_memory(int64_t bytes) {
   if (bytes <= 48 * 1024) return;  // more must be asked for
-  STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  CRATE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
 struct LaunchConfig {
@@ -133,7 +142,7 @@ void launch(const Launch& l, Arguments&&... arguments) {
   STD_TORCH_CHECK(l.grid > 0 && l.grid <= 0x7fffffff, "a grid can have 2^31 - 1 blocks at most, not ", l.grid);
   allow_shared_memory<kernel>(l.shared_bytes);
   const LaunchConfig c(l);
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&c.config, kernel, std::forward<Arguments>(arguments)...));
+  static_cast<void>(cudaLaunchKernelEx(&c.config, kernel, std::forward<Arguments>(arguments)...));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -145,7 +154,7 @@ int active_clusters(const Launch& l, int32_t device) {
   const LaunchConfig c(l);
   int count = 0;
   if (cudaOccupancyMaxActiveClusters(&count, kernel, &c.config) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // a cluster too large is an answer, not the next launch's error
+    static_cast<void>(cudaGetLastError());  // a cluster too large is an answer, no error
     return 0;
   }
   return count;

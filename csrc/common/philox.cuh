@@ -1,4 +1,5 @@
-// Dropout as a function of (seed, position): Philox4x32-10 (Salmon et al., SC 2011), word 0, as crate_kernels/_philox.py.
+// Dropout as a function of (seed, position): Philox4x32-10 (Salmon et al., SC 2011), word 0, as
+// crate_kernels/_philox.py.
 #pragma once
 
 #include "device.cuh"

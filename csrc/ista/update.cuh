@@ -140,7 +140,7 @@ constexpr int kIstaTile = 32, kIstaTileRows = 8;  // a block of 32 x 8 threads d
 // both = a + a^T, of a square; tile (i, j) of it from tiles (i, j) and (j, i) of a.
 template <class T>
 __global__ void __launch_bounds__(kIstaTile* kIstaTileRows) ista_symmetrize_kernel(const T* a, T* both, int64_t dim) {
-  float(*const tile)[kIstaTile + 1] = reinterpret_cast<float(*)[kIstaTile + 1]>(shared_memory());
+  float (*const tile)[kIstaTile + 1] = reinterpret_cast<float (*)[kIstaTile + 1]>(shared_memory());
   const int64_t tiles = (dim + kIstaTile - 1) / kIstaTile;
   const int64_t row0 = blockIdx.x / tiles * kIstaTile, column0 = blockIdx.x % tiles * kIstaTile;
   const int lane = threadIdx.x % kIstaTile, first = threadIdx.x / kIstaTile;

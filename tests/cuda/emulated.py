@@ -13,7 +13,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 from crate_kernels import _build
 
 HERE = Path(__file__).parent
-EMULATOR = (HERE / "emulator.h", HERE / "emulator.cpp")
+EMULATOR = (HERE / "emulator.h", HERE / "emulator.cpp", *sorted(HERE.glob("*.cu")))
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -48,7 +48,7 @@ def _compile(folder, sources, target):
     flags = [*FLAGS, f"-DCRATE_SOURCES={sources}", "-include", str(EMULATOR[0])]
     flags += [word for path in include_paths() for word in ("-isystem", path)]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        files = [EMULATOR[1], *sorted(folder.rglob("*.cu"))]
+        files = [*EMULATOR[1:], *sorted(folder.rglob("*.cu"))]
         objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
 
         def compile_one(source, output):

@@ -344,7 +344,9 @@ void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limi
 }  // namespace
 }  // namespace emulator
 
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int) {
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -401,9 +403,12 @@ AOTITorchError emulated_create_device_guard(int32_t, DeviceGuardHandle* guard) {
   return 0;
 }
 
-AOTITorchError emulated_delete_device_guard(DeviceGuardHandle) { return 0; }
+AOTITorchError emulated_delete_device_guard(DeviceGuardHandle) {
+  return 0;
+}
 
-AOTITorchError emulated_check_message(int32_t error, const char* file, const char*, uint32_t line, bool, char** message) {
+AOTITorchError emulated_check_message(int32_t error, const char* file, const char*, uint32_t line, bool,
+                                      char** message) {
   *message = nullptr;
   if (error == 0) return 0;
   const std::string text = "CUDA error " + std::to_string(error) + " at " + file + ":" + std::to_string(line);
@@ -411,7 +416,9 @@ AOTITorchError emulated_check_message(int32_t error, const char* file, const cha
   return 0;
 }
 
-void emulated_free_message(char* message) { std::free(message); }
+void emulated_free_message(char* message) {
+  std::free(message);
+}
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {

@@ -58,12 +58,24 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) {
+  return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+  return {x, y, z, w};
+}
+inline int2 make_int2(int x, int y) {
+  return {x, y};
+}
+inline int4 make_int4(int x, int y, int z, int w) {
+  return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) {
+  return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
 
 namespace emulator {
 
@@ -121,9 +133,15 @@ void collective(void* mine, void (*act)(void* const* lanes));
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
 
-inline unsigned char* shared_memory() { return current->block->shared; }
-inline unsigned cluster_rank() { return current->block->rank; }
-inline unsigned cluster_size() { return current->group->cluster; }
+inline unsigned char* shared_memory() {
+  return current->block->shared;
+}
+inline unsigned cluster_rank() {
+  return current->block->rank;
+}
+inline unsigned cluster_size() {
+  return current->group->cluster;
+}
 inline unsigned char* peer_shared_memory(unsigned rank) {
   if (rank >= current->group->cluster) fail("a cluster has no block of this rank");
   return current->group->blocks[rank].shared;
@@ -158,17 +176,35 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 #define warpSize 32
 
-inline void __syncthreads() { emulator::block_barrier(); }
-inline int __syncthreads_count(int vote) { return emulator::block_barrier(vote != 0); }
-inline int __syncthreads_or(int vote) { return emulator::block_barrier(vote != 0) > 0; }
-inline int __syncthreads_and(int vote) { return emulator::block_barrier(vote == 0) == 0; }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::ballot(mask, false); }
-inline unsigned __ballot_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote != 0); }
-inline int __any_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote != 0) != 0; }
-inline int __all_sync(unsigned mask, int vote) { return emulator::ballot(mask, vote == 0) == 0; }
+inline void __syncthreads() {
+  emulator::block_barrier();
+}
+inline int __syncthreads_count(int vote) {
+  return emulator::block_barrier(vote != 0);
+}
+inline int __syncthreads_or(int vote) {
+  return emulator::block_barrier(vote != 0) > 0;
+}
+inline int __syncthreads_and(int vote) {
+  return emulator::block_barrier(vote == 0) == 0;
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  emulator::ballot(mask, false);
+}
+inline unsigned __ballot_sync(unsigned mask, int vote) {
+  return emulator::ballot(mask, vote != 0);
+}
+inline int __any_sync(unsigned mask, int vote) {
+  return emulator::ballot(mask, vote != 0) != 0;
+}
+inline int __all_sync(unsigned mask, int vote) {
+  return emulator::ballot(mask, vote == 0) == 0;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-inline void __trap() { emulator::fail("a kernel trapped"); }
+inline void __trap() {
+  emulator::fail("a kernel trapped");
+}
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
@@ -224,22 +260,54 @@ To bits_of(From value) {
 }
 }  // namespace emulator
 
-inline unsigned __float_as_uint(float v) { return emulator::bits_of<unsigned>(v); }
-inline int __float_as_int(float v) { return emulator::bits_of<int>(v); }
-inline float __uint_as_float(unsigned v) { return emulator::bits_of<float>(v); }
-inline float __int_as_float(int v) { return emulator::bits_of<float>(v); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
-inline int __popc(unsigned v) { return __builtin_popcount(v); }
-inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(v); }
-inline int __ffs(int v) { return __builtin_ffs(v); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float v) { return std::exp(v); }
-inline float __logf(float v) { return std::log(v); }
-inline float __log2f(float v) { return std::log2(v); }
-inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline unsigned __float_as_uint(float v) {
+  return emulator::bits_of<unsigned>(v);
+}
+inline int __float_as_int(float v) {
+  return emulator::bits_of<int>(v);
+}
+inline float __uint_as_float(unsigned v) {
+  return emulator::bits_of<float>(v);
+}
+inline float __int_as_float(int v) {
+  return emulator::bits_of<float>(v);
+}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<uint64_t>(a) * b >> 32;
+}
+inline int __popc(unsigned v) {
+  return __builtin_popcount(v);
+}
+inline int __clz(int v) {
+  return v == 0 ? 32 : __builtin_clz(v);
+}
+inline int __ffs(int v) {
+  return __builtin_ffs(v);
+}
+inline float __fmaf_rn(float a, float b, float c) {
+  return std::fma(a, b, c);
+}
+inline float __fadd_rn(float a, float b) {
+  return a + b;
+}
+inline float __fmul_rn(float a, float b) {
+  return a * b;
+}
+inline float __fdividef(float a, float b) {
+  return a / b;
+}
+inline float __expf(float v) {
+  return std::exp(v);
+}
+inline float __logf(float v) {
+  return std::log(v);
+}
+inline float __log2f(float v) {
+  return std::log2(v);
+}
+inline float rsqrtf(float v) {
+  return 1.0f / std::sqrt(v);
+}
 
 template <class A, class B>
 constexpr std::common_type_t<A, B> min(A a, B b) {

@@ -71,13 +71,14 @@ def test_an_update_is_what_it_says(names, options, offset, dtype, out_dtype, bac
     operands = {name: randn(numel + 1, seed=n).to(dtype)[offset : numel + offset] for n, name in enumerate(names)}
     if "gate" in names:
         operands["gate"] = operands["gate"].relu()
-    around = torch.full((numel + 2,), 7.0, dtype=out_dtype)
-    update(operands, around[1 - offset : numel + 1 - offset] if offset else around[:numel], **options)
-    out = around[1 - offset : numel + 1 - offset] if offset else around[:numel]
+    around = torch.full((numel + 9,), 7.0, dtype=out_dtype)
+    out = around[offset : numel + offset]
+    update(operands, out, **options)
     exact = expected({name: t.double() for name, t in operands.items()}, **options)
     bound = torch.finfo(out_dtype).eps * exact.abs() + 1e-6
     assert ((out.double() - exact).abs() <= bound).all()
-    assert (around[numel:] == 7.0).all() or offset
+    assert (around[:offset] == 7.0).all()
+    assert (around[numel + offset :] == 7.0).all()
 
 
 @pytest.mark.parametrize("nonnegative", [True, False])
