@@ -247,7 +247,9 @@ def find_nvcc() -> str:
     if release < _LEAST_NVCC:
         raise BuildError(f"{nvcc} is {match[1]}.{match[2]}; {_LEAST_NVCC[0]}.{_LEAST_NVCC[1]} or later is needed")
     if torch.version.cuda and release[0] > int(torch.version.cuda.partition(".")[0]):
-        raise BuildError(f"{nvcc} is {match[1]}.{match[2]}, PyTorch has CUDA {torch.version.cuda}: their drivers differ")
+        raise BuildError(
+            f"{nvcc} is {match[1]}.{match[2]}, PyTorch has CUDA {torch.version.cuda}: their drivers differ"
+        )
     return nvcc
 
 
