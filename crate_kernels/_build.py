@@ -238,7 +238,7 @@ def find_nvcc() -> str:
     beside = shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else None
     nvcc = beside or shutil.which("nvcc")
     if nvcc is None:
-        raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to it")
+        raise BuildError("no nvcc: install the CUDA toolkit, with nvcc on PATH or in CUDA_HOME")
     said = _run([nvcc, "--version"])
     match = re.search(r"release (\d+)\.(\d+)", said)
     if match is None:

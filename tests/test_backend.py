@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import _backend
+from crate_kernels import _backend, _extension
 from crate_kernels._backend import Backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,6 +73,78 @@ def test_none_chooses_the_best_that_is_ready(op, ready, device, dtype, expected,
 def test_plain_pytorch_takes_every_device_and_dtype(name, dtype):
     for device in (CPU, CUDA, torch.device("meta")):
         assert _backend.resolve("mssa", name, device, dtype) == name
+
+
+@pytest.fixture
+def cuda_library(monkeypatch):
+    """Return a function that pretends that the CUDA library is there or not, and that Triton is not."""
+
+    def pretend(missing):
+        triton, cpp = _backend._BACKENDS["triton"], _backend._BACKENDS["cpp"]
+        monkeypatch.setitem(_backend._BACKENDS, "triton", replace(triton, missing="Triton is away"))
+        on_cuda = replace(cpp.on_cuda, missing=missing)
+        monkeypatch.setitem(_backend._BACKENDS, "cpp", replace(cpp, missing=None, on_cuda=on_cuda))
+
+    return pretend
+
+
+@pytest.mark.parametrize("op", _backend.OPS)
+def test_without_triton_cuda_tensors_get_the_cuda_library(op, cuda_library):
+    cuda_library(None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert _backend.resolve(op, None, CUDA, dtype) == "cpp"
+        assert _backend.resolve(op, "cpp", CUDA, dtype) == "cpp"
+        assert _backend.resolve(op, "cpp", CPU, dtype) == "cpp"
+    assert _backend.resolve(op, None, CUDA, torch.float64) == "composite"
+    with pytest.raises(NotImplementedError, match=f"^{op}: backend='cpp' takes .*, got torch.float64; use backend='c"):
+        _backend.resolve(op, "cpp", CUDA, torch.float64)
+    with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' takes cpu or cuda tensors, got mps; use backend='co"):
+        _backend.resolve(op, "cpp", torch.device("mps"), torch.float32)
+
+
+@pytest.mark.parametrize("op", _backend.OPS)
+def test_without_the_cuda_library_cuda_tensors_get_composite(op, cuda_library):
+    cuda_library("there is no nvcc")
+    assert _backend.resolve(op, None, CUDA, torch.float32) == "composite"
+    assert _backend.resolve(op, None, CPU, torch.float32) == "cpp"
+    assert _backend.why_not(op, "cpp") is None
+    assert _backend.why_not(op, "cpp", "cuda") == "there is no nvcc"
+    with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' is unavailable: there is no nvcc; use backend='co"):
+        _backend.resolve(op, "cpp", CUDA, torch.float32)
+
+
+def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert _backend._cuda_missing() == "this PyTorch has no CUDA (install one that has)"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_extension, "CUDA_PATHS", ())
+    assert "python -m crate_kernels build, with nvcc installed" in _backend._cuda_missing()
+    monkeypatch.setattr(_extension, "CUDA_PATHS", (_backend.Path("_cuda.so"),))
+    assert _backend._cuda_missing() is None
+
+
+@pytest.mark.parametrize("op", _backend.OPS)
+def test_cpp_is_another_module_for_cuda_tensors(op, monkeypatch):
+    monkeypatch.setattr(_backend, "_kernels", {})
+    monkeypatch.setattr(_backend.importlib, "import_module", types.ModuleType)
+    assert _backend.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.cpp"
+    assert _backend.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.cuda"
+    assert _backend.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
+
+
+def test_the_library_of_this_gpu_is_loaded(monkeypatch):
+    loaded, paths = [], tuple(_backend.Path(f"_cuda-{arch}.so") for arch in ("75", "80-80+PTX", "90a-90+PTX"))
+    monkeypatch.setattr(_extension, "_cuda_loaded", [])
+    monkeypatch.setattr(_extension, "CUDA_PATHS", paths)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert _extension.load_cuda() == _extension.load_cuda() == paths[1]
+    assert loaded == [paths[1]]
+    monkeypatch.setattr(_extension, "_cuda_loaded", [])
+    monkeypatch.setattr(_extension, "CUDA_PATHS", ())
+    with pytest.raises(ImportError, match="the CUDA library is not built; python -m crate_kernels build"):
+        _extension.load_cuda()
 
 
 REFUSALS = {
@@ -194,7 +267,7 @@ sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 """
 REASON = """
 import re
-from crate_kernels import _backend
+from crate_kernels import _backend, _extension
 try:
     crate_kernels.mssa(w, backend="triton")
 except RuntimeError as error:
@@ -243,7 +316,7 @@ assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
 def test_no_environment_variable_steers_the_choice():
     script = """
 import crate_kernels, torch
-from crate_kernels import _backend
+from crate_kernels import _backend, _extension
 print([_backend.resolve(op, None, torch.device(d), torch.float32) for op in _backend.OPS for d in ("cpu", "cuda")])
 """
     steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}

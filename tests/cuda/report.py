@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel takes on one architecture: registers, and bytes of stack, of spills and of static shared memory."""
+    """What one kernel takes on one architecture: registers, and bytes of stack, spills and static shared memory."""
 
     name: str
     arch: str

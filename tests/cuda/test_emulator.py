@@ -103,7 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
 def test_a_launch_that_a_gpu_refuses_is_an_error(options, library, device):
     device()
-    with pytest.raises(RuntimeError, match="CUDA error [19] at .*launch.cuh"):
+    with pytest.raises(RuntimeError, match=r"CUDA error [19] at .*launch\.cuh"):
         fault(library, **options)
     assert torch.equal(fault(library, nbytes=163 * 1024), torch.full((64,), 32.0))
 
