@@ -3,11 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language bench)
-CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h)
+CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test aot test-gpu test-sanitize fuzz check docs bench bench-gpu tables clean
+.PHONY: demo test aot test-gpu test-emulated test-sanitize fuzz check docs bench bench-gpu tables clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
@@ -26,6 +26,10 @@ aot: .venv/test.stamp
 SHARD ?= 1/1
 test-gpu:
 	$(PYTHON) -m tests.gpu --shard $(SHARD) $(ARGS)
+
+# Every test of the operators on the CUDA kernels, which g++ compiles and a CPU runs; the suite has tests of their own.
+test-emulated: .venv/test.stamp
+	$(BIN)/python -m pytest -p tests.cuda.plugin tests/ops -k emulated $(ARGS)
 
 # Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
 fuzz: .venv/test.stamp .venv/extension.stamp
@@ -48,7 +52,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard tests/cuda/*.cpp tests/cuda/*.h tests/cuda/*.cu))
 	$(SPHINX)
 
 # The pages of docs/ and the reference of the public names, in docs/_build/index.html.

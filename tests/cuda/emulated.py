@@ -3,14 +3,16 @@
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
-from crate_kernels import _build
+from crate_kernels import _backend, _build, _extension
 
 HERE = Path(__file__).parent
 EMULATOR = (HERE / "emulator.h", HERE / "emulator.cpp", *sorted(HERE.glob("*.cu")))
@@ -30,6 +32,31 @@ FLAGS = (
     f"-DTORCH_TARGET_VERSION={_build._TORCH_TARGET}",
     "-DCRATE_ARCHS=emulated",
 )
+
+
+def why_not():
+    """Say why the kernels cannot be emulated here; None if they can."""
+    if _build.source_folder() is None:
+        return "the CUDA sources are not here"
+    if not sys.platform.startswith("linux"):
+        return "the emulator needs Linux"
+    if shutil.which(shlex.split(get_cxx_compiler())[0]) is None:
+        return "no C++ compiler: install g++ or set CXX"
+    if _extension.CUDA_PATHS:
+        return "the CUDA library is installed and has the same operators: make test-gpu runs it"
+    return None
+
+
+def load():
+    """Compile and load the library in place of the one that nvcc makes."""
+    _extension.CUDA_PATHS = (build(_build.source_folder()),)
+    _extension.load_cuda()
+
+
+def register():
+    """Offer what computes for CUDA tensors under the name "cpp" for CPU tensors under the name "emulated"."""
+    floats = _backend._BACKENDS["cpp"].dtypes
+    _backend.register(_backend.Backend("emulated", "crate_kernels.ops.{op}.cuda", ("cpu",), floats))
 
 
 def build(folder):

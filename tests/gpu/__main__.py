@@ -1,7 +1,8 @@
 """The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch, Triton and pytest, nothing else.
 
-A shard ends by itself before its time is up and says what is left; running it again goes on from there. Every result
-is in the JSON file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
+Where nvcc is installed it first compiles the CUDA library for this GPU, once, and tests its kernels too. A shard ends
+by itself before its time is up and says what is left; running it again goes on from there. Every result is in the JSON
+file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
 """
 
 import argparse
@@ -92,14 +93,19 @@ def run(args):
     """Run one shard in this process and return the exit status."""
     import pytest
 
+    start = time.monotonic()
+    if not args.dry_run:
+        # A process of its own, which says why where it fails: which libraries there are is found out on import.
+        subprocess.run([sys.executable, "-m", "crate_kernels", "build", "--cuda"], cwd=ROOT)
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"{'dry-' if args.dry_run else ''}shard-{args.index}-of-{args.count}.json"
     if args.again:
         path.unlink(missing_ok=True)
-    shard = Shard(path, args.index, args.count, 60 * args.minutes)
+    shard = Shard(path, args.index, args.count, 60 * args.minutes - (time.monotonic() - start))
     # In the dry run the operator tests are left out: they are a pass of their own over the interpreter.
     folders = ["tests/gpu"] if args.dry_run else ["tests/gpu", "tests/ops"]
-    select = f"triton and ({args.k})" if args.k else "triton"
+    kernels = "triton" if args.dry_run else "(triton or cpp-cuda)"
+    select = f"{kernels} and ({args.k})" if args.k else kernels
     os.chdir(ROOT)
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, *folders], plugins=[shard])
     failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]

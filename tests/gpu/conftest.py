@@ -9,6 +9,20 @@ DRY = _backend._INTERPRETED
 DEVICE = "cpu" if DRY else "cuda"
 
 
+# By their ids the suite selects; the interpreter runs Triton's kernels only.
+BACKENDS = [pytest.param("triton")] if DRY else [pytest.param("triton"), pytest.param("cpp", id="cpp-cuda")]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Return each backend that is a kernel on this device, in turn."""
+    op = request.path.stem.removeprefix("test_")
+    reason = _backend.why_not(op, request.param, DEVICE)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
 def pytest_ignore_collect(collection_path, config):
     """Collect nothing where neither a GPU nor the interpreter can run a kernel."""
     return True if not DRY and not torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""ista's Triton kernels on a GPU: the widths of models, autocast, huge tensors, graphs, repeatability."""
+"""ista's kernels on a GPU: the widths of models, autocast, huge tensors, graphs, repeatability."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.conftest import DEVICE, DRY
 from tests.ops.common import over_budget
 
-# Every test's name carries the backend, by which the suite selects.
 # In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
 WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
 MODELS = [(70, 64), (9, 64)] if DRY else [(25216, 768), (12608, 576), (197, 1024), (1, 768)]
@@ -22,15 +21,15 @@ def matrix(*shape, dtype=HALF, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
 @pytest.mark.parametrize("name", WIDTHS)
-def test_triton_is_within_budget(name, nonnegative, dtype):
+def test_is_within_budget(name, nonnegative, dtype, backend):
     options = {} if nonnegative else {"nonnegative": False, "lambd": 2.0}
     case = testing.Case("ista", f"gpu-{name}-{nonnegative}", WIDTHS[name], options)
-    assert over_budget(case, dtype, "triton", DEVICE) == []
+    assert over_budget(case, dtype, backend, DEVICE) == []
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
 @pytest.mark.parametrize(("rows", "dim"), MODELS)
-def test_triton_in_the_widths_of_models_is_as_good_as_eager(rows, dim, autocast):
+def test_in_the_widths_of_models_is_as_good_as_eager(rows, dim, autocast, backend):
     """By the mean square error, which single elements at their thresholds leave alone."""
     dtype = torch.float32 if autocast else HALF
     x, weight, dy = (matrix(*s, dtype=dtype, seed=i) for i, s in enumerate([(rows, dim), (dim, dim), (rows, dim)]))
@@ -43,7 +42,7 @@ def test_triton_in_the_widths_of_models_is_as_good_as_eager(rows, dim, autocast)
         return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
     exact = run("reference", x.double(), weight.double())
-    for ours, eager, true in zip(run("triton", x, weight), run("reference", x, weight), exact, strict=True):
+    for ours, eager, true in zip(run(backend, x, weight), run("reference", x, weight), exact, strict=True):
         error, eager_error = ((t.double() - true).square().mean().sqrt() for t in (ours, eager))
         assert ours.isfinite().all()
         assert error <= 2 * (eager_error + torch.finfo(ours.dtype).eps * true.square().mean().sqrt())
@@ -57,29 +56,29 @@ def weights(function, seed=1):
     return matrix(64, 64 if function is ista else 256, seed=seed) / 8
 
 
-def differentiate(function, x, weight):
+def differentiate(backend, function, x, weight):
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    y = function(*leaves, backend="triton")
+    y = function(*leaves, backend=backend)
     upstream = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
     return y.detach(), *torch.autograd.grad(y, leaves, upstream)
 
 
 @FUNCTIONS
 @COUNTS
-def test_triton_gives_the_same_bits_twice(rows, function):
+def test_gives_the_same_bits_twice(rows, function, backend):
     x, weight = matrix(rows, 64), weights(function)
-    check_equal(differentiate(function, x, weight), differentiate(function, x, weight))
+    check_equal(differentiate(backend, function, x, weight), differentiate(backend, function, x, weight))
 
 
 @FUNCTIONS
-def test_triton_addresses_more_than_two_billion_elements(function):
+def test_addresses_more_than_two_billion_elements(function, backend):
     """The last tokens lie past 2^31: of x, y and their gradients, or of the codes."""
     dim = 16 if DRY else (256 if function is ista else 64)
     hidden = dim if function is ista else 4 * dim
     rows = 100 if DRY else 2**31 // hidden + 300
     x, weight = torch.zeros(rows, dim, dtype=HALF, device=DEVICE), matrix(dim, hidden) / dim**0.5
     x[-2:] = matrix(2, dim, seed=1)
-    y, dx, _ = differentiate(function, x, weight)
+    y, dx, _ = differentiate(backend, function, x, weight)
     last, exact_weight = x[-2:].double().requires_grad_(), weight.double()
     exact = function(last, exact_weight, backend="reference")
     upstream = torch.linspace(-1, 1, y.numel(), device=DEVICE)[-2 * dim :].view(2, dim).to(y.dtype)
@@ -93,30 +92,31 @@ def test_triton_addresses_more_than_two_billion_elements(function):
 
 @FUNCTIONS
 @COUNTS
-def test_triton_forward_and_backward_replay_as_a_graph(rows, function):
+def test_forward_and_backward_replay_as_a_graph(rows, function, backend):
     x, weight = matrix(rows, 64), weights(function)
-    replay = captured(lambda: differentiate(function, x, weight))
+    replay = captured(lambda: differentiate(backend, function, x, weight))
     for seed in (2, 3):
         x.copy_(matrix(rows, 64, seed=seed))
-        check_equal([t.clone() for t in replay()], differentiate(function, x, weight))
+        check_equal([t.clone() for t in replay()], differentiate(backend, function, x, weight))
 
 
 @FUNCTIONS
 @COUNTS
-def test_triton_runs_on_the_current_stream(rows, function):
+def test_runs_on_the_current_stream(rows, function, backend):
     x, weight = matrix(rows, 64), weights(function)
     check_equal(
-        on_a_busy_stream(lambda late: differentiate(function, late, weight), x), differentiate(function, x, weight)
+        on_a_busy_stream(lambda late: differentiate(backend, function, late, weight), x),
+        differentiate(backend, function, x, weight),
     )
 
 
-def test_triton_never_waits_for_the_device():
+def test_never_waits_for_the_device(backend):
     def calls():
         for function in (ista, ista_overcomplete):
             for rows in (9, 300):
-                differentiate(function, matrix(rows, 64), weights(function))
+                differentiate(backend, function, matrix(rows, 64), weights(function))
                 with torch.autocast(DEVICE, dtype=HALF):
-                    differentiate(function, matrix(rows, 64, dtype=torch.float32), weights(function).float())
+                    differentiate(backend, function, matrix(rows, 64, dtype=torch.float32), weights(function).float())
 
     calls()  # compiling may wait
     with no_waiting():
@@ -124,9 +124,9 @@ def test_triton_never_waits_for_the_device():
 
 
 @FUNCTIONS
-def test_triton_runs_on_the_tensors_device(function):
+def test_runs_on_the_tensors_device(function, backend):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: make test-gpu where there are")
     x, weight = matrix(300, 64), weights(function)
-    there = differentiate(function, x.to("cuda:1"), weight.to("cuda:1"))
-    check_equal([t.to(x.device) for t in there], differentiate(function, x, weight))
+    there = differentiate(backend, function, x.to("cuda:1"), weight.to("cuda:1"))
+    check_equal([t.to(x.device) for t in there], differentiate(backend, function, x, weight))

@@ -1,4 +1,4 @@
-"""tssa's Triton kernels on a GPU: long sequences, huge tensors, streams, graphs, repeatability."""
+"""tssa's kernels on a GPU: long sequences, huge tensors, streams, graphs, repeatability."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.conftest import DEVICE, DRY
 from tests.ops.common import over_budget
 
-# Every test's name carries the backend, by which the suite selects.
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -38,13 +37,13 @@ def cases():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_triton_is_within_budget(case, dtype):
-    assert over_budget(case, dtype, "triton", DEVICE) == []
+def test_is_within_budget(case, dtype, backend):
+    assert over_budget(case, dtype, backend, DEVICE) == []
 
 
-def differentiate(w, **options):
+def differentiate(backend, w, **options):
     w, temp = w.detach().requires_grad_(), torch.linspace(0.8, 1.2, w.shape[-3], device=w.device).requires_grad_()
-    out, membership = tssa(w, temp, return_membership=True, backend="triton", **options)
+    out, membership = tssa(w, temp, return_membership=True, backend=backend, **options)
     upstream = torch.linspace(-1, 1, out.numel(), device=w.device).view(out.shape).to(out.dtype)
     grads = torch.autograd.grad([out, membership], [w, temp], [upstream, torch.sin(9 * membership.detach())])
     return out.detach(), membership.detach(), *grads
@@ -53,21 +52,21 @@ def differentiate(w, **options):
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seqlen", [70, 71] if DRY else [197, 4095])
-def test_triton_gives_the_same_bits_twice(seqlen, dtype, causal):
+def test_gives_the_same_bits_twice(seqlen, dtype, causal, backend):
     w = tokens(2, 3, seqlen, 64, dtype=dtype)
-    check_equal(differentiate(w, causal=causal), differentiate(w, causal=causal))
+    check_equal(differentiate(backend, w, causal=causal), differentiate(backend, w, causal=causal))
 
 
 @FORMS
 @pytest.mark.parametrize("layout", ["tokens", "batch"])
-def test_triton_addresses_more_than_two_billion_elements(layout, causal):
+def test_addresses_more_than_two_billion_elements(layout, causal, backend):
     """The last elements lie past 2^31: of one sequence, whose last tokens see all, or of a batch."""
     heads, width = (3, 16) if DRY else (16, 64)
     many = 40 if DRY else 2**31 // (heads * width) + 128
     batch, seqlen = (1, many) if layout == "tokens" else (-(-many // 64), 64)
     w, temp = tokens(batch, heads, seqlen, width), torch.ones(heads, device=DEVICE)
     assert DRY or w.numel() > 2**31
-    out, membership = tssa(w, temp, causal=causal, return_membership=True, backend="triton")
+    out, membership = tssa(w, temp, causal=causal, return_membership=True, backend=backend)
     assert membership[-1].sum(0).sub(1).abs().max() < 1e-5
     if layout == "batch":
         exact = tssa(w[-1:].double(), temp.double(), causal=causal, backend="reference")
@@ -83,26 +82,29 @@ def test_triton_addresses_more_than_two_billion_elements(layout, causal):
 
 
 @FORMS
-def test_triton_runs_on_the_current_stream(causal):
+def test_runs_on_the_current_stream(causal, backend):
     w = tokens(2, 3, 65, 64)
-    check_equal(on_a_busy_stream(lambda x: differentiate(x, causal=causal), w), differentiate(w, causal=causal))
+    check_equal(
+        on_a_busy_stream(lambda x: differentiate(backend, x, causal=causal), w),
+        differentiate(backend, w, causal=causal),
+    )
 
 
 @FORMS
 @pytest.mark.parametrize("shape", [(2, 3, 65, 64), (1, 3, 100 if DRY else 5000, 64)], ids=["whole", "chunks"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
-def test_triton_forward_and_backward_replay_as_a_graph(dropout_p, shape, causal):
+def test_forward_and_backward_replay_as_a_graph(dropout_p, shape, causal, backend):
     w = tokens(*shape)
-    replay = captured(lambda: differentiate(w, causal=causal, dropout_p=dropout_p))
+    replay = captured(lambda: differentiate(backend, w, causal=causal, dropout_p=dropout_p))
     for seed in (1, 2):
         w.copy_(tokens(*shape, seed=seed))
         actual = [t.clone() for t in replay()]
         assert all(t.isfinite().all() for t in actual)
         if not dropout_p:  # whose seed goes on from replay to replay
-            check_equal(actual, differentiate(w, causal=causal))
+            check_equal(actual, differentiate(backend, w, causal=causal))
 
 
-def test_triton_decoding_replays_as_a_graph():
+def test_decoding_replays_as_a_graph(backend):
     """Step by step the bits of decoding without a graph, outputs and state."""
     steps = 3 if DRY else 300
     w, temp = tokens(2, 3, steps + 1, 64), torch.ones(3, device=DEVICE)
@@ -112,7 +114,7 @@ def test_triton_decoding_replays_as_a_graph():
         cache = TokenStatsCache(2, 3, 64, device=DEVICE)
 
         def step():
-            return tssa(token, temp, causal=True, cache=cache, backend="triton")
+            return tssa(token, temp, causal=True, cache=cache, backend=backend)
 
         step()
         return cache, step
@@ -129,27 +131,27 @@ def test_triton_decoding_replays_as_a_graph():
     assert cache.lengths.tolist() == [steps + 1] * 2
 
 
-def test_triton_never_waits_for_the_device():
+def test_never_waits_for_the_device(backend):
     w, temp, cache = tokens(2, 3, 65, 64), torch.ones(3, device=DEVICE), TokenStatsCache(2, 3, 64, device=DEVICE)
     offsets = torch.tensor([0, 30, 65], dtype=torch.int32, device=DEVICE)
     mask = torch.ones(2, 65, dtype=torch.bool, device=DEVICE)
 
     def calls():
         for causal in (False, True):
-            differentiate(w, causal=causal)
-            differentiate(w, causal=causal, key_padding_mask=mask, dropout_p=0.1)
+            differentiate(backend, w, causal=causal)
+            differentiate(backend, w, causal=causal, key_padding_mask=mask, dropout_p=0.1)
             packed = w[0].transpose(0, 1)
-            tssa(packed, temp, causal=causal, cu_seqlens=offsets, max_seqlen=35, backend="triton")
+            tssa(packed, temp, causal=causal, cu_seqlens=offsets, max_seqlen=35, backend=backend)
         for part in (w, w[:, :, :1]):
-            tssa(part, temp, causal=True, cache=cache, backend="triton")
+            tssa(part, temp, causal=True, cache=cache, backend=backend)
 
     calls()  # compiling may wait
     with no_waiting():
         calls()
 
 
-def test_triton_runs_on_the_tensors_device():
+def test_runs_on_the_tensors_device(backend):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: make test-gpu where there are")
     w = tokens(2, 3, 65, 64)
-    check_equal([t.to(w.device) for t in differentiate(w.to("cuda:1"))], differentiate(w))
+    check_equal([t.to(w.device) for t in differentiate(backend, w.to("cuda:1"))], differentiate(backend, w))

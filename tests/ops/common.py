@@ -33,8 +33,9 @@ def backends(op, reference=True):
 
 
 def kernels(op):
-    """List the backends of ``op`` that are kernels and can run here, each once."""
-    return [name for name in ("triton", "cpp") if any(p.values[0] == name for p in backends(op))]
+    """List the backends of ``op`` that are kernels and can run here, each once, on its home."""
+    found = [tuple(p.values) for p in backends(op)]
+    return [name for name in ("triton", "cpp") if (name, home(name)) in found]
 
 
 def home(backend):
