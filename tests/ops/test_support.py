@@ -44,7 +44,8 @@ def names(backend):
 SUPPORTED = [
     pytest.param(call.strip("`"), backend, answer == "yes", id=f"{call.strip('`')}-{backend}")
     for call, *answers in rows("call", *COLUMNS)
-    for backend, answer in zip(COLUMNS, answers, strict=True)
+    for column, answer in zip(COLUMNS, answers, strict=True)
+    for backend in ((column, "emulated") if column == "cpp" else (column,))
     if any(p.values == (backend, home(backend)) for p in backends("mssa"))
 ]
 REFUSED = [
