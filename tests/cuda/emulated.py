@@ -15,7 +15,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 from crate_kernels import _backend, _build, _extension
 
 HERE = Path(__file__).parent
-EMULATOR = (HERE / "emulator.h", HERE / "emulator.cpp", *sorted(HERE.glob("*.cu")))
+EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -72,10 +72,10 @@ def build(folder):
 
 def _compile(folder, sources, target):
     compiler = shlex.split(get_cxx_compiler())
-    flags = [*FLAGS, f"-DCRATE_SOURCES={sources}", "-include", str(EMULATOR[0])]
+    flags = [*FLAGS, f"-DCRATE_SOURCES={sources}", "-include", str(HERE / "emulator.h")]
     flags += [word for path in include_paths() for word in ("-isystem", path)]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        files = [*EMULATOR[1:], *sorted(folder.rglob("*.cu"))]
+        files = [*(path for path in EMULATOR if path.suffix != ".h"), *folder.rglob("*.cu")]
         objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
 
         def compile_one(source, output):
