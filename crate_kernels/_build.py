@@ -172,7 +172,7 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None) -> tuple[Path, bool]
     with _locked(target.parent):
         if target.exists():
             return target, False
-        compile_cuda(folder, target, archs)
+        compile_cuda(folder, target, archs, target.with_suffix(".so.txt"))
     return target, True
 
 
@@ -267,10 +267,10 @@ def cuda_archs() -> tuple[str, ...]:
     return (*("90a" if arch == "90" else arch for arch in own), f"{own[-1]}+PTX")
 
 
-def compile_cuda(folder: Path, target: Path, archs: tuple[str, ...]) -> None:
+def compile_cuda(folder: Path, target: Path, archs: tuple[str, ...], report: Path | None = None) -> None:
     """Compile the CUDA sources in ``folder`` for ``archs`` and put the library at ``target``, whole or not at all.
 
-    What the assembler says of every kernel's resources is put beside it, as ``<target>.txt``.
+    What the assembler says of every kernel's resources is put at ``report``, if that is given.
 
     Raises:
         BuildError: PyTorch or nvcc is missing or too old, or it fails.
@@ -310,7 +310,8 @@ def compile_cuda(folder: Path, target: Path, archs: tuple[str, ...]) -> None:
         linked = Path(scratch) / target.name
         link = ["-shared", "-cudart=static", "-nodlink", *map(str, objects), *(f"-L{f}" for f in folders)]
         _run([nvcc, *link, *(f"-l{n}" for n in names), "-o", str(linked)])
-        target.with_suffix(".so.txt").write_text("".join(reports))
+        if report is not None:
+            report.write_text("".join(reports))
         os.replace(linked, target)
 
 
