@@ -114,7 +114,7 @@ NVCC = """#!/bin/sh
 # Says what it is asked to, writes what it is asked to, and remembers that it was asked to link.
 case "$*" in
 *--version*) echo "Cuda compilation tools, release {release}, V{release}.0"; exit 0;;
-*--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90a; exit 0;;
+*--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;
 esac
 echo "$@" >> "{log}"
 for last; do :; done
@@ -180,7 +180,7 @@ def test_the_cuda_library_is_for_the_architectures_asked_for(tmp_path, toolkit):
 GPUS = {
     "none": ([], _build.CUDA_ARCHS),
     "own": ([(8, 0)], ("80", "80+PTX")),
-    "hopper": ([(9, 0)], _build.CUDA_ARCHS),
+    "hopper": ([(9, 0)], ("90a", "90+PTX")),
     "two": ([(8, 6), (7, 5), (8, 6)], ("75", "86", "86+PTX")),
     "unknown to nvcc": ([(12, 0)], _build.CUDA_ARCHS),
 }

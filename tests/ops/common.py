@@ -8,6 +8,7 @@ import torch
 from crate_kernels import _backend, _register, testing
 from tests.naive import philox4x32_10
 
+KERNELS = ("triton", "cpp", "emulated")  # the last is cpp's CUDA kernels on the CPU: tests/cuda/plugin.py offers it
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 DTYPES = [
@@ -35,7 +36,7 @@ def backends(op, reference=True):
 def kernels(op):
     """List the backends of ``op`` that are kernels and can run here, each once, on its home."""
     found = [tuple(p.values) for p in backends(op)]
-    return [name for name in ("triton", "cpp") if (name, home(name)) in found]
+    return [name for name in KERNELS if (name, home(name)) in found]
 
 
 def home(backend):

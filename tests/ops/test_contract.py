@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
 from crate_kernels import _backend, testing
-from tests.ops.common import home, kernels, leaves, offsets, outputs_and_gradients, randn
+from tests.ops.common import KERNELS, home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -177,7 +177,7 @@ def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
 
 
 # A backend for one kind of device refuses meta tensors; the default takes composite for them.
-@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[1] not in ("triton", "cpp")])
+@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[1] not in KERNELS])
 def test_meta_tensors(case, backend):
     inputs = testing.make_inputs(case, torch.float16)
     meta = testing.Inputs(
