@@ -1,0 +1,80 @@
+// Thread-block clusters: blocks of sm_90 and later that can wait for each other and read each other's shared memory.
+// Earlier, and in a launch without them, a cluster is one block. Static __shared__ arrays must not be read this way:
+// in the emulator only the dynamic shared memory of a peer can be found.
+#pragma once
+
+#include "device.cuh"
+
+namespace crate_kernels {
+
+#ifndef __CUDACC__
+
+CRATE_DEVICE int cluster_rank() {
+  return static_cast<int>(emulator::cluster_rank());
+}
+CRATE_DEVICE int cluster_size() {
+  return static_cast<int>(emulator::cluster_size());
+}
+CRATE_DEVICE void cluster_sync() {
+  emulator::cluster_barrier();
+}
+CRATE_DEVICE float cluster_read(const float* own, int rank) {
+  const int64_t at = reinterpret_cast<const unsigned char*>(own) - emulator::shared_memory();
+  return *reinterpret_cast<const float*>(emulator::peer_shared_memory(rank) + at);
+}
+
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+CRATE_DEVICE int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+CRATE_DEVICE int cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+
+// A barrier of all threads of the cluster, behind which what they stored before it is seen. A block must not end while
+// a peer may still read its shared memory: kernels meet here once more before they return.
+CRATE_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// What block `rank` of the cluster has where this one has `own`, an address in shared memory.
+CRATE_DEVICE float cluster_read(const float* own, int rank) {
+  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(own));
+  uint32_t there;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+  return value;
+}
+
+#else
+
+CRATE_DEVICE int cluster_rank() {
+  return 0;
+}
+CRATE_DEVICE int cluster_size() {
+  return 1;
+}
+CRATE_DEVICE void cluster_sync() {
+  __syncthreads();
+}
+CRATE_DEVICE float cluster_read(const float* own, int) {
+  return *own;
+}
+
+#endif
+
+// The sum of a number over the blocks of the cluster, added in the order of their ranks by every one of them.
+CRATE_DEVICE float cluster_total(const float* own) {
+  float total = cluster_read(own, 0);
+  for (int rank = 1; rank < cluster_size(); ++rank) total += cluster_read(own, rank);
+  return total;
+}
+
+}  // namespace crate_kernels

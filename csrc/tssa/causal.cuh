@@ -1,0 +1,142 @@
+// The causal form, forward: running sums over tokens, in chunks that are summed first.
+//
+// A block goes through its tokens in their order. A thread has some channels of all of them and their running sums;
+// what a token needs of all channels, its logits, meets in shared memory for a tile of tokens at a time. With one chunk
+// a sequence (short ones, very many, and decoding) that is all. As (read, written), in the passes and rows of full.cuh:
+//
+//   form    passes  rows  launches
+//   alone   1, 1    0, 1  1
+//   chunks  3, 1    1, 1  5
+//
+// Beside them two sets of sums, 4 / (itemsize * 64) of a pass each, written twice and read three times. A step of
+// decoding reads and writes the state, 2 head_dim + 1 floats a head. Nothing that a token gets depends, in any bit, on
+// a later one: every running sum is added in the order of the tokens.
+#pragma once
+
+#include "heads.cuh"
+#include "scan.cuh"
+#include "shared.cuh"
+
+namespace crate_kernels {
+
+struct TssaCausal {
+  TssaCall call;
+  TssaTokens w, out;
+  float* membership;
+  const float* bias;  // (nheads, bias_tokens), or null
+  int64_t bias_tokens;
+  // What comes before every chunk, and behind them all: sums of w^2 and kept tokens, of Pi w^2 and Pi. Null alone.
+  float *sums_1, *sums_2;
+  // The state of a cache, or null: what comes before the first token, and is advanced where a block is alone.
+  float *energy, *weighted, *mass;
+  int32_t* lengths;
+};
+
+constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens whose logits meet, and that a thread loads at once
+
+// Calls f(vector, head, channel) for every vector of N channels that is the thread's.
+template <int N, class F>
+CRATE_DEVICE void each_vector(const TssaCall& c, F f) {
+  const int vectors = c.width / N, per_head = c.head_dim / N;
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    const int h = v / per_head;
+    f(v, h, (v - h * per_head) * N);
+  }
+}
+
+// What a tile of tokens needs, and the running sums of the block's own tokens.
+struct TssaCausalShared {
+  int64_t energy, moment, mass, partial, logits, members, bytes;
+
+  __host__ __device__ TssaCausalShared(const TssaCall& c, int count) {
+    const int64_t vectors = c.width / count, pairs = int64_t{kCausalTile} * c.nheads;
+    TssaShared s;
+    energy = s.take<float>(c.width);
+    moment = s.take<float>(c.width);
+    mass = s.take<float>(vectors);
+    partial = s.take<float>(kCausalTile * vectors);
+    logits = s.take<double>(pairs);
+    members = s.take<float>(pairs);
+    bytes = s.bytes;
+  }
+};
+
+CRATE_DEVICE float at_or_zero(const float* p, int64_t i) {
+  return p == nullptr ? 0.0f : p[i];
+}
+
+// The sums of Pi w^2 and Pi up to a token, of the block's own tokens and of those before.
+template <int N>
+struct TssaMoments {
+  float before[N], sum[N], mass_before, mass;
+
+  CRATE_DEVICE void start(const float* moments, const float* masses, int column, int h) {
+    mass_before = at_or_zero(masses, h);
+    mass = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      before[i] = at_or_zero(moments, column + i);
+      sum[i] = 0.0f;
+    }
+  }
+
+  // Takes in a token x and makes it its output. A = 1 / (1 + M) without the division of M.
+  CRATE_DEVICE void output(float (&x)[N], float member, float counted) {
+    const float weight = member * counted;
+    mass += weight;
+    const float masses = mass_before + mass + kMassFloor;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum[i] += x[i] * x[i] * weight;
+      x[i] *= -member * (masses / (masses + (before[i] + sum[i])));
+    }
+  }
+};
+
+// Loads kCausalAhead tokens, the last of the block in the place of those behind it.
+template <class Access>
+CRATE_DEVICE void load_ahead(const Access& access, const TssaView& w, int first, int rows, int h, int d,
+                             float (&x)[kCausalAhead][Access::kCount]) {
+#pragma unroll
+  for (int r = 0; r < kCausalAhead; ++r) access.load(w, min(first + r, rows - 1), h, d, x[r]);
+}
+
+// Which elements of `count` tokens from the block's n-th on are kept, N bits a token.
+template <int N>
+CRATE_DEVICE uint32_t kept_tokens(const TssaCall& c, const TssaSpan& s, int n, int count, int h, int d) {
+  return c.seed == nullptr ? 0 : kept_by_dropout(c, s.index, h, s.first + n, count, d, N);
+}
+
+template <int N>
+CRATE_DEVICE void drop(const TssaCall& c, uint32_t kept, float (&x)[N]) {
+  if (c.seed == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] *= kept >> i & 1 ? c.keep_factor : 0.0f;
+}
+
+template <class Access>
+CRATE_DEVICE void causal_energies(const TssaCall& c, const Access& access, const TssaView& w, const TssaKeep& keep,
+                                  int rows, float* sums) {
+  constexpr int N = Access::kCount;
+  each_vector<N>(c, [&](int, int h, int d) {
+    float acc[N] = {};
+#pragma unroll 4
+    for (int n = 0; n < rows; ++n) {
+      float x[N];
+      access.load(w, n, h, d, x);
+      const float counted = keep(n);
+#pragma unroll
+      for (int i = 0; i < N; ++i) acc[i] += x[i] * x[i] * counted;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[h * c.head_dim + d + i] = acc[i];
+  });
+  // The first head's place takes the number of kept tokens.
+  for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) {
+    float kept = 0.0f;
+    for (int n = 0; n < rows && h == 0; ++n) kept += keep(n);
+    sums[c.width + h] = kept;
+  }
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,224 @@
+// The causal form, backward: two scans from the last token to the first, over running sums summed again.
+//
+// A block has one chunk, a thread some channels of it. Where a step goes backwards, the running sums are kept at every
+// eighth token and added up from there. Steps, each with what scan_chunks made of the one before, as (read, written) in
+// the passes and rows of full.cuh; the gradient of the membership, where there is one, is read once more:
+//
+//   step     passes  rows  leaves
+//   totals   1, 0    1, 0  sums of Pi w^2, of w^2 and of Pi
+//   dmoment  2, 0    1, 0  sums of dM / s, and V
+//   dlogit   2, 0    1, 1  the gradient of the logits; sums of dc / temp; dtemp
+//   dw       2, 1    2, 0  dw
+//
+// 7 reads and 1 write in 7 launches; 4 and 1 in 2 where a sequence is one chunk, which has nothing before or behind it.
+// One launch more, for the gradient of the bias, reads a row. Beside them the chunks' sums, four sets of 4 / (itemsize
+// * 32) of a pass each. No atomics: every sum has one order.
+#pragma once
+
+#include "causal.cuh"
+
+namespace crate_kernels {
+
+struct TssaCausalBackward {
+  TssaCall call;
+  TssaTokens w, dout, dw;
+  const float *membership, *dmembership, *bias;
+  int64_t bias_tokens;
+  float *dlogit, *dtemp;  // a number a token and head; (nsequences, nheads) where a sequence is one chunk
+  // What comes before every chunk, or behind it, and of all: Pi w^2, w^2 and Pi (2 width + nheads); dM / s and V;
+  // dc / temp and dtemp. Null where a sequence is one chunk.
+  float *totals, *dmoments, *denergies;
+};
+
+enum class TssaCausalBackwardStep { totals, dmoment, dlogit, dw };
+
+constexpr int kBackTile = 4, kBackMark = 8;  // tokens
+static_assert(kBackMark % kBackTile == 0, "a tile begins at a mark or whole tiles behind it");
+
+// The running sums at every kBackMark-th token but the first, and what a tile of tokens needs.
+struct TssaCausalBackwardShared {
+  int64_t moment, energy, mass, dmoment, denergy, ratio, partial, pairs, dmass, dtemp, bytes;
+
+  __host__ __device__ TssaCausalBackwardShared(const TssaCall& c, int count, bool logits) {
+    const int64_t vectors = c.width / count, marks = (c.chunk_size - 1) / kBackMark, tile = logits ? kBackTile : 0;
+    TssaShared s;
+    moment = s.take<float>(marks * c.width);
+    energy = s.take<float>(marks * c.width);
+    mass = s.take<float>(marks * vectors);
+    dmoment = s.take<float>(logits ? c.width : 0);
+    denergy = s.take<float>(logits ? c.width : 0);
+    ratio = s.take<float>(tile * c.width);
+    partial = s.take<float>(3 * tile * vectors);
+    pairs = s.take<float>(4 * tile * c.nheads);
+    dmass = s.take<float>(c.nheads);
+    dtemp = s.take<float>(c.nheads);
+    bytes = s.bytes;
+  }
+};
+
+// A block's tokens and what comes before and behind them.
+template <class Access>
+struct TssaBackSide {
+  static constexpr int N = Access::kCount;
+  const TssaCausalBackward& b;
+  const Access& access;
+  TssaSpan s;
+  TssaView w, dout;
+  TssaKeep keep;
+  TssaRows members;
+  const float *moments, *energies, *masses;     // before the chunk, or null
+  const float *dmoments, *dmasses, *denergies;  // behind the chunk, or null
+
+  CRATE_DEVICE TssaBackSide(const TssaCausalBackward& b, const Access& access) : b(b), access(access) {
+    const TssaCall& c = b.call;
+    s = chunk_of(c);
+    w = view_of(b.w, s);
+    dout = view_of(b.dout, s);
+    keep = keep_of(c, s);
+    members = rows_of(c, b.membership, s);
+    moments = energies = masses = dmoments = dmasses = denergies = nullptr;
+    if (b.totals == nullptr) return;
+    const int64_t chunk = static_cast<int64_t>(s.index) * (c.nchunks + 1) + s.chunk, size = c.width + c.nheads;
+    moments = b.totals + chunk * (size + c.width);
+    energies = moments + c.width;
+    masses = energies + c.width;
+    dmoments = b.dmoments + chunk * size;
+    dmasses = dmoments + c.width;
+    denergies = b.denergies + chunk * size;
+  }
+
+  // Which elements of `count` tokens from the n-th on dropout keeps; all of them without dropout.
+  CRATE_DEVICE uint32_t kept(int n, int count, int h, int d) const {
+    return b.call.seed == nullptr ? ~0u : kept_by_dropout(b.call, s.index, h, s.first + n, count, d, N);
+  }
+
+  // Token n's w and its gradient times dropout's factor, zeros behind the chunk's last.
+  CRATE_DEVICE void load(int n, int h, int d, uint32_t kept, float (&x)[N], float (&g)[N]) const {
+    if (n >= s.rows()) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] = g[i] = 0.0f;
+      return;
+    }
+    access.load(w, n, h, d, x);
+    access.load(dout, n, h, d, g);
+    if (b.call.seed == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) g[i] *= kept >> i & 1 ? b.call.keep_factor : 0.0f;
+  }
+
+  CRATE_DEVICE float member(int n, int h) const { return n < s.rows() ? members(n, h) : 0.0f; }
+  CRATE_DEVICE float counted(int n) const { return n < s.rows() ? keep(n) : 0.0f; }
+};
+
+// The running sums of some channels, of the block's own tokens.
+template <int N>
+struct TssaRunning {
+  float moment[N], energy[N], mass;
+
+  CRATE_DEVICE void add(const float (&x)[N], float member, float counted) {
+    const float weight = member * counted;
+    mass += weight;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float square = x[i] * x[i];
+      moment[i] += square * weight;
+      energy[i] += square * counted;
+    }
+  }
+};
+
+// Running sums before a tile: kept by `mark` at every kBackMark-th token, and added up from there by `before`. A thread
+// keeps those of its own channels.
+template <class Access>
+struct TssaMarks {
+  static constexpr int N = Access::kCount;
+  const TssaBackSide<Access>& side;
+  float *moment, *energy, *mass;
+  int vectors;
+
+  CRATE_DEVICE TssaMarks(const TssaBackSide<Access>& side, const TssaCausalBackwardShared& layout) : side(side) {
+    unsigned char* const memory = shared_memory();
+    moment = reinterpret_cast<float*>(memory + layout.moment);
+    energy = reinterpret_cast<float*>(memory + layout.energy);
+    mass = reinterpret_cast<float*>(memory + layout.mass);
+    vectors = side.b.call.width / N;
+  }
+
+  // Tokens `first` to `last`, which are whole tiles.
+  CRATE_DEVICE void add(TssaRunning<N>& sums, int first, int last, int h, int d) const {
+    for (; first < last; first += kBackTile) {
+      float x[kBackTile][N];
+#pragma unroll
+      for (int r = 0; r < kBackTile; ++r) side.access.load(side.w, first + r, h, d, x[r]);
+#pragma unroll
+      for (int r = 0; r < kBackTile; ++r) sums.add(x[r], side.members(first + r, h), side.keep(first + r));
+    }
+  }
+
+  CRATE_DEVICE void mark(int v, int h, int d) const {
+    const int width = side.b.call.width, column = h * side.b.call.head_dim + d;
+    TssaRunning<N> sums = {};
+    for (int m = 0; (m + 1) * kBackMark < side.s.rows(); ++m) {
+      add(sums, m * kBackMark, (m + 1) * kBackMark, h, d);
+      mass[m * vectors + v] = sums.mass;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        moment[m * width + column + i] = sums.moment[i];
+        energy[m * width + column + i] = sums.energy[i];
+      }
+    }
+  }
+
+  CRATE_DEVICE TssaRunning<N> before(int tile, int v, int h, int d) const {
+    const int width = side.b.call.width, column = h * side.b.call.head_dim + d, m = tile / kBackMark - 1;
+    TssaRunning<N> sums = {};
+    if (m >= 0) {
+      sums.mass = mass[m * vectors + v];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        sums.moment[i] = moment[m * width + column + i];
+        sums.energy[i] = energy[m * width + column + i];
+      }
+    }
+    add(sums, (m + 1) * kBackMark, tile, h, d);
+    return sums;
+  }
+};
+
+// g A, dM / s and s times the term of V of one channel of a token.
+struct TssaThrough {
+  float gate, slope, dmass;
+};
+
+CRATE_DEVICE TssaThrough through_moment(float x, float g, float member, float moment, float mass) {
+  const float inverse = 1.0f / (moment + mass), gate = g * inverse * mass, slope = gate * x * inverse * member;
+  return {gate, slope, -slope * moment};
+}
+
+// What a step of the backward scan knows of a tile's tokens, of one vector of channels.
+template <class Access>
+struct TssaBackTokens {
+  static constexpr int N = Access::kCount;
+  float x[kBackTile][N], g[kBackTile][N], moment[kBackTile][N], energy[kBackTile][N], mass[kBackTile];
+
+  CRATE_DEVICE TssaBackTokens(const TssaBackSide<Access>& side, const TssaMarks<Access>& marks, int tile, int v, int h,
+                              int d) {
+    const int column = h * side.b.call.head_dim + d;
+    const uint32_t kept = side.kept(tile, kBackTile, h, d);
+    TssaRunning<N> sums = marks.before(tile, v, h, d);
+    const float mass_before = at_or_zero(side.masses, h) + kMassFloor;
+#pragma unroll
+    for (int r = 0; r < kBackTile; ++r) {
+      side.load(tile + r, h, d, kept >> r * N, x[r], g[r]);
+      sums.add(x[r], side.member(tile + r, h), side.counted(tile + r));
+      mass[r] = mass_before + sums.mass;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        moment[r][i] = at_or_zero(side.moments, column + i) + sums.moment[i];
+        energy[r][i] = at_or_zero(side.energies, column + i) + sums.energy[i];
+      }
+    }
+  }
+};
+
+}  // namespace crate_kernels

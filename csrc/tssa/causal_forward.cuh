@@ -1,0 +1,190 @@
+// The kernels of the causal forward; causal.cuh says what they are.
+#pragma once
+
+#include "causal.cuh"
+
+namespace crate_kernels {
+
+// Where a block's sums are in sums_1 and sums_2.
+CRATE_DEVICE int64_t sums_place(const TssaCall& c, const TssaSpan& s) {
+  return (static_cast<int64_t>(s.index) * (c.nchunks + 1) + s.chunk) * (c.width + c.nheads);
+}
+
+// A chunk's sums of w^2, and the number of its kept tokens.
+template <class Access>
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaCausal f, Access access) {
+  const TssaCall& c = f.call;
+  const TssaSpan s = chunk_of(c);
+  causal_energies(c, access, view_of(f.w, s), keep_of(c, s), s.rows(), f.sums_1 + sums_place(c, s));
+}
+
+// A chunk's output, from the membership and the sums before it.
+template <class Access>
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaCausal f, Access access) {
+  constexpr int N = Access::kCount;
+  const TssaCall& c = f.call;
+  const TssaSpan s = chunk_of(c);
+  const TssaView w = view_of(f.w, s), out = view_of(f.out, s);
+  const TssaKeep keep = keep_of(c, s);
+  const TssaRows members = rows_of(c, f.membership, s);
+  const float *const sums = f.sums_2 + sums_place(c, s), *const masses = sums + c.width;
+  each_vector<N>(c, [&](int, int h, int d) {
+    TssaMoments<N> running;
+    running.start(sums, masses, h * c.head_dim + d, h);
+#pragma unroll 1
+    for (int first = 0; first < s.rows(); first += kCausalAhead) {
+      float x[kCausalAhead][N];
+      load_ahead(access, w, first, s.rows(), h, d, x);
+      const uint32_t kept = kept_tokens<N>(c, s, first, kCausalAhead, h, d);
+#pragma unroll
+      for (int r = 0; r < kCausalAhead; ++r) {
+        if (first + r >= s.rows()) break;
+        running.output(x[r], members(first + r, h), keep(first + r));
+        drop(c, kept >> r * N, x[r]);
+        access.store(out, first + r, h, d, x[r]);
+      }
+    }
+  });
+  if (s.chunk == 0) clear_uncovered(c, access, f.out, f.membership, s);
+}
+
+// The logits of a tile's tokens, channel by channel: the terms of q, added up over each vector.
+template <class Access>
+CRATE_DEVICE void ratios_of_tile(const TssaCall& c, const Access& access, const TssaView& w, const TssaKeep& keep,
+                                 int tile, int rows, const float* before_chunk, float* energy, float* partial) {
+  constexpr int N = Access::kCount;
+  const int vectors = c.width / N;
+  each_vector<N>(c, [&](int v, int h, int d) {
+    const int column = h * c.head_dim + d;
+    float before[N], sum[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      before[i] = at_or_zero(before_chunk, column + i);
+      sum[i] = energy[column + i];
+    }
+#pragma unroll 1
+    for (int part = 0; part < kCausalTile && tile + part < rows; part += kCausalAhead) {
+      float x[kCausalAhead][N];
+      load_ahead(access, w, tile + part, rows, h, d, x);
+#pragma unroll
+      for (int r = 0; r < kCausalAhead; ++r) {
+        const int n = tile + part + r;
+        const float counted = n < rows ? keep(n) : 0.0f;
+        float some = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float square = x[r][i] * x[r][i];
+          sum[i] += square * counted;
+          some += square / floored(before[i] + sum[i], kCausalFloor);
+        }
+        partial[(part + r) * vectors + v] = some;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) energy[column + i] = sum[i];
+  });
+}
+
+// The membership of a chunk, with its sums of Pi w^2 and Pi; or, where there are no sums before chunks to go by, all of
+// a sequence: the output too, after the state of a cache, which is advanced.
+template <class Access>
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCausal f, Access access) {
+  constexpr int N = Access::kCount;
+  const TssaCall& c = f.call;
+  const TssaSpan s = chunk_of(c);
+  const bool alone = f.sums_1 == nullptr, has_state = f.lengths != nullptr;
+  const int rows = s.rows(), vectors = c.width / N, per_head = c.head_dim / N;
+  const TssaView w = view_of(f.w, s), out = view_of(f.out, s);
+  const TssaKeep keep = keep_of(c, s);
+  const TssaRows stored = rows_of(c, f.membership, s);
+  const int64_t mine = sums_place(c, s), channels = static_cast<int64_t>(s.index) * c.width;
+  const int64_t heads = static_cast<int64_t>(s.index) * c.nheads;
+  const float *const energies = !alone      ? f.sums_1 + mine
+                                : has_state ? f.energy + channels
+                                            : nullptr,
+                     *const moments = alone && has_state ? f.weighted + channels : nullptr,
+                     *const masses = alone && has_state ? f.mass + heads : nullptr;
+  const int position = has_state ? f.lengths[s.index] : 0;
+  int keys = position + (alone ? 0 : static_cast<int>(energies[c.width]));
+  const TssaCausalShared layout(c, N);
+  unsigned char* const memory = shared_memory();
+  float *const energy = reinterpret_cast<float*>(memory + layout.energy),
+               *const moment = reinterpret_cast<float*>(memory + layout.moment),
+               *const mass = reinterpret_cast<float*>(memory + layout.mass),
+               *const partial = reinterpret_cast<float*>(memory + layout.partial),
+               *const members = reinterpret_cast<float*>(memory + layout.members);
+  double* const logits = reinterpret_cast<double*>(memory + layout.logits);
+  // A thread's own: no barrier.
+  each_vector<N>(c, [&](int v, int h, int d) {
+    mass[v] = 0.0f;
+    for (int i = 0; i < N; ++i) energy[h * c.head_dim + d + i] = moment[h * c.head_dim + d + i] = 0.0f;
+  });
+
+  for (int tile = 0; tile < rows; tile += kCausalTile) {
+    const int count = min(rows - tile, kCausalTile);
+    ratios_of_tile(c, access, w, keep, tile, rows, energies, energy, partial);
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < count * c.nheads; pair += blockDim.x) {
+      const int r = pair / c.nheads, h = pair - r * c.nheads;
+      double similarity = 0.0;
+      for (int v = 0; v < per_head; ++v) similarity += partial[r * vectors + h * per_head + v];
+      if (f.bias != nullptr) {
+        // Past the end only for padded tokens, which nobody reads.
+        const int64_t n = static_cast<int64_t>(position) + s.first + tile + r;
+        similarity += static_cast<double>(c.head_dim) * f.bias[h * f.bias_tokens + min(n, f.bias_tokens - 1)];
+      }
+      logits[pair] = c.temp[h] * similarity;
+    }
+    __syncthreads();
+    for (int r = threadIdx.x / kWarp; r < count; r += blockDim.x / kWarp) {
+      int seen = keys;
+      for (int earlier = 0; earlier <= r; ++earlier) seen += keep(tile + earlier) > 0.0f;
+      softmax_over_heads(c, logits + r * c.nheads, c.mask == nullptr || seen > 0, stored, tile + r,
+                         [&](int h, float member) { members[r * c.nheads + h] = member; });
+    }
+    __syncthreads();
+    each_vector<N>(c, [&](int v, int h, int d) {
+      const int column = h * c.head_dim + d;
+      TssaMoments<N> running;
+      running.start(moments, masses, column, h);
+      running.mass = mass[v];
+#pragma unroll
+      for (int i = 0; i < N; ++i) running.sum[i] = moment[column + i];
+#pragma unroll 1
+      for (int part = 0; part < count; part += kCausalAhead) {
+        float x[kCausalAhead][N];
+        load_ahead(access, w, tile + part, rows, h, d, x);
+        const uint32_t kept = alone ? kept_tokens<N>(c, s, tile + part, kCausalAhead, h, d) : 0;
+#pragma unroll
+        for (int r = 0; r < kCausalAhead; ++r) {
+          if (part + r >= count) break;
+          running.output(x[r], members[(part + r) * c.nheads + h], keep(tile + part + r));
+          if (!alone) continue;
+          drop(c, kept >> r * N, x[r]);
+          access.store(out, tile + part + r, h, d, x[r]);
+        }
+      }
+      mass[v] = running.mass;
+#pragma unroll
+      for (int i = 0; i < N; ++i) moment[column + i] = running.sum[i];
+    });
+    for (int r = 0; r < count; ++r) keys += keep(tile + r) > 0.0f;
+  }
+
+  if (alone && s.chunk == 0) clear_uncovered(c, access, f.out, f.membership, s);
+  if (alone && !has_state) return;
+  __syncthreads();  // the state is replaced when every thread has read it
+  float* const to_moment = alone ? f.weighted + channels : f.sums_2 + mine;
+  float* const to_mass = alone ? f.mass + heads : to_moment + c.width;
+  each_vector<N>(c, [&](int v, int h, int d) {
+    for (int i = 0; i < N; ++i) {
+      const int column = h * c.head_dim + d + i;
+      if (alone) f.energy[channels + column] += energy[column];
+      to_moment[column] = at_or_zero(moments, column) + moment[column];
+    }
+    if (d == 0) to_mass[h] = at_or_zero(masses, h) + mass[v];
+  });
+  if (alone && threadIdx.x == 0) f.lengths[s.index] = keys;
+}
+
+}  // namespace crate_kernels

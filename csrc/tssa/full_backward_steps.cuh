@@ -1,0 +1,147 @@
+// The full form step by step, on the tokens of one block: backward. ops/tssa/reference.py has the equations.
+#pragma once
+
+#include "full_steps.cuh"
+
+namespace crate_kernels {
+
+// Sums of g w Pi, which are -dA / r, and, behind all channels, of Pi.
+template <class Access>
+CRATE_DEVICE void product_sums(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
+                               const TssaRows& members, const TssaKeep& keep, int rows, float* scratch, float* sums) {
+  constexpr int N = Access::kCount;
+  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+    float g[N];
+    access.load(w, n, h, d, values);
+    access.load(dout, n, h, d, g);
+    const float member = members(n, h);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= g[i] * member;
+  });
+  sum_rows(c, rows, sums + c.width, [&](int n, int h) { return members(n, h) * keep(n); });
+}
+
+// dgate = sum_d g w A of every token and head, by a warp a token.
+template <class Access>
+CRATE_DEVICE void through_gate(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
+                               const float* gate, int rows, const TssaRows& dgate) {
+  constexpr int N = Access::kCount;
+  const int warps = blockDim.x / kWarp;
+  for (int n = threadIdx.x / kWarp; n < rows; n += warps) {
+    const auto products = [&](int h, int d, float (&values)[N]) {
+      float g[N];
+      access.load(w, n, h, d, values);
+      access.load(dout, n, h, d, g);
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] *= g[i] * gate[h * c.head_dim + d + i];
+    };
+    sum_channels<N, float>(c, products, [&](int h, float total) { dgate(n, h) = total; });
+  }
+}
+
+// dS of every head from dM of its channels, by a warp a head.
+template <class Moment>
+CRATE_DEVICE void mass_gradient(const TssaCall& c, const float* dmoment, float* dmass, Moment moment_of) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  for (int h = threadIdx.x / kWarp; h < c.nheads; h += warps) {
+    float total = 0.0f;
+    for (int d = lane; d < c.head_dim; d += kWarp) total -= dmoment[h * c.head_dim + d] * moment_of(h, d);
+    total = warp_sum(total);
+    if (lane == 0) dmass[h] = total;
+  }
+}
+
+// The gradient of every token's logits, where dgate was. `scratch` has nheads floats a warp.
+template <class Access>
+CRATE_DEVICE void logit_gradient(const TssaCall& c, const Access& access, const TssaView& w, const float* dmoment,
+                                 const float* dmass, const TssaRows& members, const TssaRows& dmembership,
+                                 const TssaKeep& keep, int rows, float* scratch, const TssaRows& dlogit) {
+  constexpr int N = Access::kCount;
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  float* const dmembers = scratch + warp * c.nheads;
+  for (int n = warp; n < rows; n += warps) {
+    const auto products = [&](int h, int d, float (&values)[N]) {
+      access.load(w, n, h, d, values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] *= values[i] * dmoment[h * c.head_dim + d + i];
+    };
+    sum_channels<N, float>(c, products, [&](int h, float total) { dmembers[h] = total; });
+    for (int h = threadIdx.x % kWarp; h < c.nheads; h += kWarp) {
+      float gradient = (dmembers[h] + dmass[h]) * keep(n) - dlogit(n, h);
+      if (dmembership.data != nullptr) gradient += dmembership(n, h);
+      dmembers[h] = gradient;
+    }
+    __syncwarp();
+    softmax_backward(c, dmembers, members, dlogit, n, [](int, float) {});
+    __syncwarp();
+  }
+}
+
+// Sums of dlogit w^2: -dc c^2 / temp of each channel.
+template <class Access>
+CRATE_DEVICE void energy_gradient_sums(const TssaCall& c, const Access& access, const TssaView& w,
+                                       const TssaRows& dlogit, int rows, float* scratch, float* sums) {
+  constexpr int N = Access::kCount;
+  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+    access.load(w, n, h, d, values);
+    const float gradient = dlogit(n, h);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= values[i] * gradient;
+  });
+}
+
+// dtemp of a sequence: the sums above by c, added up over a head's channels; by a warp a head.
+CRATE_DEVICE void temp_gradient(const TssaCall& c, const float* denergy, const float* energy, float* dtemp) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  for (int h = threadIdx.x / kWarp; h < c.nheads; h += warps) {
+    float total = 0.0f;
+    for (int d = lane; d < c.head_dim; d += kWarp) {
+      const int column = h * c.head_dim + d;
+      total += denergy[column] / floored(energy[column], kFullFloor);
+    }
+    total = warp_sum(total);
+    if (lane == 0) dtemp[h] = total;
+  }
+}
+
+// What dw needs of a channel.
+struct TssaSlopes {
+  float gate, dmoment, twice, denergy;
+};
+
+// twice = 2 temp / c, and denergy = 2 dc. By c twice, not once by c^2: that underflows for channels which c still
+// holds. A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
+CRATE_DEVICE TssaSlopes slopes_of(const TssaCall& c, float gate, float dmoment, float denergy, float energy, int h,
+                                  int count) {
+  energy = floored(energy, kFullFloor);
+  const float twice = 2.0f * c.temp[h] / energy;
+  const bool above = energy > kFullFloor;
+  if (above && count == 1) return {gate, dmoment, 0.0f, 0.0f};
+  return {gate, dmoment, twice, above ? -twice * (denergy / energy) : 0.0f};
+}
+
+// dw; slopes(h, channel, of) gives what it needs, once for each vector of a thread.
+template <class Access, class Slopes>
+CRATE_DEVICE void write_dw(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
+                           const TssaRows& members, const TssaRows& dlogit, const TssaKeep& keep, const TssaView& dw,
+                           int rows, Slopes slopes) {
+  constexpr int N = Access::kCount;
+  each_column<N>(c, [&](int h, int d, int group, int groups) {
+    TssaSlopes of[N];
+    slopes(h, d, of);
+    for (int n = group; n < rows; n += groups) {
+      float x[N], g[N];
+      access.load(w, n, h, d, x);
+      access.load(dout, n, h, d, g);
+      const float member = members(n, h), gradient = dlogit(n, h), counted = keep(n), weight = 2.0f * member * counted;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float slope = weight * of[i].dmoment + gradient * of[i].twice + counted * of[i].denergy;
+        x[i] = x[i] * slope - g[i] * member * of[i].gate;
+      }
+      access.store(dw, n, h, d, x);
+    }
+  });
+}
+
+}  // namespace crate_kernels

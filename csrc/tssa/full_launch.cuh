@@ -1,0 +1,193 @@
+// Which form a call of the full form takes, and its launches.
+#pragma once
+
+#include "full_backward.cuh"
+#include "host.cuh"
+
+namespace crate_kernels {
+namespace tssa_full {
+
+constexpr int kChunkThreads = 256;
+
+// How a call runs: in `cluster` blocks a sequence with its tokens on chip, or in chunks (cluster 0), or not at all.
+struct Form {
+  int cluster = 0, threads = kChunkThreads;
+  int64_t shared_bytes = 0;
+  bool vectors = false, fits = false;
+};
+
+template <class F>
+void with_access(const TssaCall& c, bool vectors, F&& f) {
+  if (!vectors) return f(TssaScalars(c.dtype));
+  if (c.dtype == Dtype::f32) return f(TssaFloats(c.dtype));
+  f(TssaHalves(c.dtype));
+}
+
+// A thread for every eight accesses of a block's tokens, from 64 to 512.
+inline int resident_threads(const TssaCall& c, int64_t rows) {
+  const int64_t wanted = rows * c.width * itemsize(c.dtype) / 16 / 8;
+  return wanted >= 512 ? 512 : wanted >= 256 ? 256 : wanted >= 128 ? 128 : 64;
+}
+
+template <class Access>
+int clusters_at_once(const Launch& l, bool backward, int32_t device) {
+  return backward ? active_clusters<tssa_full_bwd_resident_kernel<Access>>(l, device)
+                  : active_clusters<tssa_full_fwd_resident_kernel<Access>>(l, device);
+}
+
+// Sets the form's size for tokens on chip. The smallest cluster that holds them is doubled while a block takes more
+// than half of a multiprocessor's shared memory, for one to load while another computes, or while multiprocessors are
+// idle.
+inline void put_on_chip(const TssaCall& c, bool backward, int32_t device, Form& form) {
+  const int64_t limit = shared_limit(device), sms = multiprocessors(device);
+  const int largest = compute_capability(device) >= 90 ? 8 : 1;
+  for (int cluster = 1; cluster <= largest; cluster *= 2) {
+    const int64_t rows = (c.seqlen + cluster - 1) / cluster;
+    if (rows > limit) continue;  // a token takes more than a byte
+    const int threads = resident_threads(c, rows);
+    const TssaResident layout(c, static_cast<int>(rows), threads, backward);
+    if (layout.bytes > limit) continue;
+    form.cluster = cluster;
+    form.threads = threads;
+    form.shared_bytes = layout.bytes;
+    const bool spread = 2 * layout.bytes > limit || 2 * c.nsequences * int64_t{cluster} <= sms;
+    if (!spread || rows < 32) break;
+  }
+}
+
+// Chunks of as many tokens as give every multiprocessor four blocks, from 32 to 256.
+inline void cut_in_chunks(TssaCall& c, int32_t device, Form& form) {
+  form.cluster = 0;
+  form.threads = kChunkThreads;
+  const int64_t share = int64_t{c.nsequences} * c.seqlen / (4 * multiprocessors(device));
+  c.chunk_size = static_cast<int>(std::clamp<int64_t>((share + 15) / 16 * 16, 32, 256));
+  c.nchunks = std::max(1, (c.seqlen + c.chunk_size - 1) / c.chunk_size);
+  form.shared_bytes = tssa_scratch(c, kChunkThreads) + (int64_t{c.width} + c.nheads) * sizeof(float);
+  form.fits = form.shared_bytes <= shared_limit(device);
+}
+
+// The form of a call, a pure function of its sizes, strides and device: tokens are on chip where they fit, if that is
+// done before further launches would have begun (256 kB) or leaves no more than half of the multiprocessors idle.
+inline Form choose(TssaCall& c, const Tensor& w, const Tensor* dout, int32_t device) {
+  Form form;
+  const int count = static_cast<int>(16 / itemsize(c.dtype));
+  form.vectors = tssa_vectors(w, count) && (dout == nullptr || tssa_vectors(*dout, count));
+  set_lanes(c, form.vectors ? count : 1);
+  if (form.vectors) put_on_chip(c, dout != nullptr, device, form);
+  if (form.cluster > 1) {
+    const Launch l = {form.cluster, form.threads, form.shared_bytes, form.cluster, current_stream(device)};
+    with_access(c, true, [&](auto access) {
+      using Access = decltype(access);
+      if constexpr (Access::kCount > 1) {
+        if (clusters_at_once<Access>(l, dout != nullptr, device) == 0) form.cluster = 0;
+      }
+    });
+  }
+  const int64_t bytes = int64_t{c.seqlen} * c.width * itemsize(c.dtype), busy = int64_t{c.nsequences} * form.cluster;
+  form.fits = form.cluster > 0 && (bytes <= 256 * 1024 || 2 * busy >= multiprocessors(device));
+  if (!form.fits) cut_in_chunks(c, device, form);
+  return form;
+}
+
+inline int64_t chunks(Tensor w, std::optional<Tensor> dout, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
+  const int32_t device = w.get_device_index();
+  const OnDevice on(device);
+  TssaCall c = tssa_call(w, cu_seqlens, max_seqlen);
+  const Form form = choose(c, w, dout.has_value() ? &*dout : nullptr, device);
+  return form.cluster > 0 ? 0 : form.fits ? c.nchunks : -1;
+}
+
+inline void check_fits(const Form& form, const TssaCall& c) {
+  STD_TORCH_CHECK(form.fits, "nheads * head_dim = ", c.width, " needs ", form.shared_bytes,
+                  " bytes of shared memory, more than this device has");
+}
+
+template <class Access>
+void forward_in_chunks(const TssaForward& f, const Access& access, const Launch& l) {
+  const int64_t size = f.call.width + f.call.nheads;
+  launch<tssa_full_fwd_chunk_kernel<Access, TssaStep::energy>>(l, f, access);
+  scan_chunks(f.call, f.sums_1, size, TssaScan::total, l.stream);
+  launch<tssa_full_fwd_chunk_kernel<Access, TssaStep::members>>(l, f, access);
+  scan_chunks(f.call, f.sums_2, size, TssaScan::total, l.stream);
+  launch<tssa_full_fwd_chunk_kernel<Access, TssaStep::output>>(l, f, access);
+}
+
+inline void forward(Tensor w, Tensor temp, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
+                    int64_t max_seqlen, std::optional<Tensor> seed, double dropout_p, Tensor out, Tensor membership,
+                    Tensor energy, Tensor moment, std::optional<Tensor> sums_1, std::optional<Tensor> sums_2) {
+  const int32_t device = w.get_device_index();
+  const OnDevice on(device);
+  TssaForward f = {};
+  f.call = tssa_call(w, temp, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p);
+  const Form form = choose(f.call, w, nullptr, device);
+  check_fits(form, f.call);
+  f.w = tssa_tokens(w, cu_seqlens.has_value());
+  f.out = tssa_tokens(out, cu_seqlens.has_value());
+  f.membership = tssa_floats(membership);
+  f.energy = tssa_floats(energy);
+  f.moment = tssa_floats(moment);
+  f.sums_1 = tssa_floats(sums_1);
+  f.sums_2 = tssa_floats(sums_2);
+  Launch l = {int64_t{f.call.nsequences} * form.cluster, form.threads, form.shared_bytes, std::max(form.cluster, 1),
+              current_stream(device)};
+  with_access(f.call, form.vectors, [&](auto access) {
+    using Access = decltype(access);
+    if constexpr (Access::kCount > 1) {
+      if (form.cluster > 0) return launch<tssa_full_fwd_resident_kernel<Access>>(l, f, access);
+    }
+    check_sums("sums_1", sums_1, f.call, f.call.width + f.call.nheads);
+    check_sums("sums_2", sums_2, f.call, f.call.width + f.call.nheads);
+    l.grid = int64_t{f.call.nsequences} * f.call.nchunks;
+    forward_in_chunks(f, access, l);
+  });
+}
+
+template <class Access>
+void backward_in_chunks(const TssaBackward& b, const Access& access, const Launch& l) {
+  const int64_t size = b.call.width + b.call.nheads;
+  launch<tssa_full_bwd_chunk_kernel<Access, TssaBackwardStep::dgate>>(l, b, access);
+  scan_chunks(b.call, b.sums_1, size, TssaScan::total, l.stream);
+  launch<tssa_full_bwd_chunk_kernel<Access, TssaBackwardStep::dlogit>>(l, b, access);
+  scan_chunks(b.call, b.sums_2, size, TssaScan::total, l.stream);
+  launch<tssa_full_bwd_chunk_kernel<Access, TssaBackwardStep::dw>>(l, b, access);
+}
+
+inline void backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor temp, Tensor membership,
+                     Tensor energy, Tensor moment, std::optional<Tensor> key_padding_mask,
+                     std::optional<Tensor> cu_seqlens, int64_t max_seqlen, std::optional<Tensor> seed, double dropout_p,
+                     Tensor dw, Tensor dtemp, std::optional<Tensor> dlogit, std::optional<Tensor> sums_1,
+                     std::optional<Tensor> sums_2) {
+  const int32_t device = w.get_device_index();
+  const OnDevice on(device);
+  TssaBackward b = {};
+  b.call = tssa_call(w, temp, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p);
+  const Form form = choose(b.call, w, &dout, device);
+  check_fits(form, b.call);
+  b.w = tssa_tokens(w, cu_seqlens.has_value());
+  b.dout = tssa_tokens(dout, cu_seqlens.has_value());
+  b.dw = tssa_tokens(dw, cu_seqlens.has_value());
+  b.membership = tssa_floats(membership);
+  b.dmembership = tssa_floats(dmembership);
+  b.energy = tssa_floats(energy);
+  b.moment = tssa_floats(moment);
+  b.dtemp = tssa_floats(dtemp);
+  b.dlogit = tssa_floats(dlogit);
+  b.sums_1 = tssa_floats(sums_1);
+  b.sums_2 = tssa_floats(sums_2);
+  Launch l = {int64_t{b.call.nsequences} * form.cluster, form.threads, form.shared_bytes, std::max(form.cluster, 1),
+              current_stream(device)};
+  with_access(b.call, form.vectors, [&](auto access) {
+    using Access = decltype(access);
+    if constexpr (Access::kCount > 1) {
+      if (form.cluster > 0) return launch<tssa_full_bwd_resident_kernel<Access>>(l, b, access);
+    }
+    check_sums("sums_1", sums_1, b.call, b.call.width + b.call.nheads);
+    check_sums("sums_2", sums_2, b.call, b.call.width + b.call.nheads);
+    STD_TORCH_CHECK(dlogit.has_value(), "dlogit must be given where a sequence is cut in chunks");
+    l.grid = int64_t{b.call.nsequences} * b.call.nchunks;
+    backward_in_chunks(b, access, l);
+  });
+}
+
+}  // namespace tssa_full
+}  // namespace crate_kernels

@@ -1,0 +1,61 @@
+// The softmax over the heads of one token, forward and backward, by one warp.
+#pragma once
+
+#include "access.cuh"
+
+namespace crate_kernels {
+
+CRATE_DEVICE double largest_in_warp(double v) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const double other = __shfl_xor_sync(kAllLanes, v, step);
+    v = other > v || other != other ? other : v;
+  }
+  return v;
+}
+
+// Stores the membership, and hands it to also(h, member). logits[h], in fp64: a token that dominates its channels has q
+// near head_dim, and in fp32 the logits of all its heads would lose what tells them apart. It is one number a head.
+template <class Also>
+CRATE_DEVICE void softmax_over_heads(const TssaCall& c, const double* logits, bool seen, const TssaRows& members, int n,
+                                     Also also) {
+  const int lane = threadIdx.x % kWarp;
+  double largest = -HUGE_VAL;
+  for (int h = lane; h < c.nheads; h += kWarp) {
+    const double logit = logits[h];
+    largest = logit > largest || logit != logit ? logit : largest;
+  }
+  largest = largest_in_warp(largest);
+  float total = 0.0f;
+  for (int h = lane; h < c.nheads; h += kWarp) total += expf(static_cast<float>(logits[h] - largest));
+  total = warp_sum(total);
+  for (int h = lane; h < c.nheads; h += kWarp) {
+    // Where no token is there to sum over, out and every gradient vanish with the membership.
+    const float member = seen ? expf(static_cast<float>(logits[h] - largest)) / total : 0.0f;
+    members(n, h) = member;
+    also(h, member);
+  }
+}
+
+// Stores dlogit from dmembers[h], which it changes, and hands it to also(h, dlogit). The mean is taken away twice: of a
+// head that has nearly all of its token, the first difference is mostly the rounding of two large numbers, the
+// membership's from 1 among it; of small ones the second sum is exact enough.
+template <class Also>
+CRATE_DEVICE void softmax_backward(const TssaCall& c, float* dmembers, const TssaRows& members, const TssaRows& dlogit,
+                                   int n, Also also) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int time = 0; time < 2; ++time) {
+    float mean = 0.0f;
+    for (int h = lane; h < c.nheads; h += kWarp) mean += members(n, h) * dmembers[h];
+    mean = warp_sum(mean);
+    for (int h = lane; h < c.nheads; h += kWarp) dmembers[h] -= mean;
+  }
+  for (int h = lane; h < c.nheads; h += kWarp) {
+    const float gradient = members(n, h) * dmembers[h];
+    dlogit(n, h) = gradient;
+    also(h, gradient);
+  }
+}
+
+}  // namespace crate_kernels

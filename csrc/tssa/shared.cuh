@@ -1,0 +1,45 @@
+// How a block's shared memory is cut up: by the launcher, which asks for so much, and by the kernel.
+#pragma once
+
+#include "call.cuh"
+
+namespace crate_kernels {
+
+// Pieces of shared memory, each from 16 bytes on.
+struct TssaShared {
+  int64_t bytes = 0;
+
+  template <class T>
+  __host__ __device__ int64_t take(int64_t count) {
+    const int64_t at = bytes;
+    bytes += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    return at;
+  }
+};
+
+// What sums over columns (8 floats a thread) and the logits of tokens (nheads doubles a warp) need, one at a time.
+__host__ __device__ inline int64_t tssa_scratch(const TssaCall& c, int threads) {
+  const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * c.nheads * 8;
+  return columns > logits ? columns : (logits + 15) / 16 * 16;
+}
+
+// On chip: `tokens` tensors of `rows` tokens, `by_head` numbers a token and head, and sums by channel and head.
+struct TssaResident {
+  int64_t tokens[2], by_head[2], first, second, channels, heads, scratch, bytes;
+
+  __host__ __device__ TssaResident(const TssaCall& c, int rows, int threads, bool backward) {
+    const int copies = backward ? 2 : 1;
+    TssaShared s;
+    for (int i = 0; i < 2; ++i)
+      tokens[i] = s.take<char>(i < copies ? (c.dtype == Dtype::f32 ? 4 : 2) * int64_t{rows} * c.width : 0);
+    for (int i = 0; i < 2; ++i) by_head[i] = s.take<float>(i < copies ? int64_t{rows} * c.nheads : 0);
+    first = s.take<float>(c.width + c.nheads);
+    second = s.take<float>(c.width + c.nheads);
+    channels = s.take<float>(copies * c.width);
+    heads = s.take<float>(c.nheads);
+    scratch = s.take<char>(tssa_scratch(c, threads));
+    bytes = s.bytes;
+  }
+};
+
+}  // namespace crate_kernels
