@@ -55,12 +55,15 @@ inline void put_on_chip(const TssaCall& c, bool backward, int32_t device, Form& 
   }
 }
 
-// Chunks of as many tokens as give every multiprocessor four blocks, from 32 to 256.
-inline void cut_in_chunks(TssaCall& c, int32_t device, Form& form) {
+// Chunks of as many tokens as give every multiprocessor four blocks, from 32 to 256, but of no more than 48 kB: a block
+// looks at a chunk twice in some steps, and what a few hundred blocks look at should still be in the caches.
+inline void cut_in_chunks(TssaCall& c, bool backward, int32_t device, Form& form) {
   form.cluster = 0;
   form.threads = kChunkThreads;
   const int64_t share = int64_t{c.nsequences} * c.seqlen / (4 * multiprocessors(device));
-  c.chunk_size = static_cast<int>(std::clamp<int64_t>((share + 15) / 16 * 16, 32, 256));
+  const int64_t cached = 48 * 1024 / (c.width * itemsize(c.dtype) * (backward ? 2 : 1)) / 16 * 16;
+  c.chunk_size =
+      static_cast<int>(std::min(std::clamp<int64_t>((share + 15) / 16 * 16, 32, 256), std::max<int64_t>(cached, 16)));
   c.nchunks = std::max(1, (c.seqlen + c.chunk_size - 1) / c.chunk_size);
   form.shared_bytes = tssa_scratch(c, kChunkThreads) + (int64_t{c.width} + c.nheads) * sizeof(float);
   form.fits = form.shared_bytes <= shared_limit(device);
@@ -85,7 +88,7 @@ inline Form choose(TssaCall& c, const Tensor& w, const Tensor* dout, int32_t dev
   }
   const int64_t bytes = int64_t{c.seqlen} * c.width * itemsize(c.dtype), busy = int64_t{c.nsequences} * form.cluster;
   form.fits = form.cluster > 0 && (bytes <= 256 * 1024 || 2 * busy >= multiprocessors(device));
-  if (!form.fits) cut_in_chunks(c, device, form);
+  if (!form.fits) cut_in_chunks(c, dout != nullptr, device, form);
   return form;
 }
 
