@@ -29,6 +29,7 @@ inline void cut(TssaCall& c, int chunk_size) {
 // device.
 inline Form choose(TssaCall& c, const Tensor& w, const Tensor* dout, int32_t device) {
   Form form;
+  if (c.width == 0) return form;
   form.vectors = tssa_vectors(w, TssaFours::kCount) && (dout == nullptr || tssa_vectors(*dout, TssaFours::kCount));
   const int count = form.vectors ? TssaFours::kCount : 1, limit = shared_limit(device);
   form.threads = std::clamp((c.width / count + 31) / 32 * 32, 64, dout == nullptr ? 512 : 256);

@@ -73,6 +73,7 @@ inline void cut_in_chunks(TssaCall& c, bool backward, int32_t device, Form& form
 // done before further launches would have begun (256 kB) or leaves no more than half of the multiprocessors idle.
 inline Form choose(TssaCall& c, const Tensor& w, const Tensor* dout, int32_t device) {
   Form form;
+  if (c.width == 0) return form;
   const int count = static_cast<int>(16 / itemsize(c.dtype));
   form.vectors = tssa_vectors(w, count) && (dout == nullptr || tssa_vectors(*dout, count));
   set_lanes(c, form.vectors ? count : 1);

@@ -282,8 +282,8 @@ def test_not_a_number_stays_one(causal, way, backend, going):
 
 @FORMS
 def test_nothing_to_do(causal, backend):
-    for shape in ((2, 3, 0, 16), (0, 3, 5, 16)):
-        inputs = (tokens(*shape), temps(3), *((bias(3, shape[2]),) if causal else ()))
+    for shape in ((2, 3, 0, 16), (0, 3, 5, 16), (2, 3, 5, 0), (2, 0, 5, 16)):
+        inputs = (tokens(*shape), temps(shape[1]), *((bias(*shape[1:3]),) if causal else ()))
         out, membership, dw, *others = outputs_and_gradients(call(causal, backend), *inputs)
         assert (out.shape, membership.shape, dw.shape) == (shape, shape[:3], shape)
         assert not any(t.any() for t in others)

@@ -1,9 +1,9 @@
 """Token-statistics attention by the CUDA library: csrc/tssa.
 
-The library says how a call is cut up: 0 chunks is a sequence on chip, and -1 a token too wide for the device's shared
-memory, for which composite stands in. The workspaces that go with it are allocated here; nothing waits for the device.
-The kernels take tokens and gradients in any strides; what has no channels is small, and given to them contiguous and in
-fp32.
+The library says how a call is cut up: 0 chunks is a sequence on chip, and -1 a token without channels, or too wide for
+the device's shared memory, for which composite stands in. The workspaces that go with it are allocated here; nothing
+waits for the device. The kernels take tokens and gradients in any strides; what has no channels is small, and given to
+them contiguous and in fp32.
 """
 
 from __future__ import annotations
