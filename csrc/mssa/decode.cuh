@@ -1,0 +1,268 @@
+// Decoding with a SubspaceCache: a few new tokens of each head against what the cache holds of it. What limits a step
+// is the memory that the cache is read from, so each cached row is read once, 16 bytes a lane, and stays in registers
+// as key and as value.
+//
+// A row is spread over `lanes` lanes of a warp, whose lanes / 32 slots each walk over keys of their own with a softmax of
+// their own; at the end slots, then warps, then blocks are combined by their largest scores. A block attends with
+// TOKENS new tokens over one of `splits` stretches of the cached sequence; that of the last stretch also attends over
+// the new tokens, where they are, and appends its own to the cache, where no block of this launch reads. The combining
+// kernel advances the lengths, which nothing reads any more by then.
+#pragma once
+
+#include "room.cuh"
+#include "rows.cuh"
+
+namespace crate_kernels {
+namespace decoding {
+
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
+
+struct Call {
+  Rows w, cache, out;
+  float* lse;    // null: not wanted
+  float *part, *statistics;  // of a stretch: sum of weighted rows; largest score and sum of weights
+  const bool* keep;
+  int32_t* lengths;
+  Dtype dtype;
+  int nheads, count, capacity, groups, splits, head_dim, lanes;  // count new tokens in groups of TOKENS
+  float scale;
+};
+
+// Rows of one head.
+template <class T>
+struct Tokens {
+  T* data;
+  int64_t row, channel;
+};
+
+template <class T>
+CRATE_DEVICE Tokens<T> tokens_of(const Rows& t, int batch, int head) {
+  return {static_cast<T*>(t.data) + batch * t.batch + head * t.head, t.row, t.channel};
+}
+
+// A lane's part of a row of whole packs: VECTORS of them.
+template <class T, int VECTORS>
+struct Slice {
+  Pack<T> pack[VECTORS];
+
+  CRATE_DEVICE void load(const Tokens<T>& t, int row, bool exists, int lane, const Call& c) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const int channel = (v * c.lanes + lane) * Pack<T>::kCount;
+      pack[v] = exists && channel < c.head_dim ? load_pack(t.data + row * t.row + channel) : Pack<T>{};
+    }
+  }
+  CRATE_DEVICE float at(int n) const { return to_float(pack[n / Pack<T>::kCount].at[n % Pack<T>::kCount]); }
+};
+
+// The softmax of a new token over the keys that a slot has met; `out` is the lane's part.
+template <int CHANNELS>
+struct Attention {
+  float largest, sum, out[CHANNELS];
+
+  CRATE_DEVICE void shrink_to(float base) {
+    const float shrink = expf(largest - base);
+    sum *= shrink;
+#pragma unroll
+    for (int d = 0; d < CHANNELS; ++d) out[d] *= shrink;
+  }
+  // Any finite number does where there is no key: weights are 0 then and not NaN.
+  CRATE_DEVICE static float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
+  // Add what the slots `step` lanes away have; both sides get the same.
+  CRATE_DEVICE void merge(int step) {
+    const float other = __shfl_xor_sync(kAllLanes, largest, step), both = fmaxf(largest, other);
+    shrink_to(finite(both));
+    largest = both;
+    sum += __shfl_xor_sync(kAllLanes, sum, step);
+#pragma unroll
+    for (int d = 0; d < CHANNELS; ++d) out[d] += __shfl_xor_sync(kAllLanes, out[d], step);
+  }
+};
+
+// Attend with TOKENS tokens over KEYS keys a slot of rows [first, stop); token n may see keys up to `last` + n.
+template <class T, int TOKENS, int VECTORS, int KEYS>
+CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
+                         const Slice<T, VECTORS> (&query)[TOKENS], const Tokens<T>& rows, int first, int stop, int last,
+                         const Call& c) {
+  constexpr int kChannels = VECTORS * Pack<T>::kCount;
+  const int lane = threadIdx.x % c.lanes, slot = threadIdx.x % kWarp / c.lanes, slots = kWarp / c.lanes;
+  Slice<T, VECTORS> row[KEYS];
+#pragma unroll
+  for (int u = 0; u < KEYS; ++u) {
+    const int key = first + u * slots + slot;
+    row[u].load(rows, key, key < stop, lane, c);
+  }
+#pragma unroll
+  for (int n = 0; n < TOKENS; ++n) {
+    float p[KEYS] = {};
+#pragma unroll
+    for (int d = 0; d < kChannels; ++d) {
+      const float q = query[n].at(d);
+#pragma unroll
+      for (int u = 0; u < KEYS; ++u) p[u] += q * row[u].at(d);
+    }
+    for (int step = c.lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int u = 0; u < KEYS; ++u) p[u] += __shfl_xor_sync(kAllLanes, p[u], step);
+    }
+    Attention<kChannels>& s = state[n];
+    float largest = s.largest;
+#pragma unroll
+    for (int u = 0; u < KEYS; ++u) {
+      const int key = first + u * slots + slot;
+      p[u] = key < stop && key <= last + n ? __fmul_rn(p[u], c.scale) : -INFINITY;
+      largest = fmaxf(largest, p[u]);
+    }
+    const float base = s.finite(largest);
+    s.shrink_to(base);
+    s.largest = largest;
+    float sum = 0.0f;
+#pragma unroll
+    for (int u = 0; u < KEYS; ++u) sum += p[u] = expf(p[u] - base);
+    s.sum += sum;
+#pragma unroll
+    for (int d = 0; d < kChannels; ++d) {
+      float weighted = 0.0f;
+#pragma unroll
+      for (int u = 0; u < KEYS; ++u) weighted += p[u] * row[u].at(d);
+      s.out[d] += weighted;
+    }
+  }
+}
+
+// Floats of shared memory: of every warp and token the weighted rows, the largest score and the sum.
+inline int64_t decode_shared(int tokens, int head_dim) {
+  return static_cast<int64_t>(sizeof(float)) * kWarps * tokens * (head_dim + 2);
+}
+
+// Write what TOKENS new tokens get from one stretch: part (heads, splits, count, head_dim), statistics (..., 2).
+template <class T, int TOKENS, int VECTORS>
+__global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Call c) {
+  constexpr int kCount = Pack<T>::kCount, kChannels = VECTORS * kCount, kKeys = TOKENS == 1 ? 8 : 4;
+  const int split = blockIdx.x % c.splits, place = blockIdx.x / c.splits;
+  const int head = place / c.groups, token = place % c.groups * TOKENS;
+  const int batch = head / c.nheads, warp = threadIdx.x / kWarp, lane = threadIdx.x % c.lanes;
+  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
+
+  Slice<T, VECTORS> query[TOKENS];
+  Attention<kChannels> state[TOKENS];
+#pragma unroll
+  for (int n = 0; n < TOKENS; ++n) {
+    query[n].load(w, token + n, token + n < c.count, lane, c);
+    state[n].largest = -INFINITY;
+    state[n].sum = 0.0f;
+#pragma unroll
+    for (int d = 0; d < kChannels; ++d) state[n].out[d] = 0.0f;
+  }
+
+  const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once
+  const int stretch = (room.held + c.splits - 1) / c.splits, begin = split * stretch;
+  const int end = begin + stretch < room.held ? begin + stretch : room.held;
+  for (int first = begin + warp * step; first < end; first += kWarps * step) {
+    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, room.held, c);
+  }
+  if (split == c.splits - 1) {
+    const int seen = token + TOKENS < room.appended ? token + TOKENS : room.appended;
+    for (int first = warp * step; first < seen; first += kWarps * step) {
+      attend<T, TOKENS, VECTORS, kKeys>(state, query, w, first, seen, token, c);
+    }
+    for (int n = threadIdx.x; n < TOKENS * c.head_dim; n += kThreads) {
+      const int row = token + n / c.head_dim, d = n % c.head_dim;
+      if (row < room.appended) {
+        cache.data[(room.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+      }
+    }
+  }
+
+  float* const left = reinterpret_cast<float*>(shared_memory());  // (kWarps, TOKENS, head_dim + 2)
+#pragma unroll
+  for (int n = 0; n < TOKENS; ++n) {
+    for (int other = c.lanes; other < static_cast<int>(kWarp); other *= 2) state[n].merge(other);
+    float* const mine = left + (warp * TOKENS + n) * (c.head_dim + 2);
+    if (threadIdx.x % kWarp >= static_cast<unsigned>(c.lanes)) continue;
+#pragma unroll
+    for (int d = 0; d < kChannels; ++d) {
+      const int channel = (d / kCount * c.lanes + lane) * kCount + d % kCount;
+      if (channel < c.head_dim) mine[channel] = state[n].out[d];
+    }
+    if (lane == 0) {
+      mine[c.head_dim] = state[n].largest;
+      mine[c.head_dim + 1] = state[n].sum;
+    }
+  }
+  __syncthreads();
+  const int tokens = c.count - token < TOKENS ? c.count - token : TOKENS;
+  for (int n = threadIdx.x; n < tokens * c.head_dim; n += kThreads) {
+    const int which = n / c.head_dim, d = n % c.head_dim;
+    const float* const first = left + which * (c.head_dim + 2);
+    const int pitch = TOKENS * (c.head_dim + 2);
+    float largest = -INFINITY, sum = 0.0f, out = 0.0f;
+    for (int k = 0; k < kWarps; ++k) largest = fmaxf(largest, first[k * pitch + c.head_dim]);
+    const float base = Attention<1>::finite(largest);
+    for (int k = 0; k < kWarps; ++k) {
+      const float share = expf(first[k * pitch + c.head_dim] - base);
+      sum += first[k * pitch + c.head_dim + 1] * share;
+      out += first[k * pitch + d] * share;
+    }
+    const int64_t row = (static_cast<int64_t>(head) * c.splits + split) * c.count + token + which;
+    c.part[row * c.head_dim + d] = out;
+    if (d == 0) {
+      c.statistics[2 * row] = largest;
+      c.statistics[2 * row + 1] = sum;
+    }
+  }
+}
+
+CRATE_DEVICE void advance(const Call& c, int batch) {
+  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  if (threadIdx.x == 0) c.lengths[batch] = room.held + room.appended;
+}
+
+// Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
+template <class T>
+__global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Call c) {
+  const int token = blockIdx.x % c.count, head = blockIdx.x / c.count, batch = head / c.nheads;
+  const int64_t first = static_cast<int64_t>(head) * c.splits * c.count + token;
+  float largest = -INFINITY, sum = 0.0f, out = 0.0f;
+  for (int n = 0; n < c.splits; ++n) largest = fmaxf(largest, c.statistics[2 * (first + n * c.count)]);
+  const float base = Attention<1>::finite(largest);
+  const int d = threadIdx.x;
+  for (int n = 0; n < c.splits; ++n) {
+    const int64_t row = first + n * c.count;
+    const float share = expf(c.statistics[2 * row] - base);
+    sum += c.statistics[2 * row + 1] * share;
+    if (d < c.head_dim) out += c.part[row * c.head_dim + d] * share;
+  }
+  const bool empty = sum == 0.0f;
+  if (d < c.head_dim) {
+    const Tokens<T> to = tokens_of<T>(c.out, batch, head % c.nheads);
+    to.data[token * to.row + d * to.channel] = from_float<T>(empty ? 0.0f : out / sum);
+  }
+  if (d == 0 && c.lse != nullptr) {
+    c.lse[static_cast<int64_t>(head) * c.count + token] = empty ? -INFINITY : largest + logf(sum);
+  }
+  if (head % c.nheads == 0 && token == 0 && threadIdx.x < kWarp) advance(c, batch);
+}
+
+// Copy the new tokens of a head to the cache and leave the lengths as they are; blocks take `kThreads` tokens each.
+template <class T>
+__global__ void __launch_bounds__(kThreads) mssa_append_kernel(Call c) {
+  const int head = blockIdx.x / c.groups, start = blockIdx.x % c.groups * kThreads, batch = head / c.nheads;
+  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
+  const int rows = room.appended - start < kThreads ? room.appended - start : kThreads;
+  for (int n = threadIdx.x; n < rows * c.head_dim; n += kThreads) {
+    const int64_t row = start + n / c.head_dim, d = n % c.head_dim;
+    cache.data[(room.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+  }
+}
+
+// Advance the lengths, a warp each.
+__global__ void __launch_bounds__(kWarp) mssa_advance_kernel(Call c) {
+  advance(c, blockIdx.x);
+}
+
+}  // namespace decoding
+}  // namespace crate_kernels

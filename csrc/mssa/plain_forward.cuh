@@ -1,0 +1,198 @@
+// The forward of subspace attention by fp32 products: the usual softmax with a running maximum; for phi = "threshold" a
+// pass for maximum and sum, and another in which the weights above the threshold are added up.
+#pragma once
+
+#include "plain.cuh"
+#include "room.cuh"
+
+namespace crate_kernels {
+namespace plain {
+
+constexpr int64_t kForwardShared = sizeof(float) * ((kOwned + kTile) * kPitch + kOwned * kWeightPitch);
+
+// s += rows of `own` times rows of `tile`, channel by channel.
+CRATE_DEVICE void add_scores(float (&s)[kPart][kPart], const float* own, const float* tile, const Thread& t,
+                             int channels) {
+#pragma unroll 1
+  for (int c = 0; c < channels; c += 4) {
+    float a[kPart][4], b[kPart][4];
+#pragma unroll
+    for (int n = 0; n < kPart; ++n) {
+      load4(own + t.row_at(n) * kPitch + c, a[n]);
+      load4(tile + t.column_at(n) * kPitch + c, b[n]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) s[i][j] += a[i][k] * b[j][k];
+      }
+    }
+  }
+}
+
+// A row's softmax so far; the sum is of the thread's own columns.
+struct Softmax {
+  float largest = -INFINITY, sum = 0.0f;
+};
+
+// The sum over the lanes that share a row.
+CRATE_DEVICE float row_sum(float v) {
+#pragma unroll
+  for (int step = kColumnLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
+  return v;
+}
+
+// Turn scores into weights relative to the row's largest score, and return by what everything before shrinks.
+CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
+  float largest = row.largest;
+#pragma unroll
+  for (int j = 0; j < kPart; ++j) largest = fmaxf(largest, s[j]);
+#pragma unroll
+  for (int step = kColumnLanes / 2; step > 0; step /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  // Without a key so far any finite number does: the weights are 0 and not NaN.
+  const float base = largest == -INFINITY ? 0.0f : largest, shrink = expf(row.largest - base);
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kPart; ++j) sum += s[j] = expf(s[j] - base);
+  row.largest = largest;
+  row.sum = row.sum * shrink + sum;
+  return shrink;
+}
+
+template <int CHUNKS>
+__global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
+  float* const own = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
+  float* const tile = own + kOwned * kPitch;               // (kTile, kChunk)
+  float* const weights = tile + kTile * kPitch;            // (kOwned, kTile), each warp its rows
+
+  const Place place = place_of(c);
+  const Head h = head_of(c, place.head);
+  // The longest rows of the causal form first: they are what the last blocks would wait for.
+  const int start = (c.causal ? c.blocks - 1 - place.block : place.block) * kOwned;
+  if (place.group == 0) zero_uncovered(c, c.out, c.lse, h, place.block);
+  if (start >= h.length) return;
+
+  // Keys before the first new token: what the cache holds.
+  int before = 0, keys = h.length;
+  if (c.held != nullptr) {
+    const Room room = room_of(c.held[h.batch], c.keep, h.batch, c.seqlen, c.capacity);
+    before = room.held;
+    keys = room.held + room.appended;
+  }
+  const bool* const keep = c.held == nullptr && c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen
+                                                                   : nullptr;
+  const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
+  const int last = before + start + kOwned, stop = c.causal && last < keys ? last : keys;
+  const int first_chunk = place.group * CHUNKS;
+  const Thread t;
+  Softmax row[kPart];
+  float acc[CHUNKS][kPart][kColumns] = {};
+
+  const int passes = c.threshold >= 0.0f ? 2 : 1;
+  for (int pass = 0; pass < passes; ++pass) {
+    if (pass == 1) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) row[i].sum = row_sum(row[i].sum);
+    }
+    for (int first = 0; first < stop; first += kTile) {
+      float s[kPart][kPart] = {};
+      int staged = 0;
+      for (; staged * kChunk < c.head_dim; ++staged) {
+        __syncthreads();
+        if (CHUNKS > 1 || first + pass == 0) stage<kOwned>(c, own, queries_at, start, h.length, staged * kChunk);
+        stage<kTile>(c, tile, keys_at, first, keys, staged * kChunk);
+        __syncthreads();
+        add_scores(s, own, tile, t, channels_of(c, staged));
+      }
+      --staged;
+
+      bool seen[kPart];
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        const int key = first + t.column_at(j);
+        seen[j] = key < stop && (keep == nullptr || keep[key]);
+      }
+      float shrink[kPart];
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+        const int query = start + t.row_at(i);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) {
+          const int key = first + t.column_at(j);
+          const bool allowed = seen[j] && (!c.causal || key <= before + query);
+          s[i][j] = allowed ? scaled(s[i][j], c.scale) : -INFINITY;
+        }
+        shrink[i] = 1.0f;
+        if (pass == 0) {
+          shrink[i] = weigh(s[i], row[i]);
+        } else {
+          // Against the sum, not divided by it: a probability equal to the threshold is not above it.
+          const float least = c.threshold * row[i].sum;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) s[i][j] = expf(s[i][j] - row[i].largest) > least ? 1.0f : 0.0f;
+        }
+      }
+      if (pass < passes - 1) continue;
+      if (c.seed != nullptr) {
+        const uint32_t kept = keep_bits(c, h, start + t.row, first + t.column, true);
+#pragma unroll
+        for (int n = 0; n < kPart * kPart; ++n) {
+          if ((kept >> n & 1) == 0) s[n / kPart][n % kPart] = 0.0f;
+        }
+      }
+      __syncwarp();  // the last tile's weights have been read
+      put_weights(weights, s, t);
+      __syncwarp();
+      const int count = stop - first < kTile ? (stop - first + 3) / 4 * 4 : kTile;
+#pragma unroll
+      for (int n = CHUNKS - 1; n >= 0; --n) {
+        const int chunk = first_chunk + n;
+        if (chunk * kChunk >= c.head_dim) continue;
+        if (chunk != staged) {
+          __syncthreads();
+          stage<kTile>(c, tile, keys_at, first, keys, chunk * kChunk);
+          __syncthreads();
+        }
+        float sum[kPart][kColumns] = {};
+        add_weighted(sum, weights, tile, t, count);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) {
+            acc[n][i][k] = acc[n][i][k] * shrink[i] + sum[i][k];
+          }
+        }
+      }
+    }
+  }
+
+  const HeadRows out_at = rows_of(c, c.out, h);
+#pragma unroll
+  for (int i = 0; i < kPart; ++i) {
+    const float sum = passes == 2 ? row[i].sum : row_sum(row[i].sum);
+    const int query = start + t.row_at(i);
+    if (query >= h.length) continue;
+    const bool empty = sum == 0.0f;
+    const float factor = empty ? 0.0f : c.keep_factor * (passes == 2 ? c.threshold : 1.0f / sum);
+    if (c.lse != nullptr && place.group == 0 && t.column == 0) {
+      c.lse[number_of(c, h) + query] = empty ? -INFINITY : row[i].largest + logf(sum);
+    }
+#pragma unroll
+    for (int n = 0; n < CHUNKS; ++n) {
+#pragma unroll
+      for (int m = 0; m < kChunk / 32; ++m) {
+        float v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] = acc[n][i][4 * m + k] * factor;
+        store(c, out_at, query, (first_chunk + n) * kChunk + 32 * m + 4 * t.column, v);
+      }
+    }
+  }
+}
+
+}  // namespace plain
+}  // namespace crate_kernels
