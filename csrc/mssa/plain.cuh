@@ -199,6 +199,16 @@ CRATE_DEVICE int channels_of(const Call& c, int chunk) {
   return left < kChunk ? left : kChunk;
 }
 
+// Scores of wide heads are summed up chunk by chunk, and in the backward as in the forward: hundreds of squares added to
+// one number, as on the diagonal, would lose digits.
+CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][kPart]) {
+#pragma unroll
+  for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) s[i][j] += sum[i][j];
+  }
+}
+
 // sum += weights tile: a thread's 4 rows, and of the kChunk columns fours that are 32 apart. Summed up from 0 for each
 // tile, for an output that thousands of tiles were added to one weight at a time would lose digits.
 CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weights, const float* tile,

@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
   const Place place = place_of(c);
   const Head h = head_of(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
+  const int chunks = CHUNKS == 1 ? 1 : (c.head_dim + kChunk - 1) / kChunk;
   if (place.group == 0) zero_uncovered(c, c.dw, nullptr, h, place.block);
   if (start >= h.length) return;
   const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
     const bool as_keys = !c.causal || first + kTile > start, as_queries = c.scores && (!c.causal || first < start + kOwned);
     float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
     int staged = 0;
-    for (; staged * kChunk < c.head_dim; ++staged) {
+    for (; staged < chunks; ++staged) {
       const int channel = staged * kChunk, channels = channels_of(c, staged);
       __syncthreads();
       if (CHUNKS > 1 || first == (c.causal && !c.scores ? start : 0)) {
@@ -134,15 +135,17 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
       stage<kTile>(c, tile_w, w_at, first, h.length, channel);
       if (c.values) stage<kTile>(c, tile_g, g_at, first, h.length, channel);
       __syncthreads();
+      float sum[kPart][kPart] = {};
       if (!c.products) {
-        add_products<false, false>(s, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<false, false>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
       } else if (as_keys && as_queries) {
-        add_products<true, true>(s, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<true, true>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
       } else if (as_keys) {
-        add_products<true, false>(s, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<true, false>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
       } else {
-        add_products<false, true>(s, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<false, true>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
       }
+      add_chunk(s, sum);
     }
     --staged;
 

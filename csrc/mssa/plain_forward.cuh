@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
   const int last = before + start + kOwned, stop = c.causal && last < keys ? last : keys;
   const int first_chunk = place.group * CHUNKS;
+  const int chunks = CHUNKS == 1 ? 1 : (c.head_dim + kChunk - 1) / kChunk;
   const Thread t;
   Softmax row[kPart];
   float acc[CHUNKS][kPart][kColumns] = {};
@@ -101,12 +102,14 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
     for (int first = 0; first < stop; first += kTile) {
       float s[kPart][kPart] = {};
       int staged = 0;
-      for (; staged * kChunk < c.head_dim; ++staged) {
+      for (; staged < chunks; ++staged) {
         __syncthreads();
         if (CHUNKS > 1 || first + pass == 0) stage<kOwned>(c, own, queries_at, start, h.length, staged * kChunk);
         stage<kTile>(c, tile, keys_at, first, keys, staged * kChunk);
         __syncthreads();
-        add_scores(s, own, tile, t, channels_of(c, staged));
+        float sum[kPart][kPart] = {};
+        add_scores(sum, own, tile, t, channels_of(c, staged));
+        add_chunk(s, sum);
       }
       --staged;
 
