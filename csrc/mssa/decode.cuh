@@ -2,8 +2,8 @@
 // is the memory that the cache is read from, so each cached row is read once, 16 bytes a lane, and stays in registers
 // as key and as value.
 //
-// A row is spread over `lanes` lanes of a warp, whose lanes / 32 slots each walk over keys of their own with a softmax of
-// their own; at the end slots, then warps, then blocks are combined by their largest scores. A block attends with
+// A row is spread over `lanes` lanes of a warp, whose lanes / 32 slots each walk over keys of their own with a softmax
+// of their own; at the end slots, then warps, then blocks are combined by their largest scores. A block attends with
 // TOKENS new tokens over one of `splits` stretches of the cached sequence; that of the last stretch also attends over
 // the new tokens, where they are, and appends its own to the cache, where no block of this launch reads. The combining
 // kernel advances the lengths, which nothing reads any more by then.
@@ -19,7 +19,7 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 
 struct Call {
   Rows w, cache, out;
-  float* lse;    // null: not wanted
+  float* lse;                // null: not wanted
   float *part, *statistics;  // of a stretch: sum of weighted rows; largest score and sum of weights
   const bool* keep;
   int32_t* lengths;
@@ -213,55 +213,6 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
       c.statistics[2 * row + 1] = sum;
     }
   }
-}
-
-CRATE_DEVICE void advance(const Call& c, int batch) {
-  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
-  if (threadIdx.x == 0) c.lengths[batch] = room.held + room.appended;
-}
-
-// Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
-template <class T>
-__global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Call c) {
-  const int token = blockIdx.x % c.count, head = blockIdx.x / c.count, batch = head / c.nheads;
-  const int64_t first = static_cast<int64_t>(head) * c.splits * c.count + token;
-  float largest = -INFINITY, sum = 0.0f, out = 0.0f;
-  for (int n = 0; n < c.splits; ++n) largest = fmaxf(largest, c.statistics[2 * (first + n * c.count)]);
-  const float base = Attention<1>::finite(largest);
-  const int d = threadIdx.x;
-  for (int n = 0; n < c.splits; ++n) {
-    const int64_t row = first + n * c.count;
-    const float share = expf(c.statistics[2 * row] - base);
-    sum += c.statistics[2 * row + 1] * share;
-    if (d < c.head_dim) out += c.part[row * c.head_dim + d] * share;
-  }
-  const bool empty = sum == 0.0f;
-  if (d < c.head_dim) {
-    const Tokens<T> to = tokens_of<T>(c.out, batch, head % c.nheads);
-    to.data[token * to.row + d * to.channel] = from_float<T>(empty ? 0.0f : out / sum);
-  }
-  if (d == 0 && c.lse != nullptr) {
-    c.lse[static_cast<int64_t>(head) * c.count + token] = empty ? -INFINITY : largest + logf(sum);
-  }
-  if (head % c.nheads == 0 && token == 0 && threadIdx.x < kWarp) advance(c, batch);
-}
-
-// Copy the new tokens of a head to the cache and leave the lengths as they are; blocks take `kThreads` tokens each.
-template <class T>
-__global__ void __launch_bounds__(kThreads) mssa_append_kernel(Call c) {
-  const int head = blockIdx.x / c.groups, start = blockIdx.x % c.groups * kThreads, batch = head / c.nheads;
-  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
-  const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
-  const int rows = room.appended - start < kThreads ? room.appended - start : kThreads;
-  for (int n = threadIdx.x; n < rows * c.head_dim; n += kThreads) {
-    const int64_t row = start + n / c.head_dim, d = n % c.head_dim;
-    cache.data[(room.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
-  }
-}
-
-// Advance the lengths, a warp each.
-__global__ void __launch_bounds__(kWarp) mssa_advance_kernel(Call c) {
-  advance(c, blockIdx.x);
 }
 
 }  // namespace decoding

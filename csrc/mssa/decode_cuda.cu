@@ -1,5 +1,5 @@
 // The CUDA ops of decoding: append new tokens to a cache and attend over it, without waiting for the device.
-#include "decode.cuh"
+#include "decode_combine.cuh"
 
 namespace crate_kernels {
 namespace {
@@ -37,9 +37,10 @@ void launch_decode(Call c, int64_t heads, cudaStream_t stream) {
   }
 }
 
-// Rows of tokens must be whole packs of 16 bytes. `part` (heads, splits, new, head_dim) and `statistics` (heads, splits, new, 2) are scratch; lse may be empty.
-void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale,
-            Tensor part, Tensor statistics, Tensor out, Tensor lse) {
+// Rows of tokens must be whole packs of 16 bytes. `part` (heads, splits, new, head_dim) and `statistics` (heads,
+// splits, new, 2) are scratch; lse may be empty.
+void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale, Tensor part,
+            Tensor statistics, Tensor out, Tensor lse) {
   const int32_t device = w.get_device_index();
   const OnDevice on(device);
   Call c = call_of(w, data, lengths, key_padding_mask);

@@ -2,8 +2,8 @@
 // GPUs before sm_80, and everything else that another kernel refuses.
 //
 // A block of kThreads owns kOwned rows of one head and walks over tiles of kTile rows. Both are staged in shared memory
-// as fp32, kChunk channels at a time, so that the same shared memory, less than Turing's 64 KB, serves every head_dim; a
-// tile is key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, columns 8 apart,
+// as fp32, kChunk channels at a time, so that the same shared memory, less than Turing's 64 KB, serves every head_dim;
+// a tile is key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, columns 8 apart,
 // which with these pitches is free of bank conflicts. Of the output a block has up to CHUNKS chunks, as many as there
 // are registers for: heads wider than that are cut into groups of chunks, whose blocks find the scores each for itself.
 #pragma once
@@ -18,12 +18,12 @@ namespace crate_kernels {
 namespace plain {
 
 constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunk = 64;
-constexpr int kPart = 4;                  // rows and columns of a thread
-constexpr int kColumnLanes = 8;           // lanes of a warp along a row
-constexpr int kWarpRows = 16;             // rows of a warp
-constexpr int kWeightPitch = kTile + 8;   // floats between rows of weights in shared memory
+constexpr int kPart = 4;                 // rows and columns of a thread
+constexpr int kColumnLanes = 8;          // lanes of a warp along a row
+constexpr int kWarpRows = 16;            // rows of a warp
+constexpr int kWeightPitch = kTile + 8;  // floats between rows of weights in shared memory
 
-constexpr int kPitch = kChunk + 4;       // floats between staged rows: odd in units of 16 bytes
+constexpr int kPitch = kChunk + 4;               // floats between staged rows: odd in units of 16 bytes
 constexpr int kColumns = kChunk / kColumnLanes;  // of a chunk of the output, of a thread
 
 // A call; the tensors that a kernel does not have are null.
@@ -38,7 +38,7 @@ struct Call {
   uint64_t keep_from;
   Dtype dtype;
   int sequences, nheads, seqlen, head_dim;
-  int blocks, groups;  // of rows, and of chunks of the output
+  int blocks, groups;                   // of rows, and of chunks of the output
   float scale, threshold, keep_factor;  // threshold < 0: softmax
   bool causal, values, products, scores;
   const int32_t* held;  // tokens in the cache, of each sequence, before the `seqlen` new ones; then keep is of those
@@ -92,185 +92,6 @@ struct HeadRows {
 CRATE_DEVICE HeadRows rows_of(const Call& c, const Rows& t, const Head& h) {
   const int64_t offset = (c.cu_seqlens != nullptr ? 0 : h.batch * t.batch) + h.head * t.head + h.first * t.row;
   return {static_cast<char*>(t.data) + offset * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
-}
-
-CRATE_DEVICE float element(const Call& c, const char* data, int64_t offset) {
-  if (c.dtype == Dtype::f32) return reinterpret_cast<const float*>(data)[offset];
-  if (c.dtype == Dtype::bf16) return to_float(reinterpret_cast<const bf16*>(data)[offset]);
-  return to_float(reinterpret_cast<const fp16*>(data)[offset]);
-}
-
-template <class T>
-CRATE_DEVICE void put_halves(float* to, const uint4& bits) {
-  const float2 a = unpack_pair<T>(bits.x), b = unpack_pair<T>(bits.y);
-  const float2 c = unpack_pair<T>(bits.z), d = unpack_pair<T>(bits.w);
-  *reinterpret_cast<float4*>(to) = make_float4(a.x, a.y, b.x, b.y);
-  *reinterpret_cast<float4*>(to + 4) = make_float4(c.x, c.y, d.x, d.y);
-}
-
-// Copy channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory; what does not exist is 0. The
-// dtype is no template argument: it costs a branch for 16 bytes, and would cost three times as many kernels.
-template <int ROWS>
-CRATE_DEVICE void stage(const Call& c, float* tile, const HeadRows& t, int first, int length, int channel) {
-  if (!t.wide) {
-#pragma unroll 1
-    for (int n = threadIdx.x; n < ROWS * kChunk; n += kThreads) {
-      const int row = n / kChunk, d = n % kChunk;
-      const bool exists = first + row < length && channel + d < c.head_dim;
-      const int64_t offset = (first + row) * t.row + (channel + d) * t.channel;
-      tile[row * kPitch + d] = exists ? element(c, t.data, offset) : 0.0f;
-    }
-    return;
-  }
-  const bool whole = c.dtype == Dtype::f32;
-  const int packs = whole ? kChunk / 4 : kChunk / 8, shift = whole ? 4 : 3;  // of a row
-#pragma unroll 4
-  for (int n = threadIdx.x; n < ROWS * packs; n += kThreads) {
-    const int row = n >> shift, pack = n & (packs - 1), d = channel + pack * (whole ? 4 : 8);
-    uint4 bits = make_uint4(0, 0, 0, 0);
-    if (first + row < length && d < c.head_dim) {
-      const int64_t offset = (first + row) * t.row + d;
-      bits = *reinterpret_cast<const uint4*>(t.data + offset * (whole ? 4 : 2));
-    }
-    float* const to = tile + row * kPitch + d - channel;
-    if (whole) {
-      *reinterpret_cast<uint4*>(to) = bits;
-    } else if (c.dtype == Dtype::bf16) {
-      put_halves<bf16>(to, bits);
-    } else {
-      put_halves<fp16>(to, bits);
-    }
-  }
-}
-
-template <class T>
-CRATE_DEVICE void store_as(const HeadRows& t, int64_t row, int channel, const float (&v)[4], int head_dim) {
-  T* const to = reinterpret_cast<T*>(t.data) + row * t.row + channel * t.channel;
-  if (t.wide) {
-    if (channel >= head_dim) return;
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-    } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]));
-    }
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (channel + k < head_dim) to[k * t.channel] = from_float<T>(v[k]);
-  }
-}
-
-// Write 4 channels of a row.
-CRATE_DEVICE void store(const Call& c, const HeadRows& t, int64_t row, int channel, const float (&v)[4]) {
-  if (c.dtype == Dtype::f32) {
-    store_as<float>(t, row, channel, v, c.head_dim);
-  } else if (c.dtype == Dtype::bf16) {
-    store_as<bf16>(t, row, channel, v, c.head_dim);
-  } else {
-    store_as<fp16>(t, row, channel, v, c.head_dim);
-  }
-}
-
-CRATE_DEVICE void load4(const float* from, float (&v)[4]) {
-  const float4 a = *reinterpret_cast<const float4*>(from);
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-}
-
-// Rounded before anything is subtracted, in the forward as in the backward: the weight of a row's only key is then
-// exactly 1 in both.
-CRATE_DEVICE float scaled(float s, float scale) {
-  return __fmul_rn(s, scale);
-}
-
-// A thread's place in its block.
-struct Thread {
-  int row, column;  // of its first score; the others are 4 rows and 8 columns apart
-  CRATE_DEVICE Thread()
-      : row(threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kColumnLanes),
-        column(threadIdx.x % kColumnLanes) {}
-  CRATE_DEVICE int row_at(int i) const { return row + 4 * i; }
-  CRATE_DEVICE int column_at(int j) const { return column + kColumnLanes * j; }
-};
-
-// Channels of a chunk that exist, in fours.
-CRATE_DEVICE int channels_of(const Call& c, int chunk) {
-  const int left = (c.head_dim - chunk * kChunk + 3) / 4 * 4;
-  return left < kChunk ? left : kChunk;
-}
-
-// Scores of wide heads are summed up chunk by chunk, and in the backward as in the forward: hundreds of squares added to
-// one number, as on the diagonal, would lose digits.
-CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][kPart]) {
-#pragma unroll
-  for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) s[i][j] += sum[i][j];
-  }
-}
-
-// sum += weights tile: a thread's 4 rows, and of the kChunk columns fours that are 32 apart. Summed up from 0 for each
-// tile, for an output that thousands of tiles were added to one weight at a time would lose digits.
-CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weights, const float* tile,
-                               const Thread& t, int count) {
-  const float* const row = weights + t.row * kWeightPitch;
-  const float* const columns = tile + 4 * t.column;
-#pragma unroll 1
-  for (int n = 0; n < count; n += 4) {
-    float p[kPart][4];
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) load4(row + 4 * i * kWeightPitch + n, p[i]);
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-#pragma unroll
-      for (int m = 0; m < kChunk / 32; ++m) {
-        float v[4];
-        load4(columns + (n + u) * kPitch + 32 * m, v);
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sum[i][4 * m + k] += p[i][u] * v[k];
-        }
-      }
-    }
-  }
-}
-
-// Leave a thread's part of a tile of weights where its warp finds them.
-CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], const Thread& t) {
-#pragma unroll
-  for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) weights[t.row_at(i) * kWeightPitch + t.column_at(j)] = p[i][j];
-  }
-}
-
-// Which of a thread's weights dropout keeps: bit kPart * i + j for row first_row + 4 i as query and column first_column
-// + 8 j as key, or the other way round. Not unrolled: it would be most of the kernel.
-CRATE_DEVICE uint32_t keep_bits(const Call& c, const Head& h, int row, int column, bool row_is_query) {
-  if (c.seed == nullptr) return 0xffff;
-  const uint64_t seed = *c.seed;
-  uint32_t bits = 0;
-#pragma unroll 1
-  for (int n = 0; n < kPart * kPart; ++n) {
-    const uint32_t r = row + 4 * (n / kPart), s = column + kColumnLanes * (n % kPart);
-    const uint32_t word = philox_word0(seed, row_is_query ? s : r, row_is_query ? r : s, h.batch * c.nheads + h.head);
-    bits |= static_cast<uint32_t>(word >= c.keep_from) << n;
-  }
-  return bits;
-}
-
-// Zero the packed rows after sequence h that belong to none, which only offsets that do not rise leave.
-CRATE_DEVICE void zero_uncovered(const Call& c, const Rows& tokens, float* numbers, const Head& h, int block) {
-  if (c.cu_seqlens == nullptr) return;
-  const int64_t stop = h.batch == c.sequences - 1 ? c.total : clamped_offset(c, h.batch + 1);
-  const Head whole = {0, h.head, 0, 0};
-  const HeadRows t = rows_of(c, tokens, whole);
-  const float zero[4] = {};
-  for (int64_t row = h.first + h.length + block; row < stop; row += c.blocks) {
-    for (int d = 4 * threadIdx.x; d < c.head_dim; d += 4 * kThreads) store(c, t, row, d, zero);
-    if (numbers != nullptr && threadIdx.x == 0) numbers[h.head * c.total + row] = 0.0f;
-  }
 }
 
 }  // namespace plain

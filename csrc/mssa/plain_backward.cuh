@@ -1,13 +1,14 @@
 // The backward of subspace attention by fp32 products: one accumulator, no atomics, the same bits every time.
 //
 // MATH.md's symbols; g is the gradient of out, L is lse and shift = delta - dlse. A block owns rows j of w, as keys and
-// as queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both directions in it:
+// as queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both directions in
+// it:
 //
 //   P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
 //   dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
 #pragma once
 
-#include "plain.cuh"
+#include "plain_tile.cuh"
 
 namespace crate_kernels {
 namespace plain {
@@ -50,9 +51,9 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_shift_kernel(Call c) {
 
 // s += w_j.w_i, as_key += w_j.g_i where KEY, as_query += g_j.w_i where QUERY; owned rows j, rows i of the tile.
 template <bool KEY, bool QUERY>
-CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][kPart],
-                               float (&as_query)[kPart][kPart], const float* own_w, const float* own_g,
-                               const float* tile_w, const float* tile_g, const Thread& t, int channels) {
+CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][kPart], float (&as_query)[kPart][kPart],
+                               const float* own_w, const float* own_g, const float* tile_w, const float* tile_g,
+                               const Thread& t, int channels) {
 #pragma unroll 1
   for (int c = 0; c < channels; c += 4) {
     float w[kPart][4], g[kPart][4], wi[kPart][4];
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
 
   // Without a gradient of the scores, rows before the owned ones give nothing: these are no keys of theirs.
   for (int first = c.causal && !c.scores ? start : 0; first < h.length; first += kTile) {
-    const bool as_keys = !c.causal || first + kTile > start, as_queries = c.scores && (!c.causal || first < start + kOwned);
+    const bool as_keys = !c.causal || first + kTile > start,
+               as_queries = c.scores && (!c.causal || first < start + kOwned);
     float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
     int staged = 0;
     for (; staged < chunks; ++staged) {

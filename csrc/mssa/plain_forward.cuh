@@ -2,7 +2,7 @@
 // pass for maximum and sum, and another in which the weights above the threshold are added up.
 #pragma once
 
-#include "plain.cuh"
+#include "plain_tile.cuh"
 #include "room.cuh"
 
 namespace crate_kernels {
@@ -66,8 +66,8 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
 template <int CHUNKS>
 __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
   float* const own = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
-  float* const tile = own + kOwned * kPitch;               // (kTile, kChunk)
-  float* const weights = tile + kTile * kPitch;            // (kOwned, kTile), each warp its rows
+  float* const tile = own + kOwned * kPitch;                     // (kTile, kChunk)
+  float* const weights = tile + kTile * kPitch;                  // (kOwned, kTile), each warp its rows
 
   const Place place = place_of(c);
   const Head h = head_of(c, place.head);
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
     before = room.held;
     keys = room.held + room.appended;
   }
-  const bool* const keep = c.held == nullptr && c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen
-                                                                   : nullptr;
+  const bool* const keep =
+      c.held == nullptr && c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
   const int last = before + start + kOwned, stop = c.causal && last < keys ? last : keys;
   const int first_chunk = place.group * CHUNKS;

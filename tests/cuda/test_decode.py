@@ -1,4 +1,4 @@
-"""Decoding by CUDA kernels under the emulator: what every backend's cache does, and the splits that short caches hide."""
+"""Decoding by CUDA kernels under the emulator: what every cache does, and the splits that short ones hide."""
 
 import pytest
 import torch

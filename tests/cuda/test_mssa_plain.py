@@ -141,6 +141,13 @@ def test_no_order_of_threads_changes_a_bit(plain, device, options, head_dim):
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
+def test_a_probability_equal_to_the_threshold_is_not_above_it(plain):
+    w = torch.ones(1, 1, 64, 16)  # 64 equal weights of 2^-6
+    assert not mssa(w, phi="threshold", threshold=2**-6, backend=plain).any()
+    below = 2**-6 - 2**-20
+    torch.testing.assert_close(mssa(w, phi="threshold", threshold=below, backend=plain), 64 * below * w)
+
+
 @pytest.mark.parametrize("seqlen", [9, 130])
 def test_causal_prefixes_do_not_depend_on_the_future(plain, seqlen):
     common.test_causal_prefixes_do_not_depend_on_the_future(plain, "cpu", seqlen)
