@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
     }
 
     const int count = h.length - first < kTile ? (h.length - first + 3) / 4 * 4 : kTile;
-    __syncwarp();  // the last tile's weights, and the owned rows of this warp, have been read
+    if (CHUNKS > 1) __syncwarp();  // `second` is where the warp has read its owned rows
     put_weights(weights, s, t);
     if (CHUNKS > 1) put_weights(second, gw, t);
     __syncwarp();
@@ -204,22 +204,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
     }
   }
 
-  const HeadRows dw_at = rows_of(c, c.dw, h);
-#pragma unroll
-  for (int n = 0; n < kPart; ++n) {
-    const int j = start + t.row_at(n);
-    if (j >= h.length) continue;
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-#pragma unroll
-      for (int m = 0; m < kChunk / 32; ++m) {
-        float v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] = acc[chunk][n][4 * m + k];
-        store(c, dw_at, j, (first_chunk + chunk) * kChunk + 32 * m + 4 * t.column, v);
-      }
-    }
-  }
+  const float one[kPart] = {1.0f, 1.0f, 1.0f, 1.0f};
+  write_rows(c, own_w, rows_of(c, c.dw, h), acc, one, t, start, h.length, first_chunk);
 }
 
 }  // namespace plain

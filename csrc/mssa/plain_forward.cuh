@@ -147,7 +147,6 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
           if ((kept >> n & 1) == 0) s[n / kPart][n % kPart] = 0.0f;
         }
       }
-      __syncwarp();  // the last tile's weights have been read
       put_weights(weights, s, t);
       __syncwarp();
       const int count = stop - first < kTile ? (stop - first + 3) / 4 * 4 : kTile;
@@ -173,28 +172,18 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
     }
   }
 
-  const HeadRows out_at = rows_of(c, c.out, h);
+  float factor[kPart];
 #pragma unroll
   for (int i = 0; i < kPart; ++i) {
     const float sum = passes == 2 ? row[i].sum : row_sum(row[i].sum);
-    const int query = start + t.row_at(i);
-    if (query >= h.length) continue;
     const bool empty = sum == 0.0f;
-    const float factor = empty ? 0.0f : c.keep_factor * (passes == 2 ? c.threshold : 1.0f / sum);
-    if (c.lse != nullptr && place.group == 0 && t.column == 0) {
+    const int query = start + t.row_at(i);
+    factor[i] = empty ? 0.0f : c.keep_factor * (passes == 2 ? c.threshold : 1.0f / sum);
+    if (c.lse != nullptr && place.group == 0 && t.column == 0 && query < h.length) {
       c.lse[number_of(c, h) + query] = empty ? -INFINITY : row[i].largest + logf(sum);
     }
-#pragma unroll
-    for (int n = 0; n < CHUNKS; ++n) {
-#pragma unroll
-      for (int m = 0; m < kChunk / 32; ++m) {
-        float v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] = acc[n][i][4 * m + k] * factor;
-        store(c, out_at, query, (first_chunk + n) * kChunk + 32 * m + 4 * t.column, v);
-      }
-    }
   }
+  write_rows(c, own, rows_of(c, c.out, h), acc, factor, t, start, h.length, first_chunk);
 }
 
 }  // namespace plain

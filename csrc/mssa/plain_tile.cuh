@@ -55,32 +55,51 @@ CRATE_DEVICE void stage(const Call& c, float* tile, const HeadRows& t, int first
   }
 }
 
-template <class T>
-CRATE_DEVICE void store_as(const HeadRows& t, int64_t row, int channel, const float (&v)[4], int head_dim) {
-  T* const to = reinterpret_cast<T*>(t.data) + row * t.row + channel * t.channel;
-  if (t.wide) {
-    if (channel >= head_dim) return;
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-    } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]));
-    }
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (channel + k < head_dim) to[k * t.channel] = from_float<T>(v[k]);
+CRATE_DEVICE void put_element(const Call& c, char* data, int64_t offset, float v) {
+  if (c.dtype == Dtype::f32) {
+    reinterpret_cast<float*>(data)[offset] = v;
+  } else if (c.dtype == Dtype::bf16) {
+    reinterpret_cast<bf16*>(data)[offset] = from_float<bf16>(v);
+  } else {
+    reinterpret_cast<fp16*>(data)[offset] = from_float<fp16>(v);
   }
 }
 
-// Write 4 channels of a row.
-CRATE_DEVICE void store(const Call& c, const HeadRows& t, int64_t row, int channel, const float (&v)[4]) {
-  if (c.dtype == Dtype::f32) {
-    store_as<float>(t, row, channel, v, c.head_dim);
-  } else if (c.dtype == Dtype::bf16) {
-    store_as<bf16>(t, row, channel, v, c.head_dim);
-  } else {
-    store_as<fp16>(t, row, channel, v, c.head_dim);
+template <class T>
+CRATE_DEVICE uint4 halves_at(const float* from) {
+  const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+  return make_uint4(pack_pair<T>(a.x, a.y), pack_pair<T>(a.z, a.w), pack_pair<T>(b.x, b.y), pack_pair<T>(b.z, b.w));
+}
+
+// Copy a chunk of the owned rows from shared memory to channels [channel, channel + kChunk): out of the registers of
+// the threads that found them, writes would be of 8 bytes, and three times the code of everything else.
+CRATE_DEVICE void unstage(const Call& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
+  if (!t.wide) {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kOwned * kChunk; n += kThreads) {
+      const int row = n / kChunk, d = n % kChunk;
+      if (first + row >= length || channel + d >= c.head_dim) continue;
+      put_element(c, t.data, (first + row) * t.row + (channel + d) * t.channel, tile[row * kPitch + d]);
+    }
+    return;
+  }
+  const bool whole = c.dtype == Dtype::f32;
+  const int packs = whole ? kChunk / 4 : kChunk / 8, shift = whole ? 4 : 3;  // of a row
+#pragma unroll 1
+  for (int n = threadIdx.x; n < kOwned * packs; n += kThreads) {
+    const int row = n >> shift, pack = n & (packs - 1), d = channel + pack * (whole ? 4 : 8);
+    if (first + row >= length || d >= c.head_dim) continue;
+    const float* const from = tile + row * kPitch + d - channel;
+    uint4 bits;
+    if (whole) {
+      bits = *reinterpret_cast<const uint4*>(from);
+    } else if (c.dtype == Dtype::bf16) {
+      bits = halves_at<bf16>(from);
+    } else {
+      bits = halves_at<fp16>(from);
+    }
+    const int64_t offset = (first + row) * t.row + d;
+    *reinterpret_cast<uint4*>(t.data + offset * (whole ? 4 : 2)) = bits;
   }
 }
 
@@ -147,6 +166,29 @@ CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weigh
   }
 }
 
+// Write the chunks from `first_chunk` on of the owned rows by way of `tile`, that of the owned rows; row i times
+// factor[i].
+template <int CHUNKS>
+CRATE_DEVICE void write_rows(const Call& c, float* tile, const HeadRows& to,
+                             const float (&acc)[CHUNKS][kPart][kColumns], const float (&factor)[kPart], const Thread& t,
+                             int start, int length, int first_chunk) {
+#pragma unroll
+  for (int n = 0; n < CHUNKS; ++n) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+      for (int m = 0; m < kChunk / 32; ++m) {
+        const float* const v = acc[n][i] + 4 * m;
+        *reinterpret_cast<float4*>(tile + t.row_at(i) * kPitch + 32 * m + 4 * t.column) =
+            make_float4(v[0] * factor[i], v[1] * factor[i], v[2] * factor[i], v[3] * factor[i]);
+      }
+    }
+    __syncthreads();
+    unstage(c, tile, to, start, length, (first_chunk + n) * kChunk);
+  }
+}
+
 // Leave a thread's part of a tile of weights where its warp finds them.
 CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], const Thread& t) {
 #pragma unroll
@@ -177,9 +219,11 @@ CRATE_DEVICE void zero_uncovered(const Call& c, const Rows& tokens, float* numbe
   const int64_t stop = h.batch == c.sequences - 1 ? c.total : clamped_offset(c, h.batch + 1);
   const Head whole = {0, h.head, 0, 0};
   const HeadRows t = rows_of(c, tokens, whole);
-  const float zero[4] = {};
   for (int64_t row = h.first + h.length + block; row < stop; row += c.blocks) {
-    for (int d = 4 * threadIdx.x; d < c.head_dim; d += 4 * kThreads) store(c, t, row, d, zero);
+#pragma unroll 1
+    for (int d = threadIdx.x; d < c.head_dim; d += kThreads) {
+      put_element(c, t.data, row * t.row + d * t.channel, 0.0f);
+    }
     if (numbers != nullptr && threadIdx.x == 0) numbers[h.head * c.total + row] = 0.0f;
   }
 }
