@@ -76,8 +76,8 @@ def over_budget(decoder, cache, new, keep=None):
     """Return what a step gets wrong; the step is done."""
     r64, eager = exact(cache, new, keep), exact(cache, new, keep, new.dtype)
     actual = mssa(new, causal=True, cache=cache, key_padding_mask=keep, return_lse=True, backend=decoder)
-    named = [dict(zip(("out", "lse"), r, strict=True)) for r in (actual, eager, r64)]
-    return [m for m in testing.measure(*named, new.dtype) if not m.passed]
+    outputs, eager, r64 = ({"out": out, "lse": lse} for out, lse in (actual, eager, r64))
+    return [m for m in testing.measure(outputs, eager, r64, new.dtype) if not m.passed]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
