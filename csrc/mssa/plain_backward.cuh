@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const Thread t;
   // More than one chunk leaves the owned rows' places free once the scores are known.
-  float* const second = CHUNKS > 1 ? own_w + t.row / kWarpRows * kWarpRows * (kPitch - kWeightPitch) : weights;
+  float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
   Numbers own[kPart];
   bool own_kept[kPart];
 #pragma unroll
@@ -123,8 +123,10 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
 
   // Without a gradient of the scores, rows before the owned ones give nothing: these are no keys of theirs.
   for (int first = c.causal && !c.scores ? start : 0; first < h.length; first += kTile) {
-    const bool as_keys = !c.causal || first + kTile > start,
-               as_queries = c.scores && (!c.causal || first < start + kOwned);
+    // What the rows of the warp are to these; warps whose rows are absent, or are nothing to them, only help to stage.
+    const int mine = start + t.warp_row;
+    const bool as_keys = mine < h.length && (!c.causal || first + kTile > mine);
+    const bool as_queries = c.scores && mine < h.length && (!c.causal || first < mine + kWarpRows);
     float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
     int staged = 0;
     for (; staged < chunks; ++staged) {
@@ -137,6 +139,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
       stage<kTile>(c, tile_w, w_at, first, h.length, channel);
       if (c.values) stage<kTile>(c, tile_g, g_at, first, h.length, channel);
       __syncthreads();
+      if (!as_keys && !as_queries) continue;
       float sum[kPart][kPart] = {};
       if (!c.products) {
         add_products<false, false>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
@@ -152,24 +155,26 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
     --staged;
 
     // s becomes the weights of g, gw those of w.
-    const uint32_t kept_p = as_keys ? keep_bits(c, h, start + t.row, first + t.column, false) : 0;
-    const uint32_t kept_q = as_queries ? keep_bits(c, h, start + t.row, first + t.column, true) : 0;
+    if (as_keys || as_queries) {
+      const uint32_t kept_p = as_keys ? keep_bits(c, h, start + t.row, first + t.column, false) : 0;
+      const uint32_t kept_q = as_queries ? keep_bits(c, h, start + t.row, first + t.column, true) : 0;
 #pragma unroll
-    for (int b = 0; b < kPart; ++b) {
-      const int i = first + t.column_at(b);
-      const Numbers row = numbers_of(c, h, i);
-      const bool row_kept = i < h.length && (keep == nullptr || keep[i]);
+      for (int b = 0; b < kPart; ++b) {
+        const int i = first + t.column_at(b);
+        const Numbers row = numbers_of(c, h, i);
+        const bool row_kept = i < h.length && (keep == nullptr || keep[i]);
 #pragma unroll
-      for (int a = 0; a < kPart; ++a) {
-        const int j = start + t.row_at(a);
-        const float score = scaled(s[a][b], c.scale);
-        float p = own_kept[a] && (!c.causal || j <= i) ? expf(score - row.lse) : 0.0f;
-        const float q = as_queries && row_kept && (!c.causal || i <= j) ? expf(score - own[a].lse) : 0.0f;
-        const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
-        const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
-        gw[a][b] = c.scale * (p * (factor_p * gw[a][b] - row.shift) + q * (factor_q * wg[a][b] - own[a].shift));
-        if (c.threshold >= 0.0f) p = p > c.threshold ? c.threshold : 0.0f;
-        s[a][b] = p * factor_p;
+        for (int a = 0; a < kPart; ++a) {
+          const int j = start + t.row_at(a);
+          const float score = scaled(s[a][b], c.scale);
+          float p = own_kept[a] && (!c.causal || j <= i) ? expf(score - row.lse) : 0.0f;
+          const float q = as_queries && row_kept && (!c.causal || i <= j) ? expf(score - own[a].lse) : 0.0f;
+          const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
+          const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
+          gw[a][b] = c.scale * (p * (factor_p * gw[a][b] - row.shift) + q * (factor_q * wg[a][b] - own[a].shift));
+          if (c.threshold >= 0.0f) p = p > c.threshold ? c.threshold : 0.0f;
+          s[a][b] = p * factor_p;
+        }
       }
     }
 
@@ -188,6 +193,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
         if (c.values) stage<kTile>(c, tile_g, g_at, first, h.length, chunk * kChunk);
         __syncthreads();
       }
+      if (!as_keys && !as_queries) continue;
       float sum[kPart][kColumns] = {};
       if (c.values && as_keys) add_weighted(sum, weights, tile_g, t, count);
       if (CHUNKS == 1) {

@@ -100,6 +100,9 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
       for (int i = 0; i < kPart; ++i) row[i].sum = row_sum(row[i].sum);
     }
     for (int first = 0; first < stop; first += kTile) {
+      // Warps whose rows are absent, or see none of these keys, only help to stage.
+      const bool active =
+          start + t.warp_row < h.length && (!c.causal || first < before + start + t.warp_row + kWarpRows);
       float s[kPart][kPart] = {};
       int staged = 0;
       for (; staged < chunks; ++staged) {
@@ -107,47 +110,50 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
         if (CHUNKS > 1 || first + pass == 0) stage<kOwned>(c, own, queries_at, start, h.length, staged * kChunk);
         stage<kTile>(c, tile, keys_at, first, keys, staged * kChunk);
         __syncthreads();
+        if (!active) continue;
         float sum[kPart][kPart] = {};
         add_scores(sum, own, tile, t, channels_of(c, staged));
         add_chunk(s, sum);
       }
       --staged;
 
-      bool seen[kPart];
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) {
-        const int key = first + t.column_at(j);
-        seen[j] = key < stop && (keep == nullptr || keep[key]);
-      }
-      float shrink[kPart];
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        const int query = start + t.row_at(i);
+      float shrink[kPart] = {};
+      if (active) {
+        bool seen[kPart];
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
           const int key = first + t.column_at(j);
-          const bool allowed = seen[j] && (!c.causal || key <= before + query);
-          s[i][j] = allowed ? scaled(s[i][j], c.scale) : -INFINITY;
+          seen[j] = key < stop && (keep == nullptr || keep[key]);
         }
-        shrink[i] = 1.0f;
-        if (pass == 0) {
-          shrink[i] = weigh(s[i], row[i]);
-        } else {
-          // Against the sum, not divided by it: a probability equal to the threshold is not above it.
-          const float least = c.threshold * row[i].sum;
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) s[i][j] = expf(s[i][j] - row[i].largest) > least ? 1.0f : 0.0f;
+        for (int i = 0; i < kPart; ++i) {
+          const int query = start + t.row_at(i);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) {
+            const int key = first + t.column_at(j);
+            const bool allowed = seen[j] && (!c.causal || key <= before + query);
+            s[i][j] = allowed ? scaled(s[i][j], c.scale) : -INFINITY;
+          }
+          shrink[i] = 1.0f;
+          if (pass == 0) {
+            shrink[i] = weigh(s[i], row[i]);
+          } else {
+            // Against the sum, not divided by it: a probability equal to the threshold is not above it.
+            const float least = c.threshold * row[i].sum;
+#pragma unroll
+            for (int j = 0; j < kPart; ++j) s[i][j] = expf(s[i][j] - row[i].largest) > least ? 1.0f : 0.0f;
+          }
         }
       }
       if (pass < passes - 1) continue;
-      if (c.seed != nullptr) {
+      if (c.seed != nullptr && active) {
         const uint32_t kept = keep_bits(c, h, start + t.row, first + t.column, true);
 #pragma unroll
         for (int n = 0; n < kPart * kPart; ++n) {
           if ((kept >> n & 1) == 0) s[n / kPart][n % kPart] = 0.0f;
         }
       }
-      put_weights(weights, s, t);
+      if (active) put_weights(weights, s, t);
       __syncwarp();
       const int count = stop - first < kTile ? (stop - first + 3) / 4 * 4 : kTile;
 #pragma unroll
@@ -159,6 +165,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
           stage<kTile>(c, tile, keys_at, first, keys, chunk * kChunk);
           __syncthreads();
         }
+        if (!active) continue;
         float sum[kPart][kColumns] = {};
         add_weighted(sum, weights, tile, t, count);
 #pragma unroll

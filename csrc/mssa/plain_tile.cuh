@@ -116,9 +116,12 @@ CRATE_DEVICE float scaled(float s, float scale) {
 
 // A thread's place in its block.
 struct Thread {
+  int warp_row;     // the first of its warp's rows
   int row, column;  // of its first score; the others are 4 rows and 8 columns apart
   CRATE_DEVICE Thread()
-      : row(threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kColumnLanes), column(threadIdx.x % kColumnLanes) {}
+      : warp_row(threadIdx.x / kWarp * kWarpRows),
+        row(warp_row + threadIdx.x % kWarp / kColumnLanes),
+        column(threadIdx.x % kColumnLanes) {}
   CRATE_DEVICE int row_at(int i) const { return row + 4 * i; }
   CRATE_DEVICE int column_at(int j) const { return column + kColumnLanes * j; }
 };
