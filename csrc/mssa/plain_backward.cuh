@@ -93,7 +93,7 @@ CRATE_DEVICE Numbers numbers_of(const Call& c, const Head& h, int row) {
 }
 
 template <int CHUNKS>
-__global__ void __launch_bounds__(kThreads) mssa_plain_bwd_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
   float* const tile_w = own_g + kOwned * kPitch;  // (kTile, kChunk)
