@@ -80,7 +80,8 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
   }
 }
 
-// L and shift of a row; L is inf, and every weight then 0, where the row is absent or sees no key.
+// L and shift of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L is -inf,
+// has all its weights masked.
 struct Numbers {
   float lse, shift;
 };
@@ -88,8 +89,7 @@ struct Numbers {
 CRATE_DEVICE Numbers numbers_of(const Call& c, const Head& h, int row) {
   if (row >= h.length) return {INFINITY, 0.0f};
   const int64_t n = number_of(c, h) + row;
-  const float lse = c.lse[n];
-  return {lse == -INFINITY ? INFINITY : lse, c.scores ? c.shift[n] : 0.0f};
+  return {c.lse[n], c.scores ? c.shift[n] : 0.0f};
 }
 
 template <int CHUNKS>

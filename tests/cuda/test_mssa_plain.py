@@ -82,6 +82,22 @@ def test_strides_change_no_bit(plain, lay_out, dtype):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_channels_beside_the_heads_own_are_not_read(plain, dtype):
+    """Rows start on 16 bytes and are no multiple of them long: what follows them in memory is something else."""
+    w, upstream = (
+        torch.cat([t[..., :50], torch.full_like(t[..., 50:], torch.nan)], -1)[..., :50]
+        for t in (randn(1, 2, 70, 64, seed=s, dtype=dtype) for s in (0, 1))
+    )
+    results = []
+    for change in (lambda t: t, torch.Tensor.contiguous):
+        leaf = change(w).detach().requires_grad_()
+        out, lse = mssa(leaf, return_lse=True, backend=plain)
+        results.append((out, lse, *torch.autograd.grad(out, leaf, change(upstream))))
+    assert all(t.isfinite().all() for t in results[0])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 def test_an_expanded_gradient_is_one(plain):
     """What ``out.sum()`` sends back has strides of 0."""
     w = randn(2, 2, 70, 64, dtype=torch.float32).requires_grad_()
