@@ -80,8 +80,8 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
   }
 }
 
-// L and shift of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L is -inf,
-// has all its weights masked.
+// L and shift of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L is
+// -inf, has all its weights masked.
 struct Numbers {
   float lse, shift;
 };
