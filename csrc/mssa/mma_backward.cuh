@@ -1,0 +1,198 @@
+// The backward of subspace attention on tensor cores: one accumulator, no atomics, bitwise deterministic.
+//
+// g is the gradient of out, L is lse, and shift = sum_d g out - dlse. A warp owns rows j of w, as keys and as queries
+// at once, and walks over tiles of rows i; one tile of scores, which is symmetric, has both directions in it:
+//
+//     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
+//     dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
+//
+// Five products a tile, all of them with the warp's own rows, or what is found of them, on the left: nothing passes
+// from warp to warp. Off the causal diagonal one direction exists: four products after it, three before it.
+#pragma once
+
+#include "mma_call.cuh"
+
+namespace crate_kernels::mssa {
+
+// Which sums of the above are wanted, of a walk over the tiles: P g (of selected weights, where `select`), A w, and
+// whether A has g.w in it.
+struct Terms {
+  bool values, scores, products, select;
+};
+
+// In what the rows of a tile and the owned ones take part: owned rows as keys, as queries, or as both.
+struct Roles {
+  bool key, query, masked;
+};
+
+// One tile of rows i in shared memory.
+template <class T>
+struct Others {
+  T *w, *g;
+  float *lse, *shift;
+};
+
+// L, or inf where a row sees no key: every weight of it is then 0.
+CRATE_DEVICE float base_of(float lse) {
+  return lse == -INFINITY ? INFINITY : lse;
+}
+
+template <class T, int DIM, int ROWS16, bool HELD>
+struct Gradient {
+  float acc[ROWS16][DIM / 8][4] = {};
+  Own<T, DIM, ROWS16, HELD> w, g;
+  float base[ROWS16][2], shift[ROWS16][2];
+  uint32_t keep = ~0u;  // bit 2 m + half: whether the row may be seen as a key
+
+  // s += own rows . the 16 rows of a tile.
+  static CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], const Own<T, DIM, ROWS16, HELD>& own, const T* tile) {
+#pragma unroll(HELD ? DIM / 16 : 4)
+    for (int k = 0; k < DIM / 16; ++k) {
+      uint32_t b[2][2];
+      right_transposed<DIM>(b, tile, k);
+#pragma unroll
+      for (int m = 0; m < ROWS16; ++m) {
+        uint32_t a[4];
+        own.get(a, m, k);
+        mma_16816<T>(s[m][0], a, b[0]);
+        mma_16816<T>(s[m][1], a, b[1]);
+      }
+    }
+  }
+
+  // Both that take the tile's rows of w, which are then read once.
+  CRATE_DEVICE void scores_of_both(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
+#pragma unroll(HELD ? DIM / 16 : 4)
+    for (int k = 0; k < DIM / 16; ++k) {
+      uint32_t b[2][2];
+      right_transposed<DIM>(b, tile, k);
+#pragma unroll
+      for (int m = 0; m < ROWS16; ++m) {
+        uint32_t a[4];
+        w.get(a, m, k);
+        mma_16816<T>(s[m][0], a, b[0]);
+        mma_16816<T>(s[m][1], a, b[1]);
+        g.get(a, m, k);
+        mma_16816<T>(t[m][0], a, b[0]);
+        mma_16816<T>(t[m][1], a, b[1]);
+      }
+    }
+  }
+
+  CRATE_DEVICE void add(const uint32_t (&p)[ROWS16][4], const T* tile) {
+#pragma unroll
+    for (int k = 0; k < DIM / 16; ++k) {
+      uint32_t b[2][2];
+      right<DIM>(b, tile, k);
+#pragma unroll
+      for (int m = 0; m < ROWS16; ++m) add_product<T, DIM>(acc[m], p[m], b, k);
+    }
+  }
+
+  CRATE_DEVICE void multiply(float factor) {
+#pragma unroll
+    for (int m = 0; m < ROWS16; ++m) {
+#pragma unroll
+      for (int n = 0; n < DIM / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
+      }
+    }
+  }
+
+  // Adds what 16 rows i from `other` on give to the owned rows, the first of which is `row`.
+  CRATE_DEVICE void add_rows(const Call& call, const Head& head, const bool* mask, uint64_t seed, const Others<T>& tile,
+                             int row, int other, Terms terms, Roles roles) {
+    const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
+    if (terms.products && roles.query) {
+      scores_of_both(s, dt, tile.w);
+    } else {
+      scores(s, w, tile.w);
+    }
+    if (terms.products && roles.key) scores(dp, w, tile.g);
+    uint32_t p[ROWS16][4], a[ROWS16][4];
+#pragma unroll
+    for (int m = 0; m < ROWS16; ++m) {
+      float as_key[2][4] = {}, as_query[2][4] = {};  // P_ij and P_ji
+      if (roles.key) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float base = base_of(tile.lse[i / 4 * 8 + 2 * t + i % 2]);
+          as_key[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base);
+        }
+      }
+      if (roles.query) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          as_query[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base[m][i % 4 / 2]);
+        }
+      }
+      if (roles.masked) {
+        const uint32_t kept_keys = mask == nullptr ? ~0u : key_bits<16>(mask, other, head.length);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + g0 + 8 * half;
+          const bool there = o < head.length, after = !call.causal | (j <= o), before = !call.causal | (o <= j);
+          if (!(there & after & (keep >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
+          if (!(there & before & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
+        }
+      }
+      float value[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float x = as_key[i / 4][i % 4];
+        value[i / 4][i % 4] = terms.select ? (x > call.threshold ? 1.0f : 0.0f) : x;
+      }
+      if (call.seed != nullptr) {
+        const uint32_t keys = kept_bits<16>(seed, call, head, row + 16 * m, other, true);
+        const uint32_t queries = kept_bits<16>(seed, call, head, row + 16 * m, other, false);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float key = keys >> i & 1 ? call.keep_factor : 0.0f, query = queries >> i & 1 ? call.keep_factor : 0.0f;
+          value[i / 4][i % 4] *= key;
+          dp[m][i / 4][i % 4] *= key;
+          dt[m][i / 4][i % 4] *= query;
+        }
+      }
+      pack_left<T>(p[m], value[0], value[1]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float key = as_key[i / 4][i % 4] * (dp[m][i / 4][i % 4] - tile.shift[i / 4 * 8 + 2 * t + i % 2]);
+        const float query = as_query[i / 4][i % 4] * (dt[m][i / 4][i % 4] - shift[m][i % 4 / 2]);
+        dp[m][i / 4][i % 4] = (key + query) * call.scale;
+      }
+      pack_left<T>(a[m], dp[m][0], dp[m][1]);
+    }
+    if (terms.values && roles.key) add(p, tile.g);
+    if (terms.scores) add(a, tile.w);
+  }
+};
+
+template <int DIM>
+constexpr __host__ __device__ int64_t others_bytes(int count) {
+  return count * (2 * DIM * 2 + 8);
+}
+
+template <class T, int DIM>
+CRATE_DEVICE Others<T> others_at(unsigned char* stage, int count) {
+  T *const w = reinterpret_cast<T*>(stage), *const g = w + count * DIM;
+  float* const lse = reinterpret_cast<float*>(g + count * DIM);
+  return {w, g, lse, lse + count};
+}
+
+// Copies rows [first, first + count) of w, g, lse and shift.
+template <class T, int DIM>
+CRATE_DEVICE void load_others(const Others<T>& to, const Call& call, const Head& head, const View<const T>& w,
+                              const View<const T>& g, int first, int count) {
+  load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
+  if (call.g != nullptr) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
+  for (int n = threadIdx.x; n < count; n += blockDim.x) {
+    const bool there = first + n < head.length;
+    const int64_t at = head.row + (there ? first + n : 0);
+    cp_async_4(to.lse + n, call.lse + at, there);
+    cp_async_4(to.shift + n, call.shift + at, there);
+  }
+}
+
+}  // namespace crate_kernels::mssa

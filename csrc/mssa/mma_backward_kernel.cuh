@@ -1,0 +1,116 @@
+// The walk of the backward over tiles of rows; mma_backward.cuh has what a tile gives.
+#pragma once
+
+#include "mma_backward.cuh"
+
+namespace crate_kernels::mssa {
+
+// Adds all tiles of COLUMNS rows, two of which are in shared memory: one is copied while the other is computed with.
+template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
+CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Call& call,
+                       const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, int first,
+                       int row, Terms terms) {
+  const uint64_t seed = call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
+  // Before the owned rows, when causal, others are keys alone, and owned rows are queries: A w, if anything.
+  const int begin = call.causal && !terms.scores ? first / COLUMNS : 0;
+  const int count = (head.length + COLUMNS - 1) / COLUMNS;
+  const auto stage = [&](int n) { return others_at<T, DIM>(stages + n % 2 * others_bytes<DIM>(COLUMNS), COLUMNS); };
+  load_others<T, DIM>(stage(begin), call, head, w, g, begin * COLUMNS, COLUMNS);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  for (int n = begin; n < count; ++n) {
+    if (n + 1 < count) load_others<T, DIM>(stage(n + 1), call, head, w, g, (n + 1) * COLUMNS, COLUMNS);
+    cp_async_commit();
+    if (row < head.length) {
+      const Others<T> tile = stage(n);
+#pragma unroll 1
+      for (int part = 0; part < COLUMNS; part += 16) {
+        const int other = n * COLUMNS + part;
+        if (other >= head.length) break;
+        Roles roles = {true, true, mask != nullptr || other + 16 > head.length};
+        if (call.causal) {
+          roles.key = other + 16 > row;
+          roles.query = other < row + 16 * ROWS16 && terms.scores;
+          roles.masked = roles.masked || (roles.key && other < row + 16 * ROWS16);
+        }
+        if (!roles.key && !roles.query) continue;
+        const Others<T> rows = {tile.w + part * DIM, tile.g + part * DIM, tile.lse + part, tile.shift + part};
+        gradient.add_rows(call, head, mask, seed, rows, row, other, terms, roles);
+      }
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+}
+
+template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+CRATE_DEVICE void backward_block(const Call& call) {
+  const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
+  const Head head(call, blockIdx.x / call.blocks);
+  const int block = blockIdx.x % call.blocks;
+  clear_uncovered(call, head, block, call.blocks, static_cast<T*>(call.to), nullptr);
+  const int first = block * rows;
+  if (first >= head.length) return;
+  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
+  unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
+  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
+  const View<const T> g = head.view(static_cast<const T*>(call.g), call, call.g_strides);
+  const bool* const mask =
+      call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
+  // The selection of phi = "threshold" is piecewise constant: its scores get a gradient from lse alone.
+  const bool values = call.g != nullptr, products = values && !call.select;
+  const bool scores = products || call.dlse != nullptr;
+  load_tile<T, DIM>(own_w, w, rows, first, head.length, call.access);
+  if (products) load_tile<T, DIM>(own_g, g, rows, first, head.length, call.access);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows;
+  Gradient<T, DIM, ROWS16, HELD> gradient;
+  gradient.w.load(own_w + warp_rows * DIM);
+  gradient.g.load(own_g + warp_rows * DIM);
+#pragma unroll
+  for (int m = 0; m < ROWS16; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Beyond the end there is nothing to load; those rows are zeros here, and their results are not stored.
+      const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
+      gradient.base[m][half] = base_of(call.lse[head.row + j]);
+      gradient.shift[m][half] = call.shift[head.row + j];
+      if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
+    }
+  }
+  // The threshold is exact as a factor of the sum of what it selects, and would be rounded as one of the weights: that
+  // sum goes first, by itself.
+  const bool apart = call.select && values;
+  Terms terms = {values, scores && !apart, products, apart};
+  while (true) {
+    walk<COLUMNS>(gradient, stages, call, head, w, g, mask, first, row, terms);
+    if (!terms.select) break;
+    gradient.multiply(call.threshold);
+    if (!scores) break;
+    terms = {false, true, false, false};
+  }
+  if (row >= head.length) return;
+#pragma unroll
+  for (int m = 0; m < ROWS16; ++m) {
+    round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f);
+  }
+  __syncwarp();
+  T* const dw = static_cast<T*>(call.to);
+  store_tile<T, DIM>(head.view(dw, call, call.to_strides), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length,
+                     call.access);
+}
+
+// A block has as many warps as it is launched with, four at most.
+template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+__global__ void __launch_bounds__(128) mma_backward_kernel(Call call) {
+  if constexpr (kTensorCores) {
+    backward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
+  } else {
+    __trap();
+  }
+}
+
+}  // namespace crate_kernels::mssa

@@ -1,0 +1,75 @@
+// The forward of subspace attention on tensor cores, row by row: a block's walk over tiles of keys, of which the next
+// is copied while this one is computed with. mma_rows.cuh has what a tile gives.
+#pragma once
+
+#include "mma_rows.cuh"
+
+namespace crate_kernels::mssa {
+
+template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+CRATE_DEVICE void forward_block(const Call& call) {
+  const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
+  const Head head(call, blockIdx.x / call.blocks);
+  const int block = blockIdx.x % call.blocks;
+  clear_uncovered(call, head, block, call.blocks, static_cast<T*>(call.to), call.lse);
+  // The longest rows of the causal form first: they are what the last blocks would wait for.
+  const int first = (call.causal ? call.blocks - 1 - block : block) * rows;
+  if (first >= head.length) return;
+  T* const own_tile = reinterpret_cast<T*>(shared_memory());
+  T* const tiles = own_tile + rows * DIM;  // two of them
+  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
+  const int stop = call.causal ? min(first + rows, head.length) : head.length;
+  const int count = (stop + COLUMNS - 1) / COLUMNS;
+  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows;
+  const RowMask mask = {call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen,
+                        call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed),
+                        call.scale == 0.0f ? 1.0f : fabsf(call.scale), head.length};
+  const Sign sign(call.scale);
+  const auto load_first = [&] {
+    load_tile<T, DIM>(tiles, w, COLUMNS, 0, head.length, call.access);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+  };
+  load_tile<T, DIM>(own_tile, w, rows, first, head.length, call.access);
+  load_first();
+  Own<T, DIM, ROWS16, HELD> own;
+  own.load(own_tile + warp_rows * DIM);
+  RowState<T, DIM, ROWS16> state;
+  Pass pass = call.select ? Pass::statistics : Pass::online;
+  while (true) {
+    for (int n = 0; n < count; ++n) {
+      const int key = n * COLUMNS;
+      if (n + 1 < count) {
+        T* const next = tiles + (n + 1) % 2 * COLUMNS * DIM;
+        load_tile<T, DIM>(next, w, COLUMNS, key + COLUMNS, head.length, call.access);
+      }
+      cp_async_commit();
+      if (row < head.length && !(call.causal && key >= row + 16 * ROWS16)) {
+        const bool masked =
+            mask.keep != nullptr || key + COLUMNS > head.length || (call.causal && key + COLUMNS - 1 > row);
+        attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {row, key}, masked,
+                             pass);
+      }
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+    if (pass != Pass::select) state.finish_sums();
+    if (pass != Pass::statistics) break;
+    pass = Pass::select;
+    load_first();
+  }
+  if (row < head.length) finish_rows<T, DIM, ROWS16>(state, own_tile + warp_rows * DIM, call, head, row);
+}
+
+// A block has as many warps as it is launched with, four at most.
+template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+__global__ void __launch_bounds__(128) mma_forward_kernel(Call call) {
+  if constexpr (kTensorCores) {
+    forward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
+  } else {
+    __trap();
+  }
+}
+
+}  // namespace crate_kernels::mssa

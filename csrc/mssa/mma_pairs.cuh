@@ -1,0 +1,189 @@
+// The forward of short sequences on tensor cores: a block owns a head, and meets each pair of tiles of tokens once.
+//
+// Scores are symmetric, and so are the weights P_ij = exp(s_ij - shift) with one shift for the whole head: what tile i
+// gives to tile j is the transpose of what j gives to i. A pair of tiles takes three products instead of four, and one
+// exponential instead of two:
+//
+//     out_i += P_ij w_j,        out_j += P_ij^T w_i.
+//
+// A tile is the 16 rows of a warp, which keeps them and their output in registers from start to end; all tiles are in
+// shared memory. In step r warp i finds the weights of pair (i, i + r mod tiles), adds what they give to its own rows,
+// and leaves them in shared memory, where the warp of tile i + r reads them transposed. Every pair is met once, every
+// step is as long for all warps, nothing is added atomically; w is read once and out written once.
+//
+// With n_k = s_kk / 2, 2 min n <= s_kk and s_ij <= 2 max n: for the shift in their middle no weight is above
+// exp(max n - min n), and no row's sum below exp(min n - max n). Heads for which that leaves the range of the weights'
+// dtype take the online softmax of mma_rows.cuh, on the tiles that are there. Sums are of the weights as the
+// products have them, rounded, and products themselves: with ones.
+#pragma once
+
+#include "mma_rows.cuh"
+
+namespace crate_kernels::mssa {
+
+constexpr int kMostTiles = 16;  // 512 threads, of 128 registers each
+
+// bf16: a row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it. fp16 holds weights from 2^-24 to
+// 2^16: the largest are put at e^10; rows at this distance then sum to e^-2 or more, of which 256 times half of 2^-24
+// is an eighth of the rounding of fp16.
+template <class T>
+struct PairRange {
+  static constexpr float kMost = 55.0f;
+  static CRATE_DEVICE float shift(float least, float most) { return most + least; }
+};
+template <>
+struct PairRange<fp16> {
+  static constexpr float kMost = 6.0f;
+  static CRATE_DEVICE float shift(float, float most) { return 2.0f * most - 10.0f; }
+};
+
+// The least and the largest n of the head, in `extremes`: two numbers a tile.
+template <class T, int DIM>
+CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row, int length, float2* extremes) {
+  float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8
+#pragma unroll
+  for (int k = 0; k < DIM / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 w = unpack_pair<T>(own.held[0][k][i]);
+      (i % 2 == 0 ? upper : lower) += w.x * w.x + w.y * w.y;
+    }
+  }
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = blockDim.x / kWarp;
+  upper = 0.5f * scale * row_sum(upper), lower = 0.5f * scale * row_sum(lower);
+  // fminf and fmaxf would hide a NaN; infinity is as far out of range, and they do not.
+  upper = upper == upper ? upper : INFINITY, lower = lower == lower ? lower : INFINITY;
+  const bool has_upper = row + lane / 4 < length, has_lower = row + lane / 4 + 8 < length;
+  const auto widen = [](float2 a, float2 b) { return make_float2(fminf(a.x, b.x), fmaxf(a.y, b.y)); };
+  float2 e = make_float2(has_upper ? upper : INFINITY, has_upper ? upper : -INFINITY);
+  if (has_lower) e = widen(e, make_float2(lower, lower));
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) {
+    e = widen(e, make_float2(__shfl_xor_sync(kAllLanes, e.x, step), __shfl_xor_sync(kAllLanes, e.y, step)));
+  }
+  if (lane == 0) extremes[warp] = e;
+  __syncthreads();
+  e = extremes[0];
+  for (int n = 1; n < tiles; ++n) e = widen(e, extremes[n]);
+  return e;
+}
+
+// The weights of a warp's rows and of the rows of tile j, 0 for rows beyond the length.
+template <class T, int DIM>
+CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own, const T* tile, float scale,
+                               float shift, int row, int column, int length) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  float s[2][4] = {};
+#pragma unroll
+  for (int k = 0; k < DIM / 16; ++k) {
+    uint32_t b[2][2];
+    right_transposed<DIM>(b, tile, k);
+    mma_16816<T>(s[0], own.held[0][k], b[0]);
+    mma_16816<T>(s[1], own.held[0][k], b[1]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool there = row + g + e / 2 * 8 < length && column + 8 * n + 2 * t + e % 2 < length;
+      s[n][e] = there ? weight(s[n][e], scale, shift) : 0.0f;
+    }
+  }
+  pack_left<T>(p, s[0], s[1]);
+}
+
+// Adds p w, and the sums of p's rows, of which all columns are one.
+template <class T, int DIM>
+CRATE_DEVICE void add_weighted(RowState<T, DIM, 1>& state, float (&sums)[4], const uint32_t (&p)[4], const T* tile) {
+  const uint32_t one = pack_pair<T>(1.0f, 1.0f), ones[2] = {one, one};
+  mma_16816<T>(sums, p, ones);
+#pragma unroll
+  for (int k = 0; k < DIM / 16; ++k) {
+    uint32_t b[2][2];
+    right<DIM>(b, tile, k);
+    add_product<T, DIM>(state.acc[0], p, b, k);
+  }
+}
+
+template <class T, int DIM>
+CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, true>& own, const T* tiles, T* exchange,
+                               float scale, float shift, int length) {
+  const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp, count = blockDim.x / kWarp;
+  // Of an even number of tiles, those half of them apart are met by the first half of the warps.
+  const auto meets = [&](int tile, int step) { return 2 * step != count || tile < step; };
+  float sums[4] = {};
+  for (int step = 0; 2 * step <= count; ++step) {
+    // Written again two steps on: every warp has read it by the barrier between.
+    T* const weights = exchange + step % 2 * kMostTiles * 256;
+    if (meets(i, step)) {
+      const int j = (i + step) % count;
+      uint32_t p[4];
+      pair_weights<T, DIM>(p, own, tiles + j * 16 * DIM, scale, shift, 16 * i, 16 * j, length);
+      add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        memcpy(weights + i * 256 + tile_offset<16>(lane / 4 + n % 2 * 8, n / 2) + lane % 4 * 2, &p[n], sizeof p[n]);
+      }
+    }
+    if (step == 0) continue;  // a tile has itself once
+    __syncthreads();
+    const int j = (i + count - step) % count;
+    if (meets(j, step)) {
+      uint32_t p[4];
+      left_transposed<16>(p, weights + j * 256, 0);
+      add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    state.sum[0][half] = sums[2 * half];
+    state.largest[0][half] = shift;
+  }
+}
+
+template <class T, int DIM>
+CRATE_DEVICE void pairs_block(const Call& call) {
+  const Head head(call, blockIdx.x);
+  const int tiles = blockDim.x / kWarp, row = threadIdx.x / kWarp * 16;
+  T* const all = reinterpret_cast<T*>(shared_memory());
+  T* const exchange = all + tiles * 16 * DIM;
+  float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);
+  load_tile<T, DIM>(all, head.view(static_cast<const T*>(call.w), call, call.w_strides), tiles * 16, 0, head.length,
+                    call.access);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  Own<T, DIM, 1, true> own;
+  own.load(all + row * DIM);
+  RowState<T, DIM, 1> state;
+  const float2 e = extent<T, DIM>(own, call.scale, row, head.length, extremes);
+  if (e.y - e.x <= PairRange<T>::kMost) {
+    attend_pairs<T, DIM>(state, own, all, exchange, call.scale, PairRange<T>::shift(e.x, e.y), head.length);
+  } else {
+    const RowMask mask = {nullptr, 0, call.scale, head.length};
+    for (int key = 0; key < head.length; key += 16) {
+      attend_tile<16>(state, own, all + key * DIM, call, head, mask, Sign(1.0f), {row, key}, key + 16 > head.length,
+                      Pass::online);
+    }
+    state.finish_sums();
+  }
+  __syncthreads();  // own rows, which others read until here, are written by way of
+  finish_rows<T, DIM, 1>(state, all + row * DIM, call, head, row);
+}
+
+// Of a plain softmax with a positive scale; a block has a warp for every 16 tokens.
+template <class T, int DIM>
+__global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Call call) {
+  if constexpr (kTensorCores) {
+    pairs_block<T, DIM>(call);
+  } else {
+    __trap();
+  }
+}
+
+template <class T, int DIM>
+constexpr int64_t pairs_shared_bytes(int tiles) {
+  return (tiles * 16 * DIM + 2 * kMostTiles * 256) * static_cast<int64_t>(sizeof(T)) + kMostTiles * 8;
+}
+
+}  // namespace crate_kernels::mssa
