@@ -51,6 +51,17 @@ def test_within_budget(case, dtype, backend):
     assert over_budget(case, dtype, backend, "cpu") == []
 
 
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_of_ten_thousands_give_weights_of_one(causal, dtype, backend):
+    """out is then w, bit for bit, and g.w - g.out vanishes: of two sums of one order, of numbers that are the same."""
+    w = (400 * torch.nn.functional.normalize(randn(1, 2, 65, 16), dim=-1)).to(dtype).requires_grad_()
+    out = mssa(w, causal=causal, backend=backend)
+    assert torch.equal(out, w)
+    upstream = randn(*w.shape, seed=1, dtype=dtype)
+    assert torch.equal(torch.autograd.grad(out, w, upstream)[0], upstream)
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[2] in (0, 64)], ids=str)
 def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, library):
     w = torch.empty(1, 1, 1, 16)
@@ -236,8 +247,12 @@ def test_the_forward_takes_as_many_products_as_its_form(seqlen, call, many, expe
 
 @pytest.mark.parametrize(
     ("causal", "expected"),
-    # Five a tile of 32 owned rows and 16 others; causal, four after the diagonal, three before it and five on it.
-    [(False, 5 * tiles(128, 128)), (True, 5 * tiles(32, 128) + (4 + 3) * (tiles(128, 128) - tiles(32, 128)) // 2)],
+    # Five a tile of 32 owned rows and 16 others; causal, four after the diagonal, three before it and five on it. And
+    # g out^T of blocks of 16 rows, of which the diagonal is delta.
+    [
+        (False, 5 * tiles(128, 128) + 8 * tiles(16, 16)),
+        (True, 5 * tiles(32, 128) + (4 + 3) * (tiles(128, 128) - tiles(32, 128)) // 2 + 8 * tiles(16, 16)),
+    ],
     ids=["full", "causal"],
 )
 def test_the_backward_takes_five_products_a_tile(causal, expected, backend, device, library):
