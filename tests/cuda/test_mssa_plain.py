@@ -157,6 +157,18 @@ def test_no_order_of_threads_changes_a_bit(plain, device, options, head_dim):
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [16, 160])
+def test_scores_of_ten_thousands_give_weights_of_one(plain, head_dim, causal, dtype):
+    """out is then w, bit for bit, and g.w - g.out vanishes: two sums of the same numbers in one order."""
+    w = 400 * torch.nn.functional.normalize(randn(1, 2, 70, head_dim), dim=-1)
+    w, upstream = w.to(dtype).requires_grad_(), randn(1, 2, 70, head_dim, seed=1, dtype=dtype)
+    out = mssa(w, causal=causal, backend=plain)
+    assert torch.equal(out, w)
+    assert torch.equal(torch.autograd.grad(out, w, upstream)[0], upstream)
+
+
 def test_a_probability_equal_to_the_threshold_is_not_above_it(plain):
     w = torch.ones(1, 1, 64, 16)  # 64 equal weights of 2^-6
     assert not mssa(w, phi="threshold", threshold=2**-6, backend=plain).any()
