@@ -40,12 +40,13 @@ CRATE_DEVICE float base_of(float lse) {
 template <class T, int DIM, int ROWS16, bool HELD>
 struct Gradient {
   float acc[ROWS16][DIM / 8][4] = {};
-  Own<T, DIM, ROWS16, HELD> w, g;
+  Own<T, DIM, ROWS16, HELD> w;
+  Own<T, DIM, ROWS16, false> g;  // of one product to w's two: held as well, it leaves the rest too few registers
   float base[ROWS16][2], shift[ROWS16][2];
   uint32_t keep = ~0u;  // bit 2 m + half: whether the row may be seen as a key
 
-  // s += own rows . the 16 rows of a tile.
-  static CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], const Own<T, DIM, ROWS16, HELD>& own, const T* tile) {
+  // s += own rows of w . the 16 rows of a tile.
+  CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], const T* tile) const {
 #pragma unroll(HELD ? DIM / 16 : 4)
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t b[2][2];
@@ -53,7 +54,7 @@ struct Gradient {
 #pragma unroll
       for (int m = 0; m < ROWS16; ++m) {
         uint32_t a[4];
-        own.get(a, m, k);
+        w.get(a, m, k);
         mma_16816<T>(s[m][0], a, b[0]);
         mma_16816<T>(s[m][1], a, b[1]);
       }
@@ -108,9 +109,9 @@ struct Gradient {
     if (terms.products && roles.query) {
       scores_of_both(s, dt, tile.w);
     } else {
-      scores(s, w, tile.w);
+      scores(s, tile.w);
     }
-    if (terms.products && roles.key) scores(dp, w, tile.g);
+    if (terms.products && roles.key) scores(dp, tile.g);
     uint32_t p[ROWS16][4], a[ROWS16][4];
 #pragma unroll
     for (int m = 0; m < ROWS16; ++m) {
