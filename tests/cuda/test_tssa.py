@@ -149,6 +149,16 @@ def test_a_head_may_have_nearly_all_of_a_token(nheads, seed, head_dim, causal, b
     assert [m for m in measured if not m.passed] == []
 
 
+@WAYS
+def test_a_single_token_is_its_own_sum(causal, way, backend, going):
+    """Its w^2 / c is 1 whatever w is: two terms of the size of 1 / w cancel exactly, not to their rounding."""
+    going(way)
+    w = 1e-4 * tokens(4, 3, 1, 32)
+    dw = outputs_and_gradients(call(causal, backend), w, temps(3))[2]
+    exact = outputs_and_gradients(call(causal, "reference"), w.double(), temps(3).double())[2]
+    assert (dw.double() - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 @FORMS
 def test_half_precision_survives_squares_that_overflow(causal, backend):
     case = testing.Case("tssa", f"overflow-{causal}", (1, 3, 65, 16), {"causal": causal}, magnitude=200.0)
