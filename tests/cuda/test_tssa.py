@@ -71,7 +71,7 @@ def cases(causal):
 
 
 @WAYS
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # fp16 takes bf16's kernels, and test_within_budget
 @pytest.mark.parametrize("number", range(11))
 def test_every_way_is_within_budget(number, dtype, causal, way, backend, going):
     going(way)
@@ -121,7 +121,7 @@ def test_any_number_of_heads_and_channels(shape, way, causal, backend, going):
     going(way)
     options = {"causal": causal, "return_membership": True}
     for dtype in (torch.float32, torch.bfloat16):
-        case = testing.Case("tssa", f"cuda-heads-{shape}-{causal}", (2, shape[0], 35, shape[1]), options)
+        case = testing.Case("tssa", f"cuda-heads-{shape}-{causal}", (1, shape[0], 35, shape[1]), options)
         assert over_budget(case, dtype, backend, "cpu") == []
 
 
