@@ -113,7 +113,7 @@ LAYOUTS = {
     "permuted": lambda w: w.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
     "one element on": lambda w: torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape),
     "odd rows": lambda w: torch.cat([w, w[..., :1]], -1)[..., :-1],
-    "every other": lambda w: torch.stack([w, w], -1)[..., 1],
+    "every other": lambda w: torch.stack([w, w], -1)[..., 0],
 }
 
 
