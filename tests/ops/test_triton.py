@@ -16,7 +16,7 @@ import triton.language as tl
 
 from crate_kernels import _jit
 from crate_kernels.ops.mssa import triton_tables as tables
-from crate_kernels.ops.mssa.triton_shape import choose_splits
+from crate_kernels.ops.mssa.splits import choose_splits
 from crate_kernels.ops.mssa.triton_tile import parts
 
 DEVICE = home("triton")

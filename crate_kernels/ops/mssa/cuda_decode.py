@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels import _extension, _launch, _register
-from crate_kernels.ops.mssa.triton_shape import cdiv, choose_splits
+from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _extension.load_cuda()
 _decode = torch.ops.crate_kernels_C.cuda_mssa_decode.default

@@ -14,11 +14,17 @@ Positions beyond the capacity are dropped: never written, and seen by no token.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from crate_kernels import _launch, _register
+from crate_kernels.ops.mssa import triton_tables as tables
 from crate_kernels.ops.mssa import triton_tile as tile
+from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton_rows import attend_tiles
+from crate_kernels.ops.mssa.triton_shape import strides
 
 
 @triton.jit
@@ -169,3 +175,66 @@ def _mssa_combine_kernel(
     if h + pid_m == 0:
         length, appended = _room(lengths_ptr, mask_ptr, batch, new, capacity, PADDED)
         tl.store(lengths_ptr + batch, length + appended)
+
+
+_COMBINED_ROWS = 16
+
+
+def decode(
+    w: Tensor,
+    data: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+    bound: int,
+    uniform: bool,
+    scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
+    batch, nheads, new, head_dim = w.shape
+    out = _register.empty_out(w)
+    lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    config = dict(tables.DECODE.config(w.device, head_dim, new, True, w.dtype))
+    num_m = cdiv(new, config["BLOCK_M"])
+    processors = config.pop("RESIDENT") * _launch.multiprocessors(w.device)
+    splits = choose_splits(batch * nheads * num_m, processors, cdiv(bound, config["BLOCK_N"]))
+    part = w.new_empty(batch * nheads, splits, new, head_dim, dtype=torch.float32)
+    part_lse = w.new_empty(batch * nheads, splits, new, dtype=torch.float32)
+    mask = None if key_padding_mask is None else key_padding_mask.contiguous()
+    dims = (head_dim, *tile.parts(head_dim))
+    capacity = data.shape[2]
+    with _launch.guard(w.device):
+        _mssa_decode_kernel[(batch * nheads * num_m * splits,)](
+            w,
+            data,
+            lengths,
+            mask,
+            part,
+            part_lse,
+            *strides(w),
+            *strides(data),
+            *(nheads, new, capacity, num_m, splits, abs(scale)),
+            *dims,
+            PADDED=mask is not None,
+            NEGATIVE=scale < 0,
+            PRECISION=_launch.dot_precision(w.dtype),
+            **config,
+        )
+        num_m = cdiv(new, _COMBINED_ROWS)
+        _mssa_combine_kernel[(batch * nheads * num_m,)](
+            part,
+            part_lse,
+            out,
+            lse,
+            lengths,
+            mask,
+            *strides(out),
+            *(nheads, new, capacity, num_m, splits),
+            *dims,
+            BLOCK_M=_COMBINED_ROWS,
+            PADDED=mask is not None,
+            HAS_LSE=need_lse,
+        )
+    return out, lse

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 
@@ -13,11 +11,6 @@ def shape(w: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, i
         batch, nheads, seqlen, _ = w.shape
         return batch, nheads, seqlen, 0
     return cu_seqlens.shape[0] - 1, w.shape[1], max_seqlen, w.shape[0]
-
-
-def cdiv(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
-    return -(-length // block)
 
 
 def strides(w: Tensor) -> tuple[int, int, int, int]:
@@ -36,19 +29,3 @@ def tail(length: int, block: int) -> int:
     """Return the smallest tile, a power of two, that covers what blocks of ``block`` leave of a length."""
     rest = length % block
     return min(max(1 << (rest - 1).bit_length(), 16), block) if rest else block
-
-
-_MOST_SPLITS = 128
-
-
-def choose_splits(blocks: int, processors: int, tiles: int) -> int:
-    """Choose into how many stretches a sequence of ``tiles`` is split, as FlashAttention does.
-
-    None where the blocks all but fill the device; else the fewest whose last wave is nearly as full as that of the
-    best number, for each stretch costs a partial result.
-    """
-    if blocks >= 0.8 * processors:
-        return 1
-    counts = range(1, min(_MOST_SPLITS, processors, max(tiles, 1)) + 1)
-    fullness = [waves / math.ceil(waves) for waves in (blocks * count / processors for count in counts)]
-    return next(count for count, full in zip(counts, fullness, strict=True) if full >= 0.85 * max(fullness))
