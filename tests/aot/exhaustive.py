@@ -23,7 +23,7 @@ CALLS = {
 STEPS = {
     f"decode-{new}-{head_dim}-{str(dtype)[6:]}": (new, head_dim, dtype)
     for new in (1, 8, 512)
-    for head_dim in (16, 48, 64, 80, 112, 128, 256)
+    for head_dim in (16, 48, 64, 72, 80, 88, 104, 112, 128, 256)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 }
 

@@ -18,29 +18,37 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
     return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
 
 
-_FORWARD_AMPERE = (
-    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
-    Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
-    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
-    Row(_forward(64, 32, 8, 2), half=True),
+_FORWARD_SINGLE = (
     Row(_forward(64, 32, 8, 2), head_dim=64),
     Row(_forward(32, 32, 8, 1), head_dim=128),
     Row(_forward(32, 16, 8, 1)),
 )
+# The masks of a head_dim of 88 or 104, which is padded, take the registers that 96 and 112 have left.
+_FORWARD_AMPERE = (
+    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=96, half=True),
+    Row(_forward(64, 32, 8, 2, bounded=0), head_dim=104, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
+    Row(_forward(64, 32, 8, 2), half=True),
+    *_FORWARD_SINGLE,
+)
+_FORWARD_WIDE = (Row(_forward(128, 64, 8, 2, bounded=0), half=True), *_FORWARD_SINGLE)
 _FORWARD_HOPPER = (
     Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
+    Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, causal=True, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
-    Row(_forward(128, 64, 8, 2, bounded=0), half=True),
-    *_FORWARD_AMPERE[4:],
+    *_FORWARD_WIDE,
 )
 # Its 512 columns of tensor memory hold two programs at a time, and so do its registers with tiles of 64 keys (127 of
 # them, and 254 with 128) and without the bounded softmax, which has the online one beside it (217 when causal, or 122).
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
-    *_FORWARD_HOPPER[4:],
+    *_FORWARD_WIDE,
 )
 FORWARD = Table(
     "mssa_forward",
@@ -84,13 +92,16 @@ _BACKWARD_SINGLE = (
 _BACKWARD_AMPERE = (
     Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=80, half=True),
+    Row(_backward(64, 16, 8, 2), head_dim=104, half=True),
     Row(_backward(64, 16, 4, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 1), half=True),
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_HOPPER = (
     Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 32, 8, 2), head_dim=64, half=True),
+    Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
+    Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 2), half=True),
     *_BACKWARD_SINGLE,
@@ -126,7 +137,8 @@ def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Confi
 _DECODE_AMPERE = (
     Row(_decode(16, 64, 4, 3), head_dim=64, seqlen=16, half=True),
     Row(_decode(16, 32, 4, 4), head_dim=128, seqlen=16, half=True),
-    Row(_decode(64, 64, 4, 2), head_dim=128, half=True),
+    Row(_decode(64, 64, 4, 2), head_dim=64, half=True),
+    Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
     Row(_decode(16, 32, 4, 1)),
 )
