@@ -23,7 +23,7 @@ _FORWARD_SINGLE = (
     Row(_forward(32, 32, 8, 1), head_dim=128),
     Row(_forward(32, 16, 8, 1)),
 )
-# The masks of a head_dim of 88 or 104, which is padded, take the registers that 96 and 112 have left.
+# The masks of a head_dim of 72, 88 or 104, which is padded, take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
     Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
@@ -38,6 +38,7 @@ _FORWARD_HOPPER = (
     Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=72, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
@@ -92,6 +93,7 @@ _BACKWARD_SINGLE = (
 _BACKWARD_AMPERE = (
     Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 8, 2), head_dim=72, half=True),
     Row(_backward(64, 16, 4, 2), head_dim=80, half=True),
     Row(_backward(64, 16, 8, 2), head_dim=96, half=True),
     Row(_backward(32, 16, 8, 2), head_dim=104, half=True),
