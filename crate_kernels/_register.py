@@ -55,7 +55,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
 # Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _TENSORS = (Tensor, torch.nn.Parameter)
-_SCALARS = frozenset((type(None), bool, int, float, str))
+_SCALARS = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 def _nothing_intercepts(args: tuple) -> bool:
@@ -105,7 +105,7 @@ def apply(function: Any, *args: Any) -> Any:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether any of ``tensors`` wants a gradient from this call, or may: a batched tensor does not say."""
-    return torch.is_grad_enabled() and (_transformed() or any(t is not None and t.requires_grad for t in tensors))
+    return torch.is_grad_enabled() and (any(t is not None and t.requires_grad for t in tensors) or _transformed())
 
 
 def _transformed() -> bool:
