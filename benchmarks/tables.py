@@ -68,7 +68,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
             lines.append([f"{case} {shape}", dtype, times, *ratios])
-    names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "eager": "eager"}
+    names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "flex": "FlexAttention, compiled"}
     return _markdown(["case", "dtype", "ours, ms", *(names.get(b, b) for b in baselines)], lines)
 
 
@@ -169,7 +169,7 @@ _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of on
 _TABLES: dict[str, Callable[[Results], str]] = {
     "machine": _machine,
     "speed": _readme,
-    "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa"]),
+    "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa", "flex"]),
     "tssa": lambda r: _speed(r, "tssa", ["eager", "compile"]),
     "ista": lambda r: _speed(r, "ista", ["eager", "compile"]),
     "models": _models,

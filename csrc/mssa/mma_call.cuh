@@ -13,15 +13,18 @@ struct Strides {
 
 struct Call {
   const void *w, *out, *g;  // g: the gradient of out, or null
+  const void* keys;         // of the forward: w, or a cache to which w was appended
   void* to;                 // out in the forward, the gradient of w in the backward
-  Strides w_strides, out_strides, g_strides, to_strides;
-  float* lse;         // (heads, rows), or (nheads, total) of packed sequences; so are dlse and shift
+  Strides w_strides, out_strides, g_strides, key_strides, to_strides;
+  float* lse;         // (heads, rows), or (nheads, total) of packed sequences; so are dlse and shift; null if unwanted
   const float* dlse;  // null without
   float* shift;
   const bool* keep;                      // (batch, seqlen), null without padding
+  const int32_t* held;                   // null, or the tokens of a cache before the new ones; then keep is of those
   const int32_t* cu_seqlens;             // (sequences + 1,), null unless packed
   const int64_t* seed;                   // null without dropout
   int sequences, nheads, seqlen, total;  // seqlen: of every sequence, or of the longest packed one
+  int capacity;                          // of the cache
   int blocks;                            // of a head
   Access access;
   float scale, threshold, keep_factor;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mma_rows.cuh"
+#include "room.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -18,15 +19,23 @@ CRATE_DEVICE void forward_block(const Call& call) {
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
   const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
-  const int stop = call.causal ? min(first + rows, head.length) : head.length;
+  const View<const T> keys = head.view(static_cast<const T*>(call.keys), call, call.key_strides);
+  int before = 0, length = head.length;  // keys in front of the rows, and in all
+  if (call.held != nullptr) {
+    const Room room = room_of(call.held[head.sequence], call.keep, head.sequence, call.seqlen, call.capacity);
+    before = room.held;
+    length = room.held + room.appended;
+  }
+  const int stop = call.causal ? min(before + first + rows, length) : length;
   const int count = (stop + COLUMNS - 1) / COLUMNS;
-  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows;
-  const RowMask mask = {call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen,
+  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows, place = before + row;
+  const bool padded = call.keep != nullptr && call.held == nullptr;
+  const RowMask mask = {padded ? call.keep + static_cast<int64_t>(head.sequence) * call.seqlen : nullptr,
                         call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed),
-                        call.scale == 0.0f ? 1.0f : fabsf(call.scale), head.length};
+                        call.scale == 0.0f ? 1.0f : fabsf(call.scale), length};
   const Sign sign(call.scale);
   const auto load_first = [&] {
-    load_tile<T, DIM>(tiles, w, COLUMNS, 0, head.length, call.access);
+    load_tile<T, DIM>(tiles, keys, COLUMNS, 0, length, call.access);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -42,13 +51,12 @@ CRATE_DEVICE void forward_block(const Call& call) {
       const int key = n * COLUMNS;
       if (n + 1 < count) {
         T* const next = tiles + (n + 1) % 2 * COLUMNS * DIM;
-        load_tile<T, DIM>(next, w, COLUMNS, key + COLUMNS, head.length, call.access);
+        load_tile<T, DIM>(next, keys, COLUMNS, key + COLUMNS, length, call.access);
       }
       cp_async_commit();
-      if (row < head.length && !(call.causal && key >= row + 16 * ROWS16)) {
-        const bool masked =
-            mask.keep != nullptr || key + COLUMNS > head.length || (call.causal && key + COLUMNS - 1 > row);
-        attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {row, key}, masked,
+      if (row < head.length && !(call.causal && key >= place + 16 * ROWS16)) {
+        const bool masked = padded || key + COLUMNS > length || (call.causal && key + COLUMNS - 1 > place);
+        attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {place, key}, masked,
                              pass);
       }
       cp_async_wait<0>();

@@ -74,11 +74,11 @@ inline Call call_of(const Tensor& w, const std::optional<Tensor>& key_padding_ma
                     const Tensor& to) {
   const bool packed = cu_seqlens.has_value();
   Call call = {};
-  call.w = w.data_ptr();
+  call.w = call.keys = w.data_ptr();
   call.to = to.data_ptr();
-  call.w_strides = strides_of(w, packed);
+  call.w_strides = call.key_strides = strides_of(w, packed);
   call.to_strides = strides_of(to, packed);
-  call.lse = static_cast<float*>(lse.data_ptr());
+  call.lse = lse.numel() > 0 ? static_cast<float*>(lse.data_ptr()) : nullptr;
   if (key_padding_mask) call.keep = static_cast<const bool*>(key_padding_mask->data_ptr());
   if (packed) call.cu_seqlens = static_cast<const int32_t*>(cu_seqlens->data_ptr());
   call.sequences = static_cast<int>(packed ? cu_seqlens->size(0) - 1 : w.size(0));

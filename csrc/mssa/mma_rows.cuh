@@ -39,10 +39,10 @@ struct RowMask {
   const bool* keep;  // of this sequence
   uint64_t seed;
   float scale;  // its magnitude; the sign is the left operand's
-  int length;
+  int length;   // of the keys
 };
 
-// Where the rows of a warp start, and where the keys of a tile do.
+// Where among the keys the rows of a warp start, and where the keys of a tile do.
 struct Place {
   int row, key;
 };
@@ -186,7 +186,7 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
       const float sum = state.sum[m][half];
       const int at = row + 16 * m + lane / 4 + 8 * half;
       factor[half] = sum == 0.0f ? 0.0f : call.keep_factor * (call.select ? call.threshold : 1.0f / sum);
-      if (lane % 4 == 0 && at < head.length) {
+      if (lane % 4 == 0 && at < head.length && call.lse != nullptr) {
         call.lse[head.row + at] = sum == 0.0f ? -INFINITY : state.largest[m][half] + logf(sum);
       }
     }

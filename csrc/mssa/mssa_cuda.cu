@@ -34,13 +34,9 @@ void launch_pairs(Call& call, int32_t device) {
   launch<mma_pairs_kernel<T, kPairsDim>>(l, call);
 }
 
-void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
-             std::optional<Tensor> seed, int64_t max_seqlen, bool causal, double scale, double dropout_p,
-             double threshold, Tensor out, Tensor lse) {
-  Call call = call_of(w, key_padding_mask, cu_seqlens, seed, max_seqlen, causal, scale, dropout_p, threshold, lse, out);
-  const int32_t device = w.get_device_index();
+void launch_forward(Call& call, Dtype dtype, int32_t device) {
   const OnDevice guard(device);
-  with_class(dtype_of(w), call.access.head_dim, [&](auto dim, auto zero) {
+  with_class(dtype, call.access.head_dim, [&](auto dim, auto zero) {
     using T = decltype(zero);
     constexpr int kDim = dim;
     if constexpr (kDim <= kPairsDim) {
@@ -50,6 +46,25 @@ void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Ten
     const Launch l = launch_of(call, device, 16 * t.rows, kDim * sizeof(T), 2 * t.columns * kDim * sizeof(T));
     launch<mma_forward_kernel<T, kDim, t.rows, t.columns, t.held>>(l, call);
   });
+}
+
+void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
+             std::optional<Tensor> seed, int64_t max_seqlen, bool causal, double scale, double dropout_p,
+             double threshold, Tensor out, Tensor lse) {
+  Call call = call_of(w, key_padding_mask, cu_seqlens, seed, max_seqlen, causal, scale, dropout_p, threshold, lse, out);
+  launch_forward(call, dtype_of(w), w.get_device_index());
+}
+
+// Attend over a cache to which `w` was appended, but whose lengths are still those of before; lse may be empty.
+void prefill(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale, Tensor out,
+             Tensor lse) {
+  Call call = call_of(w, key_padding_mask, std::nullopt, std::nullopt, 0, true, scale, 0.0, -1.0, lse, out);
+  call.keys = data.data_ptr();
+  call.key_strides = strides_of(data, false);
+  call.held = static_cast<const int32_t*>(lengths.data_ptr());
+  call.capacity = static_cast<int>(data.size(2));
+  call.access.wide = call.access.wide && is_wide(data);
+  launch_forward(call, dtype_of(w), w.get_device_index());
 }
 
 template <class T>
@@ -108,12 +123,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
       "cuda_mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
       "Tensor? cu_seqlens, Tensor? seed, int max_seqlen, bool causal, float scale, float dropout_p, float threshold, "
       "Tensor(a!) shift, Tensor(b!) dw) -> ()");
+  m.def(
+      "cuda_mssa_prefill(Tensor w, Tensor data, Tensor lengths, Tensor? key_padding_mask, float scale, "
+      "Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.def("cuda_mssa_takes(Tensor w) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
   m.impl("cuda_mssa_fwd", TORCH_BOX(&forward));
   m.impl("cuda_mssa_bwd", TORCH_BOX(&backward));
+  m.impl("cuda_mssa_prefill", TORCH_BOX(&prefill));
   m.impl("cuda_mssa_takes", TORCH_BOX(&takes));
 }
 

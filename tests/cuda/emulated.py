@@ -28,6 +28,9 @@ FLAGS = (
     "-Werror",
     "-Wno-unknown-pragmas",  # of nvcc's
     "-Wno-psabi",
+    # As a GPU does, and with no library: where an address is no multiple of the access's size, a trap.
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
     "-DUSE_CUDA",
     f"-DTORCH_TARGET_VERSION={_build._TORCH_TARGET}",
     "-DCRATE_ARCHS=emulated",

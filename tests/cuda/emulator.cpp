@@ -1,7 +1,6 @@
-// The fibers of emulator.h and the operators by which tests set the emulated device.
+// The fibers of emulator.h: threads, warps, blocks and clusters.
 #include <csetjmp>
 #include <csignal>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,8 +10,6 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/Exception.h>
 
 uint3 threadIdx, blockIdx;
@@ -21,11 +18,6 @@ dim3 blockDim, gridDim;
 namespace emulator {
 
 Thread* current = nullptr;
-
-Device& device() {
-  static Device it;
-  return it;
-}
 
 namespace {
 
@@ -132,7 +124,8 @@ void on_fault(int signal, siginfo_t*, void*) {
     std::signal(signal, SIG_DFL);
     return;
   }
-  failure = "a kernel left its shared memory, its stack or its tensors";
+  failure = signal == SIGILL ? "a kernel used an address that is no multiple of what it read or wrote"
+                             : "a kernel left its shared memory, its stack or its tensors";
   _longjmp(scheduler, 1);
 }
 
@@ -147,19 +140,21 @@ class FaultHandler {
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    sigaction(SIGSEGV, &action, &before_);
+    for (int n = 0; n < kFaults; ++n) sigaction(kSignals[n], &action, &before_[n]);
   }
   ~FaultHandler() {
-    sigaction(SIGSEGV, &before_, nullptr);
+    for (int n = 0; n < kFaults; ++n) sigaction(kSignals[n], &before_[n], nullptr);
     sigaltstack(&stack_, nullptr);
     running = nullptr;
     current = nullptr;
   }
 
  private:
+  // The compiler makes a trap of an address that is not aligned: see FLAGS of emulated.py.
+  static constexpr int kFaults = 2, kSignals[kFaults] = {SIGSEGV, SIGILL};
   std::vector<unsigned char> memory_;
   stack_t stack_;
-  struct sigaction before_;
+  struct sigaction before_[kFaults];
 };
 
 void check_failure() {
@@ -249,18 +244,6 @@ class Cluster {
   Group group_;
 };
 
-std::map<const void*, int64_t>& allowed_bytes() {
-  static std::map<const void*, int64_t> it;
-  return it;
-}
-
-cudaError_t last_error = cudaSuccess;
-
-cudaError_t remember(cudaError_t error) {
-  if (error != cudaSuccess) last_error = error;
-  return error;
-}
-
 }  // namespace
 
 void fail(const char* what) {
@@ -309,18 +292,6 @@ unsigned cluster_of(const cudaLaunchConfig_t& config) {
   return config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
 }
 
-// What a device refuses.
-cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
-  const unsigned cluster = cluster_of(config), threads = config.blockDim.x;
-  const auto allowed = allowed_bytes().find(function);
-  const int64_t limit = allowed == allowed_bytes().end() ? 48 * 1024 : allowed->second;
-  if (threads == 0 || threads > 1024 || threads % 32 != 0) return remember(cudaErrorInvalidConfiguration);
-  if (cluster > 1 && device().capability < 90) return remember(cudaErrorInvalidConfiguration);
-  if (cluster == 0 || cluster > 8 || config.gridDim.x % cluster != 0) return remember(cudaErrorInvalidConfiguration);
-  if (static_cast<int64_t>(config.dynamicSmemBytes) > limit) return remember(cudaErrorInvalidValue);
-  return cudaSuccess;
-}
-
 void run(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
@@ -333,98 +304,4 @@ void run(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) 
   for (unsigned first = 0; first < config.gridDim.x; first += cluster) blocks.run(first);
 }
 
-namespace {
-
-void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending) {
-  device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
-              descending};
-  allowed_bytes().clear();
-}
-
-}  // namespace
 }  // namespace emulator
-
-cudaError_t cudaSetDevice(int) {
-  return cudaSuccess;
-}
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-
-cudaError_t cudaGetLastError() {
-  const cudaError_t error = emulator::last_error;
-  emulator::last_error = cudaSuccess;
-  return error;
-}
-
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const emulator::Device& device = emulator::device();
-  switch (attribute) {
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = device.shared_limit;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = device.multiprocessors;
-      break;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value > emulator::device().shared_limit) return emulator::remember(cudaErrorInvalidValue);
-  emulator::allowed_bytes()[function] = value;
-  return cudaSuccess;
-}
-
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  *attributes = {};
-  attributes->maxThreadsPerBlock = 1024;
-  attributes->ptxVersion = attributes->binaryVersion = emulator::device().capability;
-  return cudaSuccess;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads, size_t bytes) {
-  const int64_t shared = bytes == 0 ? 32 : emulator::device().shared_limit / static_cast<int64_t>(bytes);
-  *blocks = static_cast<int>(std::min<int64_t>(shared, 2048 / threads));
-  return cudaSuccess;
-}
-
-extern "C" {
-
-AOTITorchError emulated_current_stream(int32_t, void** stream) {
-  *stream = nullptr;
-  return 0;
-}
-
-AOTITorchError emulated_create_device_guard(int32_t, DeviceGuardHandle* guard) {
-  *guard = nullptr;
-  return 0;
-}
-
-AOTITorchError emulated_delete_device_guard(DeviceGuardHandle) {
-  return 0;
-}
-
-AOTITorchError emulated_check_message(int32_t error, const char* file, const char*, uint32_t line, bool,
-                                      char** message) {
-  *message = nullptr;
-  if (error == 0) return 0;
-  const std::string text = "CUDA error " + std::to_string(error) + " at " + file + ":" + std::to_string(line);
-  *message = strdup(text.c_str());
-  return 0;
-}
-
-void emulated_free_message(char* message) {
-  std::free(message);
-}
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {
-  m.impl("emulated_device", TORCH_BOX(&emulator::set_device));
-}

@@ -46,7 +46,7 @@ __global__ void neighbours_kernel(float* out, bool barrier) {
   out[threadIdx.x] = shared[(threadIdx.x + 1) % blockDim.x];
 }
 
-enum Fault { kNone, kBeyond, kBefore, kDivergentBarrier, kDivergentWarp, kEarlyReturn, kStack, kTrap };
+enum Fault { kNone, kBeyond, kBefore, kDivergentBarrier, kDivergentWarp, kEarlyReturn, kStack, kTrap, kMisaligned };
 
 __attribute__((noinline)) float deep(int n, volatile float* at) {
   volatile float local[4096];
@@ -74,6 +74,7 @@ __global__ void fault_kernel(float* out, int fault, int64_t bytes) {
   if (fault == kEarlyReturn && threadIdx.x == 1) return;
   if (fault == kStack) out[0] = deep(1000, out);
   if (fault == kTrap) __trap();
+  if (fault == kMisaligned) out[0] = load_pack(out + 1).at[0];
   out[threadIdx.x] = warp_sum(1.0f);
 }
 

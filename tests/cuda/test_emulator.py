@@ -7,7 +7,17 @@ from crate_kernels import _philox
 from tests.ops.common import randn
 
 ORDERS = pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])
-FAULTS = ("none", "beyond", "before", "divergent barrier", "divergent warp", "early return", "stack", "trap")
+FAULTS = (
+    "none",
+    "beyond",
+    "before",
+    "divergent barrier",
+    "divergent warp",
+    "early return",
+    "stack",
+    "trap",
+    "misaligned",
+)
 
 
 @ORDERS
@@ -80,6 +90,7 @@ STOPPED = {
     "early return": "a lane has returned while its warp waits",
     "stack": "left its shared memory, its stack",
     "trap": "a kernel trapped",
+    "misaligned": "no multiple of what it read",
 }
 
 

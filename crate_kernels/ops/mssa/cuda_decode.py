@@ -1,4 +1,4 @@
-"""Decoding with a SubspaceCache by CUDA kernels: csrc/mssa/decode.cuh, and the plain forward for long blocks of tokens.
+"""Decoding with a SubspaceCache by CUDA kernels: csrc/mssa/decode.cuh, and a forward for long blocks of tokens.
 
 Nothing here waits for the device; lengths are read there, so that a captured graph goes on being right as they grow.
 """
@@ -14,7 +14,9 @@ from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 _extension.load_cuda()
 _decode = torch.ops.crate_kernels_C.cuda_mssa_decode.default
 _append = torch.ops.crate_kernels_C.cuda_mssa_append.default
-_attend = torch.ops.crate_kernels_C.cuda_mssa_plain_prefill.default
+_takes = torch.ops.crate_kernels_C.cuda_mssa_takes.default
+_attend = torch.ops.crate_kernels_C.cuda_mssa_prefill.default
+_attend_plainly = torch.ops.crate_kernels_C.cuda_mssa_plain_prefill.default
 _advance = torch.ops.crate_kernels_C.cuda_mssa_advance.default
 
 _GROUP = 4  # new tokens that share a reading of the cache: kGroup of decode_cuda.cu
@@ -43,7 +45,7 @@ def decode(
     in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous()
     if new > _MOST_TOKENS or not in_packs:
         _append(w, data, lengths, mask)
-        _attend(w, data, lengths, mask, scale, out, lse)
+        (_attend if _takes(w) else _attend_plainly)(w, data, lengths, mask, scale, out, lse)
         _advance(w, data, lengths, mask)
         return out, lse
     blocks = batch * nheads * (1 if new == 1 else cdiv(new, _GROUP))

@@ -1,0 +1,138 @@
+// What emulator.h needs of the CUDA runtime and of PyTorch's CUDA half, for the device that a test sets.
+#include <cstdlib>
+#include <map>
+#include <string>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+namespace emulator {
+
+Device& device() {
+  static Device it;
+  return it;
+}
+
+namespace {
+
+std::map<const void*, int64_t>& allowed_bytes() {
+  static std::map<const void*, int64_t> it;
+  return it;
+}
+
+cudaError_t last_error = cudaSuccess;
+
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+}  // namespace
+
+// What a device refuses.
+cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
+  const unsigned cluster = cluster_of(config), threads = config.blockDim.x;
+  const auto allowed = allowed_bytes().find(function);
+  const int64_t limit = allowed == allowed_bytes().end() ? 48 * 1024 : allowed->second;
+  if (threads == 0 || threads > 1024 || threads % 32 != 0) return remember(cudaErrorInvalidConfiguration);
+  if (cluster > 1 && device().capability < 90) return remember(cudaErrorInvalidConfiguration);
+  if (cluster == 0 || cluster > 8 || config.gridDim.x % cluster != 0) return remember(cudaErrorInvalidConfiguration);
+  if (static_cast<int64_t>(config.dynamicSmemBytes) > limit) return remember(cudaErrorInvalidValue);
+  return cudaSuccess;
+}
+
+namespace {
+
+void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending) {
+  device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
+              descending};
+  allowed_bytes().clear();
+}
+
+}  // namespace
+}  // namespace emulator
+
+cudaError_t cudaSetDevice(int) {
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = emulator::last_error;
+  emulator::last_error = cudaSuccess;
+  return error;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const emulator::Device& device = emulator::device();
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = device.shared_limit;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = device.multiprocessors;
+      break;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > emulator::device().shared_limit) return emulator::remember(cudaErrorInvalidValue);
+  emulator::allowed_bytes()[function] = value;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->ptxVersion = attributes->binaryVersion = emulator::device().capability;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads, size_t bytes) {
+  const int64_t shared = bytes == 0 ? 32 : emulator::device().shared_limit / static_cast<int64_t>(bytes);
+  *blocks = static_cast<int>(std::min<int64_t>(shared, 2048 / threads));
+  return cudaSuccess;
+}
+
+extern "C" {
+
+AOTITorchError emulated_current_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+AOTITorchError emulated_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+  *guard = nullptr;
+  return 0;
+}
+
+AOTITorchError emulated_delete_device_guard(DeviceGuardHandle) {
+  return 0;
+}
+
+AOTITorchError emulated_check_message(int32_t error, const char* file, const char*, uint32_t line, bool,
+                                      char** message) {
+  *message = nullptr;
+  if (error == 0) return 0;
+  const std::string text = "CUDA error " + std::to_string(error) + " at " + file + ":" + std::to_string(line);
+  *message = strdup(text.c_str());
+  return 0;
+}
+
+void emulated_free_message(char* message) {
+  std::free(message);
+}
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {
+  m.impl("emulated_device", TORCH_BOX(&emulator::set_device));
+}
