@@ -22,6 +22,20 @@ CRATE_INLINE uint16_t float_to_bf16(float f) {
   return f != f ? 0x7fc0u : static_cast<uint16_t>(rounded);
 }
 
+// kLanes neighbours at once: a short row is mostly the loop around a vectorised one.
+typedef uint16_t Vs __attribute__((vector_size(CRATE_LANES * 2)));
+
+CRATE_INLINE Vf load_bf16(const char* p) {
+  Vs bits;
+  memcpy(&bits, p, sizeof bits);
+  return (Vf)(__builtin_convertvector(bits, Vu) << 16);
+}
+CRATE_INLINE void store_bf16(char* p, Vf v) {
+  const Vu bits = (Vu)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Vs halves = __builtin_convertvector(v != v ? Vu{} + 0x7fc0u : rounded, Vs);
+  memcpy(p, &halves, sizeof halves);
+}
+
 // By arithmetic on the bits, so that compilers vectorise it on every level.
 CRATE_INLINE float f16_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7fffu;

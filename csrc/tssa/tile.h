@@ -86,19 +86,42 @@ CRATE_INLINE Tile place_tile(const TssaProblem& p, const TssaView& view, int64_t
 
 constexpr int kMostAtOnce = 256;  // channels that a conversion takes
 
+// Whether a view's rows are whole vectors of bf16.
+CRATE_INLINE bool in_bf16_vectors(const TssaProblem& p, const TssaView& view) {
+  return p.dtype == Dtype::bf16 && view.dim_stride == 1 && p.head_dim % kLanes == 0;
+}
+
+// Calls f(element, place in the tile) for every vector of its bf16 tokens.
+template <class F>
+CRATE_INLINE void each_bf16_vector(const TssaProblem& p, const Tile& tile, const TssaView& view, int64_t first,
+                                   int count, const F& f) {
+  for (int n = 0; n < count; ++n) {
+    for (int h = 0; h < p.nheads; ++h) {
+      char* const from = element(view, p.dtype, h, first + n, 0);
+      for (int v = 0; v < vectors_of(p); ++v) f(from + v * kLanes * sizeof(uint16_t), tile.rows(h).at(n, v));
+    }
+  }
+}
+
 Tile load_tile(const TssaProblem& p, const TssaView& view, int64_t first, int count, float* staging) {
   const Tile tile = place_tile(p, view, first, count, staging);
   if (tile.direct) return tile;
   const int64_t width = p.width();
-  for (int h = 0; h < p.nheads; ++h) {
-    for (int n = 0; n < count; ++n) {
-      float* const row = tile.rows(h).at(n, 0);
-      for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
-        const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
-        read_row(element(view, p.dtype, h, first + n, d), p.dtype, view.dim_stride, some, row + d);
+  if (in_bf16_vectors(p, view)) {
+    each_bf16_vector(p, tile, view, first, count, [](const char* from, float* to) { store(to, load_bf16(from)); });
+  } else {
+    for (int h = 0; h < p.nheads; ++h) {
+      for (int n = 0; n < count; ++n) {
+        float* const row = tile.rows(h).at(n, 0);
+        for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
+          const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
+          read_row(element(view, p.dtype, h, first + n, d), p.dtype, view.dim_stride, some, row + d);
+        }
+        for (int64_t d = p.head_dim; d < width; ++d) row[d] = 0.0f;
       }
-      for (int64_t d = p.head_dim; d < width; ++d) row[d] = 0.0f;
     }
+  }
+  for (int h = 0; h < p.nheads; ++h) {
     memset(tile.rows(h).at(count, 0), 0, (kLanes - count) * width * sizeof(float));
   }
   return tile;
@@ -106,6 +129,10 @@ Tile load_tile(const TssaProblem& p, const TssaView& view, int64_t first, int co
 
 void store_tile(const TssaProblem& p, const Tile& tile, const TssaView& view, int64_t first, int count) {
   if (tile.direct) return;
+  if (in_bf16_vectors(p, view)) {
+    each_bf16_vector(p, tile, view, first, count, [](char* to, const float* from) { store_bf16(to, load(from)); });
+    return;
+  }
   for (int h = 0; h < p.nheads; ++h) {
     for (int n = 0; n < count; ++n) {
       for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
