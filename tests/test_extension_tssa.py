@@ -122,6 +122,18 @@ def test_strides_change_no_bit(lay_out, dtype, causal):
 
 
 @FORMS
+@pytest.mark.parametrize("head_dim", [64, 20], ids=["vectors", "rows"])
+@pytest.mark.parametrize("name", LEVELS)
+def test_bf16_is_fp32_rounded_to_even(name, head_dim, causal, level):
+    """Tokens are converted exactly, and results once; in so many there are numbers half-way between two of bf16."""
+    level(name)
+    w, temp = randn(8, 6, 600, head_dim, dtype=torch.bfloat16), torch.ones(6)
+    out = tssa(w.float(), temp, causal=causal, backend="cpp")
+    assert (out.view(torch.int32) & 0xFFFF == 0x8000).any()
+    torch.testing.assert_close(tssa(w, temp, causal=causal, backend="cpp"), out.bfloat16(), rtol=0, atol=0)
+
+
+@FORMS
 def test_not_a_number_stays_one(causal):
     w = randn(1, 3, 40, 16, dtype=torch.float32)
     w[0, 1, 20, 3] = torch.nan
