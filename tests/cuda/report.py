@@ -19,8 +19,8 @@ class Kernel:
 
     @property
     def half(self):
-        """Whether it works on a 16-bit type."""
-        return "bf16" in self.name or "fp16" in self.name
+        """Whether it works on a 16-bit type; ``TssaHalves`` and ``TssaFours`` are accesses to bf16 and fp16."""
+        return any(word in self.name for word in ("bf16", "fp16", "TssaHalves", "TssaFours"))
 
 
 _ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
