@@ -22,7 +22,12 @@ _STYLES = {
     "cpp": (BLUE, "D"),
     "triton": (GREEN, "P"),
 }
-_LABELS = {"eager": "published form, eager", "compile": "torch.compile of it", "sdpa": "SDPA(w, w, w)"}
+_LABELS = {
+    "eager": "published form, eager",
+    "compile": "torch.compile of it",
+    "sdpa": "SDPA(w, w, w)",
+    "flex": "FlexAttention",
+}
 _TITLES = {
     "mssa": "mssa: 1 x 8 heads of 64",
     "tssa": "tssa: 1 x 12 heads of 64",
@@ -74,8 +79,10 @@ def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[floa
             ax.plot([line.exhausted], [unit * values[-1]], "X", color=_style(line.provider)["color"], markersize=8)
     ax.set(xscale="log", yscale="log", ylabel=label)
     ax.set_xscale("log", base=2)
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top * (top / bottom) ** 0.3)  # room for the legend: every line rises
     ax.grid(alpha=0.25)
-    ax.legend(fontsize=7, frameon=False)
+    ax.legend(fontsize=7, frameon=False, loc="upper left")
 
 
 def rates(results: Results, direction: str = "both") -> Figure:
