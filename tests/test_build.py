@@ -14,7 +14,7 @@ from crate_kernels import _build
 from crate_kernels.cli import main
 
 SOURCES = _build.source_folder()
-pytestmark = pytest.mark.skipif(SOURCES is None, reason="no C++ sources")
+pytestmark = pytest.mark.skipif(SOURCES is None, reason="needs the C++ sources: run from a checkout")
 SLOW_COMPILER = """#!/bin/sh
 # Writes what it is asked to, and remembers that it was asked to link.
 for last; do :; done

@@ -10,7 +10,7 @@ import pytest
 from tests.gpu import __main__ as suite
 
 ROOT = Path(__file__).parents[1]
-pytest.importorskip("triton", reason="the GPU suite is of Triton's kernels: pip install triton")
+pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
 
 
 def dry_run(folder, *args):

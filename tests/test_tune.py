@@ -93,7 +93,7 @@ def test_without_a_gpu_tuning_says_so(capsys):
 
 @pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
 def test_workloads_are_rows_of_the_tables(op):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
     tables = import_module(f"crate_kernels.ops.{op}.triton_tables").TABLES
     workloads = import_module(f"crate_kernels.ops.{op}.triton_tune").workloads()
     assert {w.table for w in workloads} == set(tables)
@@ -115,7 +115,7 @@ def launched(call):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="looks at launches: needs TRITON_INTERPRET unset")
 def test_launches_follow_what_was_tuned(gpu):
     """One program a sequence or chunks, whose product, which form: each is taken from the row that was written."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
     from crate_kernels.ops.ista import triton_tables as ista_tables
     from crate_kernels.ops.tssa import triton_tables as tssa_tables
     from tests.aot import ista, tssa

@@ -41,12 +41,6 @@ struct uint3 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
 struct alignas(8) float2 {
   float x, y;
 };
@@ -58,16 +52,7 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-inline uint2 make_uint2(unsigned x, unsigned y) {
-  return {x, y};
-}
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
-  return {x, y, z, w};
-}
-inline int2 make_int2(int x, int y) {
-  return {x, y};
-}
-inline int4 make_int4(int x, int y, int z, int w) {
   return {x, y, z, w};
 }
 inline float2 make_float2(float x, float y) {
@@ -182,25 +167,12 @@ inline void __syncthreads() {
 inline int __syncthreads_count(int vote) {
   return emulator::block_barrier(vote != 0);
 }
-inline int __syncthreads_or(int vote) {
-  return emulator::block_barrier(vote != 0) > 0;
-}
-inline int __syncthreads_and(int vote) {
-  return emulator::block_barrier(vote == 0) == 0;
-}
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
   emulator::ballot(mask, false);
 }
 inline unsigned __ballot_sync(unsigned mask, int vote) {
   return emulator::ballot(mask, vote != 0);
 }
-inline int __any_sync(unsigned mask, int vote) {
-  return emulator::ballot(mask, vote != 0) != 0;
-}
-inline int __all_sync(unsigned mask, int vote) {
-  return emulator::ballot(mask, vote == 0) == 0;
-}
-inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __trap() {
   emulator::fail("a kernel trapped");
@@ -227,29 +199,6 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   return emulator::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : -1);
 }
 
-template <class T>
-T __ldg(const T* from) {
-  return *from;
-}
-template <class T>
-T __ldcs(const T* from) {
-  return *from;
-}
-template <class T>
-T __ldcg(const T* from) {
-  return *from;
-}
-template <class T>
-void __stcs(T* to, T value) {
-  *to = value;
-}
-template <class T>
-T atomicAdd(T* to, T value) {
-  const T before = *to;
-  *to = before + value;
-  return before;
-}
-
 namespace emulator {
 template <class To, class From>
 To bits_of(From value) {
@@ -263,50 +212,11 @@ To bits_of(From value) {
 inline unsigned __float_as_uint(float v) {
   return emulator::bits_of<unsigned>(v);
 }
-inline int __float_as_int(float v) {
-  return emulator::bits_of<int>(v);
-}
 inline float __uint_as_float(unsigned v) {
   return emulator::bits_of<float>(v);
 }
-inline float __int_as_float(int v) {
-  return emulator::bits_of<float>(v);
-}
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<uint64_t>(a) * b >> 32;
-}
-inline int __popc(unsigned v) {
-  return __builtin_popcount(v);
-}
-inline int __clz(int v) {
-  return v == 0 ? 32 : __builtin_clz(v);
-}
-inline int __ffs(int v) {
-  return __builtin_ffs(v);
-}
-inline float __fmaf_rn(float a, float b, float c) {
-  return std::fma(a, b, c);
-}
-inline float __fadd_rn(float a, float b) {
-  return a + b;
-}
 inline float __fmul_rn(float a, float b) {
   return a * b;
-}
-inline float __fdividef(float a, float b) {
-  return a / b;
-}
-inline float __expf(float v) {
-  return std::exp(v);
-}
-inline float __logf(float v) {
-  return std::log(v);
-}
-inline float __log2f(float v) {
-  return std::log2(v);
-}
-inline float rsqrtf(float v) {
-  return 1.0f / std::sqrt(v);
 }
 
 template <class A, class B>
@@ -322,7 +232,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -346,7 +256,6 @@ struct cudaFuncAttributes {
 };
 
 cudaError_t cudaSetDevice(int device);
-cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaGetLastError();
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);

@@ -55,10 +55,6 @@ void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limi
 cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
 
 cudaError_t cudaGetLastError() {
   const cudaError_t error = emulator::last_error;

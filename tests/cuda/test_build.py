@@ -26,7 +26,7 @@ RECORDED = Path(__file__).with_name("spills.json")
 def built():
     """Compile for every architecture, once a change of the sources."""
     if _build.source_folder() is None:
-        pytest.skip("the CUDA sources are not here")
+        pytest.skip("needs the CUDA sources: run from a checkout")
     if shutil.which("nm") is None:
         pytest.skip("needs nm: install binutils")
     try:

@@ -7,7 +7,7 @@ from crate_kernels import _launch, mssa, testing
 from tests.ops.common import channels_in_order, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
-    pytest.skip("Triton has neither a GPU here nor its interpreter", allow_module_level=True)
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from crate_kernels.ops.mssa import triton_tables as tables
 
@@ -92,7 +92,7 @@ def multiplied(monkeypatch, call):
     return sum(counted)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="counts the products that Triton's interpreter makes")
+@pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("pairs", "causal", "expected"),
     [
@@ -110,7 +110,7 @@ def test_triton_takes_as_many_products_as_its_form(pairs, causal, expected, monk
     assert counted == 4 * 16 * expected
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="counts the products that Triton's interpreter makes")
+@pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("causal", "expected"),
     # Five a tile; causal, four after the diagonal, three before it and five on it.
