@@ -61,7 +61,7 @@ def _cuda_missing() -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA (install one that has)"
     if not _extension.CUDA_PATHS:
-        return "the CUDA library is not built (python -m crate_kernels build, with nvcc installed)"
+        return "the CUDA library is not built (python -m crate_kernels build, with a GPU and nvcc)"
     return None
 
 
@@ -116,9 +116,9 @@ def names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def has_variants(name: str) -> bool:
-    """Whether CUDA tensors are served by something else under that name."""
-    return _BACKENDS[name].on_cuda is not None
+def serving(name: str, device_type: str = "cpu") -> Backend:
+    """Return what computes for tensors on such a device under a name that users know."""
+    return _BACKENDS[name].serving(device_type)
 
 
 def register(backend: Backend) -> None:
@@ -150,10 +150,14 @@ def why_not(op: str, name: str, device_type: str = "cpu") -> str | None:
 
     That a backend does not take the device at all is for ``resolve`` to say.
     """
-    serving = _BACKENDS[name].serving(device_type)
-    if not _has_kernel[op, serving.name]:
-        return f"{serving.name} has no {op} kernel yet"
-    return serving.missing
+    return lacking(op, serving(name, device_type))
+
+
+def lacking(op: str, backend: Backend) -> str | None:
+    """Say what a backend, itself or as a variant, lacks to compute ``op`` in this process; None if nothing."""
+    if not _has_kernel[op, backend.name]:
+        return f"{backend.name} has no {op} kernel yet"
+    return backend.missing
 
 
 def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:

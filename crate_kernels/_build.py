@@ -21,10 +21,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 _PACKAGE = Path(__file__).parent
 # The first PyTorch whose stable ABI carries the extension: 2.11.
 _TORCH_TARGET = "0x020b000000000000"
+# The stable ABI, and operators in place of a Python module, make one file serve every Python.
+EXTENSION, CUDA_LIBRARY = "_cpu.so", "_cuda.so"
+_PLATFORM = sysconfig.get_platform()
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -37,8 +41,6 @@ _FLAGS = (
     "-Wno-ignored-attributes",
     f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}",
 )
-_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-
 _CUDA_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -85,11 +87,11 @@ def cuda_source_hash(folder: Path) -> str:
 
 
 def cache_folder(sources: str) -> Path:
-    """Return where a user's own build of these sources is, for this Python and this PyTorch."""
+    """Return where a user's own build of these sources is, for this PyTorch and this kind of machine."""
     from torch import __version__ as torch_version
 
-    key = hashlib.sha256(f"{sources} {torch_version} {_SUFFIX}".encode()).hexdigest()[:16]
-    return Path.home() / ".cache" / "crate_kernels" / key
+    key = hashlib.sha256(f"{sources} {torch_version} {_PLATFORM}".encode()).hexdigest()[:16]
+    return _user_cache() / key
 
 
 def find() -> Path | None:
@@ -100,14 +102,11 @@ def find() -> Path | None:
     """
     folder = source_folder()
     sources = None if folder is None else source_hash(folder)
-    installed = _PACKAGE / f"_C{_SUFFIX}"
-    if installed.exists() and (sources is None or _marker(sources) in installed.read_bytes()):
-        return installed
+    places = [_PACKAGE / EXTENSION]
     if sources is not None:
-        with contextlib.suppress(RuntimeError):  # no home folder
-            cached = cache_folder(sources) / f"_C{_SUFFIX}"
-            return cached if cached.exists() else None
-    return None
+        with contextlib.suppress(BuildError):  # no home folder
+            places.append(cache_folder(sources) / EXTENSION)
+    return next((place for place in places if _fits(place, sources)), None)
 
 
 def cuda_cache_folder(sources: str) -> Path:
@@ -115,25 +114,52 @@ def cuda_cache_folder(sources: str) -> Path:
 
     The stable ABI makes them fit every Python and every PyTorch that can load the extension at all.
     """
-    return Path.home() / ".cache" / "crate_kernels" / f"cuda-{sources}"
+    return _user_cache() / f"cuda-{sources}-{_PLATFORM}"
 
 
 def find_cuda() -> tuple[Path, ...]:
     """Return the CUDA libraries that fit the sources: the installed one first."""
     folder = source_folder()
     sources = None if folder is None else cuda_source_hash(folder)
-    installed = _PACKAGE / "_cuda.so"
-    found = []
-    if installed.exists() and (sources is None or _marker(sources) in installed.read_bytes()):
-        found.append(installed)
+    places = [_PACKAGE / CUDA_LIBRARY]
     if sources is not None:
-        with contextlib.suppress(RuntimeError):  # no home folder
-            found += sorted(cuda_cache_folder(sources).glob("_cuda-*.so"))
-    return tuple(found)
+        with contextlib.suppress(BuildError, OSError):  # no home folder, or one that cannot be looked into
+            places += sorted(cuda_cache_folder(sources).glob("_cuda-*.so"))
+    return tuple(place for place in places if _fits(place, sources))
+
+
+def _user_cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "crate_kernels"
+    except RuntimeError as error:
+        raise BuildError(f"there is no cache without a home folder: {error} Set HOME") from error
+
+
+def _fits(library: Path, sources: str | None) -> bool:
+    """Whether a library is there, whole, and of these sources; of any, where there are none to compare."""
+    try:
+        content = library.read_bytes()
+    except OSError:  # absent, or in a folder that cannot be looked into
+        return False
+    return _whole(content) and _marker("" if sources is None else sources) in content
+
+
+def _whole(content: bytes) -> bool:
+    """Whether nothing is cut off an ELF file: the process that maps such a file ends by SIGBUS.
+
+    Linkers write the table of sections last.
+    """
+    if content[:5] != b"\x7fELF\x02":  # another system's file, or no library at all, which the marker tells
+        return True
+    if len(content) < 64:
+        return False
+    order: Literal["little", "big"] = "little" if content[5] == 1 else "big"
+    offset, size, count = (int.from_bytes(content[start:stop], order) for start, stop in ((40, 48), (58, 60), (60, 62)))
+    return offset + size * count <= len(content)
 
 
 def _marker(sources: str) -> bytes:
-    return f"crate_kernels sources {sources}\0".encode()
+    return f"crate_kernels sources {sources}".encode() + (b"\0" if sources else b"")
 
 
 def build_cached() -> tuple[Path, bool]:
@@ -142,14 +168,15 @@ def build_cached() -> tuple[Path, bool]:
     Several processes may ask at once: one compiles, the others wait and find its result.
 
     Raises:
-        BuildError: there are no sources or no working compiler.
+        BuildError: there are no sources, no folder to write to, or no working compiler.
     """
     folder = source_folder()
     if folder is None:
         raise BuildError("the C++ sources are not installed; install from a source distribution or a checkout")
-    target = cache_folder(source_hash(folder)) / f"_C{_SUFFIX}"
+    sources = source_hash(folder)
+    target = cache_folder(sources) / EXTENSION
     with _locked(target.parent):
-        if target.exists():
+        if _fits(target, sources):
             return target, False
         compile_extension(folder, target)
     return target, True
@@ -162,15 +189,16 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None) -> tuple[Path, bool]
         archs: such as ``CUDA_ARCHS``; by default those of the GPUs here, or ``CUDA_ARCHS`` where there is none.
 
     Raises:
-        BuildError: there are no sources, no nvcc that fits, or it fails.
+        BuildError: there are no sources, no folder to write to, no nvcc that fits, or it fails.
     """
     folder = source_folder()
     if folder is None:
         raise BuildError("the CUDA sources are not installed; install from a source distribution or a checkout")
     archs = cuda_archs() if archs is None else archs
-    target = cuda_cache_folder(cuda_source_hash(folder)) / f"_cuda-{'-'.join(archs)}.so"
+    sources = cuda_source_hash(folder)
+    target = cuda_cache_folder(sources) / f"_cuda-{'-'.join(archs)}.so"
     with _locked(target.parent):
-        if target.exists():
+        if _fits(target, sources):
             return target, False
         compile_cuda(folder, target, archs, target.with_suffix(".so.txt"))
     return target, True
@@ -178,11 +206,19 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None) -> tuple[Path, bool]
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; the system releases it when a process dies."""
+    """Hold the lock of a folder, made if it is not there; the system releases it when a process dies.
+
+    Raises:
+        BuildError: nothing can be written there.
+    """
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")  # noqa: SIM115  # closed below
+    except OSError as error:
+        raise BuildError(f"the user's cache cannot be written: {error}; set HOME to a folder that can") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -197,15 +233,12 @@ def compile_extension(folder: Path, target: Path) -> None:
         from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
     except (ImportError, OSError) as error:  # OSError: PyTorch is there, a library it loads is not
         raise BuildError(f"PyTorch is not importable ({error})") from error
-    words = shlex.split(get_cxx_compiler())
-    compiler = list(takewhile(lambda word: not word.startswith("-"), words))
-    options = words[len(compiler) :]  # of a CXX with options: they come last, so that they win
-    includes = [*include_paths(), sysconfig.get_path("include")]
+    compiler, options = _split(get_cxx_compiler())
     flags = [
         *_FLAGS,
         f"-DCRATE_SOURCES={source_hash(folder)}",
         f"-ffile-prefix-map={folder}=csrc",  # check messages print source paths
-        *(f"-isystem{path}" for path in includes),
+        *(f"-isystem{path}" for path in include_paths()),
         *options,
     ]
     libraries = [f"-L{path}" for path in library_paths()]
@@ -218,12 +251,36 @@ def compile_extension(folder: Path, target: Path) -> None:
         def compile_one(source: Path, output: Path) -> None:
             _run([*compiler, *flags, "-c", str(source), "-o", str(output)])
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(_cores()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = Path(scratch) / target.name
         link = ["-shared", *options, *undefined, *map(str, objects), *libraries, "-ltorch_cpu"]
         _run([*compiler, *link, "-o", str(linked)])
-        os.replace(linked, target)
+        _move(linked, target)
+
+
+def _split(cxx: str) -> tuple[list[str], list[str]]:
+    """Split what CXX says into the compiler and its options, which come last in a command, so that they win."""
+    try:
+        words = shlex.split(cxx)
+    except ValueError as error:
+        raise BuildError(f"CXX cannot be read ({error}): {cxx}") from error
+    compiler = list(takewhile(lambda word: not word.startswith("-"), words))
+    if not compiler:
+        raise BuildError(f"CXX must name a C++ compiler, got {cxx!r}")
+    return compiler, words[len(compiler) :]
+
+
+def _cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _move(linked: Path, target: Path) -> None:
+    """Put a library at ``target`` once it is on the disk: a power cut must not leave a part of it."""
+    with open(linked, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(linked, target)
 
 
 def find_nvcc() -> str:
@@ -306,14 +363,14 @@ def compile_cuda(folder: Path, target: Path, archs: tuple[str, ...], report: Pat
         def compile_one(source: Path, output: Path) -> str:
             return _run([nvcc, *flags, "-c", str(source), "-o", str(output)])
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(_cores()) as pool:
             reports = list(pool.map(compile_one, sources, objects))
         linked = Path(scratch) / target.name
         link = ["-shared", "-cudart=static", "-nodlink", *map(str, objects), *(f"-L{f}" for f in folders)]
         _run([nvcc, *link, *(f"-l{n}" for n in names), "-o", str(linked)])
         if report is not None:
             report.write_text("".join(reports))
-        os.replace(linked, target)
+        _move(linked, target)
 
 
 def _run(command: list[str]) -> str:

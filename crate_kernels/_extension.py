@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import torch  # whose libraries the extension links against
 
 from crate_kernels import _build
 
-_NAME = "crate_kernels._C"
 # Looked for once: a call must cost no look at the disk.
 PATH = _build.find()
 # A CPU or ROCm PyTorch lacks what the CUDA library calls.
 CUDA_PATHS = _build.find_cuda() if torch.version.cuda else ()
+_loaded: list[Path] = []
 _cuda_loaded: list[Path] = []
 
 
-def load() -> ModuleType:
-    """Return the module ``_C``; loading it registers ``torch.ops.crate_kernels_C.*``."""
-    module = sys.modules.get(_NAME)
-    if module is None:
+def load() -> Path:
+    """Register ``torch.ops.crate_kernels_C.*`` of CPU tensors and return the library that has them."""
+    if not _loaded:
         if PATH is None:
             raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
-        spec = importlib.util.spec_from_file_location(_NAME, PATH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[_NAME] = module
-    return module
+        torch.ops.load_library(PATH)
+        _loaded.append(PATH)
+    return _loaded[0]
+
+
+def build_info() -> dict[str, str]:
+    """Say how the extension was compiled: sources, compiler, standard, torch_abi, cpu_capabilities."""
+    load()
+    return _lines(torch.ops.crate_kernels_C.cpu_build_info())
+
+
+def cpu_capability() -> str:
+    """Name the instruction-set level that the CPU kernels use."""
+    load()
+    return torch.ops.crate_kernels_C.cpu_capability()
+
+
+def set_cpu_capability(level: str) -> None:
+    """Use another level, of those that this machine has. For tests."""
+    load()
+    torch.ops.crate_kernels_C.set_cpu_capability(level)
 
 
 def load_cuda() -> Path:

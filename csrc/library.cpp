@@ -1,7 +1,6 @@
-// The Python module _C: what is not a tensor operator. Importing it also registers the operators
-// torch.ops.crate_kernels_C.*, which csrc/<op>/<op>_cpu.cpp define.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// What the extension says of itself. It has no Python module: these are operators, as everything in it, so that it
+// needs neither pybind11 nor Python's headers, and one file serves every Python.
+#include <string>
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,29 +9,41 @@
 #define CRATE_STRING(x) #x
 #define CRATE_QUOTED(x) CRATE_STRING(x)
 
+namespace crate_kernels {
 namespace {
 
 // Found in the file by _build.py: whether a binary is of these sources is known without loading it.
 const char kSources[] = "crate_kernels sources " CRATE_QUOTED(CRATE_SOURCES);
 
-pybind11::dict build_info() {
-  pybind11::dict info;
-  info["sources"] = std::string(kSources).substr(sizeof("crate_kernels sources ") - 1);
-  info["compiler"] = __VERSION__;
-  info["standard"] = static_cast<long>(__cplusplus);
-  info["torch_abi"] = CRATE_QUOTED(TORCH_TARGET_VERSION);
-  info["cpu_capabilities"] = crate_kernels::compiled_capabilities();
+// Lines of "key value".
+std::string build_info() {
+  std::string info = std::string("sources ") + (kSources + sizeof("crate_kernels sources ") - 1);
+  info += "\ncompiler " __VERSION__ "\nstandard " + std::to_string(__cplusplus);
+  info += "\ntorch_abi " CRATE_QUOTED(TORCH_TARGET_VERSION) "\ncpu_capabilities";
+  for (const std::string& name : compiled_capabilities()) info += " " + name;
   return info;
+}
+
+std::string cpu_capability() {
+  return capability_name(capability());
+}
+
+void set_cpu_capability(std::string level) {
+  set_capability(level);
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "What crate_kernels was compiled with, and for which processors.";
-  m.def("build_info", &build_info, "Say how the extension was compiled.");
-  m.def(
-      "cpu_capability", [] { return crate_kernels::capability_name(crate_kernels::capability()); },
-      "Name the instruction-set level that the CPU kernels use.");
-  m.def("set_cpu_capability", &crate_kernels::set_capability, pybind11::arg("level"),
-        "Use another level, of those that this machine has. For tests.");
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def("cpu_build_info() -> str");
+  m.def("cpu_capability() -> str");
+  m.def("set_cpu_capability(str level) -> ()");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {
+  m.impl("cpu_build_info", TORCH_BOX(&build_info));
+  m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
+  m.impl("set_cpu_capability", TORCH_BOX(&set_cpu_capability));
+}
+
+}  // namespace crate_kernels

@@ -35,16 +35,15 @@ def interrupts():
 @pytest.fixture
 def level():
     """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
-    extension = _extension.load()
-    best = extension.cpu_capability()
+    best = _extension.cpu_capability()
 
     def force(name):
         if LEVELS.index(name) > LEVELS.index(best):
             pytest.skip(f"needs a processor with {name}; this one has {best}")
-        extension.set_cpu_capability(name)
+        _extension.set_cpu_capability(name)
 
     yield force
-    extension.set_cpu_capability(best)
+    _extension.set_cpu_capability(best)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
     assert _backend._cuda_missing() == "this PyTorch has no CUDA (install one that has)"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_extension, "CUDA_PATHS", ())
-    assert "python -m crate_kernels build, with nvcc installed" in _backend._cuda_missing()
+    assert "python -m crate_kernels build, with a GPU and nvcc" in _backend._cuda_missing()
     monkeypatch.setattr(_extension, "CUDA_PATHS", (_backend.Path("_cuda.so"),))
     assert _backend._cuda_missing() is None
 

@@ -1,6 +1,7 @@
 """Building and finding the extension and the CUDA library: once for all who ask, never on import, never an old one."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,73 +10,121 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
-from crate_kernels import _build
+from crate_kernels import _build, _extension
 from crate_kernels.cli import main
 
 SOURCES = _build.source_folder()
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="needs the C++ sources: run from a checkout")
-SLOW_COMPILER = """#!/bin/sh
-# Writes what it is asked to, and remembers that it was asked to link.
-for last; do :; done
-case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
-echo object > "$last"
+# Writes where it is asked to what a library says of its sources; the linker copies the first object.
+WRITE = r"""PATH=/usr/bin:/bin
+for last; do
+  case "$last" in
+  -DCRATE_SOURCES=*) sources="${last#*=}";;
+  *.o) test -n "$object" || object="$last";;
+  esac
+done
+case "$*" in *-shared*) cat "$object" > "$last";; *) printf 'crate_kernels sources %s\0' "$sources" > "$last";; esac
 """
+SLOW_COMPILER = """#!/bin/sh
+# Remembers that it was asked to link.
+case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
+{write}"""
 
 
 @pytest.fixture
 def compiler(tmp_path):
     """Return a stand-in compiler and its log of links: the real one takes a minute."""
     path, log = tmp_path / "cxx", tmp_path / "log"
-    path.write_text(SLOW_COMPILER.format(log=log))
+    path.write_text(SLOW_COMPILER.format(log=log, write=WRITE))
     path.chmod(0o755)
     return path, log
 
 
-def build(home, compiler):
-    root = str(Path(_build.__file__).parents[1])
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CXX": str(compiler), "PYTHONPATH": root}
-    command = [sys.executable, "-m", "crate_kernels", "build"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def build(tmp_path, monkeypatch, capsys):
+    """Return a function that builds by a compiler into an empty home, and returns the status and what was said."""
+
+    def run(compiler):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setenv("CXX", str(compiler))
+        return main(["build"]), capsys.readouterr().out
+
+    return run
+
+
+def left(folder):
+    """List the files of a cache."""
+    return [path.name for path in (folder / ".cache").rglob("*") if path.is_file()]
 
 
 def test_parallel_first_use_builds_once(tmp_path, compiler):
     path, log = compiler
+    root = str(Path(_build.__file__).parents[1])
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CXX": str(path), "PYTHONPATH": root}
+
+    def build_in_a_process(_):
+        command = [sys.executable, "-m", "crate_kernels", "build"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda _: build(tmp_path, path), range(3)))
+        results = list(pool.map(build_in_a_process, range(3)))
     assert [r.returncode for r in results] == [0, 0, 0], results
     assert log.read_text() == "link\n"
     assert sum("compiled in" in r.stdout for r in results) == 1
     assert sum("already there" in r.stdout for r in results) == 2
 
 
-def test_a_failed_build_says_why_and_leaves_nothing(tmp_path):
+def test_a_failed_build_says_why_and_leaves_nothing(tmp_path, build):
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     broken.chmod(0o755)
-    result = build(tmp_path, broken)
-    assert result.returncode == 1
-    assert "no such flag" in result.stdout
-    assert [p.name for p in (tmp_path / ".cache").rglob("*") if p.is_file()] == ["lock"]
+    status, said = build(broken)
+    assert status == 1
+    assert "no such flag" in said
+    assert left(tmp_path) == ["lock"]
 
 
-def test_a_missing_compiler_is_said_to_be_missing(tmp_path):
-    result = build(tmp_path, tmp_path / "nowhere")
-    assert result.returncode == 1
-    assert "no C++ compiler" in result.stdout
-    assert "CXX" in result.stdout
+def test_a_missing_compiler_is_said_to_be_missing(tmp_path, build):
+    status, said = build(tmp_path / "nowhere")
+    assert status == 1
+    assert "no C++ compiler" in said
+    assert "CXX" in said
 
 
-def test_options_that_come_with_the_compiler_win(tmp_path, compiler):
+COMPILERS = {
+    "unbalanced quote": ("g++ -DNAME='x", "CXX cannot be read (No closing quotation): g++ -DNAME='x"),
+    "options alone": ("-O2", "CXX must name a C++ compiler, got '-O2'"),
+    "empty": ("", "CXX must name a C++ compiler, got ''"),
+}
+
+
+@pytest.mark.parametrize(("cxx", "message"), COMPILERS.values(), ids=COMPILERS)
+def test_a_cxx_that_names_no_compiler_is_refused(cxx, message, build):
+    assert build(cxx) == (1, f"build: {message}\n")
+
+
+def test_options_that_come_with_the_compiler_win(tmp_path, compiler, build):
     path, _ = compiler
     log = tmp_path / "commands"
-    path.write_text(path.read_text().replace("for last;", f'echo "$@" >> "{log}"; for last;'))
-    assert build(tmp_path, f"{path} -O1 -fsanitize=address").returncode == 0
+    path.write_text(path.read_text().replace("PATH=", f'echo "$@" >> "{log}"\nPATH='))
+    assert build(f"{path} -O1 -fsanitize=address")[0] == 0
     commands = [line.split() for line in log.read_text().splitlines() if "csrc" in line or "-shared" in line]
     assert all("-fsanitize=address" in words for words in commands)
     compiled = [words for words in commands if "-c" in words]
     assert compiled
     assert all(words.index("-O3") < words.index("-O1") for words in compiled)
+
+
+def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler, build):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_build.os, "replace", full)
+    assert build(compiler[0]) == (1, "build: [Errno 28] No space left on device\n")
+    assert left(tmp_path) == ["lock"]
 
 
 def test_a_change_of_the_sources_is_another_build(tmp_path):
@@ -92,22 +141,109 @@ def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
     monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
     monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    beside = tmp_path / f"_C{_build._SUFFIX}"
+    beside = tmp_path / _build.EXTENSION
     assert _build.find() is None
     beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
     assert _build.find() is None
     beside.write_bytes(b"..." + _build._marker(_build.source_hash(SOURCES)) + b"...")
     assert _build.find() == beside
+    monkeypatch.setattr(_build, "source_folder", lambda: None)  # no sources, nothing to compare with
+    beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
+    assert _build.find() == beside
+    beside.write_bytes(b"another library")
+    assert _build.find() is None
 
 
 def test_the_users_own_build_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
     monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    cached = _build.cache_folder(_build.source_hash(SOURCES)) / f"_C{_build._SUFFIX}"
+    sources = _build.source_hash(SOURCES)
+    cached = _build.cache_folder(sources) / _build.EXTENSION
     cached.parent.mkdir(parents=True)
-    cached.touch()
+    cached.write_bytes(_build._marker(sources))
     assert _build.find() == cached
+
+
+def elf(sources, order="little"):
+    """Return what tells a whole file: a header that says where the table of sections is, the marker, that table."""
+    marker = _build._marker(sources)
+    table = 64 + len(marker)
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02" + bytes([1 if order == "little" else 2])
+    header[40:48], header[58:60], header[60:62] = (n.to_bytes(w, order) for n, w in ((table, 8), (64, 2), (2, 2)))
+    return bytes(header) + marker + bytes(128)
+
+
+CUT = {"nothing": 0, "part of the header": 30, "header": 64, "no sections": 64 + 40, "one byte": -1}
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+def test_what_is_left_of_a_library_is_neither_loaded_nor_already_there(cut, tmp_path, monkeypatch, compiler, build):
+    """The process that maps it ends by SIGBUS."""
+    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    sources = _build.source_hash(SOURCES)
+    cached = _build.cache_folder(sources) / _build.EXTENSION
+    cached.parent.mkdir(parents=True)
+    for order in ("little", "big"):
+        cached.write_bytes(elf(sources, order))
+        assert _build.find() == cached
+        cached.write_bytes(elf(sources, order)[:cut])
+        assert _build.find() is None
+    status, said = build(compiler[0])
+    assert status == 0
+    assert "compiled in" in said
+    assert _build.find() == cached
+    assert "already there" in build(compiler[0])[1]
+
+
+@pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
+def test_a_linkers_own_file_is_whole_and_a_part_of_it_is_not():
+    content = _extension.PATH.read_bytes()
+    assert _build._whole(content)
+    assert not any(_build._whole(content[: len(content) * part // 8]) for part in range(1, 8))
+
+
+HOMES = {
+    "a file": (lambda folder: folder / "file", "the user's cache cannot be written: .*Not a directory.*; set HOME"),
+    "too long": (lambda folder: folder / ("x" * 300), "the user's cache cannot be written: .*too long.*; set HOME"),
+    "none": (None, "there is no cache without a home folder: Could not determine home directory. Set HOME"),
+}
+
+
+@pytest.mark.parametrize(("home", "message"), HOMES.values(), ids=HOMES)
+def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message, tmp_path, monkeypatch, capsys):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", none if home is None else lambda: home(tmp_path))
+    assert _build.find() is None
+    assert _build.find_cuda() == ()
+    for command in (["build"], ["build", "--cuda"]):
+        monkeypatch.setattr(_build, "find_nvcc", lambda: "nvcc")
+        assert main(command) == 1
+        assert re.search(f"^build: {message}", capsys.readouterr().out)
+
+
+STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_extension_includes_nothing_but_pytorchs_stable_headers():
+    """Others refuse TORCH_TARGET_VERSION on some PyTorch, or are of one Python, and a floor that nobody runs breaks."""
+    folders = include_paths()
+    command = ["c++", *_build._FLAGS, "-DCRATE_SOURCES=0", *(f"-isystem{path}" for path in folders), "-M"]
+    done = subprocess.run([*command, *map(str, SOURCES.rglob("*.cpp"))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = {word for word in done.stdout.split() if word.endswith(".h")}
+    names = {os.path.relpath(word, root) for root in folders for word in words if word.startswith(f"{root}/")}
+    assert any(name.startswith("torch/csrc/stable/") for name in names)
+    assert sorted(name for name in names if not name.startswith(STABLE)) == []
 
 
 NVCC = """#!/bin/sh
@@ -117,7 +253,6 @@ case "$*" in
 *--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;
 esac
 echo "$@" >> "{log}"
-for last; do :; done
 case "$*" in *-shared*) echo link >> "{log}.links"; sleep 0.3;; esac
 {ending}
 """
@@ -131,7 +266,7 @@ def toolkit(tmp_path, monkeypatch):
     folder, log = tmp_path / "toolkit", tmp_path / "log"
     (folder / "bin").mkdir(parents=True)
 
-    def install(release="13.0", ending='echo "ptxas info : Used 9 registers"; echo object > "$last"'):
+    def install(release="13.0", ending=f'echo "ptxas info : Used 9 registers"\n{WRITE}'):
         path = folder / "bin" / "nvcc"
         path.write_text(NVCC.format(release=release, log=log, ending=ending))
         path.chmod(0o755)
@@ -213,22 +348,36 @@ def test_an_nvcc_that_does_not_fit_is_refused_with_the_reason(release, cuda, mes
 
 
 def test_a_cuda_library_without_nvcc_is_left_out_and_no_failure(toolkit, monkeypatch, capsys):
-    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_C"), False))
+    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_cpu.so"), False))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["build"]) == 0
     assert "build: the CUDA library is left out: no nvcc" in capsys.readouterr().out
     assert main(["build", "--cuda"]) == 1
     assert "build: no nvcc" in capsys.readouterr().out
 
 
-def test_build_compiles_both_where_pytorch_has_cuda(toolkit, monkeypatch, capsys):
+MACHINES = {
+    "no-cuda": (None, False, None),
+    "no-gpu": ("13.0", False, "the CUDA library is left out: PyTorch sees no GPU; build --cuda compiles it all the s"),
+    "gpu": ("13.0", True, "_cuda-75-80-90a-90+PTX.so (compiled in"),
+}
+
+
+@pytest.mark.parametrize(("cuda", "gpu", "said"), MACHINES.values(), ids=MACHINES)
+def test_build_compiles_the_cuda_library_where_there_is_a_gpu(cuda, gpu, said, toolkit, monkeypatch, capsys):
+    """It takes five minutes, and without a GPU nobody needs it."""
     log = toolkit()
-    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_C"), False))
+    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_cpu.so"), False))
+    monkeypatch.setattr(_build, "cuda_archs", lambda: _build.CUDA_ARCHS)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert main(["build"]) == 0
-    assert not log.exists()  # this PyTorch may have no CUDA, and then nvcc is not asked
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert main(["build"]) == 0
-    assert "build: _C (already there)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "build: _cpu.so (already there)" in out
+    assert said is None or said in out
+    assert log.exists() == gpu
+    assert main(["build", "--cuda"]) == 0
     assert "-shared" in log.read_text()
 
 
@@ -271,4 +420,8 @@ def test_a_cuda_library_of_other_sources_is_not_found(tmp_path, monkeypatch):
     own = _build.cuda_cache_folder(sources) / "_cuda-80.so"
     own.parent.mkdir(parents=True)
     own.touch()
+    assert _build.find_cuda() == (installed,)
+    own.write_bytes(_build._marker(sources))
     assert _build.find_cuda() == (installed, own)
+    installed.write_bytes(elf(sources)[:-1])
+    assert _build.find_cuda() == (own,)

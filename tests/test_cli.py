@@ -1,12 +1,16 @@
 """The command line: what ``info`` says, and that ``verify`` fails where a backend is wrong."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from crate_kernels import _backend, testing
-from crate_kernels.cli import main
+from crate_kernels.cli import info, main
 from crate_kernels.ops.ista import composite
 
 CASE = next(c for c in testing.ISTA_CASES if c.name == "few-tokens")
@@ -113,3 +117,42 @@ def test_info_says_what_is_available_and_why_not(away, capsys):
     text = capsys.readouterr().out
     assert "no such driver" in text
     assert f"torch         {torch.__version__}" in text
+
+
+@pytest.fixture
+def bystander():
+    """Offer a backend that lacks nothing but a device."""
+    _backend.register(_backend.Backend("bystander", "crate_kernels.ops.{op}.composite", devices=("npu", "xla")))
+    yield
+    _backend.unregister("bystander")
+
+
+def test_info_calls_nothing_available_that_has_no_device_here(bystander, monkeypatch, capsys):
+    triton, cpp = _backend.serving("triton"), _backend.serving("cpp")
+    monkeypatch.setitem(_backend._BACKENDS, "triton", replace(triton, devices=("cuda",), missing=None))
+    built = replace(cpp, missing=None, on_cuda=replace(cpp.on_cuda, missing=None))
+    monkeypatch.setitem(_backend._BACKENDS, "cpp", built)
+    monkeypatch.setattr(info, "_cuda_facts", lambda: {"path": None, "reason": ""})  # it would load the library
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["info", "--json"]) == 0
+    absent = {"available": False, "reason": "takes cuda tensors, and PyTorch sees no such device"}
+    for states in printed(capsys)["operators"].values():
+        assert states["triton"] == absent
+        assert states["cpp"] == {"available": True, "reason": None, "on_cuda": absent}
+        assert states["bystander"]["reason"] == "takes npu or xla tensors, and PyTorch sees no such device"
+        assert "on_cuda" not in states["composite"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["info", "--json"]) == 0
+    for states in printed(capsys)["operators"].values():
+        assert states["triton"] == {"available": True, "reason": None}
+        assert states["cpp"]["on_cuda"] == {"available": True, "reason": None}
+
+
+def test_a_reader_that_goes_ends_the_command_without_a_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "crate_kernels", "info"]
+    with open(writing, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.stderr, done.returncode) == ("", 141)

@@ -91,6 +91,16 @@ def test_without_a_gpu_tuning_says_so(capsys):
     assert "tune: needs a CUDA or HIP GPU, and PyTorch sees none" in capsys.readouterr().out
 
 
+def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert cli.main(["tune"]) == 1
+    assert "tune: the user's cache cannot be written: [Errno 20] Not a directory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
 def test_workloads_are_rows_of_the_tables(op):
     pytest.importorskip("triton", reason="needs Triton: pip install triton")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -24,6 +26,7 @@ _VERBS = {
     "build": "compile the C++ extension into the user's cache",
     "tune": "time the Triton kernels' configurations on this GPU and keep the fastest",
 }
+_PIPE_CLOSED = 141  # 128 + SIGPIPE, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,5 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"{__name__}.{name}")
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        args = parser.parse_args(argv)
+        status = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as in `info | head`. Python flushes once more at exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return status

@@ -1,4 +1,4 @@
-"""``build``: compile the C++ extension, and the CUDA library where it can run, into the user's cache."""
+"""``build``: compile the C++ extension, and the CUDA library where there is a GPU, into the user's cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cuda",
         action="store_true",
-        help="only the CUDA library, also beside a PyTorch without CUDA, which cannot load it",
+        help="only the CUDA library, in minutes, also without a GPU, or beside a PyTorch without CUDA, which cannot "
+        "load it",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what is not there yet; return 1 if that failed, but for a CUDA library that has no nvcc."""
+    """Compile what is not there yet; return 1 if that failed, but for a CUDA library that has no GPU or no nvcc."""
     if args.cuda:
         return _report(_build.build_cuda_cached)
     status = _report(_build.build_cached)
     if torch.version.cuda is None:
+        return status
+    if not torch.cuda.is_available():
+        print("build: the CUDA library is left out: PyTorch sees no GPU; build --cuda compiles it all the same")
         return status
     try:
         _build.find_nvcc()
@@ -40,7 +44,7 @@ def _report(build: Callable[[], tuple[Path, bool]]) -> int:
     start = time.perf_counter()
     try:
         path, compiled = build()
-    except _build.BuildError as error:
+    except (_build.BuildError, OSError) as error:  # OSError: a full disk, for one
         print(f"build: {error}")
         return 1
     took = f"compiled in {time.perf_counter() - start:.0f} s" if compiled else "already there"

@@ -42,9 +42,7 @@ def collect() -> dict[str, Any]:
         "extension": _extension_facts(),
         "cuda_library": _cuda_facts(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
-        "operators": {
-            op: {name: _state(op, name) for name in names} for op in _backend.OPS for names in [_backend.names()]
-        },
+        "operators": {op: {name: _state(op, name, devices) for name in _backend.names()} for op in _backend.OPS},
         "default": {
             device: {op: _backend.resolve(op, None, torch.device(device), torch.float32) for op in _backend.OPS}
             for device in devices
@@ -59,8 +57,7 @@ def _extension_facts() -> dict[str, Any]:
         if _build.source_folder() is None:
             advice = "install from a source distribution: the C++ sources are not here"
         return {"path": None, "advice": advice}
-    module = _extension.load()
-    return {"path": str(_extension.PATH), "capability": module.cpu_capability(), **module.build_info()}
+    return {"path": str(_extension.PATH), "capability": _extension.cpu_capability(), **_extension.build_info()}
 
 
 def _cuda_facts() -> dict[str, Any]:
@@ -72,14 +69,19 @@ def _cuda_facts() -> dict[str, Any]:
     return {"path": str(path), **_extension.cuda_build_info(), "kernels": len(_extension.kernel_names())}
 
 
-def _state(op: str, name: str) -> dict[str, Any]:
-    """Say whether a backend can run, and likewise what serves CUDA tensors in its place."""
-    reason = _backend.why_not(op, name)
-    state: dict[str, Any] = {"available": reason is None, "reason": reason}
-    if _backend.has_variants(name):
-        on_cuda = _backend.why_not(op, name, "cuda")
-        state["on_cuda"] = {"available": on_cuda is None, "reason": on_cuda}
+def _state(op: str, name: str, devices: list[str]) -> dict[str, Any]:
+    """Say whether a backend can run on a device of this machine, and likewise what serves CUDA tensors in its place."""
+    state = _available(op, _backend.serving(name), devices)
+    if (on_cuda := _backend.serving(name, "cuda")) is not _backend.serving(name):
+        state["on_cuda"] = _available(op, on_cuda, devices)
     return state
+
+
+def _available(op: str, backend: _backend.Backend, devices: list[str]) -> dict[str, Any]:
+    reason = _backend.lacking(op, backend)
+    if reason is None and backend.devices is not None and not set(backend.devices) & set(devices):
+        reason = f"takes {' or '.join(backend.devices)} tensors, and PyTorch sees no such device"
+    return {"available": reason is None, "reason": reason}
 
 
 def _installed(package: str) -> str | None:

@@ -42,6 +42,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"tune: {reason}")
         return 1
     results = []
+    try:
+        _launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # better now than after minutes of timing
+        print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
+        return 1
     for workload in workloads(args.op or list(_backend.OPS)):
         row = workload.row
         dtype = torch.float32 if row.half is False else torch.bfloat16
