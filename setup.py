@@ -2,7 +2,7 @@
 
 pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python and complete.
 Under build isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`, or
-afterwards run `python -m crate_kernels build`. The CUDA library is left out beside a PyTorch without CUDA.
+afterwards run `python -m crate_kernels build`. The CUDA library is left out beside a PyTorch without CUDA or a GPU.
 """
 
 import runpy
@@ -10,13 +10,14 @@ import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 # By path: importing the package would import PyTorch, which an isolated build does not have.
 BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_build.py"))
-CUDA = "crate_kernels._cuda"
+CPU, CUDA = "crate_kernels._cpu", "crate_kernels._cuda"
 
 
 def compile_cuda(target):
@@ -24,6 +25,8 @@ def compile_cuda(target):
 
     if torch.version.cuda is None:
         raise BUILD["BuildError"]("this PyTorch has no CUDA")
+    if not torch.cuda.is_available():
+        raise BUILD["BuildError"]("PyTorch sees no GPU; python -m crate_kernels build --cuda compiles it all the same")
     BUILD["compile_cuda"](ROOT / "csrc", target, BUILD["cuda_archs"]())
 
 
@@ -31,10 +34,8 @@ class OptionalBuild(build_ext):
     """Compile with the package's own builder; a failure leaves out what failed."""
 
     def get_ext_filename(self, fullname):
-        """Name the file: one CUDA library serves every Python."""
-        if fullname.rpartition(".")[2] == CUDA.rpartition(".")[2]:
-            return str(Path(*fullname.split("."))) + ".so"
-        return super().get_ext_filename(fullname)
+        """Name the file: one serves every Python."""
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext):
         """Compile, or print why not."""
@@ -57,6 +58,20 @@ class OptionalBuild(build_ext):
             self.build_extension(ext)
 
 
+class HonestWheel(bdist_wheel):
+    """Tag the wheel by what is in it: any machine where nothing was compiled, and any Python in either case."""
+
+    def run(self):
+        """Compile first: what failed is left out, and only then is it known whether the wheel is of one machine."""
+        self.run_command("build")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
+
+    def get_tag(self):
+        """Return the tag: a library that was compiled is bound to PyTorch's stable ABI, not to Python's."""
+        return "py3", "none", super().get_tag()[2]
+
+
 class WithSources(build_py):
     """Ship the C++ sources, from which `python -m crate_kernels build` compiles later."""
 
@@ -70,6 +85,6 @@ class WithSources(build_py):
 
 
 setup(
-    ext_modules=[Extension("crate_kernels._C", []), Extension(CUDA, [])],
-    cmdclass={"build_ext": OptionalBuild, "build_py": WithSources},
+    ext_modules=[Extension(CPU, []), Extension(CUDA, [])],
+    cmdclass={"bdist_wheel": HonestWheel, "build_ext": OptionalBuild, "build_py": WithSources},
 )

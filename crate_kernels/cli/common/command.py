@@ -14,7 +14,7 @@ from typing import Any
 from crate_kernels.cli.common import machine
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
+NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 
 
 def missing_packages() -> str | None:

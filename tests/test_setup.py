@@ -1,0 +1,76 @@
+"""What an install contains: a wheel of any machine where nothing was compiled, else one of this machine's."""
+
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from crate_kernels import _build
+
+ROOT = Path(_build.__file__).parents[1]
+SOURCES = ("crate_kernels", "csrc", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+if not all((ROOT / name).exists() for name in SOURCES):
+    pytest.skip("needs a checkout", allow_module_level=True)
+pytest.importorskip("setuptools", "77", reason="needs setuptools: pip install setuptools")  # also brings distutils
+
+
+def failing(*args):
+    raise _build.BuildError("no compiler")
+
+
+def compiling(folder, target, *args):
+    target.write_bytes(b"compiled")
+
+
+BUILDS = {
+    "nothing-compiled": (failing, failing, True, (), "py3-none-any"),
+    "extension": (compiling, failing, True, ("_cpu.so",), "py3-none-(?!any)"),
+    "both": (compiling, compiling, True, ("_cpu.so", "_cuda.so"), "py3-none-(?!any)"),
+    "no-gpu": (compiling, compiling, False, ("_cpu.so",), "py3-none-(?!any)"),
+    "no-gpu-no-compiler": (failing, compiling, False, (), "py3-none-any"),
+}
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """Return a function that builds the wheel with stand-ins for the compilers, in this process."""
+    from distutils.core import run_setup
+
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def build(extension, library):
+        distribution = run_setup(str(tmp_path / "setup.py"), ["-q", "bdist_wheel"], stop_after="config")
+        builder = distribution.cmdclass["build_ext"].build_extension.__globals__["BUILD"]
+        monkeypatch.setitem(builder, "compile_extension", extension)
+        monkeypatch.setitem(builder, "compile_cuda", library)
+        monkeypatch.setitem(builder, "cuda_archs", lambda: ("80",))
+        distribution.parse_command_line()
+        distribution.run_commands()
+        (path,) = (tmp_path / "dist").iterdir()
+        return path
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # setuptools of itself
+@pytest.mark.parametrize(("extension", "library", "gpu", "files", "tag"), BUILDS.values(), ids=BUILDS)
+def test_a_wheel_is_tagged_what_it_is(extension, library, gpu, files, tag, wheel, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    path = wheel(extension, library)
+    assert re.search(f"-{tag}", path.name), path.name
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        about = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL"))
+    assert {name for name in names if name.endswith(".so")} == {f"crate_kernels/{name}" for name in files}
+    assert "crate_kernels/csrc/library.cpp" in names
+    assert f"Root-Is-Purelib: {str(not files).lower()}" in about
+    assert path.stem.partition("-py3")[2] in about
