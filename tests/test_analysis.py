@@ -109,9 +109,9 @@ def test_rate_reduction_vanishes_where_orthogonal_subspaces_are_coded_apart():
 
 
 @pytest.mark.parametrize("shape", TOKENS)
-@pytest.mark.parametrize("head_dim", [2, 6])
+@pytest.mark.parametrize("head_dim", [2, 6, "seqlen"])
 def test_rate_gradient_is_autograds(shape, head_dim):
-    z = _randn(*shape).requires_grad_()
+    z, head_dim = _randn(*shape).requires_grad_(), shape[-2] if head_dim == "seqlen" else head_dim
     subspaces = _randn(3, shape[-1], head_dim, seed=1)
     (expected,) = torch.autograd.grad(analysis.subspace_coding_rate(z, subspaces, eps_squared=0.3).sum(), z)
     gradient = analysis.rate_gradient(z, subspaces, eps_squared=0.3)

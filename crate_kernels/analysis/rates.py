@@ -18,9 +18,14 @@ from torch import Tensor
 from ._inputs import distortion, tokens_and_subspaces, trailing
 
 
+def _by_tokens(w: Tensor) -> bool:
+    """Whether the Gram matrix of the tokens is smaller than that of the channels of w (..., seqlen, dim)."""
+    return w.shape[-2] < w.shape[-1]
+
+
 def _factor(w: Tensor, alpha: float) -> Tensor:
     """Cholesky factor of I + alpha times the smaller Gram matrix of w (..., seqlen, dim)."""
-    gram = w @ w.mT if w.shape[-2] < w.shape[-1] else w.mT @ w
+    gram = w @ w.mT if _by_tokens(w) else w.mT @ w
     return torch.linalg.cholesky(torch.eye(gram.shape[-1], dtype=w.dtype, device=w.device) + alpha * gram)
 
 
@@ -139,7 +144,7 @@ def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) ->
     seqlen, head_dim = w.shape[-2:]
     alpha = head_dim / (seqlen * distortion("rate_gradient", eps_squared))
     factor = _factor(w, alpha)
-    if factor.shape[-1] == seqlen:
+    if _by_tokens(w):
         solved = torch.cholesky_solve(w, factor)
     else:
         solved = torch.cholesky_solve(w.mT, factor).mT
