@@ -185,10 +185,24 @@ def inference_only(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must not require a gradient with a cache: wrap the call in torch.no_grad()")
 
 
-def integer(op: str, name: str, value: object, minimum: int) -> int:
-    """Require an int ``>= minimum``."""
+def text(op: str, name: str, value: object) -> str:
+    """Require a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{op}: {name} must be a string, got {_type_name(value)}")
+    return value
+
+
+def backend(op: str, value: object) -> str | None:
+    """Require None or a string; whether a backend has that name is asked at every call."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{op}: backend must be None or a string, got {_type_name(value)}")
+    return value
+
+
+def integer(op: str, name: str, value: object, minimum: int | None = None) -> int:
+    """Require an int, optionally ``>= minimum``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {_type_name(value)}")
-    if value < minimum:
+    if minimum is not None and value < minimum:
         raise ValueError(f"{op}: {name} must be >= {minimum}, got {value}")
     return value  # pyright: ignore[reportReturnType]  # a SymInt under compile

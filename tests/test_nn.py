@@ -165,6 +165,12 @@ def test_equations(make, equation, backend):
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_a_backend_is_a_name(name):
+    with pytest.raises(TypeError, match=r"^\w+: backend must be None or a string, got int"):
+        MODULES[name](backend=5)
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_backend_reaches_the_operator(name):
     module = MODULES[name](backend="nowhere")
     with pytest.raises(ValueError, match=r"backend must be None or one of .*, got 'nowhere'"):

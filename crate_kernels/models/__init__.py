@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from crate_kernels.models import (
     _modules,
@@ -52,6 +52,7 @@ __all__ = [
     "from_official",
     "from_pretrained",
     "names",
+    "to_official",
 ]
 
 _FAMILIES: tuple[ModuleType, ...] = (
@@ -109,9 +110,9 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
         The model, on torch's default device.
 
     Raises:
-        ImportError: safetensors is not installed.
         FileNotFoundError: the folder lacks a file.
         ValueError: a config that is of no model here or cannot be, or weights that do not fit it.
+        TypeError: a field of the wrong type.
     """
     name, _ = _pretrained.read_config(Path(folder))
     classes = {family.Model.__name__: family.Model for family in _FAMILIES}
@@ -133,6 +134,12 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
         config: keyword arguments of the published class. What checkpoints do not hold (step sizes,
             thresholds, dropout) and our own choices (``backend``) may be given beside them.
 
+    What no weight tells is believed, and has to be right. The number of heads is such a number wherever attention
+    is MSSA: another one that divides the same width loads as well and computes something else. It is therefore
+    required, except in ToST, whose temperatures have one row a head. CRATE-MAE's outer norms have eps 1e-6, as in
+    every published size; a class that was built without ``norm_layer`` has 1e-5: say
+    ``norm_layer=torch.nn.LayerNorm``, or ``norm_eps=1e-5``.
+
     Returns:
         The model, in training mode as a constructor leaves it.
 
@@ -144,3 +151,22 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
     if system not in _SYSTEMS:
         raise ValueError(f"from_official: system must be one of {', '.join(_SYSTEMS)}, got {system!r}")
     return _SYSTEMS[system].load(system, state_dict, config)
+
+
+def to_official(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict that the published class of a model loads, strictly: ``from_official`` undone.
+
+    It is ``model.state_dict()``, whose tensors it shares, and what the published class holds beside weights: the
+    causal mask of each layer of causal CRATE. Variants that no published class has (``attention="tied"``,
+    ``num_classes=0``) come under our names.
+
+    Args:
+        model: a model of ``from_official`` or of its systems' classes.
+
+    Raises:
+        ValueError: nothing was published that the model could be loaded into.
+    """
+    system = next((each for each in _SYSTEMS.values() if each.ours(model)), None)
+    if system is None:
+        raise ValueError(f"to_official: model must be of {', '.join(_SYSTEMS)}, got {type(model).__name__}")
+    return system.export(model)

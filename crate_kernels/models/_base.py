@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ class ReferenceModel(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self._name = type(self).__name__  # what wraps a model (fully_shard) gives it another class
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters, beside vectors, that published training does not decay."""
@@ -49,7 +50,7 @@ class ReferenceModel(nn.Module):
         Returns:
             Two dicts of ``params`` and ``weight_decay``, as ``torch.optim`` takes them.
         """
-        weight_decay = _checks.number(type(self).__name__, "weight_decay", weight_decay, minimum=0.0)
+        weight_decay = _checks.number(self._name, "weight_decay", weight_decay, minimum=0.0)
         kept = self.no_weight_decay()
         decayed, plain = [], []
         for name, parameter in self.named_parameters():
@@ -58,19 +59,32 @@ class ReferenceModel(nn.Module):
                 (plain if vector or name in kept else decayed).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> Path:
         """Write ``config.json`` and ``model.safetensors`` into a folder, made if it is not there.
+
+        A process of a sharded model (``fully_shard``, tensor parallelism) has only parts of the weights. Gather
+        them in all processes and save them in one::
+
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(model, options=options)
+            if torch.distributed.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=state)
 
         Args:
             folder: where; files of these names in it are replaced, each in one move.
+            state_dict: the weights, whole, where the model's own are sharded; by default the model's own.
 
         Returns:
             The folder.
 
         Raises:
-            ImportError: safetensors is not installed.
+            ValueError: sharded weights, or a ``state_dict`` that is not of this model.
         """
-        return _pretrained.save(self, Path(folder))
+        return _pretrained.save(self, Path(folder), state_dict)
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | os.PathLike[str], **overrides: Any) -> Self:
@@ -84,9 +98,9 @@ class ReferenceModel(nn.Module):
             The model, on torch's default device.
 
         Raises:
-            ImportError: safetensors is not installed.
             FileNotFoundError: the folder lacks a file.
             ValueError: a config that is of another model or cannot be, or weights that do not fit it.
+            TypeError: a field of the wrong type.
         """
         return _pretrained.load(cls, Path(folder), overrides)
 

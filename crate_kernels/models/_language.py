@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.models import _generate
+from crate_kernels.models import _fields, _generate
 from crate_kernels.models._base import ReferenceModel, run
 
 __all__ = ["LanguageConfig", "LanguageModel"]
@@ -47,13 +47,12 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__.removesuffix("Config")
+        _fields.check_types(owner, self)
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             _checks.integer(owner, name, getattr(self, name), minimum=1)
         if self.n_embd % self.n_head:
             raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {self.n_head}, got {self.n_embd}")
         _checks.number(owner, "dropout", self.dropout, minimum=0.0, below=1.0)
-        for name in ("bias", "grad_checkpointing"):
-            _checks.flag(owner, name, getattr(self, name))
 
 
 class LanguageModel(ReferenceModel):

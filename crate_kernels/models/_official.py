@@ -1,4 +1,4 @@
-"""Reading published checkpoints: unwrap them, then load every key or say all that is wrong."""
+"""Published checkpoints: unwrap them, load every key or say all that is wrong; and give them back."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class System:
         ignored: arguments of the published class that change nothing here.
         weights: from the published weights, under their bare names, to ours; the same by default.
         implied: arguments that the published weights decide, from their bare names.
+        translated: arguments of the published class that are said otherwise here: from the value to ours.
+        ours: whether a module is of this system.
+        buffers: what the published class has in its state_dict beside our weights, from our module.
     """
 
     known: Collection[str]
@@ -37,23 +40,36 @@ class System:
     ignored: Collection[str] = ()
     weights: Callable[[dict[str, Any]], dict[str, Any]] = dict
     implied: Callable[[dict[str, Any]], dict[str, Any]] = lambda bare: {}
+    translated: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
+    ours: Callable[[Any], bool] = lambda module: False
+    buffers: Callable[[Any], dict[str, Tensor]] = lambda module: {}
 
     def load(self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
         """Build the module of ``config`` and load ``state_dict`` into it, strictly."""
-        given = arguments("from_official", config, (*self.known, *self.only, *self.ignored), self.required)
+        known = (*self.known, *self.only, *self.ignored, *self.translated)
+        given = arguments("from_official", config, known, self.required)
         for key, value in self.only.items():
             if given.pop(key, value) != value:
                 raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
+        for key in given.keys() & self.translated.keys():
+            for ours, value in self.translated[key](given.pop(key)).items():
+                if given.setdefault(ours, value) != value:
+                    raise ValueError(f"from_official: {ours} must be that of {key}, {value!r}, got {given[ours]!r}")
         bare = unwrap(state_dict)
         settings = {**self.implied(bare), **{k: v for k, v in given.items() if k not in self.ignored}}
         return load(name, self.build(settings), self.weights(bare))
 
+    def export(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the state_dict of the published class for our module."""
+        return {**module.state_dict(), **self.buffers(module)}
+
 
 def family(
     config_class: type,
-    model_class: Callable[[Any], nn.Module],
+    model_class: type[nn.Module],
     *,
     fixed: Mapping[str, Any] | None = None,
+    required: Collection[str] = (),
     **options: Any,
 ) -> System:
     """Describe a system whose arguments are the fields of a config.
@@ -62,13 +78,21 @@ def family(
         config_class: a dataclass; its fields are the arguments, those without a default are required.
         model_class: takes the config.
         fixed: fields that the system itself decides, which cannot be given.
-        **options: ``only``, ``ignored``, ``weights`` and ``implied`` of ``System``.
+        required: fields with a default here that must be given all the same, since no weight tells them.
+        **options: ``only``, ``ignored``, ``weights``, ``implied``, ``translated`` and ``buffers`` of ``System``.
     """
-    fixed = fixed or {}
-    known = [f for f in fields(config_class) if f.name not in fixed]
-    required = [f.name for f in known if f.default is MISSING]
+    decided = fixed or {}
+    known = [f for f in fields(config_class) if f.name not in decided]
+
+    def ours(module: Any) -> bool:
+        return isinstance(module, model_class) and all(getattr(module.config, k) == v for k, v in decided.items())
+
     return System(
-        [f.name for f in known], required, lambda given: model_class(config_class(**given, **fixed)), **options
+        [f.name for f in known],
+        [f.name for f in known if f.default is MISSING or f.name in required],
+        lambda given: model_class(config_class(**given, **decided)),
+        ours=ours,
+        **options,
     )
 
 
@@ -111,11 +135,15 @@ def same(value: Tensor, other: Any) -> bool:
     return value is other or (isinstance(other, Tensor) and torch.equal(value.to(other.device), other))
 
 
-def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
-    """Copy weights under their bare names into ``model``, strictly.
+def _kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
+
+
+def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Require weights under their bare names to be those of ``model``: every one, and nothing else.
 
     Raises:
-        ValueError: keys are missing, unexpected or of another shape; the message lists them all.
+        ValueError: keys are missing, unexpected, of another shape or kind of dtype; the message lists them all.
     """
     wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
@@ -126,11 +154,18 @@ def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from
             faults.append(f"{name} must be a Tensor, got {type(value).__name__}")
         elif value.shape != expected.shape:
             faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
+        elif _kind(expected.dtype) not in ("integer", _kind(value.dtype)):
+            faults.append(f"{name} must have a {_kind(expected.dtype)} dtype, got {value.dtype}")
         elif name != first[name] and not same(value, given.get(first[name])):
             faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:
         listed = "\n  ".join(faults)
         raise ValueError(f"{owner}: state_dict does not fit the {system} of this config:\n  {listed}")
+
+
+def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
+    """Copy weights under their bare names into ``model``, strictly: raises what ``check`` does."""
+    check(owner, system, model, given)
     model.load_state_dict(given)
     return model
 

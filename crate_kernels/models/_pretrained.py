@@ -9,7 +9,10 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
 from crate_kernels.models import _official
+from crate_kernels.nn import _heads
 
 if TYPE_CHECKING:
     from crate_kernels.models._base import ReferenceModel
@@ -17,17 +20,6 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _TYPE = "model_type"
 Model = TypeVar("Model", bound="ReferenceModel")
-
-
-def _safetensors(owner: str) -> Any:
-    """Import safetensors, which only this needs."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(
-            f"{owner}: safetensors must be installed: pip install safetensors, or 'crate-kernels[demo]'"
-        ) from None
-    return safetensors.torch
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -40,15 +32,33 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def save(model: ReferenceModel, folder: Path) -> Path:
+def _whole_weights(model: ReferenceModel, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """Return the weights to be saved, none of which may be sharded."""
+    if given is not None:
+        _official.check("save_pretrained", model._name, model, given)
+    state = model.state_dict() if given is None else given
+    sharded = [name for name, tensor in state.items() if _heads.is_sharded(tensor)]
+    if sharded:
+        raise ValueError(
+            f"save_pretrained: weights must be whole, got {len(sharded)} sharded ones, {sharded[0]} the first. Gather "
+            "them in all processes, state = torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and save them in one, "
+            "model.save_pretrained(folder, state_dict=state)"
+        )
+    return state
+
+
+def save(model: ReferenceModel, folder: Path, state_dict: Mapping[str, Tensor] | None) -> Path:
     """Write a model; ``backend`` is left out, since the next machine may have a better one."""
-    library = _safetensors("save_pretrained")
+    from safetensors.torch import save_file  # a checkout without what an install brings runs all else
+
+    weights = _whole_weights(model, state_dict)
     config = {name: value for name, value in asdict(model.config).items() if name != "backend"}
     folder.mkdir(parents=True, exist_ok=True)
     first = _official.first_names(model)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if first[name] == name}
-    _whole(folder / WEIGHTS, lambda path: library.save_file(state, path, {"format": "pt"}))
-    text = json.dumps({_TYPE: type(model).__name__, **config}, indent=2) + "\n"
+    state = {name: tensor.contiguous() for name, tensor in weights.items() if first[name] == name}
+    _whole(folder / WEIGHTS, lambda path: save_file(state, path, {"format": "pt"}))
+    text = json.dumps({_TYPE: model._name, **config}, indent=2) + "\n"
     _whole(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     return folder
 
@@ -65,18 +75,38 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     return config.pop(_TYPE), config
 
 
+def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Model:
+    """Build the model of a config file whose fields ``overrides`` change."""
+    known = fields(model_class.config_class)
+    required = [field.name for field in known if field.default is MISSING]
+    given = _official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
+    try:
+        return model_class(model_class.config_class(**given))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        changed = f" with {', '.join(overrides)} given" if overrides else ""
+        raise kind(f"from_pretrained: {path}{changed}: {error}") from None
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """Return what a safetensors file holds."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"from_pretrained: {path} must be a whole safetensors file, {error}") from None
+
+
 def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -> Model:
     """Build the model of a folder, which must be of ``model_class``, and load its weights, strictly."""
-    library = _safetensors("from_pretrained")
     name, config = read_config(folder)
     if name != model_class.__name__:
         raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
-    known = fields(model_class.config_class)
-    required = [field.name for field in known if field.default is MISSING]
-    config = _official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS}")
-    model = model_class(model_class.config_class(**config))
-    state = library.load_file(folder / WEIGHTS)
+    model = _build(model_class, folder / CONFIG, config, overrides)
+    state = _read_weights(folder / WEIGHTS)
     tied = {name: state[first] for name, first in _official.first_names(model).items() if first in state}
     return _official.load(name, model, {**state, **tied}, owner="from_pretrained")

@@ -6,11 +6,50 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from crate_kernels import _checks
+from crate_kernels.models._base import ReferenceModel
 
 Size = int | Sequence[int]
+
+
+class Classifier(ReferenceModel):
+    """An image model that reads its classes off the class token, or off the mean of all tokens.
+
+    ``model(img)`` is ``forward_head(forward_features(img))``. Without classes (``num_classes=0``) there is no last
+    layer, and ``model(img)`` is what it would read.
+    """
+
+    pool = "cls"
+    mlp_head: nn.Sequential
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (batch, num_classes) of what ``forward_features`` gives.
+
+        Args:
+            x: tokens (batch, patches + 1, dim).
+            pre_logits: return what the last layer reads instead, (batch, dim); default False.
+        """
+        pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
+        return self.mlp_head[0](pooled) if pre_logits else self.mlp_head(pooled)
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        return self.forward_head(self.forward_features(img))
+
+
+def head(dim: int, num_classes: int) -> nn.Module:
+    """Return the last layer of a classifier; none for 0 classes."""
+    return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
 
 
 def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
@@ -37,6 +76,16 @@ def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, 
     if img.dim() != 4 or img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
         wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
         raise ValueError(f"{owner}: img must be {wanted}, got {tuple(img.shape)}")
+
+
+def check_size(owner: str, img: Tensor, image_size: Size) -> None:
+    """Require images of the size that the positions are learned for.
+
+    As many patches in another arrangement would get the positions of other places, as in the published code.
+    """
+    height, width = pair(owner, "image_size", image_size)
+    if tuple(img.shape[2:]) != (height, width):
+        raise ValueError(f"{owner}: img must have {height}x{width} pixels, got {tuple(img.shape)}")
 
 
 def patchify(img: Tensor, patch_size: tuple[int, int]) -> Tensor:

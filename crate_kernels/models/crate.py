@@ -10,16 +10,16 @@ State-dict keys are the published ones, so that published checkpoints and analys
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.models import _official, _vision
-from crate_kernels.models._base import PreNorm, ReferenceModel, run
-from crate_kernels.nn import ISTA, MSSA
+from crate_kernels.models import _fields, _official, _vision
+from crate_kernels.models._base import PreNorm, run
+from crate_kernels.nn import ISTA, MSSA, _heads
 
 __all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
 
@@ -31,7 +31,7 @@ class CRATEConfig:
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
         image_size, patch_size: an int or (height, width), in pixels.
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0 is no head, the output then what it would read.
         pool: ``"cls"``, or ``"mean"`` over all tokens, the class token included.
         channels: of the image.
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens.
@@ -72,16 +72,16 @@ class CRATEConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        _fields.check_types("CRATE", self)
         _vision.grid("CRATE", self.image_size, self.patch_size)
-        for name in ("dim", "depth", "heads", "dim_head", "num_classes", "channels"):
+        for name in ("dim", "depth", "heads", "dim_head", "channels"):
             _checks.integer("CRATE", name, getattr(self, name), minimum=1)
+        _checks.integer("CRATE", "num_classes", self.num_classes, minimum=0)
         if self.pool not in ("cls", "mean"):
             raise ValueError(f"CRATE: pool must be 'cls' or 'mean', got {self.pool!r}")
         if self.attention not in ("mssa", "tied", "gradient"):
             raise ValueError(f"CRATE: attention must be 'mssa', 'tied' or 'gradient', got {self.attention!r}")
         _checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
-        if self.kappa is not None:
-            _checks.number("CRATE", "kappa", self.kappa)
 
 
 SIZES = {
@@ -109,8 +109,10 @@ class RateGradientStep(nn.Module):
 
     def __init__(self, dim: int, heads: int, dim_head: int, *, gamma: float = 1.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = _checks.integer("RateGradientStep", "heads", heads, minimum=1)
+        self.dim_head = _checks.integer("RateGradientStep", "dim_head", dim_head, minimum=1)
         self.gamma = _checks.number("RateGradientStep", "gamma", gamma, minimum=0.0)
+        _checks.integer("RateGradientStep", "dim", dim, minimum=1)
         self.qkv = nn.Linear(dim, heads * dim_head, bias=False)
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
@@ -123,52 +125,55 @@ class RateGradientStep(nn.Module):
         # Half precision has no factorisation, and the condition number squares that of the tokens.
         with torch.autocast(x.device.type, enabled=False):
             v = projected.to(torch.promote_types(projected.dtype, torch.float32))
-            v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (batch, heads, seqlen, dim_head)
+            v = _heads.split_local("RateGradientStep", v, self.dim_head)  # (batch, heads, seqlen, dim_head)
             identity = torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
             factor = torch.linalg.cholesky(identity + self.gamma * (v.mT @ v))
-            shrunk = torch.cholesky_solve(v.mT, factor).mT.transpose(1, 2).flatten(2)
-        return -self.gamma * (shrunk.to(projected.dtype) @ self.qkv.weight)
+            shrunk = _heads.merge(torch.cholesky_solve(v.mT, factor).mT)
+        return -self.gamma * _heads.unproject(shrunk.to(projected.dtype), self.qkv.weight)
 
 
-class Transformer(nn.Module):
-    """The layers: each a PreNorm of attention and a PreNorm of ISTA."""
+class Layer(nn.ModuleList):
+    """One layer: a PreNorm of attention and a PreNorm of ISTA, which checkpoints and analyses know as a list.
 
-    def __init__(self, config: CRATEConfig) -> None:
-        super().__init__()
-        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
-        self.grad_checkpointing = config.grad_checkpointing
-        self.kept, self.step = _residual(config)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    PreNorm(config.dim, _attention(config)),
-                    PreNorm(
-                        config.dim,
-                        ISTA(
-                            config.dim,
-                            step_size=config.ista,
-                            lambd=config.lambd,
-                            prox=config.prox,
-                            alpha=config.alpha,
-                            backend=config.backend,
-                        ),
-                    ),
-                ]
-            )
-            for _ in range(config.depth)
-        )
+    Args:
+        halves: the two.
+        kept, step: factors of the stream and of the update.
+    """
 
-    def _layer(self, index: int, x: Tensor) -> Tensor:
-        attention, sparsify = cast(nn.ModuleList, self.layers[index])
+    def __init__(self, halves: Iterable[nn.Module] = (), kept: float = 1.0, step: float = 1.0) -> None:
+        super().__init__(halves)
+        self.kept, self.step = kept, step
+
+    def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
+        """Return the next tokens; or this layer's attention weights or projection instead."""
+        attention, sparsify = self
+        if return_attention or return_key:
+            return attention(x, return_attention=return_attention, return_key=return_key)
         update = attention(x)
         if (self.kept, self.step) == (1.0, 1.0):
             return sparsify(update + x)
         return sparsify(self.kept * x + self.step * update)
 
+
+class Transformer(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: CRATEConfig) -> None:
+        super().__init__()
+        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
+        self.grad_checkpointing = config.grad_checkpointing
+        self.layers = nn.ModuleList(
+            Layer(
+                (PreNorm(config.dim, _attention(config)), PreNorm(config.dim, _sparsification(config))),
+                *_residual(config),
+            )
+            for _ in range(config.depth)
+        )
+
     def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
         """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
-        for index in range(self.depth if layers is None else layers):
-            x = run(self.grad_checkpointing, self._layer, index, x)
+        for layer in self.layers[:layers]:
+            x = run(self.grad_checkpointing, layer, x)
         return x
 
 
@@ -183,6 +188,18 @@ def _attention(config: CRATEConfig) -> nn.Module:
         config.dropout,
         tied=config.attention == "tied",
         gamma=config.gamma,
+        backend=config.backend,
+    )
+
+
+def _sparsification(config: CRATEConfig) -> ISTA:
+    """Build the sparsification step of a layer."""
+    return ISTA(
+        config.dim,
+        step_size=config.ista,
+        lambd=config.lambd,
+        prox=config.prox,
+        alpha=config.alpha,
         backend=config.backend,
     )
 
@@ -209,13 +226,13 @@ class Patchify(nn.Module):
         return _vision.patchify(img, self.patch_size)
 
 
-class CRATE(ReferenceModel):
+class CRATE(_vision.Classifier):
     """Classify images with a white-box transformer.
 
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
     flattened patches), ``pos_embedding`` (1, patches + 1, dim), ``cls_token`` (1, 1, dim),
     ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``, ``transformer.layers.{i}.1.{norm,fn.weight}``,
-    ``mlp_head.{0,1}`` (LN, Linear).
+    ``mlp_head.{0,1}`` (LN, Linear; the latter not without classes).
 
     Args:
         config: what to build; ``crate_kernels.models.create`` has the published ones by name.
@@ -241,32 +258,18 @@ class CRATE(ReferenceModel):
         self.dropout = nn.Dropout(config.emb_dropout)
         self.transformer = Transformer(config)
         self.pool = config.pool
-        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, config.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), _vision.head(dim, config.num_classes))
 
     def _embed(self, img: Tensor) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
         x = self.to_patch_embedding(img)
-        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
-            # Published code would use the first positions, which belong to other places of the image.
-            raise ValueError(
-                f"CRATE: img must have {self.pos_embedding.shape[1] - 1} patches (image_size "
-                f"{self.config.image_size}), got {x.shape[1]} from {tuple(img.shape)}"
-            )
+        _vision.check_size("CRATE", img, self.config.image_size)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         return self.dropout(x + self.pos_embedding)
 
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
         return self.transformer(self._embed(img))
-
-    def forward(self, img: Tensor) -> Tensor:
-        """Return logits (batch, num_classes) of images (batch, channels, height, width).
-
-        Raises:
-            ValueError: images of another size or number of channels.
-        """
-        x = self.forward_features(img)
-        return self.mlp_head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
 
     def get_last_selfattention(self, img: Tensor, layer: int = 5) -> Tensor:
         """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0."""
@@ -280,7 +283,7 @@ class CRATE(ReferenceModel):
         if _checks.integer("CRATE", name, index, minimum=0) >= self.transformer.depth:
             raise ValueError(f"CRATE: {name} must be < {self.transformer.depth} layers, got {index}")
         x = self.transformer(self._embed(img), index)
-        return cast(nn.ModuleList, self.transformer.layers[index])[0](x, **what)
+        return self.transformer.layers[index](x, **what)
 
 
 Config, Model = CRATEConfig, CRATE

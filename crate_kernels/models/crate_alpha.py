@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.models import _official, _vision
-from crate_kernels.models._base import PreNorm, ReferenceModel, run
+from crate_kernels.models import _fields, _official, _vision
+from crate_kernels.models._base import PreNorm, run
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
 __all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
@@ -33,7 +33,7 @@ class CRATEAlphaConfig:
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
         image_size, patch_size: an int or (height, width), in pixels.
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0 is no head, the output then what it would read.
         channels: of the image.
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens, as in the training code
             (the published PyTorch class takes it and does not use it).
@@ -67,12 +67,13 @@ class CRATEAlphaConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        _fields.check_types("CRATEAlpha", self)
         _vision.grid("CRATEAlpha", self.image_size, self.patch_size)
-        for name in ("dim", "depth", "heads", "dim_head", "num_classes", "channels", "overcomplete_ratio", "steps"):
+        for name in ("dim", "depth", "heads", "dim_head", "channels", "overcomplete_ratio", "steps"):
             _checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
+        _checks.integer("CRATEAlpha", "num_classes", self.num_classes, minimum=0)
         _checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
         _checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
-        _checks.flag("CRATEAlpha", "grad_checkpointing", self.grad_checkpointing)
 
 
 SIZES = {
@@ -98,8 +99,18 @@ def _code(config: CRATEAlphaConfig) -> OvercompleteISTA:
     return OvercompleteISTA(config.dim, hidden, config.steps, **options)
 
 
+class Layer(nn.ModuleList):
+    """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, which checkpoints know as a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next tokens (batch, seqlen, dim)."""
+        attention, code = self
+        x = attention(x) + x
+        return code(x) + x
+
+
 class Transformer(nn.Module):
-    """The layers: each a PreNorm of attention and a PreNorm of the overcomplete step."""
+    """The layers."""
 
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__()
@@ -107,36 +118,31 @@ class Transformer(nn.Module):
         self.grad_checkpointing = config.grad_checkpointing
         sizes = (config.dim, config.heads, config.dim_head, config.dropout)
         self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
+            Layer(
+                (
                     PreNorm(config.dim, MSSA(*sizes, bias_out=False, backend=config.backend), eps=1e-6),
                     PreNorm(config.dim, _code(config), eps=1e-6),
-                ]
+                )
             )
             for _ in range(config.depth)
         )
 
-    def _layer(self, index: int, x: Tensor) -> Tensor:
-        attention, code = cast(nn.ModuleList, self.layers[index])
-        x = attention(x) + x
-        return code(x) + x
-
     def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
         """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
-        for index in range(self.depth if layers is None else layers):
-            x = run(self.grad_checkpointing, self._layer, index, x)
+        for layer in self.layers[:layers]:
+            x = run(self.grad_checkpointing, layer, x)
         return x
 
 
-class CRATEAlpha(ReferenceModel):
+class CRATEAlpha(_vision.Classifier):
     """Classify images with a white-box transformer of overcomplete dictionaries.
 
     B/16 has 72,328,936 parameters and L/14 253,650,920, with 1000 classes.
 
     Parameters, under their published names: ``conv1`` (dim, channels, ph, pw) and bias, ``pos_embedding`` (1,
     patches + 1, dim), ``cls_token`` (1, 1, dim), ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``,
-    ``transformer.layers.{i}.1.{norm,fn.D,fn.D1}``, ``mlp_head.{0,1}`` (LN, Linear). They start as the training
-    code starts them, which is the JAX one.
+    ``transformer.layers.{i}.1.{norm,fn.D,fn.D1}``, ``mlp_head.{0,1}`` (LN, Linear; the latter not without
+    classes). They start as the training code starts them, which is the JAX one.
 
     Args:
         config: what to build; ``crate_kernels.models.create`` has the published ones by name.
@@ -154,7 +160,7 @@ class CRATEAlpha(ReferenceModel):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
         self.transformer = Transformer(config)
-        self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), nn.Linear(dim, config.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), _vision.head(dim, config.num_classes))
         self._initialise()
 
     def _initialise(self) -> None:
@@ -180,26 +186,14 @@ class CRATEAlpha(ReferenceModel):
     def _embed(self, img: Tensor) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
         _vision.check_images("CRATEAlpha", img, self.config.channels, self.patch_size)
+        _vision.check_size("CRATEAlpha", img, self.config.image_size)
         x = self.conv1(img).flatten(2).transpose(1, 2)
-        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
-            raise ValueError(
-                f"CRATEAlpha: img must have {self.pos_embedding.shape[1] - 1} patches (image_size "
-                f"{self.config.image_size}), got {x.shape[1]} from {tuple(img.shape)}"
-            )
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
         return self.dropout(x + self.pos_embedding)
 
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
         return self.transformer(self._embed(img))
-
-    def forward(self, img: Tensor) -> Tensor:
-        """Return logits (batch, num_classes) of images (batch, channels, height, width).
-
-        Raises:
-            ValueError: images of another size or number of channels.
-        """
-        return self.mlp_head(self.forward_features(img)[:, 0])
 
 
 # Of a CLIPA checkpoint, the text tower, which is an ordinary transformer.

@@ -47,7 +47,6 @@ class CRATELMConfig(LanguageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.flag("CRATELM", "overcomplete", self.overcomplete)
         for name in ("overcomplete_ratio", "steps"):
             _checks.integer("CRATELM", name, getattr(self, name), minimum=1)
 
@@ -95,10 +94,12 @@ class TiedISTA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        _checks.integer("TiedISTA", "dim", dim, minimum=1)
+        _checks.integer("TiedISTA", "hidden", hidden, minimum=1)
         self.steps = _checks.integer("TiedISTA", "steps", steps, minimum=1)
         self.step_size = _checks.number("TiedISTA", "step_size", step_size, minimum=0.0)
         self.lambd = _checks.number("TiedISTA", "lambd", lambd, minimum=0.0)
-        self.backend = backend
+        self.backend = _checks.backend("TiedISTA", backend)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(hidden, dim)))
         self.code = nn.Identity()
 
@@ -164,8 +165,16 @@ def _without_masks(bare: dict[str, Any]) -> dict[str, Any]:
     return {name: t for name, t in bare.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
 
 
+def _masks(model: CRATELM) -> dict[str, Tensor]:
+    """Return the causal masks that the published class of the first form registers as buffers."""
+    size = model.config.block_size
+    mask = torch.ones(size, size, device=model.lm_head.weight.device).tril()[None, None]
+    return {f"transformer.h.{i}.attn.bias": mask.clone() for i in range(model.config.n_layer)}
+
+
 Config, Model = CRATELMConfig, CRATELM
+_read = partial(_official.family, Config, Model, required=("n_head",), weights=_without_masks)
 SYSTEMS = {
-    "crate_lm": _official.family(Config, Model, fixed={"overcomplete": False}, weights=_without_masks),
-    "crate_lm_overcomplete": _official.family(Config, Model, fixed={"overcomplete": True}, weights=_without_masks),
+    "crate_lm": _read(fixed={"overcomplete": False}, buffers=_masks),
+    "crate_lm_overcomplete": _read(fixed={"overcomplete": True}),
 }

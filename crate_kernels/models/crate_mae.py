@@ -12,14 +12,14 @@ paper's Listing 3 prints another decoder; this is what the published code runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.models import _official, _vision
+from crate_kernels.models import _fields, _official, _vision
 from crate_kernels.models._base import PreNorm, ReferenceModel, run
 from crate_kernels.nn import ISTA, MSSA
 
@@ -41,7 +41,8 @@ class CRATEMAEConfig:
             size. Neither is in checkpoints.
         dropout: in attention and after it.
         use_softmax: of the decoder's attention; False takes the scores themselves.
-        norm_eps: of the outer LayerNorms ``norm`` and ``decoder_norm``; 1e-6 in every published size.
+        norm_eps: of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
+            published class that was built without ``norm_layer``, which no checkpoint tells.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: of the operators; None is the best available.
 
@@ -69,6 +70,7 @@ class CRATEMAEConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        _fields.check_types("CRATEMAE", self)
         _vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
         for name in ("embed_dim", "depth", "num_heads", "decoder_depth", "decoder_num_heads", "in_chans"):
             _checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
@@ -80,8 +82,6 @@ class CRATEMAEConfig:
                 raise ValueError(f"CRATEMAE: embed_dim must be a multiple of {name} = {divisor}, got {self.embed_dim}")
         _checks.number("CRATEMAE", "mask_ratio", self.mask_ratio, minimum=0.0, below=1.0)
         _checks.number("CRATEMAE", "norm_eps", self.norm_eps, minimum=0.0)
-        for name in ("norm_pix_loss", "use_softmax", "grad_checkpointing"):
-            _checks.flag("CRATEMAE", name, getattr(self, name))
 
 
 def _size(dim: int, depth: int, heads: int) -> CRATEMAEConfig:
@@ -313,6 +313,16 @@ class CRATEMAE(ReferenceModel):
         return self.blocks[index](self.forward_encoder(imgs, layers=index), **what)
 
 
+def _norm_eps(norm_layer: Any) -> dict[str, Any]:
+    """Read the eps of the outer norms off the published argument, a class or a partial of it."""
+    norm = norm_layer(1) if callable(norm_layer) else norm_layer
+    if not isinstance(norm, nn.LayerNorm):
+        raise ValueError(f"from_official: norm_layer must make an nn.LayerNorm, got {norm_layer!r}")
+    return {"norm_eps": norm.eps}
+
+
 Config, Model = CRATEMAEConfig, CRATEMAE
 # mlp_ratio belongs to the ordinary transformer that the published class can also be; a note says how a case was saved.
-SYSTEMS = {"crate_mae": _official.family(Config, Model, ignored=("mlp_ratio", "note"))}
+SYSTEMS = {
+    "crate_mae": _official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": _norm_eps})
+}

@@ -16,16 +16,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels import _checks
-from crate_kernels.models import _official, _vision
-from crate_kernels.models._base import ReferenceModel, run
-from crate_kernels.nn import TSSA
-from crate_kernels.nn._heads import merge, split
+from crate_kernels.models import _fields, _official, _vision
+from crate_kernels.models._base import run
+from crate_kernels.nn import TSSA, _heads
 
 __all__ = ["SIZES", "SYSTEMS", "ToST", "ToSTConfig"]
 
@@ -39,7 +39,7 @@ class ToSTConfig:
         img_size: an int or (height, width); any size of whole patches can be given, positions are computed.
         patch_size: 8 or 16: the stem halves the image three or four times.
         in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves the features as they are.
+        num_classes: outputs of the head; 0 is no head, the output then what it would read.
         mlp_ratio: hidden width of the MLPs over ``embed_dim``.
         qkv_bias: whether attention's projection has a bias.
         qk_scale: factor of the class attention's scores; None is head_dim ** -0.5.
@@ -49,6 +49,7 @@ class ToSTConfig:
         use_pos: whether to add positions.
         eta: what the layer scales start from.
         tokens_norm: whether class attention normalises all tokens before its MLP, or the class token alone.
+        distillation: whether the result in training is ``(logits, logits)``, as published, for the loss of its recipe.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
         backend: of the operator; None is the best available.
 
@@ -73,10 +74,12 @@ class ToSTConfig:
     use_pos: bool = True
     eta: float = 1.0
     tokens_norm: bool = False
+    distillation: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        _fields.check_types("ToST", self)
         _vision.grid("ToST", self.img_size, self.patch_size, "img_size")
         if self.patch_size not in (8, 16):
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
@@ -89,12 +92,6 @@ class ToSTConfig:
             raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
         for name in ("drop_rate", "attn_drop_rate", "drop_path_rate"):
             _checks.number("ToST", name, getattr(self, name), minimum=0.0, below=1.0)
-        for name in ("mlp_ratio", "eta"):
-            _checks.number("ToST", name, getattr(self, name))
-        for name in ("qkv_bias", "use_pos", "tokens_norm", "grad_checkpointing"):
-            _checks.flag("ToST", name, getattr(self, name))
-        if self.qk_scale is not None:
-            _checks.number("ToST", "qk_scale", self.qk_scale)
 
 
 _size = partial(ToSTConfig, tokens_norm=True)
@@ -229,10 +226,11 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, dim)."""
-        query, key, value = (split(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        projected = _heads.whole("ToST", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
+        query, key, value = (_heads.split(part, self.heads) for part in projected.chunk(3, dim=-1))
         rate = self.attn_drop.p if self.attn_drop.training else 0.0
         gathered = F.scaled_dot_product_attention(query[:, :, :1], key, value, dropout_p=rate, scale=self.scale)
-        return torch.cat((self.proj_drop(self.proj(merge(gathered))), x[:, 1:]), dim=1)
+        return torch.cat((self.proj_drop(self.proj(_heads.merge(gathered))), x[:, 1:]), dim=1)
 
 
 class ClassAttentionBlock(_Scaled):
@@ -255,14 +253,12 @@ class ClassAttentionBlock(_Scaled):
         return x + torch.cat((self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]), dim=1)
 
 
-class ToST(ReferenceModel):
+class ToST(_vision.Classifier):
     """Classify images with token-statistics attention.
 
     Parameters, under their published names: ``patch_embed.proj.{0,2,4[,6]}.{0,1}`` (convolution, SyncBatchNorm),
     ``pos_embeder.token_projection``, ``cls_token``, ``blocks.{i}.{norm1,attn.{qkv,temp,to_out.0},norm2,mlp.fc1,mlp.fc2,
     gamma1,gamma2}``, ``cls_attn_blocks.{i}`` with ``attn.{qkv,proj}``, ``norm``, ``head``.
-
-    In training the result is ``(logits, logits)``, as published, for the distillation loss of its recipe.
 
     Args:
         config: what to build; ``crate_kernels.models.create`` has the published ones by name.
@@ -280,7 +276,7 @@ class ToST(ReferenceModel):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.cls_attn_blocks = nn.ModuleList(ClassAttentionBlock(config) for _ in range(config.cls_attn_layers))
         self.norm = nn.LayerNorm(dim, 1e-6)
-        self.head = nn.Linear(dim, config.num_classes) if config.num_classes else nn.Identity()
+        self.head = _vision.head(dim, config.num_classes)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -301,7 +297,7 @@ class ToST(ReferenceModel):
         return {"cls_token", *(name for name, _ in self.named_parameters() if name.endswith(".temp"))}
 
     def forward_features(self, img: Tensor) -> Tensor:
-        """Return the class token after everything, (batch, embed_dim)."""
+        """Return the normalised tokens after the last block, (batch, patches + 1, embed_dim), class token first."""
         size = self.config.patch_size
         _vision.check_images("ToST", img, self.config.in_chans, (size, size))
         x = self.patch_embed(img)
@@ -313,16 +309,27 @@ class ToST(ReferenceModel):
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
         for block in self.cls_attn_blocks:
             x = run(self.config.grad_checkpointing, block, x)
-        return self.norm(x)[:, 0]
+        return self.norm(x)
 
-    def forward(self, img: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits (batch, num_classes) of images (batch, in_chans, height, width); twice in training.
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (batch, num_classes) of what ``forward_features`` gives.
+
+        Args:
+            x: tokens (batch, patches + 1, embed_dim).
+            pre_logits: return what the last layer reads instead, (batch, embed_dim); default False.
+        """
+        return x[:, 0] if pre_logits else self.head(x[:, 0])
+
+    def forward(self, img: Tensor) -> Any:
+        """Return logits (batch, num_classes) of images (batch, in_chans, height, width).
+
+        Twice, as a pair, in training with ``distillation``.
 
         Raises:
             ValueError: images of another number of channels, or not of whole patches.
         """
-        logits = self.head(self.forward_features(img))
-        return (logits, logits) if self.training else logits
+        logits = super().forward(img)
+        return (logits, logits) if self.training and self.config.distillation else logits
 
 
 Config, Model = ToSTConfig, ToST

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels import _checks
 from crate_kernels.models import _official
 from crate_kernels.models._language import LanguageConfig, LanguageModel
 from crate_kernels.nn import CausalTSSA
@@ -35,10 +34,6 @@ class ToSTLMConfig(LanguageConfig):
     """
 
     eta: float = 1e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.number("ToSTLM", "eta", self.eta)
 
 
 _size = partial(ToSTLMConfig, bias=False)

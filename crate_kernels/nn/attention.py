@@ -64,7 +64,7 @@ class MSSA(nn.Module):
         self.gamma = _checks.number("MSSA", "gamma", gamma)
         self.phi, self.threshold = phi, threshold
         self.causal = _checks.flag("MSSA", "causal", causal)
-        self.backend = backend
+        self.backend = _checks.backend("MSSA", backend)
         inner = heads * dim_head
         self.qkv = nn.Linear(dim, inner, bias=False)
         self.dropout = nn.Dropout(_checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
@@ -104,7 +104,7 @@ class MSSA(nn.Module):
         projected = self.qkv(x)
         if return_key:
             return projected
-        w = _heads.split(projected, self.heads)
+        w = _heads.split_local("MSSA", projected, self.dim_head)
         if return_attention:
             if cache is not None:
                 raise ValueError("MSSA: return_attention must be False with a cache")
@@ -113,7 +113,7 @@ class MSSA(nn.Module):
             w,
             causal=self.causal,
             scale=self.scale,
-            dropout_p=self.dropout.p if self.dropout.training else 0.0,
+            dropout_p=_heads.dropout_p("MSSA", self.dropout, w, self.heads),
             phi=self.phi,
             threshold=self.threshold,
             key_padding_mask=key_padding_mask,
@@ -122,7 +122,7 @@ class MSSA(nn.Module):
         )
         out = _heads.merge(out)
         if self.tied:
-            out = self.gamma * (out @ self.qkv.weight)
+            out = self.gamma * _heads.unproject(out, self.qkv.weight)
         return self.to_out(out)
 
     def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -179,7 +179,7 @@ class TSSA(nn.Module):
         self.heads = _checks.integer("TSSA", "num_heads", num_heads, minimum=1)
         if dim % num_heads:
             raise ValueError(f"TSSA: dim must be a multiple of num_heads = {num_heads}, got {dim}")
-        self.backend = backend
+        self.backend = _checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(_checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
         self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
@@ -196,8 +196,9 @@ class TSSA(nn.Module):
             (batch, seqlen, dim).
         """
         _heads.tokens("TSSA", x, self.dim)
+        projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)
         out = tssa(
-            _heads.split(self.qkv(x), self.heads),
+            _heads.split(projected, self.heads),
             self.temp,
             dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
             key_padding_mask=key_padding_mask,

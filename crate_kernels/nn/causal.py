@@ -44,7 +44,7 @@ class CausalMSSA(nn.Module):
         super().__init__()
         self.n_embd, self.n_head = _sizes("CausalMSSA", n_embd, n_head)
         self.scale = None if scale is None else _checks.number("CausalMSSA", "scale", scale)
-        self.backend = backend
+        self.backend = _checks.backend("CausalMSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
         self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
         self.attn_dropout = nn.Dropout(_checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
@@ -66,11 +66,12 @@ class CausalMSSA(nn.Module):
             (batch, seqlen, n_embd).
         """
         _heads.tokens("CausalMSSA", x, self.n_embd)
+        w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
         out = mssa(
-            _heads.split(self.c_attn(x), self.n_head),
+            w,
             causal=True,
             scale=self.scale,
-            dropout_p=self.attn_dropout.p if self.attn_dropout.training else 0.0,
+            dropout_p=_heads.dropout_p("CausalMSSA", self.attn_dropout, w, self.n_head),
             key_padding_mask=key_padding_mask,
             cache=cache,
             backend=self.backend,
@@ -109,7 +110,7 @@ class CausalTSSA(nn.Module):
         super().__init__()
         self.n_embd, self.n_head = _sizes("CausalTSSA", n_embd, n_head)
         self.block_size = _checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
-        self.backend = backend
+        self.backend = _checks.backend("CausalTSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=bias)
         self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
         self.attn_dropout = nn.Dropout(_checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
@@ -137,8 +138,9 @@ class CausalTSSA(nn.Module):
             (batch, seqlen, n_embd).
         """
         _heads.tokens("CausalTSSA", x, self.n_embd)
+        projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)
         out = tssa(
-            _heads.split(self.c_attn(x), self.n_head),
+            _heads.split(projected, self.n_head),
             self.temp,
             causal=True,
             denom_bias=self.denom_bias,

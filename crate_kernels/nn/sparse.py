@@ -51,7 +51,7 @@ class ISTA(nn.Module):
         self.lambd = _checks.number("ISTA", "lambd", lambd)
         self.prox = prox
         self.alpha = float(alpha)
-        self.backend = backend
+        self.backend = _checks.backend("ISTA", backend)
         _checks.integer("ISTA", "dim", dim, minimum=1)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
 
@@ -99,7 +99,7 @@ class OvercompleteISTA(nn.Module):
         self.steps = _checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
         self.step_size = _checks.number("OvercompleteISTA", "step_size", step_size)
         self.lambd = _checks.number("OvercompleteISTA", "lambd", lambd)
-        self.backend = backend
+        self.backend = _checks.backend("OvercompleteISTA", backend)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
         self.D1: nn.Parameter | None
         if _checks.flag("OvercompleteISTA", "tied", tied):

@@ -9,6 +9,7 @@ from torch import nn
 
 from crate_kernels import models
 from crate_kernels.models.aot import (
+    MHSA,
     AoTLM,
     AoTLMConfig,
     AoTRegression,
@@ -226,6 +227,8 @@ BAD = {
     "heads": (lambda: build("lm", n_head=5), ValueError, "AoTLM: n_embd must be a multiple of n_head = 5, got 24"),
     "depth": (lambda: build("vision", depth=0), ValueError, "AoTVision: depth must be >= 1, got 0"),
     "attention": (lambda: build("lm", attention="tssa"), ValueError, "AoTLM: attention must be one of mssa, mhsa, got"),
+    "mhsa-heads": (lambda: MHSA(24, 5), ValueError, "MHSA: dim must be a multiple of heads = 5, got 24"),
+    "mhsa-none": (lambda: MHSA(24, 0), ValueError, "MHSA: heads must be >= 1, got 0"),
     "eta": (lambda: build("lm", eta="1"), TypeError, "AoTLM: eta must be a number, got str"),
     "dropout": (lambda: build("lm", dropout=1.0), ValueError, "AoTLM: dropout must be < 1.0, got 1.0"),
     "patch": (lambda: build("vision", patch_size=3), ValueError, "AoTVision: image_size must be a multiple .*8 by 3"),

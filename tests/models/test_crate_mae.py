@@ -1,7 +1,11 @@
 """CRATE-MAE: masks, loss, patches, positions, getters, start. Its equations are in test_restated."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from crate_kernels import models
@@ -139,6 +143,39 @@ def test_getters_and_features():
         assert_close(model.get_selfattention_enc(img, index), (8**-0.5 * w @ w.mT).softmax(-1))
     assert_close(model.get_last_key_enc(img), keys[1])
     assert model.get_selfattention_enc(img).shape == (2, 3, 13, 13)
+
+
+PUBLISHED = {
+    **{"embed_dim": 24, "depth": 2, "num_heads": 3, "decoder_embed_dim": 24, "decoder_depth": 2},
+    **{"decoder_num_heads": 2, "img_size": (8, 12), "patch_size": (2, 4)},
+}
+NORMS = {
+    "published-sizes": ({}, 1e-6),
+    "default-of-the-class": ({"norm_layer": nn.LayerNorm}, 1e-5),
+    "partial": ({"norm_layer": partial(nn.LayerNorm, eps=1e-3)}, 1e-3),
+    "by-number": ({"norm_eps": 1e-4}, 1e-4),
+    "twice-the-same": ({"norm_eps": 1e-5, "norm_layer": nn.LayerNorm}, 1e-5),
+}
+
+
+@pytest.mark.parametrize(("given", "eps"), NORMS.values(), ids=NORMS)
+def test_the_published_norm_layer_decides_the_eps(given, eps):
+    model: Any = models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **given})
+    assert (model.norm.eps, model.decoder_norm.eps) == (eps, eps)
+    assert {m.eps for name, m in model.named_modules() if name.endswith("0.norm")} == {1e-5}
+
+
+BAD_NORMS = {
+    "other": ({"norm_layer": nn.RMSNorm}, "norm_layer must make an nn.LayerNorm, got <class"),
+    "name": ({"norm_layer": "LayerNorm"}, "norm_layer must make an nn.LayerNorm, got 'LayerNorm'"),
+    "both": ({"norm_layer": nn.LayerNorm, "norm_eps": 1e-6}, "norm_eps must be that of norm_layer, 1e-05, got 1e-06"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_NORMS.values(), ids=BAD_NORMS)
+def test_a_norm_layer_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=f"from_official: {message}"):
+        models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **given})
 
 
 def test_start_is_the_published_one():

@@ -1,17 +1,19 @@
 """What holds for every family: keys, gradients, compilation, precision, weight decay, folders."""
 
-import builtins
 import json
 import re
 from collections import Counter
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from crate_kernels import models, patch
+from crate_kernels.models import redunet
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 
 LAYER_NORM = ("weight", "bias")
@@ -277,13 +279,23 @@ def spoil(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def cut(folder, size):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
 FOLDERS = {
     "not-json": (lambda f: (f / "config.json").write_text("{"), ValueError, r"config.json must be JSON"),
     "no-type": (lambda f: spoil(f, model_type=...), ValueError, "must be an object with a 'model_type'"),
     "other-type": (lambda f: spoil(f, model_type="ViT"), ValueError, "model_type must be one of CRATE, .*, got 'ViT'"),
     "unknown-field": (lambda f: spoil(f, mlp=4), ValueError, "from_pretrained: arguments must be among .*; got mlp"),
     "lacking-field": (lambda f: spoil(f, depth=...), ValueError, "from_pretrained: config must give depth"),
-    "bad-field": (lambda f: spoil(f, depth=0), ValueError, "CRATE: depth must be >= 1, got 0"),
+    "bad-field": (lambda f: spoil(f, depth=0), ValueError, r"config.json: CRATE: depth must be >= 1, got 0"),
+    "text-field": (lambda f: spoil(f, depth="2"), TypeError, r"config.json: CRATE: depth must be an int, got str"),
+    "null-field": (lambda f: spoil(f, ista=None), TypeError, r"config.json: CRATE: ista must be a number, got NoneTy"),
+    "cut-header": (lambda f: cut(f, 40), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetenso"),
+    "cut-data": (lambda f: cut(f, -4), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetensors"),
+    "empty": (lambda f: cut(f, 0), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetensors fil"),
     "other-shape": (
         lambda f: spoil(f, num_classes=7),
         ValueError,
@@ -300,6 +312,12 @@ def test_a_spoilt_folder(damage, error, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(error, match=message):
         models.from_pretrained(tmp_path)
+
+
+def test_a_folder_with_an_override_that_cannot_be(tmp_path):
+    build("crate").save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=r"with backend given: CRATE: backend must be None or a string, got int"):
+        models.from_pretrained(tmp_path, backend=5)
 
 
 def test_a_folder_of_another_class(tmp_path):
@@ -319,17 +337,83 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_without_safetensors_the_error_says_how_to_get_it(tmp_path, monkeypatch):
-    model, real = build("crate"), builtins.__import__
+def test_weights_given_for_saving_are_the_models_own(tmp_path):
+    model, other = build("crate_lm"), drawn(build("crate_lm"))
+    model.save_pretrained(tmp_path, state_dict=other.state_dict())
+    again = models.from_pretrained(tmp_path)
+    assert all(torch.equal(t, other.state_dict()[name]) for name, t in again.state_dict().items())
+    short = {name: t for name, t in other.state_dict().items() if "wpe" not in name}
+    with pytest.raises(
+        ValueError, match=r"save_pretrained: state_dict does not fit the CRATELM .*\n  missing trans.*wpe"
+    ):
+        model.save_pretrained(tmp_path, state_dict=short)
 
-    def missing(name, *args, **kwargs):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
 
+# A value of another type for each annotation, and what the field must be.
+WRONG = {
+    "int": ("24", "an int"),
+    "float": ("0.5", "a number"),
+    "bool": (1, "a bool"),
+    "str": (7, "a string"),
+    "str | None": (7, "None or a string"),
+    "_vision.Size": (8.0, "an int"),
+}
+EVERY_CONFIG = {
+    **{name: config for name, (_, config) in FAMILIES.items()},
+    "redunet_vector": redunet.ReduNetVectorConfig(2, 2, 4),
+    "redunet_1d": redunet.ReduNet1DConfig(2, 2, 4, 5),
+    "redunet_2d": redunet.ReduNet2DConfig(2, 2, 4, 5, 5),
+}
+
+
+@pytest.mark.parametrize("family", EVERY_CONFIG)
+def test_every_field_has_its_type(family):
+    config = EVERY_CONFIG[family]
+    owner = type(config).__name__.removesuffix("Config")
+    owner = "ReduNet" if owner.startswith("ReduNet") else owner
+    for field in fields(config):
+        kind, _, optional = field.type.partition(" | ")
+        value, expected = WRONG.get(field.type) or WRONG[kind]
+        got = type(value).__name__
+        with pytest.raises(TypeError, match=f"^{owner}: {field.name} must be {expected}, got {got}$"):
+            replace(config, **{field.name: value})
+        if not optional:
+            with pytest.raises(TypeError, match=f"^{owner}: {field.name} must be .*, got NoneType$"):
+                replace(config, **{field.name: None})
+        if kind == "float":
+            with pytest.raises(ValueError, match=f"^{owner}: {field.name} must be finite, got nan$"):
+                replace(config, **{field.name: float("nan")})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_weights_are_numbers_of_the_models_kind(dtype, tmp_path):
+    model = build("crate")
+    state = {**model.state_dict(), "cls_token": model.state_dict()["cls_token"].to(dtype)}
+    message = f"cls_token must have a floating dtype, got {dtype}"
+    config = {name: value for name, value in asdict(model.config).items() if name != "backend"}
+    with pytest.raises(ValueError, match=message):
+        models.from_official("crate", state, config)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match="save_pretrained: safetensors must be installed: pip install safetensors"):
-        model.save_pretrained(tmp_path)
-    with pytest.raises(ImportError, match="from_pretrained: safetensors must be installed"):
-        type(model).from_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        models.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_precision_and_a_count_of_another_kind_are_read():
+    """``{k: v.half() for ...}`` turns the stem's count of batches into a float, too."""
+    source = drawn(build("tost"))
+    state = {name: tensor.half() for name, tensor in source.state_dict().items()}
+    config = {name: value for name, value in asdict(source.config).items() if name != "backend"}
+    model = models.from_official("tost_vision", state, config)
+    assert all(torch.equal(t.half(), state[name]) for name, t in model.state_dict().items())
+
+
+def test_no_published_class_no_published_weights():
+    with pytest.raises(ValueError, match=r"to_official: model must be of crate, .*, got AoTVision"):
+        models.to_official(build("aot_vision"))
+
+
+@pytest.mark.parametrize("family", ["crate", "crate_alpha", "crate_mae", "tost", "crate_lm_overcomplete", "tost_lm"])
+def test_official_weights_are_the_models(family):
+    model = build(family)
+    assert models.to_official(model).keys() == model.state_dict().keys()

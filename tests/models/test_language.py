@@ -66,6 +66,16 @@ def test_numbers_that_no_checkpoint_holds_reach_the_layers():
     assert_close(build("tost_lm", eta=0.5).transformer["h"][0].gamma1, torch.full((24,), 0.5))
 
 
+def test_the_published_class_finds_its_masks():
+    model = build("crate_lm")
+    state = models.to_official(model)
+    masks = {f"transformer.h.{i}.attn.bias" for i in range(2)}
+    assert set(state) == set(model.state_dict()) | masks
+    for name in masks:
+        assert torch.equal(state[name], torch.ones(9, 9).tril()[None, None])
+    assert set(models.to_official(build("crate_lm_overcomplete"))) == set(build("crate_lm_overcomplete").state_dict())
+
+
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_the_mask_of_published_checkpoints_is_dropped(family):
     source = drawn(build(family))
@@ -184,6 +194,12 @@ BAD = {
     "eta": (lambda: call("tost_lm", eta="1"), TypeError, "ToSTLM: eta must be a number, got str"),
     "overcomplete": (lambda: call(overcomplete=1), TypeError, "CRATELM: overcomplete must be a bool, got int"),
     "steps": (lambda: call(steps=0), ValueError, "CRATELM: steps must be >= 1, got 0"),
+    "tied-hidden": (lambda: TiedISTA(4, 0), ValueError, "TiedISTA: hidden must be >= 1, got 0"),
+    "unsaid-heads": (
+        lambda: models.from_official("crate_lm", {}, {"n_embd": 24}),
+        ValueError,
+        "from_official: config must give n_head",
+    ),
     "tied-steps": (lambda: TiedISTA(4, 8, 0), ValueError, "TiedISTA: steps must be >= 1, got 0"),
 }
 

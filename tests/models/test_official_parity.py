@@ -75,6 +75,15 @@ def run(system, tensors, config, backend, device, dtype):
     return {"output": out.detach(), **others, **grads}
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_published_class_would_load_it_back(system):
+    tensors, config = load(system)
+    state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
+    exported = models.to_official(models.from_official(system, state, config))
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(exported[name], value) for name, value in state.items())
+
+
 @pytest.mark.parametrize(("system", "backend", "device"), CASES.values(), ids=CASES)
 def test_same_output_and_gradients(system, backend, device):
     tensors, config = load(system)

@@ -21,8 +21,9 @@ def test_the_stem_halves_the_image(patch, widths):
     assert model.patch_embed(torch.ones(2, 3, 32, 64)).shape == (2, 64, 32 // patch, 64 // patch)
 
 
-def test_training_gives_the_logits_twice():
-    model, (img,) = drawn(build("tost")), inputs("tost")
+def test_training_gives_the_logits_twice_where_distillation_asks_for_them():
+    assert drawn(build("tost"))(*inputs("tost")).shape == (2, 5)
+    model, (img,) = drawn(build("tost", distillation=True)), inputs("tost")
     first, second = model(img)
     assert first is second
     assert first.shape == model.eval()(img).shape == (2, 5)
@@ -39,12 +40,6 @@ def test_training_updates_the_statistics_of_the_stem():
 def test_images_of_any_size_of_whole_patches():
     model = drawn(build("tost")).eval()
     assert model(torch.ones(1, 3, 40, 16)).shape == (1, 5)
-
-
-def test_without_a_head_features_come_out():
-    model, (img,) = drawn(build("tost", num_classes=0)).eval(), inputs("tost")
-    assert torch.equal(model(img), model.forward_features(img))
-    assert model(img).shape == (2, 24)
 
 
 def test_drop_path_drops_whole_images_and_keeps_the_mean():

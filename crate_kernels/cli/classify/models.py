@@ -91,8 +91,7 @@ class _Enlarged(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         large = nn.functional.interpolate(images, scale_factor=self.factor, mode="bilinear", align_corners=False)
-        out = self.tost(large)
-        return out[0] if isinstance(out, tuple) else out  # twice the same while training
+        return self.tost(large)
 
 
 def _tost(settings: Settings, digits: Digits, backend: str | None) -> nn.Module:

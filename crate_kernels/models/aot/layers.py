@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels import _checks
+from crate_kernels.models import _fields
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
 
@@ -76,6 +77,7 @@ class Layer(nn.Module):
 
 def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, heads: str) -> None:
     """Require the sizes ``names`` of a config to be positive, its heads to divide its width, and what all have."""
+    _fields.check_types(owner, config)
     for name in names:
         _checks.integer(owner, name, getattr(config, name), minimum=1)
     width, count = getattr(config, dim), getattr(config, heads)

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crate_kernels import _checks
+from crate_kernels.nn import _heads
+
 
 class KeyValueCache:
     """Keys and values of earlier tokens: twice what MSSA keeps. Inference only.
@@ -65,8 +68,12 @@ class MHSA(nn.Module):
         self, dim: int, heads: int, dropout: float = 0.0, *, causal: bool = False, bias_out: bool = False
     ) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
-        self.dropout = nn.Dropout(dropout)
+        _checks.integer("MHSA", "dim", dim, minimum=1)
+        self.heads = _checks.integer("MHSA", "heads", heads, minimum=1)
+        if dim % heads:
+            raise ValueError(f"MHSA: dim must be a multiple of heads = {heads}, got {dim}")
+        self.causal = _checks.flag("MHSA", "causal", causal)
+        self.dropout = nn.Dropout(_checks.number("MHSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.to_out = nn.Sequential(nn.Linear(dim, dim, bias=bias_out), nn.Dropout(dropout))
 
@@ -82,7 +89,8 @@ class MHSA(nn.Module):
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: to append to and attend over; default none.
         """
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        projected = _heads.whole("MHSA", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
+        query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen: Tensor | None = None
         if cache is not None:
             key, value, seen = cache.append(key, value, key_padding_mask)

@@ -113,7 +113,8 @@ class AoTRegression(ReferenceModel):
         x = self.read_in(tokens) + self.wpe(torch.arange(tokens.shape[1], device=xs.device))
         for layer in self.layers:
             x = run(c.grad_checkpointing, layer, x)
-        return self.read_out(self.norm(x)[:, ::2]).squeeze(-1)
+        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        return self.read_out(self.norm(x)[:, ::2]).squeeze(-1).clone()
 
 
 Config, Model = AoTRegressionConfig, AoTRegression

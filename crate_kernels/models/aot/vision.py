@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels.models._base import ReferenceModel, run
+from crate_kernels import _checks
+from crate_kernels.models import _vision
+from crate_kernels.models._base import run
 from crate_kernels.models.aot.layers import Layer, check_shape
 from crate_kernels.models.crate import Patchify
 
@@ -24,7 +26,7 @@ class AoTVisionConfig:
         dim, depth, heads: width of a token, layers, subspaces.
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
         image_size, patch_size: sides in pixels.
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0 is no head, the output then what it would read.
         channels: of the image.
         norm: whether each attention sees layer-normalised tokens; False in the paper.
         eta: step size of the attention.
@@ -51,8 +53,9 @@ class AoTVisionConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        names = ("dim", "depth", "heads", "image_size", "patch_size", "num_classes", "channels")
+        names = ("dim", "depth", "heads", "image_size", "patch_size", "channels")
         check_shape("AoTVision", self, names, "dim", "heads")
+        _checks.integer("AoTVision", "num_classes", self.num_classes, minimum=0)
         if self.image_size % self.patch_size:
             got = f"{self.image_size} by {self.patch_size}"
             raise ValueError(f"AoTVision: image_size must be a multiple of patch_size, got {got}")
@@ -64,7 +67,7 @@ SIZES = {
 }
 
 
-class AoTVision(ReferenceModel):
+class AoTVision(_vision.Classifier):
     """Classify images with attention alone.
 
     No code was published; the stem and head are CRATE's, and so are their parameters' names. Parameters:
@@ -91,26 +94,16 @@ class AoTVision(ReferenceModel):
         self.cls_token = nn.Parameter(torch.randn(1, 1, c.dim))
         options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
-        self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), _vision.head(c.dim, c.num_classes))
 
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
         x = self.to_patch_embedding(img)
-        if x.shape[1] + 1 != self.pos_embedding.shape[1]:
-            wanted = f"{self.config.image_size}x{self.config.image_size} pixels"
-            raise ValueError(f"AoTVision: img must have {wanted}, got {tuple(img.shape)}")
+        _vision.check_size("AoTVision", img, self.config.image_size)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
         for layer in self.layers:
             x = run(self.config.grad_checkpointing, layer, x)
         return x
-
-    def forward(self, img: Tensor) -> Tensor:
-        """Return logits (batch, num_classes) of images (batch, channels, height, width).
-
-        Raises:
-            ValueError: images of another size or number of channels.
-        """
-        return self.mlp_head(self.forward_features(img)[:, 0])
 
 
 Config, Model = AoTVisionConfig, AoTVision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crate_kernels import _checks
-from crate_kernels.models import _official
+from crate_kernels.models import _fields, _official
 from crate_kernels.models._base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier1D
 from crate_kernels.models.redunet.network import ReduNet
@@ -36,6 +36,7 @@ class ReduNet1DConfig:
     lmbda: float = 500.0
 
     def __post_init__(self) -> None:
+        _fields.check_types("ReduNet", self)
         _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 

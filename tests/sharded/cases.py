@@ -1,0 +1,225 @@
+"""What runs in two processes at once: each case takes the mesh and raises where something is wrong.
+
+All is float64, and each process has the unsharded module too, to hold its own against.
+"""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+from crate_kernels import models
+from crate_kernels.models.aot import MHSA
+from crate_kernels.models.crate import RateGradientStep
+from crate_kernels.models.tost import ClassAttention, ToSTConfig
+from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
+from crate_kernels.ops.mssa import SubspaceCache
+from tests.models.families import FAMILIES, build, drawn, inputs, output
+
+DIM, HEADS, HEAD_DIM = 16, 4, 3
+QKV = {"qkv": ColwiseParallel(), "to_out.0": RowwiseParallel()}
+CAUSAL = {"c_attn": ColwiseParallel(), "c_proj": RowwiseParallel()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def made(make):
+    """A module with every parameter drawn, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    module = make().double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=generator)
+    return module
+
+
+def tokens(batch=2):
+    return torch.randn(batch, 5, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def same_gradients(module, expected):
+    for (name, p), q in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert_close(whole(p.grad), q.grad, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+
+
+ATTENTION = {
+    "mssa": (lambda **k: MSSA(DIM, HEADS, HEAD_DIM, **k), QKV),
+    "mssa-causal": (lambda **k: MSSA(DIM, HEADS, HEAD_DIM, causal=True, **k), QKV),
+    "mssa-reference": (lambda **k: MSSA(DIM, HEADS, HEAD_DIM, backend="reference", **k), QKV),
+    "mssa-tied": (lambda **k: MSSA(DIM, HEADS, HEAD_DIM, tied=True, gamma=0.7, **k), {"qkv": ColwiseParallel()}),
+    "causal-mssa": (lambda **k: CausalMSSA(DIM, HEADS, **k), CAUSAL),
+    "gradient": (lambda: RateGradientStep(DIM, HEADS, HEAD_DIM, gamma=0.4), {"qkv": ColwiseParallel()}),
+}
+
+
+def heads_apart(make, plan):
+    """Output and all gradients, of a module whose heads are on two processes."""
+
+    def run(mesh):
+        expected, x = made(make), tokens()
+        module = parallelize_module(copy.deepcopy(expected), mesh, plan)
+        results = []
+        for each in (module, expected):
+            given = x.clone().requires_grad_()
+            out = each(given)
+            out.square().sum().backward()
+            results.append((out, given.grad))
+        for actual, wanted in zip(*results, strict=True):
+            assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
+        same_gradients(module, expected)
+
+    return run
+
+
+def refused(make, plan, error, message):
+    """A module that cannot do with its part of the heads says so."""
+
+    def run(mesh):
+        module, x = parallelize_module(made(make), mesh, plan), tokens()
+        with pytest.raises(error, match=message):
+            module(x)
+
+    return run
+
+
+def dropout_is_refused_in_training(mesh):
+    for name in ("mssa", "mssa-tied", "causal-mssa"):
+        make, plan = ATTENTION[name]
+        expected = made(lambda make=make: make(dropout=0.5)).eval()
+        module = parallelize_module(copy.deepcopy(expected), mesh, plan)
+        assert_close(module(tokens()), expected(tokens()))
+        with pytest.raises(NotImplementedError, match=r"MSSA: dropout must be 0 where heads are sharded \(2 of 4 are"):
+            module.train()(tokens())
+
+
+def a_cache_of_the_heads_that_are_here(mesh):
+    for name, head_dim in (("mssa-causal", HEAD_DIM), ("causal-mssa", DIM // HEADS)):
+        make, plan = ATTENTION[name]
+        expected = made(make).eval()
+        module = parallelize_module(copy.deepcopy(expected), mesh, plan)
+        cache = SubspaceCache(2, HEADS // 2, 5, head_dim, dtype=torch.float64)
+        with torch.no_grad():
+            steps = [module(part, cache=cache) for part in tokens().split([3, 1, 1], dim=1)]
+            assert_close(torch.cat(steps, dim=1), expected(tokens()))
+
+
+def three_heads_on_two_processes(mesh):
+    module = parallelize_module(made(lambda: MSSA(DIM, 3, 4)), mesh, QKV)
+    with pytest.raises(
+        ValueError, match=r"MSSA: the projection must give whole heads of 4, got a width of 6; shard it"
+    ):
+        module(tokens())
+
+
+BLOCKS: dict[str, Any] = {
+    "crate": lambda m: m.transformer.layers,
+    "crate_alpha": lambda m: m.transformer.layers,
+    "crate_mae": lambda m: [*m.blocks, *m.decoder_blocks],
+    "tost": lambda m: [*m.blocks, *m.cls_attn_blocks],
+    "crate_lm": lambda m: m.transformer["h"],
+    "crate_lm_overcomplete": lambda m: m.transformer["h"],
+    "tost_lm": lambda m: m.transformer["h"],
+    "aot_vision": lambda m: m.layers,
+    "aot_lm": lambda m: m.transformer["h"],
+    "aot_regression": lambda m: m.layers,
+}
+
+
+def sharded(model, family, mesh):
+    for block in BLOCKS[family](model):
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def a_model_by_blocks(family, **changes):
+    """Each process has half of the batch; the gradients of a mean are those of the whole."""
+
+    def run(mesh):
+        expected = drawn(build(family, **changes).double()).eval()
+        model = sharded(copy.deepcopy(expected), family, mesh)
+        given = inputs(family, batch=4, dtype=torch.float64)
+        half = [t if t is None else t.chunk(2)[mesh.get_rank()] for t in given]
+        out, wanted = output(family, model(*half)), output(family, expected(*given))
+        assert_close(out, wanted.chunk(2)[mesh.get_rank()], rtol=1e-12, atol=1e-13)
+        out.square().mean().backward()
+        wanted.square().mean().backward()
+        same_gradients(model, expected)
+
+    return run
+
+
+def a_sharded_layer_shows_its_attention(mesh):
+    expected: Any = drawn(build("crate").double()).eval()
+    model: Any = sharded(copy.deepcopy(expected), "crate", mesh)
+    register_fsdp_forward_method(model, "get_last_selfattention")
+    register_fsdp_forward_method(model, "get_last_key")
+    (img,) = inputs("crate", dtype=torch.float64)
+    assert_close(model.get_last_selfattention(img, 1), expected.get_last_selfattention(img, 1))
+    assert_close(model.get_last_key(img, 0), expected.get_last_key(img, 0))
+
+
+def saving(family):
+    def run(mesh):
+        expected = drawn(build(family))
+        model = sharded(copy.deepcopy(expected), family, mesh)
+        with tempfile.TemporaryDirectory() as folder:
+            for given in ({}, {"state_dict": model.state_dict()}):
+                with pytest.raises(
+                    ValueError, match=r"save_pretrained: weights must be whole, .*get_model_state_dict\("
+                ):
+                    model.save_pretrained(folder, **given)
+            assert not list(Path(folder).iterdir())
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(model, options=options)
+            if mesh.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=state)
+                again = models.from_pretrained(folder).state_dict()
+                assert again.keys() == expected.state_dict().keys()
+                assert all(torch.equal(again[name], t) for name, t in expected.state_dict().items())
+
+    return run
+
+
+CASES = {
+    **{f"heads-apart-{name}": heads_apart(*case) for name, case in ATTENTION.items()},
+    "heads-odd": three_heads_on_two_processes,
+    "heads-tssa": refused(
+        lambda: TSSA(DIM, HEADS),
+        QKV,
+        NotImplementedError,
+        r"TSSA: the projection must be whole, 16 wide, got 8: the softmax is over the heads",
+    ),
+    "heads-causal-tssa": refused(
+        lambda: CausalTSSA(DIM, HEADS, 9), CAUSAL, NotImplementedError, r"CausalTSSA: the projection must be whole"
+    ),
+    "heads-class-attention": refused(
+        lambda: ClassAttention(ToSTConfig(DIM, 1, HEADS)),
+        {"qkv": ColwiseParallel()},
+        NotImplementedError,
+        r"ToST: the projection must be whole, 48 wide, got 24: queries, keys and values follow each other",
+    ),
+    "heads-mhsa": refused(
+        lambda: MHSA(DIM, HEADS), QKV, NotImplementedError, r"MHSA: the projection must be whole, 48 wide, got 24"
+    ),
+    "heads-dropout": dropout_is_refused_in_training,
+    "heads-cache": a_cache_of_the_heads_that_are_here,
+    **{f"blocks-{family}": a_model_by_blocks(family) for family in BLOCKS},
+    "blocks-crate-variants": a_model_by_blocks("crate", attention="tied", kappa=0.5, grad_checkpointing=True),
+    "blocks-crate-gradient": a_model_by_blocks("crate", attention="gradient"),
+    "blocks-attention": a_sharded_layer_shows_its_attention,
+    "save-crate": saving("crate"),
+    "save-tied-head": saving("crate_lm"),
+}
+assert BLOCKS.keys() == FAMILIES.keys()
