@@ -31,9 +31,16 @@ from crate_kernels.models.redunet import (
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 OPTIONS = (0.5, 0.1, 20.0)  # a soft estimate: with the published 500, softmax would hide a wrong one
-SHAPES = {"vector": (4,), "signal": (3, 5), "image": (2, 3, 4)}
-LAYERS = {"vector": lambda s: Vector(*OPTIONS, 3, s[0]), "signal": lambda s: Fourier1D(*OPTIONS, 3, s),
-          "image": lambda s: Fourier2D(*OPTIONS, 3, s)}  # fmt: skip
+SHAPES = {
+    **{"vector": (4,), "signal": (3, 5), "image": (2, 3, 4)},
+    **{"as-many-channels-as-samples": (24,), "all-as-many-as-classes": (3, 3, 3)},
+}
+LAYERS = {1: lambda s: Vector(*OPTIONS, 3, s[0]), 2: lambda s: Fourier1D(*OPTIONS, 3, s),
+          3: lambda s: Fourier2D(*OPTIONS, 3, s)}  # fmt: skip
+
+
+def layer_for(kind):
+    return LAYERS[len(SHAPES[kind])](SHAPES[kind])
 
 
 def samples(shape, m=24, seed=0):
@@ -93,7 +100,7 @@ def naive_step(v, y, eta, eps, lmbda):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_layer_is_the_published_loop(kind):
     x, y = samples(SHAPES[kind])
-    layer = double(LAYERS[kind](SHAPES[kind]))
+    layer = double(layer_for(kind))
     v = layer.preprocess(x)
     unit = x / x.flatten(1).norm(dim=1).view(-1, *[1] * (x.dim() - 1))
     axes = tuple(range(2, x.dim()))
@@ -115,7 +122,7 @@ def test_a_layer_is_the_published_loop(kind):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_rates_are_the_published_ones(kind):
     x, y = samples(SHAPES[kind])
-    v = LAYERS[kind](SHAPES[kind]).preprocess(x)
+    v = layer_for(kind).preprocess(x)
     size = math.prod(v.shape[2:])
 
     def rate(members):
@@ -200,7 +207,7 @@ def test_zero_makes_every_layer_the_identity():
 @pytest.mark.parametrize("kind", ["signal", "image"])
 def test_a_shift_of_the_input_is_a_shift_of_the_output(kind):
     x, y = samples(SHAPES[kind])
-    net = double(ReduNet(*(LAYERS[kind](SHAPES[kind]) for _ in range(3))))
+    net = double(ReduNet(*(layer_for(kind) for _ in range(3))))
     out = net.init(x, y)
     axes = tuple(range(2, x.dim()))
     shifts = (2,) * len(axes)
