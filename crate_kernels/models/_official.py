@@ -156,6 +156,8 @@ def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -
             faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
         elif _kind(expected.dtype) not in ("integer", _kind(value.dtype)):
             faults.append(f"{name} must have a {_kind(expected.dtype)} dtype, got {value.dtype}")
+        elif value.layout != expected.layout or (value.is_meta and not expected.is_meta):
+            faults.append(f"{name} must be dense and hold values, got {value.layout} on {value.device}")
         elif name != first[name] and not same(value, given.get(first[name])):
             faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:

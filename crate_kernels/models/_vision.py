@@ -73,8 +73,9 @@ def grid(owner: str, image_size: Size, patch_size: Size, name: str = "image_size
 def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, int]) -> None:
     """Require (batch, channels, height, width) images that are made of whole patches."""
     ph, pw = patch_size
-    if img.dim() != 4 or img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
-        wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
+    wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
+    _checks.tensor(owner, "img", img, 4, wanted)
+    if img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
         raise ValueError(f"{owner}: img must be {wanted}, got {tuple(img.shape)}")
 
 

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _register
+from crate_kernels import _checks, _register
 from crate_kernels.ops.mssa import SubspaceCache
 
 # Why a process cannot do with its part of a projection.
@@ -17,8 +17,9 @@ THREE_PARTS = "queries, keys and values follow each other in it, so a part mixes
 
 def tokens(owner: str, x: Tensor, dim: int) -> None:
     """Require (batch, seqlen, dim) tokens: Linear would take other ranks and fail far from here."""
-    if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"{owner}: x must be (batch, seqlen, dim={dim}), got {tuple(x.shape)}")
+    layout = f"(batch, seqlen, dim={dim})"
+    if _checks.tensor(owner, "x", x, 3, layout).shape[-1] != dim:
+        raise ValueError(f"{owner}: x must be {layout}, got {tuple(x.shape)}")
 
 
 def split(projected: Tensor, heads: int) -> Tensor:

@@ -74,7 +74,9 @@ class MSSA(nn.Module):
         elif heads == 1 and dim_head == dim:
             self.to_out = nn.Identity()
         else:
-            self.to_out = nn.Sequential(nn.Linear(inner, dim, bias=bias_out), nn.Dropout(dropout))
+            self.to_out = nn.Sequential(
+                nn.Linear(inner, dim, bias=_checks.flag("MSSA", "bias_out", bias_out)), nn.Dropout(dropout)
+            )
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
@@ -181,9 +183,10 @@ class TSSA(nn.Module):
             raise ValueError(f"TSSA: dim must be a multiple of num_heads = {num_heads}, got {dim}")
         self.backend = _checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(_checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
-        self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
+        self.qkv = nn.Linear(dim, dim, bias=_checks.flag("TSSA", "qkv_bias", qkv_bias))
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
-        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(proj_drop))
+        rate = _checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
+        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend over ``x``.

@@ -46,7 +46,7 @@ class CausalMSSA(nn.Module):
         self.scale = None if scale is None else _checks.number("CausalMSSA", "scale", scale)
         self.backend = _checks.backend("CausalMSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
-        self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
+        self.c_proj = nn.Linear(n_embd, n_embd, bias=_checks.flag("CausalMSSA", "bias", bias))
         self.attn_dropout = nn.Dropout(_checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
 
@@ -111,7 +111,7 @@ class CausalTSSA(nn.Module):
         self.n_embd, self.n_head = _sizes("CausalTSSA", n_embd, n_head)
         self.block_size = _checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
         self.backend = _checks.backend("CausalTSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=bias)
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=_checks.flag("CausalTSSA", "bias", bias))
         self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
         self.attn_dropout = nn.Dropout(_checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)

@@ -195,6 +195,8 @@ def broken(state):
     state["transformer.layers.2.0.norm.weight"] = torch.zeros(24)
     state["cls_token"] = torch.zeros(1, 24)
     state["pos_embedding"] = [0.0]
+    state["to_patch_embedding.1.weight"] = state["to_patch_embedding.1.weight"].to_sparse()
+    state["to_patch_embedding.1.bias"] = state["to_patch_embedding.1.bias"].to("meta")
     return state
 
 
@@ -208,6 +210,8 @@ def test_from_official_lists_all_that_does_not_fit():
         "missing mlp_head.1.bias (5,)",
         "missing mlp_head.1.weight (5, 24)",
         "pos_embedding must be a Tensor, got list",
+        "to_patch_embedding.1.bias must be dense and hold values, got torch.strided on meta",
+        "to_patch_embedding.1.weight must be dense and hold values, got torch.sparse_coo on cpu",
         "unexpected transformer.layers.2.0.norm.weight",
     ]
 
@@ -220,6 +224,14 @@ def official(system="crate", state=None, config=None):
 BAD = {
     "size": (lambda: models.create("crate_huge"), ValueError, "create: name must be one of crate_tiny, .*'crate_huge'"),
     "override": (lambda: models.create("crate_tiny", width=3), ValueError, "create: arguments must be among .*; got w"),
+    "size-type": (lambda: models.create(["crate"]), TypeError, "create: name must be a string, got list"),
+    "system-type": (lambda: official(["crate"]), TypeError, "from_official: system must be a string, got list"),
+    "image-list": (lambda: build()([1]), TypeError, r"CRATE: img must be a Tensor \(batch, channels=3, .*, got list"),
+    "image-int": (
+        lambda: build()(images().int()),
+        ValueError,
+        "CRATE: img must have a floating dtype, got torch.int32",
+    ),
     "system": (lambda: official("vit"), ValueError, "from_official: system must be one of crate, .*got 'vit'"),
     "config": (lambda: official(config={**PUBLISHED, "mlp": 4}), ValueError, "from_official: arguments .*; got mlp"),
     "config-short": (lambda: official(config={"dim": 24}), ValueError, "config must give depth, heads$"),

@@ -56,7 +56,12 @@ class Layer(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.eta = eta
+        _checks.integer("Layer", "dim", dim, minimum=1)
+        if dim % _checks.integer("Layer", "heads", heads, minimum=1):
+            raise ValueError(f"Layer: dim must be a multiple of heads = {heads}, got {dim}")
+        if attention not in _ATTENTIONS:
+            raise ValueError(f"Layer: attention must be one of {', '.join(_ATTENTIONS)}, got {attention!r}")
+        self.eta = _checks.number("Layer", "eta", eta)
         self.norm = nn.LayerNorm(dim, bias=bias) if norm else nn.Identity()
         if attention == "mssa":
             self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=bias, causal=causal, backend=backend)

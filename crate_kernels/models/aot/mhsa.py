@@ -18,7 +18,7 @@ class KeyValueCache:
     """
 
     def __init__(self, max_seqlen: int) -> None:
-        self.max_seqlen = max_seqlen
+        self.max_seqlen = _checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
         self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys: autocast's, there
         self._lengths: Tensor | None = None
 

@@ -13,6 +13,7 @@ at each frequency of the signal's Fourier transform: its operators are circular 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -190,7 +191,7 @@ class Fourier1D(ReduLayer):
     """A shift-invariant layer on signals: preprocessed, (m, channels, timesteps) of frequencies."""
 
     def __init__(self, eta: float, eps: float, lmbda: float, num_classes: int, dimensions: tuple[int, int]) -> None:
-        channels, timesteps = dimensions
+        channels, timesteps = _sizes("Fourier1D", dimensions, "channels, timesteps")
         super().__init__(eta, eps, lmbda, num_classes, channels, (timesteps,))
 
 
@@ -200,8 +201,15 @@ class Fourier2D(ReduLayer):
     def __init__(
         self, eta: float, eps: float, lmbda: float, num_classes: int, dimensions: tuple[int, int, int]
     ) -> None:
-        channels, height, width = dimensions
+        channels, height, width = _sizes("Fourier2D", dimensions, "channels, height, width")
         super().__init__(eta, eps, lmbda, num_classes, channels, (height, width))
+
+
+def _sizes(owner: str, dimensions: object, wanted: str) -> Sequence[int]:
+    """Require as many sizes as ``wanted`` names."""
+    if not isinstance(dimensions, (tuple, list)) or len(dimensions) != wanted.count(",") + 1:
+        raise ValueError(f"{owner}: dimensions must be ({wanted}), got {dimensions!r}")
+    return dimensions
 
 
 def check_labels(owner: str, y: object, count: int, num_classes: int) -> Tensor:

@@ -50,6 +50,8 @@ class Lift(nn.Module):
         self.naxes, self.relu = naxes, _checks.flag("Lift", "relu", relu)
         self.kernel_size = _checks.integer("Lift", "kernel_size", kernel_size, minimum=1)
         self.stride = _checks.integer("Lift", "stride", stride, minimum=1)
+        _checks.integer("Lift", "in_channel", in_channel, minimum=1)
+        _checks.integer("Lift", "out_channel", out_channel, minimum=1)
         shape = (out_channel, in_channel, *[kernel_size] * naxes)
         generator, spread = torch.Generator().manual_seed(seed), _KERNELS[init_mode]
         if init_mode.startswith("gaussian"):
