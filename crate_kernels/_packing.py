@@ -29,7 +29,8 @@ class Layout:
         """Gather (total, nheads, x) into (sequences, nheads, max_seqlen, x), zero where no token is."""
         if packed.shape[0] == 0:
             return packed.new_zeros(*self.mask.shape, *packed.shape[1:]).transpose(1, 2)
-        return (packed[self.source] * self.mask[:, :, None, None]).transpose(1, 2)
+        # Not times the mask: a place without a token reads another sequence's, and 0 times NaN is NaN.
+        return packed[self.source].masked_fill(~self.mask[:, :, None, None], 0.0).transpose(1, 2)
 
     def pad_rows(self, packed: Tensor) -> Tensor:
         """Gather (nheads, total) into (sequences, nheads, max_seqlen)."""

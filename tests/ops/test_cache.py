@@ -12,6 +12,8 @@ from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
 FUSED = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=False))
 SUBSPACE = pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+# NumPy says what Triton's interpreter makes of numbers that are none.
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def decode(op, w, backend, cache, blocks):
@@ -135,8 +137,65 @@ def test_writes_beyond_the_capacity_are_dropped(backend, device):
     out, _ = attend("mssa", new, backend, cache, torch.ones(BATCH, 2, dtype=torch.bool, device=device))
     assert cache.lengths.tolist() == [12, 12, 6]
     before[0, :, 11], before[2, :, 4:6] = new[0, :, 0], new[2]
-    torch.testing.assert_close(cache.data, before, rtol=0, atol=0)
+    for held, expected, length in zip(cache.data, before, (12, 12, 6), strict=True):
+        torch.testing.assert_close(held[:, :length], expected[:, :length], rtol=0, atol=0)
     assert out.isfinite().all()
+
+
+DROPPED = {
+    "reset": lambda cache: cache.reset(),
+    "truncate": lambda cache: cache.truncate(1),
+    "truncate-each-and-reorder": lambda cache: (
+        cache.truncate(torch.tensor([1, 0, 1], device=cache.lengths.device)),
+        cache.reorder(torch.tensor([1, 0, 0], device=cache.lengths.device)),
+    ),
+}
+
+
+@SUBSPACE
+@INTERPRETED
+@pytest.mark.parametrize(("new", "left"), [(3, torch.nan), (3, 3e38), (9, torch.inf)])  # cpp takes products for 9
+@pytest.mark.parametrize("drop", DROPPED.values(), ids=DROPPED)
+def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
+    """Bit for bit: tokens of a sequence that ended may be anything, also where another's are longer now."""
+    first, block, step = (tokens(n, device=device, seed=n) for n in (8, new, 1))
+    mask = torch.arange(new, device=device) < torch.tensor([new, 1, 0], device=device)[:, None]
+    results = []
+    for value in (0.0, left):
+        cache = new_cache("mssa", device=device)
+        attend("mssa", torch.cat([first[:, :, :1], torch.full_like(first[:, :, 1:], value)], 2), backend, cache)
+        drop(cache)
+        cache = cache.clone()
+        results.append((*attend("mssa", block, backend, cache, mask), *attend("mssa", step, backend, cache)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert all(r.isfinite().all() for r in results[1][2:])
+
+
+@EACH
+@INTERPRETED
+@pytest.mark.parametrize("held", [torch.nan, torch.inf, 3e38])
+def test_padded_tokens_never_enter_a_cache(op, backend, device, held):
+    block, step = tokens(4, device=device), tokens(1, device=device, seed=1)
+    mask = torch.arange(4, device=device) < torch.tensor([4, 2, 0], device=device)[:, None]
+    results = []
+    for value in (1.0, held):
+        cache = new_cache(op, device=device)
+        outs = attend(op, torch.where(mask[:, None, :, None], block, value), backend, cache, mask)
+        kept = [torch.where(mask[:, None, :].view(*mask.shape[:1], 1, 4, *[1] * (r.dim() - 3)), r, 0.0) for r in outs]
+        results.append((*kept, *(t.clone() for t in contents(cache)), *attend(op, step, backend, cache)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert all(r.isfinite().all() for r in results[1])
+
+
+@EACH
+@INTERPRETED
+def test_a_token_that_is_no_number_is_seen_by_those_after_it(op, backend, device):
+    """And by no other sequence."""
+    cache, w = new_cache(op, device=device), tokens(2, device=device)
+    attend(op, torch.where(torch.arange(BATCH, device=device)[:, None, None, None] == 1, torch.nan, w), backend, cache)
+    out, _ = attend(op, w, backend, cache)
+    assert out.isnan().all(-1).all(-1).all(-1).tolist() == [False, True, False]
+    assert out[::2].isfinite().all()
 
 
 @EACH
@@ -163,6 +222,23 @@ def test_reorder_gathers_sequences(op, backend, device, dtype):
         sequence = torch.cat([w[source : source + 1, :, :n], w[b : b + 1, :, 5:6]], 2)
         for actual, full in zip(results, attend(op, sequence, backend), strict=True):
             torch.testing.assert_close(actual[b], full[0, :, n:])
+
+
+RAGGED = {"longest-is-gone": ([2, 0, 2], 3), "all-are-short": ([0, 0, 0], 2), "longest-stays": ([1, 1, 0], 8)}
+
+
+@pytest.mark.parametrize("op", ["mssa", "tssa"])
+@pytest.mark.parametrize(("index", "bound"), RAGGED.values(), ids=RAGGED)
+def test_reordering_forgets_the_longest_sequence_that_is_gone(op, index, bound):
+    """What fits is taken: the host's bound is the longest that is held, where lengths are free to read."""
+    cache = new_cache(op)
+    mask = torch.arange(8) < torch.tensor([2, 8, 3])[:, None]
+    attend(op, tokens(8), "reference", cache, mask)
+    cache.reorder(torch.tensor(index))
+    assert cache._bound == bound
+    attend(op, tokens(CAPACITY - bound), "reference", cache)
+    with pytest.raises(ValueError, match="cache is full" if op == "mssa" else "must cover the sequence"):
+        attend(op, tokens(1), "reference", cache)
 
 
 @EACH

@@ -203,6 +203,11 @@ def test_composite_mssa_packs_alike_under_compile(causal):
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     w = randn(15, 3, 8, dtype=torch.float32)
     torch.testing.assert_close(outputs_and_gradients(compiled, w), outputs_and_gradients(packed, w))
+    # Where a sequence is shorter, the padded place reads another one's token, which may be no number.
+    w[5:14] = torch.nan
+    out, lse, dw = outputs_and_gradients(compiled, w)
+    for tokens in (out, lse.t(), dw):
+        assert tokens.isfinite().flatten(1).all(1).tolist() == [True] * 5 + [False] * 9 + [True]
 
 
 def test_composite_mssa_takes_meta_tensors():

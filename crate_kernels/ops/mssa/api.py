@@ -84,7 +84,8 @@ def mssa(
             ReLU of the scores and the scores themselves, without a softmax.
         threshold: the threshold, at least 0; required with phi="threshold" and refused otherwise.
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. It removes keys only; padded
-            queries still attend. A query with no key left gives 0, gradient 0 and lse -inf.
+            queries still attend, so that what they hold must be finite. A query with no key left gives 0,
+            gradient 0 and lse -inf.
         cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are
             checked on the CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.

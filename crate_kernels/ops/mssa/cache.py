@@ -75,6 +75,8 @@ class SubspaceCache:
         self._bound = min(self._bound, lengths)
         # Longer than every sequence, a limit leaves ragged lengths ragged; 0 makes them equal.
         self._uniform = self._uniform or self._bound == 0
+        if not self._uniform:
+            self._refresh_bound()
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence i by sequence ``index[i]``, as beam search does.
@@ -86,6 +88,8 @@ class SubspaceCache:
         held = self.data[:, :, : self._bound]
         held.copy_(held.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
+        if not self._uniform:  # the longest sequence may be gone
+            self._refresh_bound()
 
     def clone(self) -> SubspaceCache:
         """Copy the cache, tokens and lengths."""

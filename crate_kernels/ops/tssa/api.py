@@ -76,12 +76,13 @@ def tssa(
         dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, a channel at a time (causal: an element),
             0 by default. The seed comes from torch's generator of w's device.
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
-            and still get an output. Where no token is left, output, membership and gradient are 0.
+            and still get an output, so that what they hold must be finite. Where no token is left, output,
+            membership and gradient are 0.
         cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are checked on the
             CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
         cache: running sums to continue; needs ``causal=True``; inference only. With ``key_padding_mask``,
-            right-padded, the lengths advance by its row sums.
+            right-padded, the lengths advance by its row sums, and padded tokens count as zeros.
         return_membership: also return Pi.
         backend: None picks the best available one; a name is obeyed or refused.
 
@@ -122,6 +123,9 @@ def tssa(
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = _backend.resolve("tssa", backend, w.device, w.dtype)
     if cache is not None:
+        if key_padding_mask is not None:
+            # The sums take padded tokens times 0, which NaN and infinity survive, and a sum keeps them for good.
+            w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
         state = (*cache._tensors(), key_padding_mask)
         decode = reference.decode if name == "reference" else op.tssa_decode
         out, membership = decode(w, temp, denom_bias, *state, *(() if name == "reference" else (name,)))

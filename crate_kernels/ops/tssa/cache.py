@@ -78,6 +78,7 @@ class TokenStatsCache:
         _checks.cache_rows("TokenStatsCache.reorder", "index", index, self.lengths)
         for tensor in self._tensors():
             tensor.copy_(tensor.index_select(0, index))
+        self._refresh_bound()
 
     def clone(self) -> TokenStatsCache:
         """Copy the sums and lengths."""
@@ -89,5 +90,10 @@ class TokenStatsCache:
     def _advance(self, new: int, ragged: bool) -> None:
         """Account for ``new`` tokens, of which a padding mask may have kept fewer."""
         self._bound += new
-        if ragged and self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        if ragged:
+            self._refresh_bound()
+
+    def _refresh_bound(self) -> None:
+        """Tighten the host's bound where the lengths are free to read."""
+        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
             self._bound = int(self.lengths.max())

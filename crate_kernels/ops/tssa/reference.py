@@ -172,7 +172,7 @@ def decode(
         mass += membership * counted[..., 0]
         moment = weighted / (mass + 1e-8).unsqueeze(-1)
         out = -token * membership.unsqueeze(-1) / (1 + moment)
-        seen = mass.sum(1) > 0
+        seen = lengths + (n + 1 if key_padding_mask is None else key_padding_mask[:, : n + 1].sum(1)) > 0
         outs.append(out.masked_fill(~seen[:, None, None], 0.0))
         memberships.append(membership.masked_fill(~seen[:, None], 0.0))
     lengths += w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1).to(lengths.dtype)
