@@ -1,5 +1,7 @@
 """What every backend behind the op boundary owes PyTorch: compile, export, checkpoint, meta tensors, flops."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -99,8 +101,25 @@ def of_any_length(op, backend):
     }[op]
 
 
+def with_lse(w, **options):
+    """Return a result that takes both outputs of mssa by composite, padded or packed as ``w`` is long."""
+    if options.pop("packed", False):
+        length, w = w.shape[2], w.transpose(1, 2).flatten(0, 1)
+        options["cu_seqlens"] = torch.arange(w.shape[0] // length + 1, dtype=torch.int32) * length
+        out, lse = crate_kernels.mssa(w, max_seqlen=length, return_lse=True, backend="composite", **options)
+        return out * lse.t().unsqueeze(-1)
+    if options.pop("padded", False):
+        kept = torch.arange(w.shape[2]) < w.shape[2] // 2 + 1
+        options["key_padding_mask"] = kept[None].expand(w.shape[0], -1)
+    out, lse = crate_kernels.mssa(w, return_lse=True, backend="composite", **options)
+    return out * lse.unsqueeze(-1)
+
+
 DYNAMIC = {
     "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True, backend="composite"),
+    "mssa-lse-composite": with_lse,
+    "mssa-lse-causal-padded-composite": partial(with_lse, causal=True, padded=True),
+    "mssa-lse-packed-composite": partial(with_lse, packed=True),
     **{
         f"{op}-{backend}": of_any_length(op, backend)
         for op, found in {**BACKENDS, "tssa-causal": BACKENDS["tssa"]}.items()
@@ -238,6 +257,17 @@ def test_flops_are_counted(shape, options, product, backend):
         "crate_kernels.mssa_fwd": 2 * product,
         "crate_kernels.mssa_bwd": 5 * product,
     }
+
+
+def test_flops_of_the_logsumexp_are_counted():
+    w = torch.randn(2, 3, 64, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        crate_kernels.mssa(w, return_lse=True, backend="composite")[1].sum().backward()
+    product, own = 2 * 2 * 3 * 64 * 64 * 16, counter.get_flop_counts()["Global"]
+    assert [own[getattr(torch.ops.crate_kernels, name)] for name in ("mssa_lse_fwd", "mssa_lse_bwd")] == [
+        product,
+        3 * product,
+    ]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from crate_kernels import mssa, testing
-from crate_kernels.ops.mssa import composite
+from crate_kernels.ops.mssa import logsumexp
 from tests.naive import mssa_loop
 from tests.ops.common import (
     DTYPES,
@@ -125,7 +125,7 @@ def test_logsumexp_in_chunks_of_rows_is_that_of_all(name, monkeypatch):
         return mssa(w, key_padding_mask=mask, **options, return_lse=True, backend="composite")[1]
 
     whole = outputs_and_gradients(lse, tokens())
-    monkeypatch.setattr(composite, "_CHUNK_ELEMENTS", 2 * BATCH * HEADS * SEQLEN)  # two rows of seven
+    monkeypatch.setattr(logsumexp, "_CHUNK_ELEMENTS", 2 * BATCH * HEADS * SEQLEN)  # two rows of seven
     torch.testing.assert_close(outputs_and_gradients(lse, tokens()), whole, **EXACT)
 
 

@@ -6,6 +6,7 @@ import torch
 import crate_kernels
 from crate_kernels import testing
 from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import home, kernels, leaves
@@ -36,6 +37,13 @@ def _mssa_backward_args(name, backend, **kwargs):
     w, *options = _mssa_forward_args(name, backend, **kwargs)
     out, lse = mssa_op.mssa_fwd(w.detach(), *options)
     return torch.randn_like(out), torch.randn_like(lse), w, out, lse, *options
+
+
+def _lse_args(causal, backward=False):
+    w, mask = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.arange(5) < torch.tensor([[5], [2]])
+    lse = logsumexp._lse_fwd(w, mask, causal, 0.3)
+    w.requires_grad_()
+    return (torch.randn_like(lse), w, lse, mask, causal, 0.3) if backward else (w, mask, causal, 0.3)
 
 
 def _mssa_decode_args(ragged, backend):
@@ -151,14 +159,18 @@ def ista_checks(backend):
 
 
 OPCHECKS = {
-    name: check
-    for checks, found in (
-        (mssa_checks, ["plain", *kernels("mssa")]),
-        (tssa_checks, ["composite", *kernels("tssa")]),
-        (ista_checks, ["composite", *kernels("ista")]),
-    )
-    for backend in found
-    for name, check in checks(backend).items()
+    "mssa_lse_fwd": (logsumexp._lse_fwd, lambda: _lse_args(causal=False)),
+    "mssa_lse_bwd": (logsumexp._lse_bwd, lambda: _lse_args(causal=True, backward=True)),
+    **{
+        name: check
+        for checks, found in (
+            (mssa_checks, ["plain", *kernels("mssa")]),
+            (tssa_checks, ["composite", *kernels("tssa")]),
+            (ista_checks, ["composite", *kernels("ista")]),
+        )
+        for backend in found
+        for name, check in checks(backend).items()
+    },
 }
 
 

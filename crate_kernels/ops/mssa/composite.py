@@ -1,14 +1,12 @@
 """Subspace self-attention from PyTorch's own attention: SDPA on (w, w, w), without a copy.
 
 Differentiated by PyTorch, so it does not pass through the op. The logsumexp, which SDPA does not
-return, is a separate function of w with its own backward: one product more forward and three
-backward, in row chunks, and only when it is asked for.
+return, is a separate function of w, computed only when it is asked for.
 """
 
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels import _packing, _register
-
-# Rows of scores alive at once in the logsumexp: 64 MB in fp32, beside which a launch is free.
-_CHUNK_ELEMENTS = 1 << 24
+from crate_kernels.ops.mssa.logsumexp import LogSumExp
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -101,65 +97,6 @@ def _dense(
     return _register.merged_layout(out)
 
 
-class _LogSumExp(torch.autograd.Function):
-    """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32, a chunk of rows at a time."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-        with _full_precision(w):
-            return torch.cat(
-                [_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2
-            )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        w, key_padding_mask, ctx.causal, ctx.scale = inputs
-        ctx.save_for_backward(w, key_padding_mask, output)
-
-    @staticmethod
-    def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        w, key_padding_mask, lse = ctx.saved_tensors
-        # dS = P * dlse, and w is the query of a row and the key of a column.
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        w32 = w.to(lse.dtype)
-        dw, dw_rows = torch.zeros_like(w32), []
-        with _full_precision(w):
-            for rows in _chunks(w):
-                scores = _scores(w, rows, key_padding_mask, ctx.causal, ctx.scale)
-                ds = (scores - lse[:, :, rows, None]).exp() * dlse[:, :, rows, None]
-                dw_rows.append(ds @ w32)
-                dw = dw + ds.transpose(-1, -2) @ w32[:, :, rows]
-        dw = ctx.scale * (dw + torch.cat(dw_rows, dim=2))
-        return dw.to(w.dtype), None, None, None
-
-
-def _full_precision(w: Tensor) -> AbstractContextManager:
-    """Keep autocast from casting the fp32 scores back."""
-    on = _register.autocast_dtype(w.device.type) is not None
-    return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
-
-
-def _chunks(w: Tensor) -> list[slice]:
-    """Split the rows so that a chunk of scores has about ``_CHUNK_ELEMENTS``."""
-    batch, nheads, seqlen, _ = w.shape
-    size = max(1, _CHUNK_ELEMENTS // max(1, batch * nheads * seqlen))
-    return [slice(start, min(start + size, seqlen)) for start in range(0, max(seqlen, 1), size)]
-
-
-def _scores(w: Tensor, rows: slice, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return the masked scores of some rows, in fp32 or better."""
-    w = w.to(_register.stat_dtype(w.dtype))
-    scores = scale * (w[:, :, rows] @ w.transpose(-1, -2))
-    if key_padding_mask is not None:
-        scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
-    if causal:
-        position = torch.arange(w.shape[2], device=w.device)
-        scores = scores.masked_fill(position > position[rows, None], -torch.inf)
-    return scores
-
-
 def mssa(
     w: Tensor,
     key_padding_mask: Tensor | None,
@@ -178,7 +115,7 @@ def mssa(
 
     def dense(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out = _dense(w, mask, causal, scale, dropout_p, phi, threshold)
-        return out, _LogSumExp.apply(w, mask, causal, scale) if return_lse else None  # pyright: ignore
+        return out, LogSumExp.apply(w, mask, causal, scale) if return_lse else None  # pyright: ignore
 
     if cu_seqlens is None:
         return dense(w, key_padding_mask)

@@ -1,0 +1,98 @@
+"""The logsumexp of the scores for composite, which PyTorch's attention does not return; differentiable in w.
+
+One product forward and three backward, a chunk of rows at a time. How many chunks there are depends on the sizes, so
+the loops are inside ops: compiled, one graph serves every length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels import _register
+
+# Rows of scores alive at once: 64 MB in fp32, beside which a launch is free.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def _chunks(w: Tensor) -> list[slice]:
+    """Split the rows so that a chunk of scores has about ``_CHUNK_ELEMENTS``."""
+    batch, nheads, seqlen, _ = w.shape
+    size = max(1, _CHUNK_ELEMENTS // max(1, batch * nheads * seqlen))
+    return [slice(start, min(start + size, seqlen)) for start in range(0, max(seqlen, 1), size)]
+
+
+def _scores(w: Tensor, rows: slice, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Return the masked scores of some rows."""
+    scores = scale * (w[:, :, rows] @ w.transpose(-1, -2))
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
+    if causal:
+        position = torch.arange(w.shape[2], device=w.device)
+        scores = scores.masked_fill(position > position[rows, None], -torch.inf)
+    return scores
+
+
+def _forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    w = w.to(_register.stat_dtype(w.dtype))
+    return torch.cat([_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2)
+
+
+def _backward(
+    dlse: Tensor, w: Tensor, lse: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    # dS = P * dlse, and w is the query of a row and the key of a column.
+    x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
+    dw = x.new_zeros(x.shape)
+    for rows in _chunks(x):
+        ds = (_scores(x, rows, key_padding_mask, causal, scale) - lse[:, :, rows, None]).exp_()
+        ds *= dlse[:, :, rows, None]
+        dw[:, :, rows] += ds @ x
+        dw += ds.transpose(-1, -2) @ x[:, :, rows]
+    return dw.mul_(scale).to(w.dtype)
+
+
+def _product(w_shape: tuple[int, ...]) -> int:
+    """FLOP of one (seqlen, seqlen, head_dim) product; masked scores are computed too."""
+    batch, nheads, seqlen, head_dim = w_shape
+    return 2 * batch * nheads * seqlen * seqlen * head_dim
+
+
+_lse_fwd = _register.define(
+    "mssa_lse_fwd(Tensor w, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
+    _forward,
+    lambda w, *_: w.new_empty(w.shape[:3], dtype=_register.stat_dtype(w.dtype)),
+    flops=lambda w_shape, *_, **__: _product(w_shape),
+)
+_lse_bwd = _register.define(
+    "mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
+    _backward,
+    lambda dlse, w, *_: w.new_empty(w.shape),
+    flops=lambda dlse_shape, w_shape, *_, **__: 3 * _product(w_shape),
+)
+
+
+class LogSumExp(torch.autograd.Function):
+    """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32 or better; differentiable once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        """Return lse (batch, nheads, seqlen)."""
+        return _lse_fwd(w, key_padding_mask, causal, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Save w and lse."""
+        w, key_padding_mask, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(w, key_padding_mask, output)
+
+    @staticmethod
+    def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of w."""
+        w, key_padding_mask, lse = ctx.saved_tensors
+        dw = _lse_bwd(dlse, w, lse, key_padding_mask, ctx.causal, ctx.scale)
+        return _register.once_differentiable("mssa", dw, dlse, w), None, None, None
