@@ -52,6 +52,8 @@ def _tssa(name: str, *shape: int, **kwargs: Any) -> Case:
     return Case("tssa", name, shape, {"return_membership": True, **kwargs}, **own)
 
 
+_PLAIN = ("relu", "identity")
+
 MSSA_CASES = (
     *(_mssa(f"n{n}", 2, 3, n, 16) for n in (1, 63, 64, 65)),
     *(_mssa(f"causal-n{n}", 2, 3, n, 16, causal=True) for n in (1, 63, 64, 65)),
@@ -86,6 +88,22 @@ MSSA_CASES = (
     _mssa("identity", 2, 3, 65, 16, phi="identity", return_lse=False),
     _mssa("identity-pad-row", 3, 2, 65, 16, phi="identity", return_lse=False, padding="row"),
     _mssa("identity-causal-pad", 2, 3, 65, 16, phi="identity", return_lse=False, causal=True, padding="right"),
+    *(_mssa(f"{phi}-packed", 0, 3, 0, 16, lengths=(5, 0, 64, 1, 33), phi=phi, return_lse=False) for phi in _PLAIN),
+    *(_mssa(f"{phi}-packed-empty", 0, 3, 0, 16, lengths=(0, 0), phi=phi, return_lse=False) for phi in _PLAIN),
+    # The sums of w_id w_ie over tokens are beyond fp16; what eager forms, scores and outputs, is not.
+    _mssa("identity-large", 1, 2, 129, 8, phi="identity", return_lse=False, scale=2**-10, magnitude=24.0),
+    _mssa(
+        "identity-large-pad",
+        2,
+        2,
+        129,
+        8,
+        phi="identity",
+        return_lse=False,
+        scale=2**-10,
+        magnitude=24.0,
+        padding="row",
+    ),
     _mssa("empty-batch", 0, 3, 65, 16),
 )
 

@@ -73,9 +73,10 @@ def test_reference_is_the_loop(options):
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.4}], ids=["plain", "causal", "dropout"])
-def test_packed_reference_is_the_loop_on_each_sequence(options):
-    lengths = (3, 0, 5, 1)
+@pytest.mark.parametrize("name", ["plain", "causal", "dropout", "threshold", "relu", "relu-dropout", "identity"])
+def test_packed_reference_is_the_loop_on_each_sequence(name):
+    lengths, options = (3, 0, 5, 1), LOOPS[name]
+    has_lse = options.get("phi", "softmax") in ("softmax", "threshold")
     keep = keep_mask(5, 0.4, len(lengths) * HEADS, 5, 5) if "dropout_p" in options else None
 
     def loop(w):
@@ -85,12 +86,12 @@ def test_packed_reference_is_the_loop_on_each_sequence(options):
             if len(one):
                 out, lse = mssa_loop(one.transpose(0, 1)[None], keep=kept, **options)
                 outs.append(out[0].transpose(0, 1))
-                lses.append(lse[0])
-        return torch.cat(outs), torch.cat(lses, 1)
+                lses += [] if lse is None else [lse[0]]
+        return (torch.cat(outs), torch.cat(lses, 1)) if has_lse else torch.cat(outs)
 
     def packed(w):
         packing = {"cu_seqlens": offsets(lengths), "max_seqlen": 5}
-        return mssa(w, **packing, **options, return_lse=True, backend="reference")
+        return mssa(w, **packing, **options, return_lse=has_lse, backend="reference")
 
     w = randn(sum(lengths), HEADS, HEAD_DIM)
     torch.testing.assert_close(outputs_and_gradients(packed, w), outputs_and_gradients(loop, w), **EXACT)
@@ -188,6 +189,20 @@ def test_autocast_leaves_float64_alone(backend):
     assert out.dtype == torch.float64
     if backend != "reference":  # whose products autocast may round
         torch.testing.assert_close(out, mssa(tokens(), backend=backend), **EXACT)
+
+
+def test_autocast_leaves_the_sums_of_identity_alone():
+    case = next(c for c in testing.MSSA_CASES if c.name == "identity-large")
+    w = testing.make_inputs(case, torch.float16).differentiable["w"]
+    options = {"phi": "identity", "scale": case.options["scale"], "backend": "composite"}
+
+    def cast(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return mssa(x, **options)
+
+    expected, actual = outputs_and_gradients(lambda x: mssa(x, **options), w), outputs_and_gradients(cast, w)
+    assert all(t.isfinite().all() for t in expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

@@ -7,6 +7,7 @@ return, is a separate function of w, computed only when it is asked for.
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +66,20 @@ def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
     )
 
 
+def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
+    """Return scale * (w w^T) w as w (w^T w), which is linear in seqlen."""
+    # Sums over tokens are beyond fp16 where neither a score nor an output is.
+    x = w.float() if w.dtype == torch.float16 else w
+    keys = x if key_padding_mask is None else x * key_padding_mask[:, None, :, None]
+    return (scale * (x @ (keys.transpose(-1, -2) @ x))).to(w.dtype)
+
+
+def _without_autocast(w: Tensor) -> AbstractContextManager:
+    """Keep autocast from casting fp32 back to 16 bits."""
+    on = _register.autocast_dtype(w.device.type) is not None
+    return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
+
+
 def _dense(
     w: Tensor,
     key_padding_mask: Tensor | None,
@@ -79,9 +94,8 @@ def _dense(
     if phi == "softmax":
         out = _attend(w, w, allowed, causal, scale, dropout_p)
     elif phi == "identity" and not causal and not dropout_p:
-        # (w w^T) w = w (w^T w): linear in seqlen.
-        keys = w if key_padding_mask is None else w * key_padding_mask[:, None, :, None]
-        return _register.merged_layout(scale * (w @ (keys.transpose(-1, -2) @ w)))
+        with _without_autocast(w):
+            return _register.merged_layout(_linear(w, key_padding_mask, scale))
     else:
         scores = scale * (w @ w.transpose(-1, -2))
         if causal and allowed is None:

@@ -108,7 +108,7 @@ def _dense(
     else:
         weights = scores.relu() if phi == "relu" else scores
         weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
-        lse = w.new_empty(0)
+        lse = w.new_empty(batch, nheads, 0)  # there is no softmax
     return (weights if factor is None else weights * factor) @ w, lse
 
 
