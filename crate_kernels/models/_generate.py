@@ -121,7 +121,9 @@ def _choose(
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # a small temperature overflows below, not above
+    # A small temperature overflows below, not above; one that fp32 does not hold would divide 0 by 0.
+    temperature = max(temperature, torch.finfo(logits.dtype).smallest_normal)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -154,7 +154,7 @@ def test_temperature_sharpens():
     wanted = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     counted = chosen.flatten().bincount(minlength=5) / draws
     assert ((counted - wanted).abs() <= 5 * (wanted * (1 - wanted) / draws).sqrt()).all()  # five standard deviations
-    for temperature in (1e-40, 0):
+    for temperature in (1e-40, 1e-46, 5e-324, 0):
         assert not _generate._choose(logits[:100], temperature, None, None, None).any()
 
 
