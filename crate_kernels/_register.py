@@ -28,6 +28,10 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         flops: formula for ``torch.utils.flop_counter``, taking the shapes of the arguments.
     """
     name = schema.partition("(")[0]
+    arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if written:
+        body = _counting(body, written)
 
     def guarded(*args: Any) -> Any:
         # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
@@ -50,6 +54,20 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         _flops.register(packet, flops)
     overload, call.__name__ = packet.default, name
     return call
+
+
+def _counting(body: Callable, written: list[int]) -> Callable:
+    """Make ``body`` raise the version of what it writes, so that autograd refuses to use a saved tensor overwritten.
+
+    PyTorch does so in its own operators, and not for a kernel that is given an address.
+    """
+
+    def counted(*args: Any) -> Any:
+        result = body(*args)
+        torch.autograd.graph.increment_version([args[i] for i in written])
+        return result
+
+    return counted
 
 
 # Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.

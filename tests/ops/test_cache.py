@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from crate_kernels import SubspaceCache, mssa, testing
+from crate_kernels import SubspaceCache, _register, mssa, testing
 from tests.ops.common import DTYPES, backends
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
@@ -250,6 +250,28 @@ def test_a_clone_is_independent(op, backend, device):
     expected = attend(op, w[:, :, 4:6], backend, clone)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
     torch.testing.assert_close(attend(op, w[:, :, 4:6], backend, cache), expected, rtol=0, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("way", ["direct", "dispatched", "compiled"])
+def test_autograd_sees_that_a_step_overwrote_what_it_saved(op, backend, device, way, ragged, monkeypatch):
+    torch._dynamo.reset()
+    if way == "dispatched":
+        monkeypatch.setattr(_register, "_nothing_intercepts", lambda args: False)
+    step = torch.compile(attend, backend="aot_eager") if way == "compiled" and backend != "reference" else attend
+    w, cache = tokens(device=device), new_cache(op, device=device)
+    mask = torch.tensor([[True, True], [True, False], [True, True]], device=device) if ragged else None
+    attend(op, w[:, :, :3], backend, cache)
+    leaf = torch.ones((), device=device, requires_grad=True)
+    read = [(leaf * t.to(torch.float32) if t.dtype == torch.int32 else leaf * t).sum() for t in contents(cache)]
+    before = [t._version for t in contents(cache)]
+    step(op, w[:, :, 3:5], backend, cache, mask)
+    assert all(t._version > v for t, v in zip(contents(cache), before, strict=True))
+    for loss, t in zip(read, contents(cache), strict=True):
+        if t.dtype != torch.int32:  # whose copy is what autograd saved
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 def test_running_sums_can_be_truncated_to_nothing():
