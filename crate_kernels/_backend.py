@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from crate_kernels import _extension
 
@@ -94,6 +96,9 @@ _BACKENDS = {
     )
 }
 _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
+# The ``backend`` of an op whose caller named none: its body chooses, where it runs, and may substitute. Users cannot
+# ask for it.
+AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
 
 
@@ -145,6 +150,40 @@ def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
     return module
 
 
+class Refused(Exception):
+    """What a kernel raises, before it writes anything, for a shape that it cannot take; says what it takes and got."""
+
+
+def of_op(name: str, requested: str | None) -> str:
+    """Return what an op gets as its ``backend`` where ``requested`` was resolved to ``name``."""
+    return AUTO if requested is None and name != "composite" else name
+
+
+def chosen(op: str, backend: str, of: Tensor) -> str:
+    """Return the backend that an op's body runs on a tensor: the one that was named, or the best for none."""
+    return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
+
+
+def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
+    """Call a function of the kernel module of ``backend``; only where none was named may composite take its place.
+
+    Raises:
+        NotImplementedError: the backend was named, and its kernel refuses the shape.
+        RuntimeError: none was named where the call was traced, and here is no kernel.
+    """
+    name = chosen(op, backend, of)
+    body = getattr(kernel(op, name, of.device.type), function, None)
+    if body is None:
+        here = f"{of.device.type} tensors of {of.dtype}"
+        raise RuntimeError(f"{op}: no kernel takes {here} here; what is to run anywhere must name backend='composite'")
+    try:
+        return body(*args)
+    except Refused as reason:
+        if backend != AUTO:
+            raise NotImplementedError(f"{op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
+    return getattr(kernel(op, "composite"), function)(*args)
+
+
 def why_not(op: str, name: str, device_type: str = "cpu") -> str | None:
     """Say why ``op`` cannot run on backend ``name`` in this process, on such a device; None if it can.
 
@@ -170,10 +209,11 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not take that dtype.
     """
     if requested is None:
-        for name in _PREFERENCE.get(device.type, ()):
-            backend = _BACKENDS[name].serving(device.type)
-            usable = device.type in (backend.devices or ()) and dtype in (backend.dtypes or ())
-            if usable and why_not(op, name, device.type) is None:
+        home = device.type
+        for name in _PREFERENCE.get(home, ()):
+            backend = _BACKENDS[name].serving(home)
+            usable = home in (backend.devices or ()) and dtype in (backend.dtypes or ())
+            if usable and why_not(op, name, home) is None:
                 return name
         return "composite"
     if not isinstance(requested, str):

@@ -292,7 +292,7 @@ def test_not_a_number_stays_one(causal, way, backend, going):
 
 @FORMS
 def test_nothing_to_do(causal, backend):
-    for shape in ((2, 3, 0, 16), (0, 3, 5, 16), (2, 3, 5, 0), (2, 0, 5, 16)):
+    for shape in ((2, 3, 0, 16), (0, 3, 5, 16)):
         inputs = (tokens(*shape), temps(shape[1]), *((bias(*shape[1:3]),) if causal else ()))
         out, membership, dw, *others = outputs_and_gradients(call(causal, backend), *inputs)
         assert (out.shape, membership.shape, dw.shape) == (shape, shape[:3], shape)
@@ -331,21 +331,45 @@ def test_decoding_is_the_forward_token_by_token(backend):
     torch.testing.assert_close(torch.cat([step[1] for step in steps], 2), membership, rtol=1e-5, atol=1e-6)
 
 
+REFUSED = {
+    "wide": ((2, 16, 5, 256), r"tokens that fit this GPU's shared memory in its forward pass, got .* = 16 \* 256"),
+    "no-channels": ((2, 3, 5, 0), r"tokens with channels, got nheads \* head_dim = 3 \* 0"),
+    "no-heads": ((2, 0, 5, 16), r"tokens with channels, got nheads \* head_dim = 0 \* 16"),
+}
+
+
 @FORMS
-def test_a_token_too_wide_for_shared_memory_is_left_to_composite(causal, backend, device):
+@pytest.mark.parametrize(("shape", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_and_left_to_composite_for_none(shape, says, causal, backend, device, monkeypatch):
     device(shared_limit=8 * 1024)
-    inputs = tokens(2, 16, 5, 256), temps(16)
-    torch.testing.assert_close(
-        outputs_and_gradients(call(causal, backend), *inputs), outputs_and_gradients(call(causal, "composite"), *inputs)
-    )
-    chunks = _backend.kernel("tssa", backend)
-    assert (chunks._causal_chunks if causal else chunks._chunks)(inputs[0], None, None, 0) == -1
-    if causal:  # short chunks, without running sums to keep, take more
-        device(shared_limit=56 * 1024)
-        w = tokens(1, 8, 40, 128)
-        assert chunks._causal_chunks(w, w, None, 0) == 5
-        case = testing.Case("tssa", "cuda-wide", (1, 8, 40, 128), {"causal": True})
-        assert over_budget(case, torch.float32, backend, "cpu") == []
+    inputs = tokens(*shape), temps(shape[1])
+    refusal = f"^tssa: backend='{backend}' takes {says}; use backend='composite'"
+    with pytest.raises(NotImplementedError, match=refusal):
+        call(causal, backend)(*inputs)
+    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": (backend,)})
+    expected = outputs_and_gradients(call(causal, "composite"), *inputs)
+    torch.testing.assert_close(outputs_and_gradients(call(causal, None), *inputs), expected, rtol=0, atol=0)
+    if causal and all(shape):
+        caches = [TokenStatsCache(shape[0], shape[1], shape[3]) for _ in range(3)]
+        with pytest.raises(NotImplementedError, match=refusal):
+            call(causal, backend, cache=caches[0])(*inputs)
+        assert not caches[0].lengths.any()
+        steps = [call(causal, name, cache=c)(*inputs) for name, c in zip((None, "composite"), caches[1:], strict=True)]
+        torch.testing.assert_close(*steps, rtol=0, atol=0)
+
+
+def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
+    device(shared_limit=56 * 1024)
+    w, chunks = tokens(1, 8, 40, 128), _backend.kernel("tssa", backend)._causal_chunks
+    assert chunks(w, w, None, 0) == 5  # without running sums to keep
+    case = testing.Case("tssa", "cuda-wide", (1, 8, 40, 128), {"causal": True})
+    assert over_budget(case, torch.float32, backend, "cpu") == []
+    device(shared_limit=20 * 1024)  # enough for the forward alone
+    out, _ = call(True, backend)(w.requires_grad_(), temps(8))
+    with pytest.raises(
+        NotImplementedError, match="takes tokens that fit this GPU's shared memory in its backward pass"
+    ):
+        out.sum().backward()
 
 
 @FORMS

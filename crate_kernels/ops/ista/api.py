@@ -56,7 +56,8 @@ def ista(
     if name == "reference":
         return reference.ista(*_promote(x, weight), step_size, lambd, nonnegative).to(x.dtype)
     _checks.transforms("ista", name, x, weight)
-    return op.ista(x, weight, step_size, lambd, nonnegative, _compute_dtype(x), name)
+    numbers = (step_size, lambd, nonnegative, _compute_dtype(x))
+    return op.ista(x, weight, *numbers, _backend.of_op(name, backend))
 
 
 def ista_overcomplete(
@@ -110,7 +111,8 @@ def ista_overcomplete(
         return reference.ista_overcomplete(promoted, weight, decoder, step_size, lambd, steps).to(x.dtype)
     _checks.transforms("ista_overcomplete", name, x, weight, decoder)
     operand = x.to(_compute_dtype(x))
-    return op.ista_overcomplete(operand, weight, decoder, step_size, lambd, steps, name).to(x.dtype)
+    numbers = (step_size, lambd, steps)
+    return op.ista_overcomplete(operand, weight, decoder, *numbers, _backend.of_op(name, backend)).to(x.dtype)
 
 
 def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:

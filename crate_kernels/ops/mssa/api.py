@@ -137,7 +137,7 @@ def mssa(
     if cache is not None:
         _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
         if w.shape[2] > 0:  # no token: nothing to append, and the result is as empty without a cache
-            return _decode(w, cache, key_padding_mask, factor, return_lse, name)
+            return _decode(w, cache, key_padding_mask, factor, return_lse, _backend.of_op(name, backend))
 
     masks = (key_padding_mask, cu_seqlens)
     numbers = (causal, factor, dropout_p, phi, threshold or 0.0)
@@ -151,7 +151,7 @@ def mssa(
         out, lse = reference.forward(w, *masks, seed, *numbers)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, name)
+        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, _backend.of_op(name, backend))
     return (out, lse) if return_lse else out
 
 

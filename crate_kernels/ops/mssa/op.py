@@ -63,24 +63,23 @@ _CPP_DECODE_TOKENS = 8
 
 
 def _run_decode(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Decode by the backend, or by composite's products where they are faster than its kernel."""
+    """Decode by the backend; where none was named, by composite's products where they are faster than cpp's kernel."""
     *rest, backend = args
-    device_type = w.device.type
     many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
-    if backend == "cpp" and device_type == "cpu" and many:
+    if many and backend == _backend.AUTO and w.device.type == "cpu" and _backend.chosen("mssa", backend, w) == "cpp":
         backend = "composite"
-    return _backend.kernel("mssa", backend, device_type).decode(w, *rest)
+    return _backend.run("mssa", "decode", backend, w, w, *rest)
 
 
 mssa_fwd = _register.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda w, *args: _backend.kernel("mssa", args[-1], w.device.type).forward(w, *args[:-1]),
+    lambda w, *args: _backend.run("mssa", "forward", args[-1], w, w, *args[:-1]),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
 )
 mssa_bwd = _register.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    lambda *args: _backend.kernel("mssa", args[-1], args[2].device.type).backward(*args[:-1]),
+    lambda *args: _backend.run("mssa", "backward", args[-1], args[2], *args[:-1]),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )

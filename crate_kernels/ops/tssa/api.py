@@ -128,7 +128,8 @@ def tssa(
             w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
         state = (*cache._tensors(), key_padding_mask)
         decode = reference.decode if name == "reference" else op.tssa_decode
-        out, membership = decode(w, temp, denom_bias, *state, *(() if name == "reference" else (name,)))
+        named = () if name == "reference" else (_backend.of_op(name, backend),)
+        out, membership = decode(w, temp, denom_bias, *state, *named)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 
@@ -139,7 +140,7 @@ def tssa(
         out, membership = out.to(w.dtype), membership.to(_register.stat_dtype(w.dtype))
     else:
         _checks.transforms("tssa", name, w, temp, denom_bias)
-        options = (*masks, max_seqlen or 0, seed, dropout_p, name)
+        options = (*masks, max_seqlen or 0, seed, dropout_p, _backend.of_op(name, backend))
         if causal:
             out, membership = op.tssa_causal(w, temp, denom_bias, *options)
         else:

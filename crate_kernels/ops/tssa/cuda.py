@@ -1,14 +1,14 @@
 """Token-statistics attention by the CUDA library: csrc/tssa.
 
 The library says how a call is cut up: 0 chunks is a sequence on chip, and -1 a token without channels, or too wide for
-the device's shared memory, for which composite stands in. The workspaces that go with it are allocated here; nothing
-waits for the device. The kernels take tokens and gradients in any strides; what has no channels is small, and given to
-them contiguous and in fp32.
+the device's shared memory, which is refused. The workspaces that go with it are allocated here; nothing waits for the
+device. The kernels take tokens and gradients in any strides; what has no channels is small, and given to them
+contiguous and in fp32.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +24,16 @@ _causal_fwd = torch.ops.crate_kernels_C.cuda_tssa_causal_fwd.default
 _causal_bwd = torch.ops.crate_kernels_C.cuda_tssa_causal_bwd.default
 
 
-def _composite() -> ModuleType:
-    return _backend.kernel("tssa", "composite")
+def _cut(count: Callable, w: Tensor, dout: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int) -> int:
+    """Return into how many chunks ``count`` cuts a sequence, before anything is allocated."""
+    nchunks = count(w, dout, cu_seqlens, max_seqlen)
+    if nchunks < 0:
+        got = f"got nheads * head_dim = {w.shape[1]} * {w.shape[-1]}"
+        if not w.shape[1] * w.shape[-1]:
+            raise _backend.Refused(f"takes tokens with channels, {got}")
+        direction = "forward" if dout is None else "backward"
+        raise _backend.Refused(f"takes tokens that fit this GPU's shared memory in its {direction} pass, {got}")
+    return nchunks
 
 
 def _plain(x: Tensor | None) -> Tensor | None:
@@ -60,9 +68,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
     options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
-    nchunks = _chunks(w, None, cu_seqlens, max_seqlen)
-    if nchunks < 0:
-        return _composite().forward(w, temp, *options)
+    nchunks = _cut(_chunks, w, None, cu_seqlens, max_seqlen)
     out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
     energy = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], w.shape[-1], dtype=torch.float32)
     moment = torch.empty_like(energy)
@@ -87,9 +93,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
     options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
-    nchunks = _chunks(w, dout, cu_seqlens, max_seqlen)
-    if nchunks < 0:
-        return _composite().backward(dout, dmembership, w, temp, membership, energy, moment, *options)
+    nchunks = _cut(_chunks, w, dout, cu_seqlens, max_seqlen)
     dw = _register.empty_out(w)
     dtemp = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], dtype=torch.float32)
     dlogit = _rows(w, cu_seqlens) if nchunks else None
@@ -111,9 +115,7 @@ def forward_causal(
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
-    nchunks = _causal_chunks(w, None, cu_seqlens, max_seqlen)
-    if nchunks < 0:
-        return _composite().forward_causal(w, temp, denom_bias, *options)
+    nchunks = _cut(_causal_chunks, w, None, cu_seqlens, max_seqlen)
     out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
     sums = [_sums(w, cu_seqlens, nchunks) if nchunks > 1 else None for _ in range(2)]
     _causal_fwd(w, _plain(temp), _plain(denom_bias), *options, out, membership, *sums, None, None, None, None)
@@ -135,9 +137,7 @@ def backward_causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
-    nchunks = _causal_chunks(w, dout, cu_seqlens, max_seqlen)
-    if nchunks < 0:
-        return _composite().backward_causal(dout, dmembership, w, temp, denom_bias, membership, *options)
+    nchunks = _cut(_causal_chunks, w, dout, cu_seqlens, max_seqlen)
     dw, dlogit, bias = _register.empty_out(w), _rows(w, cu_seqlens), _plain(denom_bias)
     ddenom_bias = None if bias is None else torch.empty_like(bias)
     if nchunks > 1:
@@ -172,9 +172,7 @@ def decode(
     A step is one launch, which reads the sums and writes them back. A long block, as a prompt, goes by chunks, whose
     sums then are the state.
     """
-    nchunks = _causal_chunks(w, None, None, 0)
-    if nchunks < 0:
-        return _composite().decode(w, temp, denom_bias, energy, weighted, mass, lengths, key_padding_mask)
+    nchunks = _cut(_causal_chunks, w, None, None, 0)
     out, membership = _register.empty_out(w), _rows(w, None)
     sums = [_sums(w, None, nchunks) if nchunks > 1 else None for _ in range(2)]
     options, state = (key_padding_mask, None, 0, None, 0.0), (energy, weighted, mass, lengths)

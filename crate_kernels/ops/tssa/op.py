@@ -17,7 +17,8 @@ _OPTIONS = "Tensor? key_padding_mask, Tensor? cu_seqlens, SymInt max_seqlen, Ten
 
 
 def _kernel(name: str) -> Any:
-    return lambda *args: getattr(_backend.kernel("tssa", args[-1], args[0].device.type), name)(*args[:-1])
+    of = 2 if name.startswith("backward") else 0  # where w is
+    return lambda *args: _backend.run("tssa", name, args[-1], args[of], *args[:-1])
 
 
 def _empty_membership(w: Tensor) -> Tensor:

@@ -1,0 +1,170 @@
+"""A backend that is named computes every op and direction itself; only where none is named may another step in."""
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels import _backend
+from tests.ops.common import backends, outputs_and_gradients, randn
+from tests.ops.decoding import attend, new_cache, tokens
+
+FULL = {"mssa": {}, "tssa": {}, "tssa-causal": {"causal": True}}
+PASSES = {
+    "mssa": ["forward", "backward"],
+    "tssa": ["forward", "backward"],
+    "tssa-causal": ["forward_causal", "backward_causal"],
+    "ista": ["forward", "backward"],
+    "ista_overcomplete": ["forward_overcomplete", "backward_overcomplete"],
+}
+ROOM = {"tssa-causal": "tssa", "ista_overcomplete": "ista"}
+# bf16 for ista's backward and many tokens for decoding: composite is as fast there as cpp, and is taken for None.
+CALLS = [
+    pytest.param(form, *p.values, id=f"{form}-{p.id}", marks=p.marks)
+    for form in PASSES
+    for p in backends(ROOM.get(form, form), reference=False)
+    if (form, p.values[0]) != ("mssa", "composite")  # which stays outside the op
+]
+DECODERS = [
+    pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks)
+    for op in ("mssa", "tssa")
+    for p in backends(op, reference=False)
+]
+
+
+def call(form, backend):
+    """Return a function of tokens (2, 3, 12, 8) that calls the form's public function."""
+    if form in FULL:
+        function, own = getattr(crate_kernels, ROOM.get(form, form)), FULL[form]
+        return lambda w: function(w, *([torch.ones(3).to(w)] if form != "mssa" else []), **own, backend=backend)
+    width = 8 if form == "ista" else 16
+    function = getattr(crate_kernels, form)
+    return lambda w: function(w, randn(8, width, dtype=w.dtype, device=w.device, seed=3) * 8**-0.5, backend=backend)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """List (module, function) of every kernel that an op's body runs."""
+    calls, kernel = [], _backend.kernel
+
+    class Recorder:
+        def __init__(self, module):
+            self.module = module
+
+        def __getattr__(self, name):
+            found = getattr(self.module, name)
+            calls.append((self.module.__name__, name))
+            return found
+
+    monkeypatch.setattr(_backend, "kernel", lambda *args: Recorder(kernel(*args)))
+    return calls
+
+
+def module(op, backend, device):
+    return _backend.kernel(op, backend, device).module.__name__
+
+
+@pytest.fixture
+def preferred(monkeypatch):
+    """Return a function that makes a backend the one that None chooses, as it is on its own machines."""
+    return lambda backend, device: monkeypatch.setitem(_backend._PREFERENCE, device, (backend,))
+
+
+@pytest.mark.parametrize(("form", "backend", "device"), CALLS)
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["fp32", "bf16", "bf16-compiled"],
+)
+def test_a_named_backend_runs_forward_and_backward(form, backend, device, dtype, compiled, ran):
+    torch._dynamo.reset()
+    function = torch.compile(call(form, backend), backend="aot_eager") if compiled else call(form, backend)
+    w = randn(2, 3, 12, 8, dtype=dtype, device=device)
+    outputs_and_gradients(function, w)
+    outputs_and_gradients(lambda w: function(w) + function(w.detach()), w)  # and without a graph
+    here = module(ROOM.get(form, form), backend, device)
+    forward, backward = PASSES[form]
+    assert [entry for entry in ran if entry[0] != here] == []
+    assert [name for _, name in ran] == [forward, backward, forward, forward, backward]
+
+
+@pytest.mark.parametrize(("op", "backend", "device"), DECODERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_a_named_backend_decodes(op, backend, device, dtype, ran):
+    cache = new_cache(op, dtype, device)
+    for seqlen in (1, 10):  # composite is faster for ten
+        attend(op, tokens(seqlen, dtype, device), backend, cache)
+    assert ran == [(module(op, backend, device), "decode")] * 2
+
+
+@pytest.mark.skipif(_backend.why_not("mssa", "cpp") is not None, reason="needs python -m crate_kernels build")
+def test_where_none_is_named_composite_takes_what_it_is_faster_at(ran):
+    w = randn(2, 3, 12, 8, dtype=torch.bfloat16)
+    outputs_and_gradients(call("ista", None), w)
+    cache = new_cache("mssa")
+    for seqlen in (1, 10):
+        attend("mssa", tokens(seqlen), None, cache)
+    names = [(name.rpartition(".")[2], function) for name, function in ran]
+    assert names == [("cpp", "forward"), ("composite", "backward"), ("cpp", "decode"), ("composite", "decode")]
+
+
+@pytest.mark.parametrize(("form", "backend", "device"), CALLS)
+def test_none_is_the_preferred_backend_through_the_op(form, backend, device, ran, preferred):
+    preferred(backend, device)
+    w = randn(2, 3, 12, 8, dtype=torch.float32, device=device)
+    expected = outputs_and_gradients(call(form, backend), w)
+    ran.clear()
+    torch.testing.assert_close(outputs_and_gradients(call(form, None), w), expected, rtol=0, atol=0)
+    assert ran == [(module(ROOM.get(form, form), backend, device), name) for name in PASSES[form]]
+
+
+class Picky:
+    """A kernel module that takes no tokens."""
+
+    def __getattr__(self, name):
+        def refuse(*args):
+            raise _backend.Refused("takes shorter tokens, got long ones")
+
+        return refuse
+
+
+@pytest.mark.parametrize("form", [form for form in PASSES if form != "mssa"])
+def test_what_a_kernel_refuses_composite_takes_for_none_alone(form, monkeypatch):
+    room = ROOM.get(form, form)
+    picky = _backend.Backend("picky", "crate_kernels.ops.{op}.composite", ("cpu",), (torch.float32,))
+    monkeypatch.setitem(_backend._BACKENDS, "picky", picky)
+    monkeypatch.setitem(_backend._has_kernel, (room, "picky"), True)
+    monkeypatch.setitem(_backend._kernels, (room, "picky"), Picky())
+    w = randn(2, 3, 12, 8, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=f"^{room}: backend='picky' takes shorter tokens, got long ones; use"):
+        call(form, "picky")(w)
+    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("picky",)})
+    expected = outputs_and_gradients(call(form, "composite"), w)
+    torch.testing.assert_close(outputs_and_gradients(call(form, None), w), expected, rtol=0, atol=0)
+
+
+def test_an_exported_program_takes_the_kernel_of_the_machine_it_runs_on(monkeypatch):
+    """What named none was traced where there was a kernel; composite's mssa, alone, is no op of ours."""
+
+    class Model(torch.nn.Module):
+        def forward(self, w):
+            return crate_kernels.mssa(w) + crate_kernels.tssa(w, torch.ones(3))
+
+    w = randn(1, 3, 5, 8, dtype=torch.float32)
+    _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}", ("cpu",), (torch.float32,)))
+    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("plain",)})
+    try:
+        program = torch.export.export(Model(), (w,)).module()
+        torch.testing.assert_close(program(w), Model()(w))
+        assert _backend.resolve("tssa", None, w.device, w.dtype) == "composite"
+    finally:
+        _backend.unregister("plain")
+    monkeypatch.setattr(_backend, "_PREFERENCE", {})
+    with pytest.raises(
+        RuntimeError, match=r"^mssa: no kernel takes cpu tensors of torch\.float32 here; what is to run"
+    ):
+        program(w)
+
+
+def test_the_mark_of_an_unnamed_backend_cannot_be_asked_for():
+    with pytest.raises(ValueError, match=r"^mssa: backend must be None or one of triton, .*, got 'auto'"):
+        crate_kernels.mssa(randn(1, 2, 5, 8), backend=_backend.AUTO)
