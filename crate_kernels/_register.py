@@ -30,8 +30,13 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     name = schema.partition("(")[0]
     arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    if written:
-        body = _counting(body, written)
+
+    def run(*args: Any) -> Any:
+        result = body(*args)
+        if written:
+            # Autograd refuses a saved tensor of another version; a kernel that is given an address raises none.
+            torch.autograd.graph.increment_version([args[i] for i in written])
+        return _base(result) if isinstance(result, Tensor) else tuple(map(_base, result))
 
     def guarded(*args: Any) -> Any:
         # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
@@ -39,11 +44,11 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
             device_type = next(a.device.type for a in args if isinstance(a, Tensor))
             if autocast_dtype(device_type) is not None:
                 with torch.autocast(device_type, enabled=False):
-                    return body(*args)
-            return body(*args)
+                    return run(*args)
+            return run(*args)
 
     def call(*args: Any) -> Any:
-        return body(*args) if _nothing_intercepts(args) else overload(*args)
+        return run(*args) if _nothing_intercepts(args) else overload(*args)
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
@@ -56,18 +61,9 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     return call
 
 
-def _counting(body: Callable, written: list[int]) -> Callable:
-    """Make ``body`` raise the version of what it writes, so that autograd refuses to use a saved tensor overwritten.
-
-    PyTorch does so in its own operators, and not for a kernel that is given an address.
-    """
-
-    def counted(*args: Any) -> Any:
-        result = body(*args)
-        torch.autograd.graph.increment_version([args[i] for i in written])
-        return result
-
-    return counted
+def _base(t: Tensor) -> Tensor:
+    """Return ``t`` itself: an output that is a view of the body's memory could not be changed in place."""
+    return t if t._base is None else t.detach()
 
 
 # Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.

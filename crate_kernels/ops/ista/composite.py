@@ -28,9 +28,8 @@ def forward(
         left = torch.addmm(operand, operand, right.t(), alpha=-1)
     if nonnegative:
         product = torch.addmm(right.new_full((), -lambd), left, right)
-        return torch.add(tokens, product, alpha=step_size).relu_().view(x.shape)
-    update = torch.add(tokens, left @ right, alpha=step_size)
-    return F.softshrink(update, step_size * lambd).view(x.shape)
+        return _add(tokens, product, step_size).relu_().view(x.shape)
+    return F.softshrink(_add(tokens, left @ right, step_size), step_size * lambd).view(x.shape)
 
 
 def backward(
@@ -47,7 +46,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
     dim = x.shape[-1]
-    tokens, dy, y = x.reshape(-1, dim), dy.reshape(-1, dim), y.view(-1, dim)
+    tokens, dy, y = x.reshape(-1, dim), dy.reshape(-1, dim), y.reshape(-1, dim)
     if nonnegative:
         active = torch.ops.aten.threshold_backward(dy, y, 0)  # dy where y > 0, in one pass
     else:
@@ -57,8 +56,7 @@ def backward(
     products_saved = tokens.shape[0] * (3 if need_dx and need_dweight else 1)
     if products_saved >= dim * (2 if need_dx and need_dweight else 1):
         if need_dx:
-            product = g @ _gram(weight, compute).t()
-            dx = torch.add(active, product, alpha=step_size).view(x.shape)
+            dx = _add(active, g @ _gram(weight, compute).t(), step_size).view(x.shape)
         if need_dweight:
             dk = (operand.t() @ g).to(weight.dtype).mul_(step_size)
             dweight = torch.addmm(dk, weight, dk + dk.t(), alpha=-1)
@@ -66,11 +64,17 @@ def backward(
     matrix = weight.to(compute)
     dr = (g @ matrix.t()).mul_(step_size)
     if need_dx:
-        dx = torch.add(active, torch.addmm(dr, dr, matrix, alpha=-1)).view(x.shape)
+        dx = _add(active, torch.addmm(dr, dr, matrix, alpha=-1), 1.0).view(x.shape)
     if need_dweight:
         residual = torch.addmm(operand, operand, matrix.t(), alpha=-1)
         dweight = torch.addmm(residual.t() @ g, dr.t(), operand, beta=step_size, alpha=-1).to(weight.dtype)
     return dx, dweight
+
+
+def _add(tokens: Tensor, product: Tensor, scale: float) -> Tensor:
+    """Return tokens + scale * product in tokens' dtype and contiguous, as the fakes say; in place if it can."""
+    out = product if product.dtype == tokens.dtype else torch.empty_like(product, dtype=tokens.dtype)
+    return torch.add(tokens, product, alpha=scale, out=out)
 
 
 def _gram(weight: Tensor, compute: torch.dtype) -> Tensor:
@@ -116,7 +120,7 @@ def backward_overcomplete(
     dout, tokens, matrix = dout.reshape(-1, dim), x.reshape(-1, dim), weight.to(x.dtype)
     ddecoder = (dout.t() @ codes[-1]).to(weight.dtype)
     dcode = dout @ (matrix if decoder is None else decoder.to(x.dtype))
-    dx, dweight = torch.zeros_like(tokens), torch.zeros_like(weight)
+    dx, dweight = tokens.new_zeros(tokens.shape), weight.new_zeros(weight.shape)
     if decoder is None:
         dweight, ddecoder = ddecoder, weight.new_empty(0)
     for t in range(steps - 1, -1, -1):
