@@ -134,7 +134,24 @@ def test_bf16_is_fp32_rounded_to_even(name, head_dim, causal, level):
 
 
 @FORMS
-def test_not_a_number_stays_one(causal):
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_head_may_be_off(name, causal, level):
+    """An infinite logit is as one that is far below the others: exp2 of every level is 0."""
+    level(name)
+    w, results = randn(1, 3, 37, 16, dtype=torch.float32), []
+    for far in (-1e4, -torch.inf):
+        temp, bias = torch.tensor([0.8, 1.0 if causal else far, 1.3]), torch.zeros(3, 37)
+        bias[1] = far
+        options = {"causal": True, "denom_bias": bias} if causal else {}
+        results.append(tssa(w, temp, **options, return_membership=True, backend="cpp"))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert not results[1][1][:, 1].any()
+
+
+@FORMS
+@pytest.mark.parametrize("name", LEVELS)
+def test_not_a_number_stays_one(name, causal, level):
+    level(name)
     w = randn(1, 3, 40, 16, dtype=torch.float32)
     w[0, 1, 20, 3] = torch.nan
     out, membership = tssa(w, torch.ones(3), causal=causal, return_membership=True, backend="cpp")

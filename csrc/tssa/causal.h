@@ -156,7 +156,7 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
         if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
         store(staging.members + h * kLanes, q * p.temp[h]);
       }
-      softmax_over_heads(p.nheads, has_key(s, first), staging.members);
+      softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
       for (int h = 0; h < p.nheads; ++h) {
         const Vf pi = load(staging.members + h * kLanes);
         store_some(s.membership + h * s.tokens + first, pi, count);

@@ -60,7 +60,7 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
       const Vf q = square_dots(w.rows(h), vectors_of(p), work.inverse + h * p.width());
       store(staging.members + h * kLanes, q * p.temp[h]);
     }
-    softmax_over_heads(p.nheads, has_key(s, first), staging.members);
+    softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
     const Vf keep = kept_tokens(s, first, count);
     for (int h = 0; h < p.nheads; ++h) {
       float* const members = staging.members + h * kLanes;

@@ -162,10 +162,12 @@ CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
   return keep;
 }
 
-// Which tokens have something to sum over: all of them or none, or in the causal form those from the first key on.
-CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first) {
+// The tile's tokens that have something to sum over: all of them or none, or in the causal form those from the first
+// key on. Lanes beyond the last token have not: their q is 0, and an infinite temp times 0 is no number.
+CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
   const int64_t before = s.first_key - first;
-  return iota() >= static_cast<int32_t>(before < 0 ? 0 : before > kLanes ? kLanes : before);
+  const Vi begun = iota() >= static_cast<int32_t>(before < 0 ? 0 : before > kLanes ? kLanes : before);
+  return begun & (iota() < count);
 }
 
 // sums[d] += sum_n weight[n] w_nd^2.
@@ -197,16 +199,15 @@ CRATE_INLINE Vf square_dots(const Rows& w, int vectors, const float* factor) {
 
 // Softmax over heads of logits (nheads, kLanes), in place; 0 for tokens that `seen` leaves out.
 CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
-  Vf largest = load(logits), total = {}, odd = {};
+  Vf largest = load(logits), total = {};
   for (int h = 1; h < nheads; ++h) largest = max(largest, load(logits + h * kLanes));
   for (int h = 0; h < nheads; ++h) {
-    const Vf x = load(logits + h * kLanes);
-    const Vf e = exp2((x - largest) * 1.44269504f);
-    odd += x * 0.0f;  // exp2 knows no NaN
+    const Vf x = (load(logits + h * kLanes) - largest) * 1.44269504f;
+    const Vf e = select(x == x, exp2(x), x);  // exp2 knows no NaN
     total += e;
     store(logits + h * kLanes, e);
   }
-  const Vf inverse = 1.0f / (total + odd);
+  const Vf inverse = 1.0f / total;
   for (int h = 0; h < nheads; ++h) {
     store(logits + h * kLanes, select(seen, load(logits + h * kLanes) * inverse, Vf{}));
   }

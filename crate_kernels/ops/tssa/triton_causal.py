@@ -151,7 +151,7 @@ def _tssa_causal_fwd_kernel(
                 there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
                 bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
                 similarity += HEAD_DIM * bias.to(tl.float64)
-            members = softmax_over_heads(temp, similarity, DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0

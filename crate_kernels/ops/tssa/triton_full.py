@@ -154,7 +154,7 @@ def _tssa_fwd_kernel(
             w = load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             similarity = sum_over_channels(squares * inverse[None, :, :], DIMS)
-            members = softmax_over_heads(temp, similarity, DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Where no token is left to sum over, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)

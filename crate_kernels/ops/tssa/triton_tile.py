@@ -172,16 +172,17 @@ def sum_over_channels(x, DIMS: tl.constexpr):
 
 
 @triton.jit
-def softmax_over_heads(temp, similarity, DIMS: tl.constexpr):
-    """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head.
+def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
+    """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
 
     Up to their difference from the largest, logits are float64: a token that dominates its channels has q near
     head_dim, and in float32 the logits of all its heads would lose what tells them apart. It is one number a head.
+    Beyond the last token q is 0, and an infinite temp times 0 is no number.
     """
     logits = temp.to(tl.float64)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
     weights = tl.exp((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
-    return weights / tl.sum(weights, 1)[:, None]
+    return tl.where(there[:, None], weights / tl.sum(weights, 1)[:, None], 0.0)
 
 
 @triton.jit

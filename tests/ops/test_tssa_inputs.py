@@ -1,0 +1,95 @@
+"""Token statistics of odd inputs: heads that are switched off, strides of offsets and masks, channels below a floor."""
+
+import pytest
+import torch
+
+from crate_kernels import TokenStatsCache, tssa
+from tests.ops.common import backends, offsets, outputs_and_gradients, randn
+
+BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
+HEADS, SEQLEN, HEAD_DIM = 3, 21, 16
+EACH = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def tokens(device="cpu", batch=2, seqlen=SEQLEN, seed=0):
+    return randn(batch, seqlen, HEADS, HEAD_DIM, seed=seed, dtype=torch.float32, device=device).transpose(1, 2)
+
+
+def temps(device="cpu"):
+    return torch.tensor([0.8, 1.0, 1.3], device=device)
+
+
+def biases(device="cpu", seqlen=SEQLEN):
+    return 0.1 * randn(HEADS, seqlen, seed=3, dtype=torch.float32, device=device)
+
+
+def call(causal, backend, **options):
+    """Return ``tssa`` as a function of w, temp and possibly denom_bias."""
+
+    def function(w, temp, bias=None):
+        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
+
+    return function
+
+
+def pack(w):
+    """Return a padded batch of equal lengths as packed sequences, and the options that say so."""
+    lengths = (w.shape[2],) * w.shape[0]
+    options = {"cu_seqlens": offsets(lengths).to(w.device), "max_seqlen": w.shape[2]}
+    return w.transpose(1, 2).flatten(0, 1), options
+
+
+# Of numpy, where it interprets Triton's kernels.
+NUMPY = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+FAR = -1e4  # so far below the other heads that the membership is 0, without anything infinite
+OFF = {
+    "temp": (False, "temp", -torch.inf, slice(None)),
+    "causal-temp": (True, "temp", -torch.inf, slice(None)),
+    "bias": (True, "bias", -torch.inf, slice(None)),
+    "bias-of-some-tokens": (True, "bias", -torch.inf, slice(5, 18)),
+    "bias-times-head_dim-overflows": (True, "bias", -3e38, slice(None)),
+}
+
+
+@EACH
+@pytest.mark.parametrize("way", ["padded", "packed", "decoded"])
+@pytest.mark.parametrize(("causal", "argument", "value", "where"), OFF.values(), ids=OFF)
+@NUMPY
+def test_a_head_may_be_off(causal, argument, value, where, way, backend, device):
+    """It has no membership, and the others, also of their gradients, nothing that is not finite."""
+    if way == "decoded" and not causal:
+        pytest.skip("only the causal form decodes")
+
+    def results(value):
+        w, temp, bias = tokens(device), temps(device), biases(device)
+        if argument == "temp":
+            temp[1] = value
+        else:
+            bias[1, where] = value
+        parameters = (temp, bias) if argument == "bias" else (temp,)
+        if way == "decoded":
+            cache = TokenStatsCache(2, HEADS, HEAD_DIM, device=device)
+            steps = [call(True, backend, cache=cache)(part, *parameters) for part in w.split([10, 1, 10], 2)]
+            return [*(t for step in steps for t in step), *cache._tensors()[:3]]
+        w, options = pack(w) if way == "packed" else (w, {})
+        out, membership, dw, *others = outputs_and_gradients(call(causal, backend, **options), w, *parameters)
+        on = torch.tensor([0, 2], device=device)  # the gradients of a head that is off are eager's 0 * inf
+        return [out, membership, dw.index_select(1, on), *(t.index_select(0, on) for t in others)]
+
+    actual = results(value)
+    assert all(t.isfinite().all() for t in actual)
+    torch.testing.assert_close(actual, results(FAR), rtol=0, atol=0)
+
+
+@EACH
+@NUMPY
+def test_not_a_number_stays_one_in_a_cache(backend, device):
+    w, cache = tokens(device), TokenStatsCache(2, HEADS, HEAD_DIM, device=device)
+    w[0, 1, 4, 3] = torch.nan
+    steps = [call(True, backend, cache=cache)(part, temps(device)) for part in w.split([10, 1, 10], 2)]
+    for results in zip(*steps, strict=True):
+        result = torch.cat(results, 2)
+        assert result[0, :, 4:].isnan().all()
+        assert result[0, :, :4].isfinite().all()
+        assert result[1].isfinite().all()
