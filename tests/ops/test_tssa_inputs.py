@@ -93,3 +93,68 @@ def test_not_a_number_stays_one_in_a_cache(backend, device):
         assert result[0, :, 4:].isnan().all()
         assert result[0, :, :4].isfinite().all()
         assert result[1].isfinite().all()
+
+
+def apart(t):
+    """Return the values of ``t`` as a column of a table whose other column has others: each element by itself."""
+    return torch.stack([t, ~t if t.dtype == torch.bool else t + 1], -1)[..., 0]
+
+
+@EACH
+@FORMS
+def test_offsets_may_be_a_column_of_a_table(causal, backend, device):
+    w, bounds = tokens(device, batch=1)[0].transpose(0, 1), offsets((5, 0, 16)).to(device)
+    inputs = (w, temps(device), *((biases(device),) if causal else ()))
+    results = [
+        outputs_and_gradients(call(causal, backend, cu_seqlens=each, max_seqlen=16), *inputs)
+        for each in (bounds, apart(bounds))
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+MASKS = {"apart": apart, "transposed": lambda t: t.mT.contiguous().mT, "expanded": lambda t: t[:1].expand(t.shape)}
+
+
+@EACH
+@FORMS
+@pytest.mark.parametrize("lay_out", MASKS.values(), ids=MASKS)
+def test_masks_and_parameters_may_have_any_strides(lay_out, causal, backend, device):
+    mask = lay_out(torch.arange(SEQLEN, device=device) >= torch.tensor([[3], [9]], device=device))
+    temp = torch.ones((), device=device).expand(HEADS)
+    bias = (lay_out(biases(device)),) if causal else ()
+    results = [
+        outputs_and_gradients(call(causal, backend, key_padding_mask=m), tokens(device), *parameters)
+        for m, parameters in (
+            (mask, (temp, *bias)),
+            (mask.contiguous(), (temp.contiguous(), *(b.contiguous() for b in bias))),
+        )
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@EACH
+def test_a_cache_may_have_any_strides(backend, device):
+    mask = torch.arange(10, device=device) < torch.tensor([[10], [4]], device=device)
+    results = []
+    for lay_out in (torch.Tensor.contiguous, apart):
+        cache, steps = TokenStatsCache(2, HEADS, HEAD_DIM, device=device), []
+        for name in ("energy", "weighted", "mass", "lengths"):
+            setattr(cache, name, lay_out(getattr(cache, name)))
+        for part, m in zip(tokens(device).split([10, 1, 10], 2), (lay_out(mask), None, lay_out(mask)), strict=True):
+            steps += call(True, backend, cache=cache, key_padding_mask=m)(part, temps(device), biases(device))
+        results.append([*steps, *cache._tensors()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@EACH
+def test_autograd_sees_that_a_cache_has_changed(backend, device):
+    """What was saved of it for a backward is no longer there."""
+    cache, scale = TokenStatsCache(2, HEADS, HEAD_DIM, device=device), torch.ones((), device=device, requires_grad=True)
+    for seqlen in (1, SEQLEN):
+        losses = [(scale * t.float()).sum() for t in cache._tensors()]
+        before = [t._version for t in cache._tensors()]
+        call(True, backend, cache=cache)(tokens(device, seqlen=seqlen), temps(device))
+        assert all(t._version > old for t, old in zip(cache._tensors(), before, strict=True))
+        for loss in losses[:3]:  # of lengths a float copy was saved
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()

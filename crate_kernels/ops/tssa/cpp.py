@@ -1,7 +1,7 @@
 """Token-statistics attention by the C++ extension's CPU kernels: csrc/tssa.
 
 The kernels take tokens and gradients in any strides and write into what is allocated here; what has no channels is
-small, and given to them contiguous and in fp32.
+small, and given to them contiguous, offsets in int32 and the rest in fp32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _causal_bwd = torch.ops.crate_kernels_C.tssa_causal_bwd.default
 _decode = torch.ops.crate_kernels_C.tssa_decode.default
 
 
-def _plain(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32).contiguous()
+def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()
 
 
 def _clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
@@ -55,7 +55,18 @@ def forward(
     energy = w.new_empty(batch, w.shape[1], w.shape[-1], dtype=torch.float32)
     moment = torch.empty_like(energy)
     out, membership = _like(w, cu_seqlens), _membership(w, cu_seqlens)
-    _fwd(w, _plain(temp), key_padding_mask, cu_seqlens, seed, dropout_p, out, membership, energy, moment)
+    _fwd(
+        w,
+        _plain(temp),
+        key_padding_mask,
+        _plain(cu_seqlens, torch.int32),
+        seed,
+        dropout_p,
+        out,
+        membership,
+        energy,
+        moment,
+    )
     return out, membership, energy, moment
 
 
@@ -76,7 +87,9 @@ def backward(
     """Return dw and dtemp."""
     dw, dtemp = _like(w, cu_seqlens), temp.new_empty(temp.shape, dtype=torch.float32)
     saved = w, _plain(temp), _plain(membership), _plain(energy), _plain(moment)
-    _bwd(dout, _plain(dmembership), *saved, key_padding_mask, cu_seqlens, seed, dropout_p, dw, dtemp)
+    _bwd(
+        dout, _plain(dmembership), *saved, key_padding_mask, _plain(cu_seqlens, torch.int32), seed, dropout_p, dw, dtemp
+    )
     return dw, dtemp.to(temp.dtype)
 
 
@@ -92,7 +105,7 @@ def forward_causal(
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     out, membership = _like(w, cu_seqlens), _membership(w, cu_seqlens)
-    options = key_padding_mask, cu_seqlens, seed, dropout_p
+    options = key_padding_mask, _plain(cu_seqlens, torch.int32), seed, dropout_p
     _causal_fwd(w, _plain(temp), _plain(denom_bias), *options, out, membership)
     return out, membership
 
@@ -112,7 +125,7 @@ def backward_causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     dw, dtemp = _like(w, cu_seqlens), temp.new_empty(temp.shape, dtype=torch.float32)
-    bias, options = _plain(denom_bias), (key_padding_mask, cu_seqlens, seed, dropout_p)
+    bias, options = _plain(denom_bias), (key_padding_mask, _plain(cu_seqlens, torch.int32), seed, dropout_p)
     ddenom_bias = None if bias is None else torch.empty_like(bias)
     saved = w, _plain(temp), bias, _plain(membership)
     _causal_bwd(dout, _plain(dmembership), *saved, *options, dw, dtemp, ddenom_bias)

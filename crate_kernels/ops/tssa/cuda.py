@@ -3,7 +3,7 @@
 The library says how a call is cut up: 0 chunks is a sequence on chip, and -1 a token without channels, or too wide for
 the device's shared memory, which is refused. The workspaces that go with it are allocated here; nothing waits for the
 device. The kernels take tokens and gradients in any strides; what has no channels is small, and given to them
-contiguous and in fp32.
+contiguous, offsets in int32 and the rest in fp32.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _cut(count: Callable, w: Tensor, dout: Tensor | None, cu_seqlens: Tensor | N
     return nchunks
 
 
-def _plain(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32).contiguous()
+def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()
 
 
 def _sequences(w: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -67,7 +67,7 @@ def forward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
-    options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
+    options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_chunks, w, None, cu_seqlens, max_seqlen)
     out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
     energy = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], w.shape[-1], dtype=torch.float32)
@@ -92,7 +92,7 @@ def backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
-    options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
+    options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_chunks, w, dout, cu_seqlens, max_seqlen)
     dw = _register.empty_out(w)
     dtemp = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], dtype=torch.float32)
@@ -114,7 +114,7 @@ def forward_causal(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
-    options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
+    options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_causal_chunks, w, None, cu_seqlens, max_seqlen)
     out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
     sums = [_sums(w, cu_seqlens, nchunks) if nchunks > 1 else None for _ in range(2)]
@@ -136,7 +136,7 @@ def backward_causal(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    options = key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p
+    options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_causal_chunks, w, dout, cu_seqlens, max_seqlen)
     dw, dlogit, bias = _register.empty_out(w), _rows(w, cu_seqlens), _plain(denom_bias)
     ddenom_bias = None if bias is None else torch.empty_like(bias)

@@ -71,10 +71,23 @@ tssa_causal_bwd = _register.define(
     _kernel("backward_causal"),
     _fake_causal_bwd,
 )
+
+
+def _decode(*args: Any) -> tuple[Tensor, Tensor]:
+    """Give a kernel the state of a cache contiguous."""
+    state = args[3:7]
+    given = [t.contiguous() for t in state]
+    results = _kernel("decode")(*args[:3], *given, *args[7:])
+    for t, changed in zip(state, given, strict=True):
+        if t is not changed:
+            t.copy_(changed)
+    return results
+
+
 tssa_decode = _register.define(
     "tssa_decode(Tensor w, Tensor temp, Tensor? denom_bias, Tensor(a!) energy, Tensor(b!) weighted, Tensor(c!) mass, "
     "Tensor(d!) lengths, Tensor? key_padding_mask, str backend) -> (Tensor, Tensor)",
-    _kernel("decode"),
+    _decode,
     _fake_causal_fwd,
 )
 

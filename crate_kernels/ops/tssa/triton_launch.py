@@ -50,7 +50,9 @@ class Call:
         self.total = w.shape[0] if cu_seqlens is not None else 0
         self.nsequences = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else w.shape[0]
         self.seqlen = max_seqlen if cu_seqlens is not None else w.shape[2]
-        self.mask, self.cu_seqlens, self.seed, self.dropout_p = key_padding_mask, cu_seqlens, seed, dropout_p
+        # Kernels take the mask's strides, and read offsets one after the other.
+        self.mask, self.cu_seqlens = key_padding_mask, None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.seed, self.dropout_p = seed, dropout_p
 
     @property
     def width(self) -> int:
