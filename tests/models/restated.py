@@ -55,6 +55,33 @@ def embedded(s, name, img, patch, cls, positions):
     return torch.cat([s[cls].expand(len(x), 1, -1), x], 1) + s[positions]
 
 
+def flattened(s, img, patch):
+    """CRATE's stem: patches row by row, channel last, between two norms; class token and positions."""
+    ph, pw = (patch, patch) if isinstance(patch, int) else patch
+    rows, columns = range(0, img.shape[2], ph), range(0, img.shape[3], pw)
+    cut = [img[:, :, i : i + ph, j : j + pw].permute(0, 2, 3, 1).reshape(len(img), -1) for i in rows for j in columns]
+    x = norm(s, "to_patch_embedding.1", torch.stack(cut, 1))
+    x = norm(s, "to_patch_embedding.3", linear(s, "to_patch_embedding.2", x))
+    return torch.cat([s["cls_token"].expand(len(x), 1, -1), x], 1) + s["pos_embedding"]
+
+
+def crate(s, c, img):
+    x = flattened(s, img, c.patch_size)
+    for i in range(c.depth):
+        a, b = f"transformer.layers.{i}.0", f"transformer.layers.{i}.1"
+        x = x + subspace_attention(s, f"{a}.fn.qkv", f"{a}.fn.to_out.0", norm(s, f"{a}.norm", x), c.heads)
+        x = ista(s[f"{b}.fn.weight"], norm(s, f"{b}.norm", x), c.ista, c.lambd)
+    return linear(s, "mlp_head.1", norm(s, "mlp_head.0", x.mean(1) if c.pool == "mean" else x[:, 0]))
+
+
+def aot_vision(s, c, img):
+    x = flattened(s, img, c.patch_size)
+    for i in range(c.depth):
+        y = F.layer_norm(x, x.shape[-1:], s[f"layers.{i}.norm.weight"], None, 1e-5) if c.norm else x
+        x = x + c.eta * subspace_attention(s, f"layers.{i}.attn.qkv", f"layers.{i}.attn.to_out.0", y, c.heads)
+    return linear(s, "mlp_head.1", norm(s, "mlp_head.0", x[:, 0]))
+
+
 def crate_alpha(s, c, img):
     x = embedded(s, "conv1", img, c.patch_size, "cls_token", "pos_embedding")
     for i in range(c.depth):

@@ -8,6 +8,10 @@ from tests.models import restated
 from tests.models.families import build, drawn, inputs, output
 
 CASES = {
+    "crate": ("crate", restated.crate, {}),
+    "crate-mean": ("crate", restated.crate, {"pool": "mean", "ista": 0.3, "lambd": 0.2}),
+    "aot-vision": ("aot_vision", restated.aot_vision, {}),
+    "aot-vision-norm": ("aot_vision", restated.aot_vision, {"norm": True, "eta": 0.5}),
     "alpha": ("crate_alpha", restated.crate_alpha, {}),
     "alpha-three-steps": ("crate_alpha", restated.crate_alpha, {"steps": 3, "eta": 0.2, "lmbda": 0.3}),
     "alpha-narrow": ("crate_alpha", restated.crate_alpha, {"overcomplete_ratio": 1, "head_eps": 0.1}),
