@@ -182,6 +182,18 @@ def test_coherence_of_orthogonal_equal_nested_and_zero_heads():
     torch.testing.assert_close(analysis.subspace_coherence(weight, 5), torch.tensor(expected, dtype=F64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_a_direction_counts_in_the_coherence_as_it_does_in_the_rank(dtype):
+    """Just above and just below the tolerance of ``matrix_rank``; the second head has the same first direction."""
+    basis, tolerance = _orthogonal(8), 8 * torch.finfo(dtype).eps
+    for factor, rank in ((4.0, 2), (0.25, 1)):
+        head = torch.stack([basis[0], factor * tolerance * basis[1]]).to(dtype)
+        assert torch.linalg.matrix_rank(head) == rank
+        weight = torch.cat([head, torch.stack([basis[1], basis[2]]).to(dtype)])
+        expected = (rank - 1) / rank
+        assert analysis.subspace_coherence(weight, 2)[0, 1].item() == pytest.approx(expected, abs=0.02)
+
+
 def test_coherence_is_the_mean_squared_cosine_of_principal_angles():
     angle = torch.tensor(0.3)
     weight = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 0, 0], [0, angle.cos(), angle.sin()]])

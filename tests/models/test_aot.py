@@ -173,6 +173,15 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_none(kind, ch
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_ordinary_attention_passes_padding_over(causal):
+    torch.manual_seed(0)
+    module, x = MHSA(24, 3, causal=causal).double(), torch.randn(2, 5, 24, dtype=torch.float64)
+    out = module(x, key_padding_mask=torch.arange(5) < torch.tensor([[5], [3]]))
+    torch.testing.assert_close(out[:1], module(x[:1]))
+    torch.testing.assert_close(out[1:, :3], module(x[1:, :3]))
+
+
 def test_language_does_not_see_the_future():
     model, (tokens,) = build("lm"), inputs("lm")
     changed = tokens.clone()

@@ -39,6 +39,18 @@ def test_no_token_sees_a_later_one(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_parts_on_caches_are_where_their_offsets_say(family):
+    model, (tokens,) = drawn(build(family).double()).eval(), inputs(family)
+    with torch.no_grad():
+        caches = model.new_caches(2, 9)
+        parts = [
+            model.hidden(tokens[:, start:stop], caches=caches, offsets=torch.full((2,), start))
+            for start, stop in ((0, 3), (3, 7))
+        ]
+        assert_close(torch.cat(parts, 1), model.hidden(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_start_is_the_published_one(family):
     model = build(family, n_embd=96, vocab_size=500)
     assert model.lm_head.weight is model.transformer["wte"].weight
