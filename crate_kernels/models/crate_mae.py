@@ -258,7 +258,8 @@ class CRATEMAE(ReferenceModel):
         """Return the predicted patches (batch, patches, ph * pw * channels) of the encoder's tokens."""
         for block in self.decoder_blocks:
             x = run(self.config.grad_checkpointing, block, x)
-        return self.decoder_pred(self.decoder_norm(x))[:, 1:]
+        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        return self.decoder_pred(self.decoder_norm(x))[:, 1:].clone()
 
     def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:
         """Return the mean squared error over removed patches; 0 where none is, where published code gives NaN."""

@@ -318,7 +318,9 @@ class ToST(_vision.Classifier):
             x: tokens (batch, patches + 1, embed_dim).
             pre_logits: return what the last layer reads instead, (batch, embed_dim); default False.
         """
-        return x[:, 0] if pre_logits else self.head(x[:, 0])
+        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        pooled = x[:, 0].clone()
+        return pooled if pre_logits else self.head(pooled)
 
     def forward(self, img: Tensor) -> Any:
         """Return logits (batch, num_classes) of images (batch, in_chans, height, width).

@@ -147,6 +147,11 @@ def test_sampling_draws_from_the_allowed_tokens_in_proportion(options, allowed):
     assert ((counted - wanted).abs() <= 5 * (wanted * (1 - wanted) / draws).sqrt()).all()  # five standard deviations
 
 
+def test_top_p_that_is_met_exactly_needs_no_further_token():
+    chosen = _generate._choose(torch.zeros(100, 2), 1.0, None, 0.5, torch.Generator().manual_seed(0))
+    assert len(chosen.unique()) == 1
+
+
 def test_temperature_sharpens():
     draws = 20_000
     logits = PROBABILITIES.log().expand(draws, -1)

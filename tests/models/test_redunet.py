@@ -114,9 +114,17 @@ def test_a_layer_is_the_published_loop(kind):
     torch.testing.assert_close(layer.gam.data, torch.tensor(gam).double())
     torch.testing.assert_close(out.detach(), wanted, rtol=1e-7, atol=1e-7)  # gam is stored in the layer's float
     assert estimates.tolist() == classes
-    back = layer.postprocess(out.detach())
+    back = layer.postprocess(3 * out.detach())
     assert not back.is_complex()
     torch.testing.assert_close(back.flatten(1).norm(dim=1), torch.ones(len(x)).double())
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_samples_down_to_the_smallest_norm_are_scaled_to_one(kind):
+    layer, sample = layer_for(kind), torch.zeros(2, *SHAPES[kind], dtype=torch.float64)
+    sample.flatten(1)[:, 0] = torch.tensor([1e-7, 1e-10])
+    norms = layer.preprocess(sample).flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms, torch.tensor([1.0, 1e-2]).double())
 
 
 @pytest.mark.parametrize("kind", SHAPES)

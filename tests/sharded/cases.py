@@ -216,6 +216,8 @@ CASES = {
     "heads-dropout": dropout_is_refused_in_training,
     "heads-cache": a_cache_of_the_heads_that_are_here,
     **{f"blocks-{family}": a_model_by_blocks(family) for family in BLOCKS},
+    "blocks-tost-headless": a_model_by_blocks("tost", num_classes=0),
+    "blocks-crate-headless": a_model_by_blocks("crate", num_classes=0),
     "blocks-crate-variants": a_model_by_blocks("crate", attention="tied", kappa=0.5, grad_checkpointing=True),
     "blocks-crate-gradient": a_model_by_blocks("crate", attention="gradient"),
     "blocks-attention": a_sharded_layer_shows_its_attention,

@@ -27,8 +27,6 @@ def work(rank, folder):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                # TODO: until ista's composite returns a tensor of its own, not a view.
-                warnings.filterwarnings("ignore", "FSDP2-wrapped module")
                 case(mesh)
         except (Exception, pytest.fail.Exception):
             failed[name] = traceback.format_exc()
