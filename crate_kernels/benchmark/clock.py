@@ -46,13 +46,14 @@ def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: flo
 def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: int) -> list[float] | None:
     """Time calls by events on a GPU, each after its L2 cache was overwritten; None on a CPU.
 
-    A call that needs nothing prepared is captured in a CUDA graph where it can be, so that launching it costs nothing:
-    what is left is the device's own time.
+    A call that is given nothing is captured in a CUDA graph where it can be, so that launching it costs nothing: what
+    is left is the device's own time. What prepares it comes before every call and every replay, outside of the graph;
+    it leaves tensors where they are.
     """
     if device.type != "cuda":
         return None
     flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    replay = _captured(call, device) if not prepare() else None
+    replay = None if prepare() else _captured(call, prepare, device)
     times = []
     for _ in range(rounds):
         args = prepare()
@@ -69,15 +70,17 @@ def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: i
     return times
 
 
-def _captured(call: Call, device: torch.device) -> Callable[[], None] | None:
+def _captured(call: Call, prepare: Prepare, device: torch.device) -> Callable[[], None] | None:
     """Return a replay of ``call`` from a CUDA graph; None if it cannot be captured."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(stream):
             for _ in range(2):
+                prepare()
                 call()
         torch.cuda.current_stream(device).wait_stream(stream)
+        prepare()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()

@@ -129,13 +129,16 @@ def _stats_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper
         return lambda: published.tssa_causal(every, temp, bias)[:, :, -1:], tuple
     state = TokenStatsCache(batch, nheads, head_dim, device=new.device)
     tssa(past, temp, causal=True, denom_bias=bias, cache=state, backend="composite")
-    cache = [state.clone()]
+    cache = state.clone()
 
     def rewind() -> tuple[()]:
-        cache[0] = state.clone()
+        # In place: a CUDA graph reads and writes what it was captured with.
+        for held, before in zip(cache._tensors(), state._tensors(), strict=True):
+            held.copy_(before)
+        cache._bound = state._bound
         return ()
 
-    return lambda: tssa(new, temp, causal=True, denom_bias=bias, cache=cache[0], backend=provider), rewind
+    return lambda: tssa(new, temp, causal=True, denom_bias=bias, cache=cache, backend=provider), rewind
 
 
 def blank(step: Step, dtype: str, provider: str) -> Row:

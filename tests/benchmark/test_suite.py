@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.tables import ROOT
 from crate_kernels.benchmark import rows
@@ -54,3 +55,12 @@ def test_rows_are_kept_and_not_timed_again(tmp_path):
     assert "SKIPPED [3]" in again.stdout
     assert "in the file of results already" in again.stdout
     assert [row.key for row in rows.read(tmp_path / "results.json").rows] == [row.key for row in results.rows]
+
+
+def test_inductors_advice_to_round_products_is_no_error(monkeypatch):
+    """It warns once a process where a GPU has TF32 and fp32 products are exact, as everything here is measured."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    compile_fx._warn_tf32_disabled.__wrapped__()

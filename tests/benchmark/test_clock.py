@@ -1,0 +1,103 @@
+"""The clock of a GPU, with stand-ins for its streams, events and graphs: what is called, when, and after what."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from crate_kernels.benchmark import clock, decoding
+
+GPU = SimpleNamespace(type="cuda")
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Stands for torch.cuda: writes down what is done. A graph captures calls and repeats nothing but its name."""
+
+    def __init__(self, captures=True):
+        self.log, self.captures = [], captures
+
+    def Event(self, enable_timing):
+        event = SimpleNamespace(elapsed_time=lambda stop: 2.0)
+        event.record = lambda: self.log.append("event")
+        return event
+
+    def Stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    current_stream = Stream
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+    @contextmanager
+    def graph(self, graph):
+        self.log.append("capture")
+        if not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+        self.log.append("captured")
+
+    def synchronize(self, device=None):
+        pass
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(L2_cache_size=8)
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """Pretend that there is a GPU whose memory is the CPU's, and return the record of what it was asked for."""
+    recorder = Recorder(**getattr(request, "param", {}))
+    monkeypatch.setattr(clock.torch, "cuda", recorder)
+    empty = torch.empty
+    monkeypatch.setattr(clock.torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
+    return recorder
+
+
+def test_each_replay_is_prepared_before_its_events(gpu):
+    times = clock.device_seconds(lambda: gpu.log.append("call"), lambda: gpu.log.append("rewind") or (), GPU, 2)
+    assert times == [2e-3, 2e-3]
+    calls = 2 * ["rewind", "call"] + ["rewind", "capture", "call", "captured"]
+    assert gpu.log == ["rewind", *calls, *(2 * ["rewind", "event", "replay", "event"])]
+
+
+@pytest.mark.parametrize("gpu", [{"captures": False}], indirect=True)
+def test_what_no_graph_takes_is_called(gpu):
+    clock.device_seconds(lambda: gpu.log.append("call"), lambda: gpu.log.append("rewind") or (), GPU, 2)
+    assert gpu.log[-8:] == 2 * ["rewind", "event", "call", "event"]
+
+
+def test_a_call_that_is_given_something_is_not_captured(gpu):
+    clock.device_seconds(gpu.log.append, lambda: ("given",), GPU, 2)
+    assert gpu.log == 2 * ["event", "given", "event"]
+
+
+def test_there_is_no_device_time_on_a_cpu():
+    assert clock.device_seconds(lambda: None, tuple, CPU, 2) is None
+
+
+@pytest.mark.parametrize("op", ["mssa", "tssa"])
+def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monkeypatch):
+    """There is one free place, and a graph goes on writing to the addresses that it was captured with."""
+    function, caches = getattr(decoding, op), []
+    monkeypatch.setattr(
+        decoding, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
+    )
+    step = decoding.Step(op, (2, 3, 20, 16), ("cuda",))
+    make = decoding._subspace_step if op == "mssa" else decoding._stats_step
+    call, rewind = make(step, "composite", *decoding._draw(step, torch.float32, CPU))
+    outs = [call().clone()]
+    caches.clear()
+    clock.device_seconds(lambda: outs.append(call().clone()), lambda: rewind() or (), GPU, 3)
+    rewind()
+    outs.append(call().clone())
+    assert len(outs) == 5  # the first, two before the capture, the capture, the last
+    for out in outs:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
+    assert len({(id(cache), cache.lengths.data_ptr()) for cache in caches}) == 1
+    assert caches[0].lengths.tolist() == [21, 21]
