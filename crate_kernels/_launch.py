@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +44,11 @@ class Row:
     causal: bool | None = None
     half: bool | None = None
 
+    @property
+    def conditions(self) -> tuple[int | None, int | None, bool | None, bool | None]:
+        """What a call must be for the row to be taken."""
+        return self.head_dim, self.seqlen, self.causal, self.half
+
     def fits(self, head_dim: int, seqlen: int, causal: bool, half: bool) -> bool:
         """Whether the row is for such a call."""
         return (
@@ -74,6 +79,10 @@ class Table:
             return _forced[self.name]
         half = dtype != torch.float32
         return _find(self, arch(device), _gpu_name(device), head_dim, bucket(seqlen), causal, half)
+
+    def shipped(self, device: torch.device, head_dim: int, seqlen: int, causal: bool, dtype: torch.dtype) -> Config:
+        """Return the configuration of a call on ``device`` where nothing was tuned."""
+        return _find(self, arch(device), "", head_dim, bucket(seqlen), causal, dtype != torch.float32)
 
     def __hash__(self) -> int:
         """Hash by name: rows are mappings."""
@@ -161,11 +170,17 @@ def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
         return {}
 
 
-def write_user_rows(gpu: str, tables: Mapping[str, list[Row]]) -> Path:
-    """Write what ``tune`` found; it takes effect at once."""
+def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
+    """Add what ``tune`` found to what it wrote before; a row replaces the one with its conditions, at once."""
+    user_rows.cache_clear()
+    rows = dict(user_rows(gpu))
+    for name, found in tables.items():
+        every = {row.conditions: row for row in (*rows.get(name, ()), *found)}
+        # The first that fits is taken, so the narrowest come first.
+        rows[name] = tuple(sorted(every.values(), key=lambda r: (r.head_dim or math.inf, r.seqlen or math.inf)))
     path = user_table(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"gpu": gpu, "tables": {name: [asdict(row) for row in rows] for name, rows in tables.items()}}
+    body = {"gpu": gpu, "tables": {name: [asdict(row) for row in own] for name, own in rows.items()}}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(body, indent=1) + "\n")
     partial.replace(path)

@@ -1,15 +1,23 @@
-"""Time the candidates of a launch table and keep the fastest that is right."""
+"""Time the candidates of a launch table and keep the fastest that is right.
+
+Compiling or running a candidate can end more than itself: the compiler aborts, or a kernel reads where nothing is, and
+its process gets no further call through to the device. So the timing is done in a process of its own, which says what
+it is at; when it ends early, the next one goes on without that candidate.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+import multiprocessing
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from crate_kernels import _launch
 from crate_kernels._launch import Config, Row, Table
+
+# ("ready",), then for each workload ("trying", number of the configuration), ... and ("found", config, seconds,
+# seconds as shipped) or ("failed", why).
+Message = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -31,67 +39,107 @@ class Workload:
         dtype = {None: "", True: " 16-bit", False: " fp32"}[self.row.half]
         return f"{self.table.name} head_dim {self.row.head_dim} seqlen {self.row.seqlen or 'longer'}{causal}{dtype}"
 
+    def tuned(self, config: Config) -> Row:
+        """Return the row to write."""
+        return Row(dict(config), *self.row.conditions)
+
 
 @dataclass(frozen=True)
 class Result:
-    """What one workload came to: the fastest configuration, its time and that of the shipped one, in seconds."""
+    """The fastest configuration of a workload, its time and, unless that one fails, the shipped one's, in seconds."""
 
-    workload: Workload
     config: Config
     seconds: float
-    shipped: float
+    shipped: float | None
 
 
-def device_seconds(call: Callable[[], object], rounds: int = 20) -> float:
-    """Return the median time of ``call`` on the current GPU, by events, after the caches have warmed up."""
-    for _ in range(3):
-        call()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-    for start, stop in events:
-        start.record()
-        call()
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events) / 1e3
-
-
-def search(workload: Workload, shipped: Config, clock: Callable[[Callable[[], object]], float]) -> Result:
+def search(
+    workload: Workload,
+    shipped: Config,
+    clock: Callable[[Callable[[], object]], float],
+    lost: Collection[int] = (),
+    trying: Callable[[int], object] = lambda number: None,
+    check_device: Callable[[], object] = lambda: None,
+) -> Result:
     """Time the shipped configuration and every candidate of a workload; a wrong result is never timed.
 
+    Args:
+        workload: what to time.
+        shipped: the configuration numbered 0; the candidates follow.
+        clock: returns the seconds of a call.
+        lost: numbers of configurations to leave out.
+        trying: told the number of each configuration before it runs.
+        check_device: called after a configuration failed; raises where nothing can run any more.
+
     Raises:
-        RuntimeError: the shipped configuration itself is wrong or does not run.
+        RuntimeError: no configuration runs and is right.
     """
     call, is_right = workload.make()
-    best: tuple[float, Config] | None = None
-    shipped_seconds = 0.0
-    for config in (shipped, *workload.table.candidates):
+    configs = (shipped, *workload.table.candidates)
+    seconds: dict[int, float] = {}
+    for number, config in enumerate(configs):
+        if number in lost:
+            continue
+        trying(number)
         with _launch.forced(workload.table, config):
             try:
-                right = is_right()
-                seconds = clock(call) if right else 0.0
-            except Exception as error:  # out of shared memory or registers, or a shape the compiler refuses
-                if config is shipped:
-                    raise RuntimeError(f"tune: the shipped configuration of {workload} does not run") from error
-                continue
-        if not right:
-            if config is shipped:
-                raise RuntimeError(f"tune: the shipped configuration of {workload} gives a wrong result")
-            continue
-        if config is shipped:
-            shipped_seconds = seconds
-        if best is None or seconds < best[0]:
-            best = seconds, config
-    assert best is not None
-    return Result(workload, best[1], best[0], shipped_seconds)
+                if is_right():
+                    seconds[number] = clock(call)
+            except Exception:  # out of shared memory or registers, or a shape the compiler refuses
+                check_device()
+    if not seconds:
+        raise RuntimeError("no configuration runs and is right")
+    best = min(seconds, key=lambda number: seconds[number])
+    return Result(configs[best], seconds[best], seconds.get(0))
 
 
-def rows(results: Iterable[Result]) -> dict[str, list[Row]]:
-    """Return the rows of every table in the order in which the first that fits is the right one."""
-    found: dict[str, list[Row]] = {}
-    for result in results:
-        row = result.workload.row
-        own = Row(dict(result.config), row.head_dim, row.seqlen, row.causal, row.half)
-        found.setdefault(result.workload.table.name, []).append(own)
-    for own in found.values():
-        own.sort(key=lambda row: (row.head_dim or float("inf"), row.seqlen or float("inf")))
-    return found
+def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Message]]) -> Iterator[Result | str]:
+    """Yield, for each of ``count`` workloads, its result or why there is none.
+
+    Args:
+        count: number of workloads.
+        start: goes through the workloads from the first one given, of which it leaves some configurations out, and
+            yields messages. It may end at any time: what it was at is lost, and it is started again.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+    """
+    first, lost = 0, frozenset[int]()
+    while first < count:
+        ready, at = False, None
+        for kind, *content in start(first, lost):
+            ready = True
+            if kind == "trying":
+                (at,) = content
+            elif kind != "ready":
+                yield Result(*content) if kind == "found" else content[0]
+                first, lost, at = first + 1, frozenset(), None
+        if not ready:
+            raise RuntimeError("tune: the process that times ended before it began")
+        if first == count:
+            return
+        if at is None:
+            yield "the process ended as it prepared the call"
+            first, lost = first + 1, frozenset()
+        else:
+            lost |= {at}
+
+
+def in_process(target: Callable[..., None], *args: Any) -> Iterator[Message]:
+    """Call ``target(send, *args)`` in a process of its own and yield what it sends, until it ends in whatever way."""
+    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            try:
+                message = ours.recv()
+            except EOFError:
+                return
+            yield message
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()

@@ -1,6 +1,8 @@
 """Tuning: the fastest right configuration of each workload becomes a row that comes before the shipped ones."""
 
 import os
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from crate_kernels import _launch, _tune, cli
 from crate_kernels._launch import Row, Table
+from crate_kernels.cli import tune
 
 SHIPPED = {"BLOCK": 1, "num_warps": 4}
 CANDIDATES = ({"BLOCK": 2, "num_warps": 4}, {"BLOCK": 3, "num_warps": 4}, {"BLOCK": 4, "num_warps": 8})
@@ -55,11 +58,10 @@ def test_the_fastest_that_is_right_is_found(gpu, fake):
 
 def test_what_is_written_is_what_later_calls_get(gpu, fake):
     table, make, clock = fake
-    results = [
-        _tune.search(_tune.Workload(table, Row({}, head_dim, seqlen, half=True), make), SHIPPED, clock)
-        for head_dim, seqlen in ((64, None), (64, 256))
-    ]
-    path = _launch.write_user_rows(gpu, _tune.rows(results))
+    for head_dim, seqlen in ((64, None), (64, 256)):
+        workload = _tune.Workload(table, Row({}, head_dim, seqlen, half=True), make)
+        found = _tune.search(workload, SHIPPED, clock)
+        path = _launch.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
     assert path.name == "Fake-GPU-80-GB-.json"
     assert [(row.head_dim, row.seqlen) for row in _launch.user_rows(gpu)["fake"]] == [(64, 256), (64, None)]
 
@@ -76,13 +78,152 @@ def test_a_file_of_another_version_is_ignored(gpu, fake, text):
     assert fake[0].config(CUDA, 64, 197, False, torch.float16) == SHIPPED
 
 
-@pytest.mark.parametrize(("block", "message"), [(WRONG, "gives a wrong result"), (BROKEN, "does not run")])
-def test_a_shipped_configuration_that_fails_is_an_error(gpu, fake, block, message):
+def test_what_was_found_before_stays(gpu):
+    """Of other tables, and of the same one but for the row with the same conditions."""
+    old, new = {"BLOCK": 1}, {"BLOCK": 2}
+    _launch.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
+    _launch.write_user_rows(gpu, {"fake": [Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
+    assert _launch.user_rows(gpu) == {
+        "other": (Row(old, 64),),
+        "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True)),
+    }
+
+
+@pytest.mark.parametrize("block", [WRONG, BROKEN])
+def test_a_shipped_configuration_that_fails_gives_way(gpu, fake, block):
     table, make, clock = fake
-    with pytest.raises(
-        RuntimeError, match=f"^tune: the shipped configuration of fake head_dim 64 seqlen 256 {message}"
-    ):
-        _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock)
+    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock)
+    assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, None)
+
+
+def test_nothing_that_runs_is_an_error(gpu, fake):
+    table, make, clock = fake
+    told, lost = [], {0, 1}
+    with pytest.raises(RuntimeError, match="no configuration runs and is right"):
+        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, lost, told.append, lambda: told.append("ok"))
+    assert told == [2, 3, "ok"]  # the wrong one, then the broken one, after which the device is asked
+
+
+def test_a_device_that_is_lost_ends_the_search(gpu, fake):
+    def check_device():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    table, make, clock = fake
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, check_device=check_device)
+
+
+FOUND = ("found", {"BLOCK": 2}, 1.0, 3.0)
+RESULT = _tune.Result(*FOUND[1:])
+ENDS = "the process ended as it prepared the call"
+RUNS = {
+    # What each start sends before it ends; what comes of it; what each was asked to do.
+    "nothing-dies": ([[("trying", 0), FOUND, ("failed", "why")]], [RESULT, "why"], [(0, set())]),
+    "candidates-die": (
+        [[("trying", 0), ("trying", 1)], [("trying", 0), ("trying", 2)], [("trying", 0), FOUND, FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (0, {1}), (0, {1, 2})],
+    ),
+    "the-second-dies": (
+        [[FOUND, ("trying", 0)], [("trying", 1), FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (1, {0})],
+    ),
+    "dies-as-it-prepares": ([[], [FOUND]], [ENDS, RESULT], [(0, set()), (1, set())]),
+    "dies-between": ([[("trying", 5), FOUND]], [RESULT, ENDS], [(0, set())]),
+}
+
+
+@pytest.mark.parametrize(("starts", "results", "asked"), RUNS.values(), ids=RUNS)
+def test_what_ends_its_process_loses_only_itself(starts, results, asked):
+    waiting, seen = iter(starts), []
+
+    def start(first, lost):
+        seen.append((first, set(lost)))
+        yield ("ready",)
+        yield from next(waiting)
+
+    assert list(_tune.supervise(2, start)) == results
+    assert seen == asked
+
+
+def test_a_process_that_never_begins_is_an_error():
+    with pytest.raises(RuntimeError, match="tune: the process that times ended before it began"):
+        list(_tune.supervise(1, lambda first, lost: iter(())))
+
+
+def test_a_process_may_abort(capfd):
+    from tests.worker import dying
+
+    results = list(_tune.supervise(2, partial(_tune.in_process, dying)))
+    assert results == [_tune.Result({"BLOCK": 1}, 1.0, 2.0), "wrong"]
+
+
+@pytest.fixture
+def command(gpu, fake, monkeypatch, tmp_path):
+    """Return a function that runs the command on workloads of 64 and 32 channels, and what its process was asked."""
+    table, make, clock = fake
+    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32)]
+    monkeypatch.setattr(tune, "workloads", lambda ops: every)
+    monkeypatch.setattr(tune._backend, "why_not", lambda op, name: None)
+    monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
+    for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    return every
+
+
+class Sink(list):
+    """The sending end of a pipe."""
+
+    send = list.append
+
+
+def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, capsys):
+    def in_process(target, ops, first, lost):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, ops, first, lost)
+        if first == 0:  # ends after the first workload, whose row is there by then
+            yield from messages[: messages.index(("trying", 0), 2) + 1]
+            assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [64]
+            return
+        assert lost == {0}
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
+    assert cli.main(["tune", "--op", "mssa"]) == 0
+    assert set(_launch.user_rows(gpu)) == {"fake", "other"}
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [(32, 2), (64, 2)]
+    printed = capsys.readouterr().out
+    assert "fake head_dim 64 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+    assert "fake head_dim 32 seqlen longer: 2000000 us, as shipped fails" in printed
+
+
+def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out of resource: shared memory")
+
+    command[0] = replace(command[0], make=broken)
+
+    def in_process(target, *args):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune"]) == 1
+    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [32]
+    assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
+
+
+def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
+    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
+    assert command[0].table.config(CUDA, 64, 100, False, torch.bfloat16) == CANDIDATES[0]
+    assert tune._shipped(command[0], CUDA) == SHIPPED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import statistics
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from multiprocessing.connection import Connection
 
 import torch
 
 from crate_kernels import _backend, _launch, _tune
+from crate_kernels.benchmark import clock
 from crate_kernels.cli import table
+
+_ROUNDS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,37 +35,74 @@ def workloads(ops: list[str]) -> list[_tune.Workload]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, print what was found and write it; return 1 where there is no GPU to tune for."""
+    """Tune, print what was found and write it as it comes; return 1 where something could not be tuned."""
     if not torch.cuda.is_available():
         print("tune: needs a CUDA or HIP GPU, and PyTorch sees none (python -m crate_kernels info)")
         return 1
-    device = torch.device("cuda", torch.cuda.current_device())
-    gpu = torch.cuda.get_device_name(device)
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
     if args.forget:
         _launch.user_table(gpu).unlink(missing_ok=True)
         print(f"tune: the shipped configurations serve {gpu} again")
         return 0
-    reason = next((why for op in args.op or _backend.OPS if (why := _backend.why_not(op, "triton"))), None)
+    ops: list[str] = args.op or [*_backend.OPS]
+    reason = next((why for op in ops if (why := _backend.why_not(op, "triton"))), None)
     if reason is not None and args.op:
         print(f"tune: {reason}")
         return 1
-    results = []
     try:
         _launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # better now than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
-    for workload in workloads(args.op or list(_backend.OPS)):
-        row = workload.row
-        dtype = torch.float32 if row.half is False else torch.bfloat16
-        seqlen = row.seqlen or _launch.LONGEST
-        shipped = workload.table.config(device, row.head_dim or 64, seqlen, bool(row.causal), dtype)
-        results.append(_tune.search(workload, shipped, _tune.device_seconds))
-        print(
-            f"{workload}: {results[-1].seconds * 1e6:.0f} us, as shipped {results[-1].shipped * 1e6:.0f} us", flush=True
-        )
-    path = _launch.write_user_rows(gpu, _tune.rows(results))
-    lines = [[str(r.workload), f"{r.shipped / r.seconds:.2f}", str(dict(r.config))] for r in results]
+    every, lines, failed = workloads(ops), [], 0
+    results = _tune.supervise(len(every), partial(_tune.in_process, _work, ops))
+    try:
+        for workload, result in zip(every, results, strict=True):
+            if isinstance(result, str):
+                failed += 1
+                print(f"{workload}: left as shipped: {result}", flush=True)
+                continue
+            _launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(result.config)]})
+            shipped = "fails" if result.shipped is None else f"{result.shipped * 1e6:.0f} us"
+            print(f"{workload}: {result.seconds * 1e6:.0f} us, as shipped {shipped}", flush=True)
+            ratio = "" if result.shipped is None else f"{result.shipped / result.seconds:.2f}"
+            lines.append([str(workload), ratio, str(dict(result.config))])
+    except KeyboardInterrupt:
+        print("tune: interrupted; what follows is written and serves")
     print("\n" + table.render(["workload", "times faster", "configuration"], lines))
-    print(f"\ntune: written to {path}")
-    return 0
+    print(f"\ntune: written to {_launch.user_table(gpu)}")
+    return int(failed > 0)
+
+
+def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[int]) -> None:
+    """Time the workloads from ``first`` on, of which ``lost`` are configurations to leave out, and send the results."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    device = torch.device("cuda", torch.cuda.current_device())
+    every = workloads(ops)[first:]
+    connection.send(("ready",))
+    for workload in every:
+        try:
+            result = _tune.search(
+                workload,
+                _shipped(workload, device),
+                partial(_seconds, device),
+                lost,
+                lambda number: connection.send(("trying", number)),
+                torch.cuda.synchronize,
+            )
+            connection.send(("found", dict(result.config), result.seconds, result.shipped))
+        except Exception as error:
+            torch.cuda.synchronize()  # raises, and ends this process, where nothing can run any more
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+        lost = frozenset()
+
+
+def _shipped(workload: _tune.Workload, device: torch.device) -> _launch.Config:
+    row = workload.row
+    dtype = torch.float32 if row.half is False else torch.bfloat16
+    return workload.table.shipped(device, row.head_dim or 64, row.seqlen or _launch.LONGEST, bool(row.causal), dtype)
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """Return the median time of a call on the device alone, with cold caches."""
+    return statistics.median(clock.device_seconds(call, tuple, device, _ROUNDS) or [])
