@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from crate_kernels import _extension, cli
 from tests.gpu import __main__ as suite
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,27 @@ def test_the_dry_run_passes_in_shards_and_goes_on_where_it_stopped(tmp_path):
     again = dry_run(tmp_path / "1", "--shard", "1/2")
     assert again.returncode == 0
     assert "no tests ran" in again.stdout or "deselected" in again.stdout
+
+
+def test_a_machine_without_git_is_named_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    machine = suite.machine()
+    assert machine["git"] == "unknown"
+    assert machine["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_cuda_library_that_was_carried_along_is_not_compiled_again(carried, monkeypatch):
+    """What would compile it runs in a process of its own, here in this one."""
+    commands, built = [], []
+    monkeypatch.setattr(suite.subprocess, "run", lambda command, **options: commands.append(command))
+    suite.build()
+    ((python, flag, code),) = commands
+    assert (python, flag) == (sys.executable, "-c")
+    monkeypatch.setattr(_extension, "CUDA_PATHS", (Path("_cuda.so"),) if carried else ())
+    monkeypatch.setattr(cli, "main", lambda arguments: built.append(arguments) or 0)
+    exec(code, {})
+    assert built == ([] if carried else [["build", "--cuda"]])
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b"])

@@ -87,9 +87,28 @@ def machine():
     except ImportError:
         triton = "none"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: interpreted"
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton}
-    return {"gpu": gpu, "git": git.stdout.strip(), **versions}
+    return {"gpu": gpu, "git": revision(), **versions}
+
+
+def revision():
+    """Return the commit of these sources, where there is git and a clone to ask."""
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return git.stdout.strip()
+
+
+BUILD = "from crate_kernels import _extension, cli; _extension.CUDA_PATHS or cli.main(['build', '--cuda'])"
+
+
+def build():
+    """Compile the CUDA library unless there is one that fits these sources, as one that was carried along does.
+
+    In a process of its own, which says why where it fails: which libraries there are is found out on import.
+    """
+    subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT)
 
 
 def run(args):
@@ -98,8 +117,7 @@ def run(args):
 
     start = time.monotonic()
     if not args.dry_run:
-        # A process of its own, which says why where it fails: which libraries there are is found out on import.
-        subprocess.run([sys.executable, "-m", "crate_kernels", "build", "--cuda"], cwd=ROOT)
+        build()
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"{'dry-' if args.dry_run else ''}shard-{args.index}-of-{args.count}.json"
     if args.again:
