@@ -12,9 +12,10 @@ probes of ``_patch_probe`` decide.
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from crate_kernels import _backend, _patch_probe
 from crate_kernels import nn as fused
-from crate_kernels._patch_kinds import KINDS, fusible
+from crate_kernels._patch_kinds import Form, readings
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 
@@ -36,7 +37,8 @@ class PatchReport:
 
     Attributes:
         replaced: the operator that each replaced module now calls.
-        left: why each module that looks like one was left as it is.
+        left: why each module that looks like one was left as it is, and which calls of a replaced one run the
+            published forward because of their mask.
     """
 
     replaced: Mapping[str, str]
@@ -53,7 +55,7 @@ class _Patch:
     """What a patched module's class remembers."""
 
     base: type[nn.Module]
-    kind: str
+    form: Form
     backend: str | None
 
 
@@ -73,31 +75,94 @@ def _rebuild(mark: _Patch) -> nn.Module:
     return module
 
 
+def _refuse_script(self: nn.Module) -> nn.Module:
+    """Refuse torch.jit.script, which would compile the published forward's source under another's variables."""
+    name = type(self)._crate_kernels.base.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    raise RuntimeError(
+        f"patch: torch.jit.script does not take a patched {name}; call unpatch first, or torch.compile it"
+    )
+
+
+def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
+    """Return what reads a call's tokens and mask; tokens of None are a call that only ``published`` can answer.
+
+    Every other argument must have its default, which is what the probes ran with.
+    """
+    try:
+        parameters = list(inspect.signature(published).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    defaults = {p.name: p.default for p in parameters}
+    mask = None if form.mask is None else form.mask.name
+    alone = mask is None or defaults[mask] is not inspect.Parameter.empty
+
+    def read(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+        if len(args) == 1 and not kwargs and alone:
+            return (args[0] if isinstance(args[0], Tensor) else None), None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != len(args) + len(kwargs) or not names:  # named twice, or without a name
+            return None, None
+        x = given.pop(names[0], None)
+        value = given.pop(mask, defaults[mask]) if mask is not None else None
+        if mask is not None and not isinstance(value, Tensor) and alone:
+            if not _same(value, defaults[mask]):
+                return None, None
+            value = None
+        if not isinstance(x, Tensor) or value is inspect.Parameter.empty:
+            return None, None
+        if not all(name in defaults and _same(other, defaults[name]) for name, other in given.items()):
+            return None, None
+        return x, value
+
+    return read
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether an argument is its default: not merely equal, as 0 and False are."""
+    plain = type(value) is type(default) and isinstance(value, (bool, int, float, str))
+    return value is default or (plain and value == default)
+
+
 @functools.cache
 def _class(mark: _Patch) -> type[nn.Module]:
     """Derive the patched class of a published one."""
-    kind, published = KINDS[mark.kind], mark.base.forward
+    form, published = mark.form, mark.base.forward
+    read = _reader(published, form)
 
     @functools.wraps(published)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if value is not None and value is not False]
-        if len(given) == 1 and isinstance(given[0], Tensor) and fusible(self, kind, given[0]):
-            return kind.run(self, given[0], mark.backend)
+        x, mask = read(args, kwargs)
+        if x is not None and form.ready(self, x):
+            options = form.options(x, mask)
+            if options is not None:
+                return form.run(self, x, mark.backend, options)
         return published(self, *args, **kwargs)
 
-    body = {"forward": forward, "__reduce_ex__": _reduce, "_crate_kernels": mark, "__module__": mark.base.__module__}
+    body = {
+        "forward": forward,
+        "__reduce_ex__": _reduce,
+        "__prepare_scriptable__": _refuse_script,
+        "_crate_kernels": mark,
+        "__module__": mark.base.__module__,
+    }
     return types.new_class(f"Fused{mark.base.__name__}", (mark.base,), exec_body=lambda space: space.update(body))
 
 
 def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     """Replace the published attention and ISTA modules of a model by fused ones, in place.
 
-    Recognised by structure, in any model: CRATE's and CRATE-alpha's attention (MSSA), ISTA and
-    overcomplete ISTA, CRATE-MAE's encoder and decoder attention, ToST's vision and causal attention
-    (TSSA). A module is replaced only if a probe finds outputs and gradients equal. Parameters are shared,
-    the projection still runs as a submodule, and calls that ask for more than the output
-    (``return_attention=True``), or come while a hook watches a bypassed ``attend`` or ``dropout``, run the
-    published forward. With dropout the masks are drawn differently. Nothing is printed.
+    Recognised by structure, in any model: the attention of CRATE, CRATE-MAE, CRATE-alpha and causal CRATE
+    (MSSA), their ISTA, plain or overcomplete, and ToST's vision and causal attention (TSSA), under the
+    published names and common others. A module is replaced only if probes find outputs, gradients and the
+    places of dropout equal. Parameters are shared, the projection still runs as a submodule, and a call runs
+    the published forward if any argument beside the tokens and a mask is not its default
+    (``return_attention=True``), or while a hook watches a bypassed ``attend``, ``dropout`` or ``relu``.
+
+    A mask argument is passed on where a probe finds that it drops keys; a query without any key then gives 0,
+    where a softmax gives NaN. A mask of pairs of tokens is recognised as the causal one if it is on the CPU, as
+    its values must be read; other masks run the published forward. With dropout the masks are drawn differently.
+    Nothing is printed, and ``torch.jit.script`` refuses a patched model.
 
     Args:
         model: any module; modules of ``crate_kernels`` and those patched already are left.
@@ -117,14 +182,14 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
         known = ", ".join(_backend.names())
         raise ValueError(f"patch: backend must be None or one of {known}, got {backend!r}")
     verdicts: dict[int, tuple[nn.Module, _Patch | None, str | None]] = {}
-    replaced, left, reasons = {}, {}, {}
+    replaced, left, found = {}, {}, {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in verdicts:
-            verdicts[id(module)] = (module, *_judge(module, backend, reasons))
+            verdicts[id(module)] = (module, *_judge(module, backend, found))
         _, mark, reason = verdicts[id(module)]
         if mark is not None:
-            replaced[name] = mark.kind
-        elif reason is not None:
+            replaced[name] = mark.form.kind
+        if reason is not None:
             left[name] = reason
     for module, mark, _ in verdicts.values():
         if mark is not None:
@@ -154,11 +219,11 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
 
 
 def _judge(
-    module: nn.Module, backend: str | None, reasons: dict[tuple, str | None]
+    module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[Form | None, str | None]]
 ) -> tuple[_Patch | None, str | None]:
     """Decide on one module: how to patch it, or why not; neither if it looks like none.
 
-    ``reasons`` keeps what the function probe found for modules of one signature.
+    ``found`` keeps what the probe of the function found for modules of one signature.
     """
     base = type(module)
     if hasattr(base, "_crate_kernels"):
@@ -167,29 +232,29 @@ def _judge(
         return None, "already fused: a module of crate_kernels.nn"
     if isinstance(module, torch.jit.ScriptModule):
         return None, None
-    name = next((name for name, kind in KINDS.items() if kind.fits(module)), None)
-    if name is None:
-        return None, None
-    kind, mark = KINDS[name], _Patch(base, name, backend)
-    if "forward" in vars(module):
+    forms, reason = readings(module)
+    if "forward" in vars(module) and (forms or reason):
         return None, "its forward is set on the instance, which would hide a patched one"
-    extra = {*module._parameters, *module._modules} - kind.parts
-    if extra:
-        return None, f"looks like {name}, but has more: {', '.join(sorted(extra))}"
-    odd = [child for child, known in kind.bypassed.items() if not known(module._modules.get(child))]
-    if odd:
-        return None, f"looks like {name}, but has another {', '.join(odd)}"
-    try:
-        patched = _class(mark)
-    except Exception as error:  # whatever the class does when it is derived from
-        return None, f"its class cannot be derived from: {error}"
+    if not forms:
+        return None, reason
     with torch.inference_mode(False):
-        signature = _patch_probe.signature(module)
-        if signature in reasons:
-            reason = reasons[signature]
-        else:
-            reason = _patch_probe.same_function(module, kind)
+        try:
+            signature = _patch_probe.signature(module)
+        except Exception:  # what a module holds may have no shape or bytes yet
+            signature = None
+        form, reason = found[signature] if signature in found else _patch_probe.find(module, forms)
         if signature is not None:
-            reasons[signature] = reason
-        reason = reason or _patch_probe.same_numbers(module, kind, backend, patched)
-    return (None, reason) if reason else (mark, None)
+            found[signature] = form, reason
+        if form is None:
+            return None, reason
+        mark = _Patch(base, form, backend)
+        try:
+            patched = _class(mark)
+        except Exception as error:  # whatever the class does when it is derived from
+            return None, f"its class cannot be derived from: {error}"
+        reason = _patch_probe.same_numbers(module, form, backend, patched)
+    if reason is not None:
+        return None, reason
+    if form.mask is not None and not form.mask.masks:
+        return mark, f"runs its published forward with a {form.mask.name}, which is none that the operator has"
+    return mark, None

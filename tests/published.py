@@ -125,6 +125,85 @@ class CausalTSSA(nn.Module):
         return self.resid_dropout(self.c_proj(heads_last(-(w * member.unsqueeze(-1)) * gate)))
 
 
+class CausalAttention(nn.Module):
+    """Causal CRATE, with its mask as a buffer or, in the overcomplete variant, ``flash``."""
+
+    def __init__(self, dim=DIM, n_head=HEADS, block_size=9, dropout=0.0, flash=False):
+        super().__init__()
+        self.c_attn = nn.Linear(dim, dim, bias=False)
+        self.c_proj = nn.Linear(dim, dim)
+        self.attn_dropout = nn.Dropout(dropout)
+        self.resid_dropout = nn.Dropout(dropout)
+        self.n_head = n_head
+        self.dropout = dropout
+        self.flash = flash
+        if flash:
+            self.y_hook = nn.Identity()
+        else:
+            self.register_buffer("bias", torch.ones(1, 1, block_size, block_size).tril())
+
+    def forward(self, x, enhanced_feature_id=None):
+        w = self.c_attn(x)
+        if enhanced_feature_id is not None:
+            w[:, :, enhanced_feature_id[0]] = enhanced_feature_id[1]
+        w = heads_first(w, self.n_head)
+        if self.flash:
+            rate = self.dropout if self.training else 0.0
+            out = self.y_hook(heads_last(F.scaled_dot_product_attention(w, w, w, dropout_p=rate, is_causal=True)))
+        else:
+            scores = w @ w.transpose(-2, -1) * w.shape[-1] ** -0.5
+            seen = self.get_buffer("bias")[:, :, : x.shape[1], : x.shape[1]] != 0
+            out = heads_last(self.attn_dropout(scores.masked_fill(~seen, -torch.inf).softmax(-1)) @ w)
+        return self.resid_dropout(self.c_proj(out))
+
+
+class PrintedISTA(FeedForward):
+    """Causal CRATE: ISTA with a ReLU that analyses hook, and a print that was left in."""
+
+    def __init__(self, dim=DIM):
+        super().__init__(dim)
+        self.relu = nn.ReLU()
+
+    def forward(self, x, enhanced_feature_id=None):
+        descent = F.linear(x, self.weight.t()) - F.linear(F.linear(x, self.weight), self.weight.t())
+        out = self.relu(x + self.step_size * descent - self.step_size * self.lambd)
+        print("output shape: ", out.shape)
+        return out
+
+
+class TiedOvercomplete(nn.Module):
+    """Causal CRATE, overcomplete: the dictionary transposed, and its own decoder."""
+
+    def __init__(self, dim=DIM, ratio=4):
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(ratio * dim, dim)))
+        self.relu = nn.ReLU()
+        self.step_size = 0.1
+        self.lambd = 0.1
+
+    def forward(self, x, enhanced_feature_id=None):
+        z = F.relu(self.step_size * F.linear(x, self.weight) - self.step_size * self.lambd)
+        descent = F.linear(x, self.weight) - F.linear(F.linear(z, self.weight.t()), self.weight)
+        z = self.relu(z + self.step_size * descent - self.step_size * self.lambd)
+        return F.linear(z, self.weight.t())
+
+
+class ClipaOvercomplete(nn.Module):
+    """CRATE-alpha's CLIPA tower: the dictionaries under the names of an MLP's layers."""
+
+    def __init__(self, dim=DIM, ratio=4, eta=0.1, lmbda=0.1):
+        super().__init__()
+        self.eta = eta
+        self.lmbda = lmbda
+        self.c_fc = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, ratio * dim)))
+        self.c_proj = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, ratio * dim)))
+
+    def forward(self, x):
+        z = F.relu(self.eta * (x @ self.c_fc) - self.eta * self.lmbda)
+        z = F.relu(z - self.eta * ((z @ self.c_fc.t() - x) @ self.c_fc) - self.eta * self.lmbda)
+        return z @ self.c_proj.t()
+
+
 class Block(nn.Module):
     """Normalised attention and coding with residuals, as each system arranges them (close enough for a swap)."""
 
@@ -147,6 +226,12 @@ SYSTEMS = {
     "mae-decoder": (lambda: Block(Attention(), DecoderFeedForward()), {"attn": "mssa"}),
     "mae-decoder-identity": (lambda: Block(Attention(use_softmax=False), DecoderFeedForward()), {"attn": "mssa"}),
     "alpha": (lambda: Block(Attention(bias=False), Overcomplete()), {"attn": "mssa", "code": "ista_overcomplete"}),
+    "clipa": (lambda: Block(nn.Identity(), ClipaOvercomplete()), {"code": "ista_overcomplete"}),
+    "lm": (lambda: Block(CausalAttention(), PrintedISTA()), {"attn": "causal mssa", "code": "ista"}),
+    "lm-overcomplete": (
+        lambda: Block(CausalAttention(flash=True, dropout=0.2), TiedOvercomplete()),
+        {"attn": "causal mssa", "code": "ista_overcomplete"},
+    ),
     "tost": (lambda: Block(VisionTSSA(attn_drop=0.2), nn.GELU()), {"attn": "tssa"}),
     "tost-no-bias": (lambda: Block(VisionTSSA(qkv_bias=False), nn.GELU()), {"attn": "tssa"}),
     "tost-causal": (lambda: Block(CausalTSSA(), nn.GELU()), {"attn": "causal tssa"}),

@@ -51,6 +51,7 @@ def test_same_numbers_and_report(name, backend, capsys):
     parameters = dict(model.named_parameters())
     keys, types = list(model.state_dict()), [type(m) for m in model.modules()]
     before = outcome(model, tokens())
+    capsys.readouterr()
 
     report = patch(model, backend=backend)
     wanted = SYSTEMS[name][1]
@@ -61,20 +62,22 @@ def test_same_numbers_and_report(name, backend, capsys):
     assert_close(outcome(model, tokens()), before, 64)
     assert all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == keys
+    assert capsys.readouterr() == ("", "")  # nor what a published forward prints
 
     assert unpatch(model) == tuple(report.replaced)
     assert [type(m) for m in model.modules()] == types
     assert all(torch.equal(a, b) for a, b in zip(outcome(model, tokens()), before, strict=True))
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["crate", "alpha", "tost", "tost-causal"])
-def test_dtypes(name, dtype):
-    model = system(name).to(dtype).eval()
-    before = model(tokens(dtype))
+@pytest.mark.parametrize("moved", ["before", "after"])
+@pytest.mark.parametrize("name", ["crate", "alpha", "lm", "lm-overcomplete", "tost", "tost-causal"])
+def test_dtypes(name, moved, dtype):
+    model = system(name).eval()
+    expected = copy.deepcopy(model).to(dtype)(tokens(dtype))
+    model = model.to(dtype) if moved == "before" else model
     assert len(patch(model).replaced) == 2 * len(SYSTEMS[name][1])
-    assert_close([model(tokens(dtype))], [before], 64 if dtype == torch.float64 else 16)
+    assert_close([model.to(dtype)(tokens(dtype))], [expected], 64 if dtype == torch.float64 else 16)
 
 
 def test_meta_device():
@@ -208,6 +211,15 @@ def test_training_goes_on_with_the_same_optimizer():
     plain = train(system("crate"), 4)
     patched = True
     assert train(system("crate"), 4) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_script_is_refused_with_advice():
+    model = nn.Sequential(Attention(), nn.GELU())
+    patch(model)
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.script does not take a patched Attention; call unpatch"):
+        torch.jit.script(model)
+    assert unpatch(model) == ("0",)
 
 
 @pytest.mark.parametrize(

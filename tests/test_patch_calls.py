@@ -1,6 +1,6 @@
 """What a call of a patched module runs: the operator, the children around it, or the published forward."""
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 
 import pytest
 import torch
@@ -8,7 +8,18 @@ from torch import nn
 
 from crate_kernels import _patch_kinds
 from crate_kernels._patch import patch
-from tests.published import HEADS, Attention, CausalTSSA, VisionTSSA, system, tokens
+from tests.published import (
+    DIM,
+    HEADS,
+    Attention,
+    CausalAttention,
+    CausalTSSA,
+    PrintedISTA,
+    TiedOvercomplete,
+    VisionTSSA,
+    system,
+    tokens,
+)
 
 
 def test_hooks_keep_firing():
@@ -30,6 +41,7 @@ REST = {
     "mssa": (Attention, ["qkv", "to_out"]),
     "tssa": (VisionTSSA, ["qkv", "to_out"]),
     "causal-tssa": (CausalTSSA, ["c_attn", "c_proj", "resid_dropout"]),
+    "causal-mssa": (lambda: CausalAttention(flash=True), ["c_attn", "y_hook", "c_proj", "resid_dropout"]),
 }
 
 
@@ -56,6 +68,30 @@ def test_a_hook_on_a_bypassed_child_brings_the_published_forward(child):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("make", [PrintedISTA, TiedOvercomplete], ids=["ista", "overcomplete"])
+def test_a_hook_on_the_code_sees_it(make):
+    model, codes = make(), []
+    expected = model(tokens())
+    patch(model)
+    model.relu.register_forward_hook(lambda m, args, out: codes.append(out))
+    assert torch.equal(model(tokens()), expected)
+    assert codes[0].shape == (2, 5, model.weight.shape[0])
+
+
+def test_an_enhanced_feature_is_the_published_forwards():
+    model, x = CausalAttention(), tokens()
+    expected = model(x, [3, 2.0])
+    patch(model)
+    assert torch.equal(model(x, [3, 2.0]), expected)
+    assert not torch.allclose(model(x), expected)
+
+
+def test_a_rate_of_one_is_the_published_forwards():
+    model = Attention(dropout=1.0)
+    patch(model)
+    assert torch.equal(model(tokens()), torch.zeros(2, 5, DIM))
+
+
 def test_more_than_the_output_comes_from_the_published_forward():
     model, x = Attention().eval(), tokens()
     weights, key = model(x, return_attention=True), model(x, return_key=True)
@@ -64,6 +100,59 @@ def test_more_than_the_output_comes_from_the_published_forward():
     assert torch.equal(model(x, False, True), key)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         model(x, mask=True)
+
+
+class Asked(Attention):
+    """Answers with what it was asked, beside the default call."""
+
+    def forward(self, x, project=True, names=None, rate=0, *, tag="out"):
+        out = super().forward(x) if project else self.qkv(x)
+        plain = names is None and type(rate) is int and tag == "out"
+        return out if plain else 2.0 * out
+
+
+ASKED = {
+    "false-for-true": ((False,), {}, True),
+    "none-for-true": ((None,), {}, True),
+    "false-by-name": ((), {"project": False}, True),
+    "false-for-none": ((True, False), {}, True),
+    "false-for-zero": ((), {"rate": False}, True),
+    "none-for-zero": ((True, None, None), {}, True),
+    "none-for-text": ((), {"tag": None}, True),
+    "tensor": ((), {"names": torch.ones(1)}, True),
+    "defaults": ((True, None), {"rate": 0, "tag": "out"}, False),
+    "nothing": ((), {}, False),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "published"), ASKED.values(), ids=ASKED)
+def test_an_argument_that_is_not_its_default_runs_the_published_forward(args, kwargs, published, monkeypatch):
+    calls, model, x = [], Asked().eval(), tokens()
+    expected = model(x, *args, **kwargs)
+    assert patch(model).replaced == {"": "mssa"}
+    fused = _patch_kinds.mssa
+    monkeypatch.setattr(_patch_kinds, "mssa", lambda w, **options: calls.append(1) or fused(w, **options))
+    torch.testing.assert_close(model(x, *args, **kwargs), expected)
+    if not args:
+        torch.testing.assert_close(model(x=x, **kwargs), expected)
+    assert bool(calls) != published
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, "missing 1 required positional argument: 'x'"),
+        ((None,), {}, "NoneType"),
+        ((1, 2, 3, 4, 5, 6, 7), {}, "takes from"),
+        ((torch.ones(1, 1, DIM),), {"x": torch.ones(1, 1, DIM)}, "multiple values"),
+    ],
+    ids=["none", "no-tensor", "too-many", "twice"],
+)
+def test_a_call_that_the_published_forward_refuses_is_refused_by_it(args, kwargs, message):
+    model = Attention()
+    patch(model)
+    with pytest.raises((TypeError, AttributeError), match=message):
+        model(*args, **kwargs)
 
 
 class AnyRank(Attention):
@@ -91,11 +180,11 @@ def test_calls_reach_the_operator(monkeypatch):
     model(x)
     model(x=x)
     model(x, return_attention=False)
-    model(x, None)
+    model(x, False, return_key=False)
     model.scale = 2.0
     model.dropout.eval()
     model(x)
-    same = {"scale": 0.5, "dropout_p": 0.25, "phi": "softmax", "backend": "reference"}
+    same = {"causal": False, "scale": 0.5, "dropout_p": 0.25, "phi": "softmax", "backend": "reference"}
     assert calls == [same] * 4 + [{**same, "scale": 2.0, "dropout_p": 0.0}]
     model.attend = nn.Sigmoid()
     model(x)

@@ -18,10 +18,12 @@ from tests.published import (
     HEAD_DIM,
     HEADS,
     Attention,
+    CausalAttention,
     CausalTSSA,
     DecoderFeedForward,
     FeedForward,
     Overcomplete,
+    PrintedISTA,
     VisionTSSA,
     heads_first,
     heads_last,
@@ -29,10 +31,12 @@ from tests.published import (
 )
 
 
-class NoScale(Attention):
+class ConstantScale(Attention):
+    """Has a scale and computes with another number, equal when it was made."""
+
     def forward(self, x):
         w = heads_first(self.qkv(x), self.heads)
-        return self.to_out(heads_last(self.attend(w @ w.transpose(-1, -2)) @ w))
+        return self.to_out(heads_last(self.attend(w @ w.transpose(-1, -2) * 0.25) @ w))
 
 
 class StopGradient(Attention):
@@ -95,6 +99,172 @@ class Silent(FeedForward):
         return 0.0 * x + 0.0 * self.weight.sum()
 
 
+class Window(Attention):
+    """Sees the nearest keys only; ``window`` is longer than a short probe."""
+
+    def __init__(self, window, named=True):
+        super().__init__()
+        self.reach = lambda: window
+        if named:
+            self.window = window
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        position = torch.arange(x.shape[1])
+        far = (position[:, None] - position).abs() >= self.reach()
+        scores = (w @ w.mT * self.scale).masked_fill(far, -torch.inf)
+        return self.to_out(heads_last(self.attend(scores) @ w))
+
+
+class StrictlyCausal(Attention):
+    """Never attends to the token itself, the first excepted."""
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        earlier = torch.ones(x.shape[1], x.shape[1]).tril(-1).bool()
+        earlier[0, 0] = True
+        return self.to_out(heads_last(self.attend((w @ w.mT * self.scale).masked_fill(~earlier, -torch.inf)) @ w))
+
+
+class Capped(Attention):
+    """Caps its scores, which small tokens never reach."""
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        return self.to_out(heads_last(self.attend((w @ w.mT * self.scale).clamp(-20.0, 20.0)) @ w))
+
+
+class Remembers(Attention):
+    """Keeps its weights for a picture."""
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        self.seen = self.attend(w @ w.mT * self.scale)
+        return self.to_out(heads_last(self.dropout(self.seen) @ w))
+
+
+class Counts(FeedForward):
+    """Counts its calls, in a buffer or not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        if kind == "buffer":
+            self.register_buffer("count", torch.zeros(1))
+        else:
+            self.count = {"list": [], "number": 0}[kind]
+
+    def forward(self, x):
+        if self.kind == "list":
+            self.count.append(1)
+        else:
+            self.count += 1
+        return super().forward(x)
+
+
+class DropsScores(Attention):
+    def __init__(self):
+        super().__init__(dropout=0.1)
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        return self.to_out(heads_last(self.attend(self.dropout(w @ w.mT * self.scale)) @ w))
+
+
+class DropsHalfAsOften(Attention):
+    def __init__(self):
+        super().__init__(dropout=0.1)
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), self.heads)
+        weights = self.attend(w @ w.mT * self.scale)
+        return self.to_out(heads_last(F.dropout(weights, self.dropout.p / 2, self.training) @ w))
+
+
+class Learned(Attention):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+class LearnedISTA(FeedForward):
+    def __init__(self, name):
+        super().__init__()
+        delattr(self, name)
+        self.register_parameter(name, nn.Parameter(torch.tensor(0.1)))
+
+
+class Nameless(FeedForward):
+    """Its step is no attribute."""
+
+    def __init__(self):
+        super().__init__()
+        del self.step_size
+
+    def forward(self, x):
+        return F.relu(x + 0.1 * (x - x @ self.weight.t()) @ self.weight - 0.1 * self.lambd)
+
+
+class Headless(Attention):
+    def __init__(self):
+        super().__init__()
+        del self.heads
+
+    def forward(self, x):
+        w = heads_first(self.qkv(x), HEADS)
+        return self.to_out(heads_last(self.attend(w @ w.mT * self.scale) @ w))
+
+
+class Clamped(FeedForward):
+    """ReLU6, whose ceiling small tokens never reach."""
+
+    def forward(self, x):
+        return super().forward(x).clamp_max(6.0)
+
+
+class Constant(FeedForward):
+    """Was made with the threshold that it computes with, and never reads it."""
+
+    def forward(self, x):
+        held, self.lambd = self.lambd, 0.1
+        try:
+            return super().forward(x)
+        finally:
+            self.lambd = held
+
+
+class Residual(Overcomplete):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Thirds(nn.Module):
+    """Query, key and value apart; ``equal`` by value only, as in a published checkpoint."""
+
+    def __init__(self, equal):
+        super().__init__()
+        self.num_heads, self.scale = HEADS, HEAD_DIM**-0.5
+        self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
+        self.proj = nn.Linear(DIM, DIM)
+        if equal:
+            self.qkv.weight.data = self.qkv.weight.data[:DIM].repeat(3, 1)
+
+    def forward(self, x):
+        query, key, value = (heads_first(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
+        return self.proj(heads_last((query @ key.mT * self.scale).softmax(-1) @ value))
+
+
+def clipa(equal):
+    module = nn.MultiheadAttention(DIM, HEADS, bias=False)
+    module.in_proj_weight.data = module.in_proj_weight.data[:DIM].repeat(3, 1) if equal else module.in_proj_weight.data
+    return module
+
+
+def meta_buffers():
+    with torch.device("meta"):
+        return CausalAttention()
+
+
 class Final(FeedForward):
     def __init_subclass__(cls):
         raise TypeError("Final is final")
@@ -106,14 +276,39 @@ def instance_forward():
     return module
 
 
-def attention_with(attend):
-    module = Attention()
-    module.attend = attend
+def changed(module, **parts):
+    for name, part in parts.items():
+        setattr(module, name, part)
     return module
 
 
 LEFT = {
-    "scale-unused": (NoScale, "something else: output differs by"),
+    "scale-unread": (ConstantScale, "something else: output differs by"),
+    "window": (lambda: Window(200), "something else: output of a long sequence differs by"),
+    "window-of-a-constant": (lambda: Window(128, named=False), "something else: output of a long sequence differs"),
+    "strictly-causal": (StrictlyCausal, "something else: output differs by"),
+    "capped-scores": (Capped, "something else: output of large tokens differs by"),
+    "remembers": (Remembers, "changes attributes of the module"),
+    "counts": (lambda: Counts("number"), "changes attributes of the module"),
+    "counts-in-a-buffer": (lambda: Counts("buffer"), "changes attributes of the module"),
+    "counts-in-a-list": (lambda: Counts("list"), "changes attributes of the module"),
+    "drops-scores": (DropsScores, "its dropout is not the operator's"),
+    "drops-at-another-rate": (DropsHalfAsOften, "its dropout is not the operator's"),
+    "learned-scale": (Learned, "its scale is a tensor, and the operator takes a number"),
+    "learned-step": (lambda: LearnedISTA("step_size"), "its step_size is a tensor"),
+    "learned-threshold": (lambda: LearnedISTA("lambd"), "its lambd is a tensor"),
+    "no-step": (Nameless, "looks like ista, but has no number step_size or eta"),
+    "no-heads": (Headless, "looks like mssa, but has no number of heads (heads, num_heads"),
+    "heads-that-do-not-divide": (lambda: changed(Attention(), heads=5), "has no number of heads"),
+    "relu6": (Clamped, "something else: output of large tokens differs by"),
+    "threshold-unread": (Constant, "something else: output differs by"),
+    "residual": (Residual, "something else: output differs by"),
+    "equal-thirds": (lambda: Thirds(True), "as long as its three projections are equal"),
+    "clipa": (lambda: clipa(True), "as long as its three projections are equal"),
+    "meta-buffer": (meta_buffers, "its bias has no values on the meta device"),
+    "other-relu": (lambda: changed(PrintedISTA(), relu=nn.GELU()), "has another relu"),
+    "other-dropout": (lambda: changed(Attention(), dropout=nn.AlphaDropout(0.1)), "has another dropout"),
+    "lazy": (lambda: changed(Attention(), qkv=nn.LazyLinear(DIM, bias=False)), "its qkv has no width yet"),
     "stop-gradient": (StopGradient, "something else: gradient differs by"),
     "training-noise": (TrainingNoise, "something else: output differs by"),
     "more-parameters": (ExtraBias, "has more: offset"),
@@ -127,8 +322,8 @@ LEFT = {
     "three-steps": (ThreeSteps, "something else: output differs by"),
     "instance-forward": (instance_forward, "set on the instance"),
     "final": (Final, "cannot be derived from: Final is final"),
-    "other-attend": (lambda: attention_with(nn.Sigmoid()), "has another attend"),
-    "other-softmax": (lambda: attention_with(nn.Softmax(dim=-2)), "has another attend"),
+    "other-attend": (lambda: changed(Attention(), attend=nn.Sigmoid()), "has another attend"),
+    "other-softmax": (lambda: changed(Attention(), attend=nn.Softmax(dim=-2)), "has another attend"),
     "our-ista": (lambda: crate_kernels.nn.ISTA(DIM), "already fused"),
     "our-mssa": (lambda: crate_kernels.nn.MSSA(DIM, HEADS, HEAD_DIM), "already fused"),
 }
@@ -191,17 +386,19 @@ def test_tied_parameters_stay_tied_in_the_probe():
 
 
 def test_layers_of_one_signature_share_a_probe(monkeypatch):
-    probed, probe = [], _patch_probe.same_function
-    monkeypatch.setattr(_patch_probe, "same_function", lambda *args: probed.append(1) or probe(*args))
+    probed, probe = [], _patch_probe.find
+    monkeypatch.setattr(_patch_probe, "find", lambda *args: probed.append(1) or probe(*args))
     tied = Overcomplete()
     tied.D1 = tied.D
     model = nn.Sequential(Attention(), FeedForward(), FeedForward(lambd=0.5), Attention(), FeedForward(), tied)
-    assert len(patch(nn.Sequential(model, Overcomplete(), Overcomplete())).replaced) == 8
-    assert len(probed) == 5
+    causal = CausalAttention(), CausalAttention(), CausalAttention(block_size=8)  # masks in buffers
+    assert len(patch(nn.Sequential(model, Overcomplete(), Overcomplete(), *causal)).replaced) == 11
+    assert len(probed) == 7
 
 
 def test_unrelated_modules_are_not_listed():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Conv2d(1, 1, 1))
+    plain = nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Conv2d(1, 1, 1), nn.Softshrink(0.1)
+    model = nn.Sequential(*plain, Thirds(False), clipa(False))
     report = patch(model)
     assert (report.replaced, report.left, str(report)) == ({}, {}, "nothing to replace")
 
@@ -210,22 +407,23 @@ def test_probe_leaves_no_trace():
     calls = []
 
     class Counting(Attention):
-        def __init__(self):
+        def __init__(self, counting):
             super().__init__(dropout=0.5)
             self.register_buffer("seen", torch.zeros(1))
-            self.log, self.count = [], 0
+            self.log, self.count, self.counting = [], 0, counting
 
         def forward(self, x, return_attention=False):
-            self.count += 1
-            self.log.append(x.shape)
-            self.seen += 1
+            if self.counting:
+                self.count += 1
+                self.log.append(x.shape)
+                self.seen += 1
             torch.rand(3)
             return super().forward(x, return_attention)
 
     def hook(*_):
         calls.append(1)
 
-    model: Any = nn.Sequential(Counting(), FeedForward())
+    model: Any = nn.Sequential(Counting(False), FeedForward(), Counting(True))
     model[0].qkv.eval()
     model[0].to_out[0].weight.requires_grad_(False)
     model[1].weight.grad = torch.ones(DIM, DIM)
@@ -241,16 +439,17 @@ def test_probe_leaves_no_trace():
     random = torch.get_rng_state()
     try:
         assert patch(model).replaced == {"0": "mssa", "1": "ista"}
+        assert "changes attributes" in patch(model).left["2"]
     finally:
         handle.remove()
     assert torch.equal(torch.get_rng_state(), random)
     assert calls == []
-    assert (model[0].count, model[0].log, model[0].seen.item()) == (0, [], 0)
+    assert all((m.count, m.log, m.seen.item()) == (0, [], 0) for m in (model[0], model[2]))
     assert [set(vars(m)) for m in model.modules()] == attributes
     assert [m.training for m in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == flags
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
-    assert [p.grad is None for p in model.parameters()] == [True, True, True, False]
+    assert [p.grad is None for p in model.parameters()] == [True, True, True, False, True, True, True]
     assert torch.equal(model[1].weight.grad, torch.ones(DIM, DIM))
 
 
