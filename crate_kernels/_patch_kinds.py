@@ -7,6 +7,7 @@ probes of ``_patch_probe`` find the one that it computes. ``_patch_names`` has t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from crate_kernels import _patch_masks
+from crate_kernels._patch_shadow import shadow_of
 from crate_kernels.ops.ista import ista, ista_overcomplete
 from crate_kernels.ops.mssa import mssa
 from crate_kernels.ops.tssa import tssa
@@ -117,8 +119,8 @@ class Attention(Form):
         return super().parts() | {self.projection, *self.after}
 
     def weight(self, module: nn.Module) -> Tensor:
-        child: Any = module._modules[self.projection]
-        return child.weight
+        own = (*module.get_submodule(self.projection).parameters(), *module.parameters())
+        return next(p for p in own if p.is_floating_point())
 
     def token_dim(self, module: nn.Module) -> int:
         return _widths(module._modules[self.projection])[1]
@@ -195,9 +197,9 @@ def label(child: Any) -> str:
 
 def tensor(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter, a buffer, or what a parametrization or pruning computes under that name."""
-    if is_parametrized(module, name):
+    if is_parametrized(module, name):  # which may count its calls, so that the module itself is not asked
         with torch.no_grad():
-            return getattr(module, name)
+            return getattr(shadow_of(module, lambda _, t: t.clone(), False, itertools.repeat(0.0)), name)
     value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
     return value if isinstance(value, Tensor) else None
 
@@ -261,7 +263,7 @@ def _attention(module: nn.Module, projection: str) -> tuple[list[Form], str | No
     after = tuple(name for name in AFTER if module._modules.get(name) is not None)
     taken = (_widths(part)[1] for name in after for part in module.get_submodule(name).modules())
     if width == 3 * next(filter(None, taken), dim):
-        return [], _three_projections(getattr(module._modules[projection], "weight", None))
+        return [], _three_projections(module.get_submodule(projection)._parameters.get("weight"))
     if dim == 0:
         return [], f"looks like mssa, but its {projection} has no width yet: patch after a first call"
     counts = {name: vars(module).get(name) for name in HEADS}
