@@ -133,7 +133,7 @@ def _class(mark: _Patch) -> type[nn.Module]:
     @functools.wraps(published)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x, mask = read(args, kwargs)
-        if x is not None and form.ready(self, x):
+        if x is not None and form.ready(self, x) and not torch.jit.is_tracing():
             options = form.options(x, mask)
             if options is not None:
                 return form.run(self, x, mark.backend, options)
@@ -162,7 +162,7 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     A mask argument is passed on where a probe finds that it drops keys; a query without any key then gives 0,
     where a softmax gives NaN. A mask of pairs of tokens is recognised as the causal one if it is on the CPU, as
     its values must be read; other masks run the published forward. With dropout the masks are drawn differently.
-    Nothing is printed, and ``torch.jit.script`` refuses a patched model.
+    Nothing is printed. ``torch.jit.trace`` records the published forward; ``torch.jit.script`` refuses.
 
     Args:
         model: any module; modules of ``crate_kernels`` and those patched already are left.

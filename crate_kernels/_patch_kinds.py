@@ -219,6 +219,8 @@ def readings(module: nn.Module) -> tuple[list[Form], str | None]:
     forms, reason = _sparse(module) if projection is None else _attention(module, projection)
     if not forms and reason is None:
         reason = _three_projections(module._parameters.get("in_proj_weight"))
+        if reason is None and isinstance(module, nn.MultiheadAttention) and module.in_proj_bias is None:
+            reason = "has projections of its own for query, key and value, where mssa has one"
     misfits = [(form, _misfit(module, form)) for form in forms]
     whole = [form for form, misfit in misfits if misfit is None]
     return whole, None if whole else next((misfit for _, misfit in misfits), reason)

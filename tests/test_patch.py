@@ -20,10 +20,12 @@ from tests.published import (
     SYSTEMS,
     Attention,
     Block,
+    CausalAttention,
     CausalTSSA,
     DecoderFeedForward,
     FeedForward,
     Overcomplete,
+    TiedOvercomplete,
     VisionTSSA,
     assert_close,
     outcome,
@@ -164,9 +166,10 @@ def test_a_class_derived_after_patch_is_refused():
 
 def test_compiles_in_one_graph():
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(), FeedForward(), Overcomplete(), VisionTSSA(), CausalTSSA())
+    crate = Attention(), FeedForward(), Overcomplete(), CausalAttention(), TiedOvercomplete()
+    model = nn.Sequential(*crate, VisionTSSA(), CausalTSSA())
     expected = outcome(model, tokens())
-    assert len(patch(model).replaced) == 5
+    assert len(patch(model).replaced) == 7
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(outcome(compiled, tokens()), expected, 64)
 
@@ -211,6 +214,16 @@ def test_training_goes_on_with_the_same_optimizer():
     plain = train(system("crate"), 4)
     patched = True
     assert train(system("crate"), 4) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("name", ["crate", "lm-overcomplete", "tost"])
+def test_a_trace_is_the_published_forwards(name):
+    model = system(name).eval()
+    patch(model)
+    traced = torch.jit.trace(model, tokens())
+    assert "crate_kernels" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(2.0 * tokens()), model(2.0 * tokens()))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -90,6 +90,17 @@ def test_a_proven_mask_is_fused(read, mask, monkeypatch):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("name", ["keys", "causal"])
+def test_a_mask_compiles_in_one_graph(name):
+    """A mask of keys is passed on; one of pairs, whose values a graph cannot read, is left to the published forward."""
+    read, mask = FUSED[name]
+    model, x = Masked(read), tokens()
+    expected = model(x, mask)
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, mask=mask), expected)
+
+
 @pytest.mark.parametrize(("read", "mask"), PUBLISHED.values(), ids=PUBLISHED)
 def test_any_other_mask_runs_the_published_forward(read, mask, monkeypatch):
     model, x = Masked(read), tokens()

@@ -305,6 +305,7 @@ LEFT = {
     "residual": (Residual, "something else: output differs by"),
     "equal-thirds": (lambda: Thirds(True), "as long as its three projections are equal"),
     "clipa": (lambda: clipa(True), "as long as its three projections are equal"),
+    "clipa-untrained": (lambda: clipa(False), "has projections of its own for query, key and value"),
     "meta-buffer": (meta_buffers, "its bias has no values on the meta device"),
     "other-relu": (lambda: changed(PrintedISTA(), relu=nn.GELU()), "has another relu"),
     "other-dropout": (lambda: changed(Attention(), dropout=nn.AlphaDropout(0.1)), "has another dropout"),
@@ -398,7 +399,7 @@ def test_layers_of_one_signature_share_a_probe(monkeypatch):
 
 def test_unrelated_modules_are_not_listed():
     plain = nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Conv2d(1, 1, 1), nn.Softshrink(0.1)
-    model = nn.Sequential(*plain, Thirds(False), clipa(False))
+    model = nn.Sequential(*plain, Thirds(False))
     report = patch(model)
     assert (report.replaced, report.left, str(report)) == ({}, {}, "nothing to replace")
 
