@@ -37,7 +37,9 @@ STEPS = ("steps", "num_steps", "n_steps")
 RELUS = ("relu", "act", "activation")
 TENSORS = frozenset((*TEMPS, "denom_bias", *(name for names in DICTIONARIES for name in names)))
 
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_EMPTY = nn.Module()
 _SOFTMAX: dict[int | None, str] = {-1: "softmax", 3: "softmax", 1: "softmax over heads", -2: "softmax over heads"}
 # Weight normalisation and pruning keep these beside the tensor that they compute before each call.
 _COMPUTED_FROM = ("_orig", "_g", "_v")
@@ -54,6 +56,7 @@ class Form:
         numbers: attributes that it takes, as they are at each call.
         bypassed: children whose work it does, and what each is (see ``label``).
         mask: the argument of the forward that masks, if there is one.
+        assumed: other plain attributes, as they were when the module was probed.
     """
 
     kind: str
@@ -62,6 +65,17 @@ class Form:
     numbers: tuple[str, ...]
     bypassed: tuple[tuple[str, str], ...]
     mask: _patch_masks.Argument | None
+    assumed: tuple[tuple[str, type, Any], ...]
+
+    def assuming(self, module: nn.Module) -> Form:
+        """Return the form for a module as it is: with what could change its function, and is not read at each call."""
+        read = {*self.live(), *vars(_EMPTY)}
+        held = ((name, type(value), value) for name, value in vars(module).items() if name not in read)
+        return replace(self, assumed=tuple(item for item in held if isinstance(item[2], PLAIN)))
+
+    def live(self) -> set[str]:
+        """Return the attributes that are read at each call."""
+        return set(self.numbers)
 
     def parts(self) -> set[str]:
         """Return the parameters and children that the form accounts for; another would be passed over silently."""
@@ -76,9 +90,15 @@ class Form:
         raise NotImplementedError
 
     def ready(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the operator does what the published forward would: bypassed children unhooked and as known."""
+        """Whether the operator does what the published forward would: all is as probed, and what it skips unhooked."""
         if x.is_nested:
             return False
+        if not all(number(module, name) for name in self.numbers):
+            return False
+        for name, kind, value in self.assumed:
+            held = vars(module).get(name)
+            if held is not value and (type(held) is not kind or held != value):
+                return False
         for name, known in self.bypassed:
             child: Any = module._modules.get(name)
             if label(child) != known or (child is not None and any(getattr(child, hooks) for hooks in HOOKS)):
@@ -114,6 +134,9 @@ class Attention(Form):
     phi: str = "softmax"
     scale: str | float | None = None
     dropout: str | None = None
+
+    def live(self) -> set[str]:
+        return super().live() | {self.heads, self.dropout or ""}
 
     def parts(self) -> set[str]:
         return super().parts() | {self.projection, *self.after}
@@ -166,6 +189,9 @@ class Sparse(Form):
 
     transposed: bool
     steps: str | int
+
+    def live(self) -> set[str]:
+        return super().live() | {str(self.steps)}
 
     def weight(self, module: nn.Module) -> Tensor:
         weight = tensor(module, self.tensors[0])
@@ -274,7 +300,7 @@ def _attention(module: nn.Module, projection: str) -> tuple[list[Form], str | No
         return [], f"looks like mssa, but has no number of heads ({', '.join(HEADS)}) that divides its {projection}"
     labels = {name: label(module._modules[name]) for name in (*ATTENDS, *DROPOUTS) if name in module._modules}
     mask = _patch_masks.argument(module)
-    common = {"numbers": (), "mask": mask, "projection": projection, "after": after}
+    common = {"numbers": (), "mask": mask, "assumed": (), "projection": projection, "after": after}
     forms: list[Form] = []
     for name, n in heads.items():
         forms += _token_statistics(module, n, labels, {**common, "heads": name})
@@ -342,6 +368,7 @@ def _sparse(module: nn.Module) -> tuple[list[Form], str | None]:
         "numbers": (step_size, lambd),
         "bypassed": tuple((name, what if what == "relu" else "other") for name, what in labels.items()),
         "mask": None,
+        "assumed": (),
     }
     steps: str | int = next((name for name in STEPS if type(vars(module).get(name)) is int), 2)
     forms: list[Form] = []

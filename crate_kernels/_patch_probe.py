@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from crate_kernels import _backend
-from crate_kernels._patch_kinds import DROPOUTS, TENSORS, Attention, Form, Sparse, number, tensor, with_dropout
+from crate_kernels._patch_kinds import DROPOUTS, PLAIN, TENSORS, Attention, Form, Sparse, number, tensor, with_dropout
 from crate_kernels._patch_masks import CANDIDATES, Mask
 from crate_kernels._patch_shadow import KnownMasks, quiet, same_state, shadow_of
 
@@ -39,7 +39,6 @@ _SIZE, _LARGE = 2.0, 16.0  # of tokens
 _NUMBERS = (0.15, 0.25)
 _RATES = (0.2, 0.025)  # of the first dropout, and what each further one adds
 _ATTRIBUTE_RATE = 0.15
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
 # From (batch, seqlen) to what the published forward is called with beside the tokens, and the form's options.
@@ -61,7 +60,7 @@ def signature(module: nn.Module) -> tuple | None:
     """
     plain = {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if not all(isinstance(value, _PLAIN) for value in plain.values()) or len(names) != len(list(module.parameters())):
+    if not all(isinstance(value, PLAIN) for value in plain.values()) or len(names) != len(list(module.parameters())):
         return None
     children = [None if child is None else signature(child) or () for child in module._modules.values()]
     if () in children:
@@ -69,7 +68,7 @@ def signature(module: nn.Module) -> tuple | None:
     buffers = [None if b is None else (b.shape, b.dtype, b.cpu().numpy().tobytes()) for b in module._buffers.values()]
     shapes = [None if p is None else p.shape for p in module._parameters.values()]
     held = (*module._parameters, *shapes, *module._buffers, *buffers, *module._modules, *children)
-    return type(module), *plain.items(), *held
+    return type(module), *plain.items(), *map(type, plain.values()), *held
 
 
 def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]:
@@ -79,7 +78,7 @@ def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]
         pair = _Pair(module)
         for form in forms:
             try:
-                return pair.proven(form), None
+                return pair.proven(form).assuming(module), None
             except _Difference as error:
                 reasons.append(f"looks like {form.kind}, but {error}")
             except _Refused as error:

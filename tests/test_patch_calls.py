@@ -155,6 +155,40 @@ def test_a_call_that_the_published_forward_refuses_is_refused_by_it(args, kwargs
         model(*args, **kwargs)
 
 
+class Annealed(Attention):
+    """Divides its scores by an attribute that has no effect when the module is patched."""
+
+    def __init__(self):
+        super().__init__()
+        self.tau, self.sign, self.name = 1.0, True, None
+
+    def forward(self, x):
+        out = super().forward(x / self.tau)
+        return (out if self.sign else -out) + (0.0 if self.name is None else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tau", 0.5), ("sign", False), ("sign", 0), ("name", "one")],
+    ids=["tau", "sign", "type", "name"],
+)
+def test_an_attribute_that_changed_brings_the_published_forward(name, value):
+    model, x = Annealed(), tokens()
+    assert patch(model).replaced == {"": "mssa"}
+    before, fused = getattr(model, name), model(x)
+    setattr(model, name, value)
+    assert torch.equal(model(x), Annealed.forward(model, x))
+    setattr(model, name, before)
+    assert torch.equal(model(x), fused)
+
+
+def test_a_number_that_became_a_tensor_brings_the_published_forward():
+    model, x = Attention(), tokens()
+    patch(model)
+    model.scale = torch.tensor(0.25)
+    assert torch.equal(model(x), Attention.forward(model, x))
+
+
 class AnyRank(Attention):
     def forward(self, x):
         return super().forward(x) if x.dim() == 3 else super().forward(x[None])[0]
