@@ -158,6 +158,16 @@ def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tenso
     return _RefuseDoubleBackward.apply(op, grad, *(s for s in sources if s is not None))  # pyright: ignore
 
 
+def with_contiguous(body: Callable, *written: Tensor) -> Any:
+    """Call ``body`` on small tensors that it writes, contiguous as kernels take them, and write back what was not."""
+    given = [t.contiguous() for t in written]
+    result = body(*given)
+    for t, changed in zip(written, given, strict=True):
+        if t is not changed:
+            t.copy_(changed)
+    return result
+
+
 def empty_out(w: Tensor) -> Tensor:
     """Allocate an output of w's shape such that merging heads for the output projection is a view."""
     if w.dim() == 3:

@@ -6,6 +6,7 @@ can follow any backend's forward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,24 +63,40 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
 _CPP_DECODE_TOKENS = 8
 
 
-def _run_decode(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Decode by the backend; where none was named, by composite's products where they are faster than cpp's kernel."""
     *rest, backend = args
     many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
     if many and backend == _backend.AUTO and w.device.type == "cpu" and _backend.chosen("mssa", backend, w) == "cpp":
         backend = "composite"
-    return _backend.run("mssa", "decode", backend, w, w, *rest)
+    run = partial(_backend.run, "mssa", "decode", backend, w, w, data)
+    return _register.with_contiguous(lambda held: run(held, *rest), lengths)
+
+
+_OFFSETS = -8  # cu_seqlens, counted from the end of the options, less the backend
+
+
+def _kernel(name: str, of: int) -> Any:
+    """Return the body of an op whose w is argument ``of``."""
+
+    def run(*args: Any) -> Any:
+        *rest, backend = args
+        if rest[_OFFSETS] is not None:
+            rest[_OFFSETS] = rest[_OFFSETS].contiguous()
+        return _backend.run("mssa", name, backend, rest[of], *rest)
+
+    return run
 
 
 mssa_fwd = _register.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda w, *args: _backend.run("mssa", "forward", args[-1], w, w, *args[:-1]),
+    _kernel("forward", 0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
 )
 mssa_bwd = _register.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    lambda *args: _backend.run("mssa", "backward", args[-1], args[2], *args[:-1]),
+    _kernel("backward", 2),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )

@@ -6,6 +6,7 @@ ops: (w, temp, membership, energy, moment) are saved for one, (w, temp, denom_bi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ def _fake_causal_bwd(
     return _register.empty_out(w), torch.empty_like(temp), ddenom_bias
 
 
+def _run_decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    """Decode by the backend, on the state of a cache contiguous."""
+    *state, mask, backend = args
+    run = partial(_backend.run, "tssa", "decode", backend, w, w, temp, denom_bias)
+    return _register.with_contiguous(lambda *held: run(*held, mask), *state)
+
+
 tssa_fwd = _register.define(
     f"tssa_fwd(Tensor w, Tensor temp, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _kernel("forward"),
@@ -73,21 +81,10 @@ tssa_causal_bwd = _register.define(
 )
 
 
-def _decode(*args: Any) -> tuple[Tensor, Tensor]:
-    """Give a kernel the state of a cache contiguous."""
-    state = args[3:7]
-    given = [t.contiguous() for t in state]
-    results = _kernel("decode")(*args[:3], *given, *args[7:])
-    for t, changed in zip(state, given, strict=True):
-        if t is not changed:
-            t.copy_(changed)
-    return results
-
-
 tssa_decode = _register.define(
     "tssa_decode(Tensor w, Tensor temp, Tensor? denom_bias, Tensor(a!) energy, Tensor(b!) weighted, Tensor(c!) mass, "
     "Tensor(d!) lengths, Tensor? key_padding_mask, str backend) -> (Tensor, Tensor)",
-    _decode,
+    _run_decode,
     _fake_causal_fwd,
 )
 

@@ -1,0 +1,92 @@
+"""Offsets, masks, lengths and caches may have any strides, on every backend: what is read is what is there."""
+
+import pytest
+import torch
+
+from crate_kernels import ista, ista_overcomplete, mssa
+from tests.ops.common import backends, offsets, outputs_and_gradients, padding, randn
+from tests.ops.decoding import attend, calls, contents, new_cache, tokens
+
+BATCH, HEADS, SEQLEN, HEAD_DIM = 3, 3, 12, 8
+LENGTHS = (5, 0, 20, 11)  # packed sequences
+
+
+def column(t):
+    """Return ``t`` as a column of a table, whose other entries are far from right."""
+    other = ~t if t.dtype == torch.bool else 7 - 3 * t
+    return torch.stack([t, other], -1)[..., 0]
+
+
+STRIDES = {
+    "column": column,
+    "transposed-column": lambda t: column(t.mT).mT if t.dim() > 1 else column(t),
+}
+STRIDED = pytest.mark.parametrize("lay", STRIDES.values(), ids=STRIDES)
+EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
+
+
+@STRIDED
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("packed", [False, True], ids=["mask", "offsets"])
+@pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+def test_masks_and_offsets(backend, device, packed, causal, lay):
+    w = randn(*((sum(LENGTHS), HEADS) if packed else (BATCH, HEADS, SEQLEN)), HEAD_DIM, device=device).float()
+
+    def call(laid):
+        masks = {"key_padding_mask": laid(padding("right", BATCH, SEQLEN).to(device))}
+        if packed:
+            masks = {"cu_seqlens": laid(offsets(LENGTHS).to(device)), "max_seqlen": max(LENGTHS)}
+        return lambda w: mssa(w, causal=causal, return_lse=True, backend=backend, **masks)
+
+    expected = outputs_and_gradients(call(lambda t: t), w)
+    torch.testing.assert_close(outputs_and_gradients(call(lay), w), expected, rtol=0, atol=0)
+
+
+@STRIDED
+@EACH
+@pytest.mark.parametrize("blocks", [[1, 1], [7, 5], [9, 3]], ids=["steps", "blocks", "long-blocks"])
+def test_caches(op, backend, device, blocks, lay):
+    """A user may keep what a cache holds in tables of their own."""
+    results = []
+    for laid in (lambda t: t, lay):
+        cache, held = new_cache(op, device=device), []
+        for name in ("data", "lengths") if op == "mssa" else ("energy", "weighted", "mass", "lengths"):
+            setattr(cache, name, laid(getattr(cache, name)))
+        for step, seqlen in enumerate(blocks):
+            mask = torch.arange(seqlen) < torch.tensor([[seqlen], [seqlen], [max(seqlen - 2, 1)]])
+            mask = laid(mask.to(device)) if step else None
+            held += attend(op, tokens(seqlen, device=device, seed=step), backend, cache, mask)
+        results.append([*held, *contents(cache)])
+    # PyTorch may multiply strided keys in another order.
+    torch.testing.assert_close(*results)
+
+
+@STRIDED
+@EACH
+def test_indices_of_a_cache(op, backend, device, lay):
+    results = []
+    for laid in (lambda t: t, lay):
+        cache = new_cache(op, device=device)
+        attend(op, tokens(4, device=device), backend, cache)
+        cache.reorder(laid(torch.tensor([2, 0, 2], device=device)))
+        if op == "mssa":
+            cache.truncate(laid(torch.tensor([1, 4, 2], device=device)))
+        results.append([*attend(op, tokens(1, device=device, seed=1), backend, cache), *contents(cache)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@STRIDED
+@pytest.mark.parametrize(("backend", "device"), backends("ista"))
+def test_dictionaries(backend, device, lay):
+    x = randn(20, 8, device=device).float()
+    square, wide, decoder = (randn(8, n, seed=n, device=device).float() / 3 for n in (8, 20, 21))
+
+    def run(laid):
+        return [
+            *outputs_and_gradients(lambda x, w: ista(x, laid(w), backend=backend), x, square),
+            *outputs_and_gradients(
+                lambda x, w, d: ista_overcomplete(x, laid(w), laid(d), backend=backend), x, wide, decoder[:, 1:]
+            ),
+        ]
+
+    torch.testing.assert_close(run(lay), run(lambda t: t))
