@@ -11,7 +11,12 @@ from crate_kernels import models
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = (ROOT / "docs" / "api.rst").read_text()
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 
 
 @pytest.mark.parametrize("name", crate_kernels.__all__)
@@ -38,5 +43,10 @@ def test_links_between_pages_lead_to_files(page):
 def test_every_page_is_in_the_table_of_contents():
     contents = re.search(r"```\{toctree\}(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     assert contents is not None
-    pages = {path.stem for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".rst")}
+    folder = ROOT / "docs"
+    pages = {
+        str(path.relative_to(folder).with_suffix(""))
+        for path in (*folder.iterdir(), *(folder / "tutorials").iterdir())
+        if path.suffix in (".md", ".rst")
+    }
     assert pages - {"index"} == {line for line in contents[1].split() if not line.startswith(":")}
