@@ -124,6 +124,11 @@ RUNS = {
         [RESULT, RESULT],
         [(0, set()), (0, {1}), (0, {1, 2})],
     ),
+    "both-die": (
+        [[("trying", 1)], [FOUND, ("trying", 2)], [FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (0, {1}), (1, {2})],
+    ),
     "the-second-dies": (
         [[FOUND, ("trying", 0)], [("trying", 1), FOUND]],
         [RESULT, RESULT],
@@ -161,9 +166,9 @@ def test_a_process_may_abort(capfd):
 
 @pytest.fixture
 def command(gpu, fake, monkeypatch, tmp_path):
-    """Return a function that runs the command on workloads of 64 and 32 channels, and what its process was asked."""
+    """Pretend that there are workloads of 64, 32 and 16 channels and a GPU to time them on; return the workloads."""
     table, make, clock = fake
-    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32)]
+    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
     monkeypatch.setattr(tune, "workloads", lambda ops: every)
     monkeypatch.setattr(tune._backend, "why_not", lambda op, name: None)
     monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
@@ -195,10 +200,15 @@ def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, c
     _launch.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
     assert cli.main(["tune", "--op", "mssa"]) == 0
     assert set(_launch.user_rows(gpu)) == {"fake", "other"}
-    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [(32, 2), (64, 2)]
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [
+        (16, 2),
+        (32, 2),
+        (64, 2),
+    ]
     printed = capsys.readouterr().out
     assert "fake head_dim 64 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
     assert "fake head_dim 32 seqlen longer: 2000000 us, as shipped fails" in printed
+    assert "fake head_dim 16 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
 
 
 def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
@@ -216,7 +226,7 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
 
     monkeypatch.setattr(_tune, "in_process", in_process)
     assert cli.main(["tune"]) == 1
-    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [32]
+    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [16, 32]
     assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
 
 

@@ -1,12 +1,14 @@
 """Decoding: whatever the blocks, a cache gives what the full causal forward gives."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from crate_kernels import SubspaceCache, _register, mssa, testing
-from tests.ops.common import DTYPES, backends
+from crate_kernels.ops.mssa import composite
+from tests.ops.common import DTYPES, backends, randn
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
@@ -116,15 +118,17 @@ def test_truncate_forgets_the_end(backend, device, lengths, kept):
 
 
 @SUBSPACE
-def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device):
+@pytest.mark.parametrize(("limit", "kept"), [(4, (2, 4, 0)), (1, (1, 1, 0))], ids=["above-some", "above-one"])
+def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device, limit, kept):
     w, cache = tokens(device=device), new_cache("mssa", device=device)
-    mask = torch.arange(5, device=device) < torch.tensor([2, 5, 1], device=device)[:, None]
+    mask = torch.arange(5, device=device) < torch.tensor([2, 5, 0], device=device)[:, None]
     attend("mssa", w[:, :, :5], backend, cache, mask)
-    cache.truncate(4)
-    assert cache.lengths.tolist() == [2, 4, 1]
+    cache.truncate(limit)
+    assert cache.lengths.tolist() == list(kept)
     out, _ = attend("mssa", w[:, :, 5:6], backend, cache)
-    full, _ = attend("mssa", torch.cat([w[:1, :, :2], w[:1, :, 5:6]], 2), backend)
-    torch.testing.assert_close(out[0], full[0, :, 2:])
+    for b, n in enumerate(kept):
+        full, _ = attend("mssa", torch.cat([w[b : b + 1, :, :n], w[b : b + 1, :, 5:6]], 2), backend)
+        torch.testing.assert_close(out[b], full[0, :, n:])
 
 
 @SUBSPACE
@@ -154,7 +158,7 @@ DROPPED = {
 
 @SUBSPACE
 @INTERPRETED
-@pytest.mark.parametrize(("new", "left"), [(3, torch.nan), (3, 3e38), (9, torch.inf)])  # cpp takes products for 9
+@pytest.mark.parametrize(("new", "left"), [(3, torch.nan), (3, 3e38), (9, torch.inf)])
 @pytest.mark.parametrize("drop", DROPPED.values(), ids=DROPPED)
 def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
     """Bit for bit: tokens of a sequence that ended may be anything, also where another's are longer now."""
@@ -242,9 +246,11 @@ def test_reordering_forgets_the_longest_sequence_that_is_gone(op, index, bound):
 
 
 @EACH
-def test_a_clone_is_independent(op, backend, device):
+@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "ragged"])
+def test_a_clone_is_independent(op, backend, device, ragged):
     w, cache = tokens(device=device), new_cache(op, device=device)
-    attend(op, w[:, :, :4], backend, cache)
+    mask = torch.arange(4, device=device) < torch.tensor([2, 4, 0], device=device)[:, None]
+    attend(op, w[:, :, :4], backend, cache, mask if ragged else None)
     clone = cache.clone()
     before = [t.clone() for t in contents(cache)]
     expected = attend(op, w[:, :, 4:6], backend, clone)
@@ -272,6 +278,39 @@ def test_autograd_sees_that_a_step_overwrote_what_it_saved(op, backend, device, 
         if t.dtype != torch.int32:  # whose copy is what autograd saved
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor whose values are, so it says, not free to read."""
+
+    device = SimpleNamespace(type="cuda")
+
+
+def test_places_beyond_a_sequence_are_cleared_alike_on_every_device():
+    keys, lengths = randn(3, 2, 6, 4), torch.tensor([2, 6, 0], dtype=torch.int32)
+    expected = keys.masked_fill(torch.arange(6)[:, None] >= lengths[:, None, None, None], 0.0)
+    for where in (lengths, lengths.as_subclass(Elsewhere)):
+        cleared = keys.clone()
+        composite._clear_beyond(cleared, where)
+        assert torch.equal(cleared, expected)
+
+
+def test_no_row_that_attention_gets_is_without_a_key(monkeypatch):
+    """Some of PyTorch's attentions give NaN for one, or a gradient that is NaN; composite clears such rows itself."""
+    masks, attention = [], composite.F.scaled_dot_product_attention
+
+    def spy(*args, attn_mask, **options):
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(composite.F, "scaled_dot_product_attention", spy)
+    kept = torch.tensor([[False] * 4, [True, True, False, False], [False, True, True, True]])
+    for causal in (False, True):
+        mssa(tokens(4), causal=causal, key_padding_mask=kept, backend="composite")
+    cache = new_cache("mssa")
+    for step in (kept.sort(1, descending=True).values, None):
+        attend("mssa", tokens(4), "composite", cache, step)
+    assert [mask.any(-1).all().item() for mask in masks] == [True] * 4
 
 
 def test_running_sums_can_be_truncated_to_nothing():

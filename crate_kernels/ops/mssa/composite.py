@@ -220,4 +220,4 @@ def _append_ragged(w: Tensor, data: Tensor, lengths: Tensor, key_padding_mask: T
     values = torch.where(written[:, :, None, None], w.transpose(1, 2), anchor[:, None])
     data[rows[:, None], :, torch.where(written, position, slot[:, None])] = values
     lengths.copy_(visible[:, -1].clamp(max=capacity))
-    return visible.clamp(max=capacity)
+    return visible
