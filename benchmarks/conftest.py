@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels.benchmark import clock, memory, rows
+from crate_kernels.benchmark import clock, load, memory, rows
 from crate_kernels.benchmark.providers import OURS
 from crate_kernels.benchmark.rows import Results
 
@@ -40,6 +40,7 @@ def pytest_configure(config):
     config.results = config.getoption("--results")
     if config.results is not None and config.results.suffix != ".json":
         config.results /= f"{config.getoption('--shard').replace('/', '-of-')}.json"
+    config.looks = []
     config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "brief")
 
 
@@ -71,7 +72,11 @@ def pytest_collection_modifyitems(config, items):
 def results(request):
     """Return the results so far; those of the file, if one was given."""
     path, device = request.config.results, request.config.device
+    if device.type == "cpu":
+        request.config.looks.append(load.look())
     machine = rows.machine(device, ("fp32", "bf16"))
+    if any(found.busy for found in request.config.looks):
+        machine["load"] = f"{request.config.looks[0]} before"
     if path is not None and path.exists():
         earlier = rows.read(path)
         if earlier.machine["device"] != machine["device"]:
@@ -80,6 +85,14 @@ def results(request):
         machine["git"] = ", ".join(dict.fromkeys([*filter(None, commits), str(machine["git"])]))
         return Results(machine, earlier.rows)
     return Results(machine, [])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say whether the machine was ours alone, before and after."""
+    looks = [*config.looks, *(load.look() for _ in config.looks)]
+    if any(found.busy for found in looks):
+        words = " before, ".join(map(str, looks))
+        terminalreporter.write_line(f"others were at work ({words} after): these times cannot be trusted", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""How hard the drawn tests try, and the fixtures of the C++ extension."""
+"""How hard the drawn tests try, on how many threads, and the fixtures of the C++ extension."""
 
 import signal
 
@@ -12,6 +12,10 @@ try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # a GPU machine need not have it: drawn tests are skipped there
     settings = None
+
+# Tensors of tests are small. Threads that share them wait for each other, spinning, and where cores are busy the same
+# tests take sixty times as long. What needs more threads asks for them by the fixture.
+torch.set_num_threads(1)
 
 if settings is not None:
     # A test has no deadline: the first call of a kernel may compile it. The autouse fixtures patch allocators and

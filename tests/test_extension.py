@@ -1,8 +1,11 @@
 """The C++ extension's own promises: levels, threads, strides, row tails, symbols, and its numbers on drawn cases."""
 
+import contextlib
+import os
 import shutil
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -130,7 +133,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("function", CALLS.values(), ids=CALLS)
-def test_eight_threads_call_at_once(function):
+def test_eight_threads_call_at_once(function, threads):
+    threads(2)
     w = randn(2, 3, 130, 48, dtype=torch.float32)
     expected, wrong = function(w), []
 
@@ -145,6 +149,38 @@ def test_eight_threads_call_at_once(function):
     for caller in callers:
         caller.join()
     assert wrong == []
+
+
+@pytest.fixture
+def one_core():
+    """Let all threads of this process share one core, as on a machine whose other cores are taken."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("needs Linux, where a process can be bound to a core")
+    before = os.sched_getaffinity(0)
+
+    def bind(cores):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.sched_setaffinity(int(thread), cores)
+
+    bind({min(before)})
+    yield
+    bind(before)
+
+
+def test_threads_without_a_core_do_not_spin_for_one(threads, one_core):
+    """OpenMP's spin for milliseconds at the end of a region, on the very core that its last thread waits for."""
+    w = randn(4, 4, 64, 32, dtype=torch.float32)
+    spent = []
+    for count in (1, 2):
+        threads(count)
+        for _ in range(2):  # the first time starts the thread and finds out
+            start = time.process_time()
+            for _ in range(50):
+                mssa(w, backend="cpp")
+            last = time.process_time() - start
+        spent.append(last)
+    assert spent[1] < 8 * spent[0], spent
 
 
 STRIDES = {

@@ -89,7 +89,8 @@ def test_two_threads_share_the_work(threads):
         torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
 
 
-def test_eight_threads_call_at_once():
+def test_eight_threads_call_at_once(threads):
+    threads(2)
     x, weight = randn(130, 48, dtype=torch.float32), randn(48, 48, dtype=torch.float32) * 48**-0.5
     expected, wrong = ista(x, weight, backend="cpp"), []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from crate_kernels import testing
-from crate_kernels.benchmark import clock, comparing, measuring, providers, rows
+from crate_kernels.benchmark import clock, comparing, load, measuring, providers, rows
 from crate_kernels.benchmark.rows import Results, Row
 from crate_kernels.cli import table
 from crate_kernels.cli.common import machine
@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     tier = "quick" if args.quick else "full" if args.full else "brief"
     dtypes = args.dtype or (["fp32"] if args.quick else ["fp32", "bf16"])
+    looks = [load.look()] if device.type == "cpu" else []
+    for found in looks:
+        load.use(found, lambda text: print(f"bench: {text}"))
     results = Results(rows.machine(device, dtypes), [])
     print(_heading(results))
     try:
@@ -61,10 +64,15 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{row.key:58} {_time(row)}", flush=True)
     except KeyboardInterrupt:
         print("bench: interrupted; what follows is what was timed")
+    looks += [load.look() for _ in looks]
+    if any(found.busy for found in looks):
+        results.machine["load"] = f"{looks[0]} before, {looks[1]} after"
     if args.output is not None:
         rows.write(args.output, results)
     print("\n" + _table(results))
-    wrong = [row for row in results.rows if row.skipped.startswith("wrong") and row.provider in providers.OURS]
+    if "load" in results.machine:
+        print(f"\nbench: {_distrust(results)}")
+    wrong = [row for row in results.rows if _is_wrong(row) and row.provider in providers.OURS]
     for row in wrong:
         print(f"bench: {row.key} is {row.skipped}")
     return int(bool(wrong))
@@ -101,21 +109,43 @@ def _heading(results: Results) -> str:
 def _time(row: Row) -> str:
     if not row.times:
         return row.skipped
-    return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's"
+    return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's, {row.share or 0:.2f} of its budget"
+
+
+def _distrust(results: Results) -> str:
+    return f"others were at work ({results.machine['load']}): these times and ratios cannot be trusted"
 
 
 def _table(results: Results) -> str:
-    """Lay out a line a case: the default backend's time, and how many times as long the others take."""
+    """Lay out a line a case: the default backend's time, and how many times as long the others take.
+
+    A provider that is beyond its budget is "wrong" there, and has no time.
+    """
     groups = list(dict.fromkeys(row.group for row in results.rows))
-    others = [n for n in dict.fromkeys(r.provider for r in results.rows if r.times) if n not in providers.OURS[1:]]
+    shown = dict.fromkeys(row.provider for row in results.rows if row.times or _is_wrong(row))
+    others = [name for name in shown if name not in providers.OURS[1:]]
     lines = []
     for group in groups:
-        beside = {row.provider: row for row in results.rows if row.group == group and row.times}
-        ours = results.best(next(iter(beside.values()))) if beside else None
-        if ours is not None:
-            ratios = [f"{beside[n].time / ours.time:.2f}" if n in beside else "-" for n in others]
-            lines.append([" ".join(group[2:]), ours.provider, f"{1e3 * ours.time:.3f}", *ratios])
+        beside = {row.provider: row for row in results.rows if row.group == group}
+        ours = results.best(next(iter(beside.values())))
+        backend, ms = (ours.provider, f"{1e3 * ours.time:.3f}") if ours is not None else ("-", "-")
+        wrong = [name for name in providers.OURS if name in beside and _is_wrong(beside[name])]
+        if wrong:
+            backend += f" ({', '.join(wrong)} wrong)"
+        ratios = [_ratio(beside.get(name), ours) for name in others]
+        if ours is not None or wrong:
+            lines.append([" ".join(group[2:]), backend, ms, *ratios])
     return table.render(["case", "backend", "ms", *(f"x {name}" for name in others)], lines)
+
+
+def _is_wrong(row: Row) -> bool:
+    return row.skipped.startswith("wrong")
+
+
+def _ratio(other: Row | None, ours: Row | None) -> str:
+    if other is not None and _is_wrong(other):
+        return "wrong"
+    return f"{other.time / ours.time:.2f}" if other is not None and other.times and ours is not None else "-"
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -129,6 +159,8 @@ def _compare(args: argparse.Namespace) -> int:
     moved = sorted((c for c in every if c.moved(args.least)), key=lambda c: -c.ratio)
     for name, results in (("first", first), ("second", second)):
         print(f"{name}: {results.machine['device']}, torch {results.machine['torch']}, {results.machine.get('git')}")
+        if "load" in results.machine:
+            print(f"  {_distrust(results)}")
     if moved:
         lines = [[c.key, f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}"] for c in moved]
         print("\n" + table.render(["row", "times as long", "95%"], lines))

@@ -10,20 +10,55 @@
 
 namespace crate_kernels {
 
+// How many threads are to share the next region: PyTorch's number, or one for a while after a long wait.
+//
+// A region ends when its last thread has ended, and OpenMP's threads spin meanwhile, for milliseconds. On a machine
+// whose cores others use, two threads then take longer than one. So where a thread of a region had to wait for a core,
+// the calling thread does the next regions alone, twice as many each time, before another is shared.
+int64_t region_threads();
+
+// Finds the longest wait in a shared region: the time in which a thread of it did not run.
+class Waiting {
+ public:
+  Waiting();
+  ~Waiting();
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+  // Lives on each thread of the region while it has tasks.
+  class Thread {
+   public:
+    explicit Thread(Waiting& region);
+    ~Thread();
+    Thread(const Thread&) = delete;
+    Thread& operator=(const Thread&) = delete;
+
+   private:
+    Waiting& region_;
+    int64_t ran_before_;  // ns
+  };
+
+ private:
+  int64_t start_;  // ns
+  std::atomic<int64_t> longest_{0};
+};
+
 // Call task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, each with its arena.
 //
 // A thread takes the next task when it is free: sequences differ in length and cores in load. Which thread runs
 // a task never changes a result, as long as a task writes only what is its own.
 template <class Task>
 void for_each_task(int64_t count, const Task& task) {
-  const int64_t threads = torch::stable::get_num_threads();
-  if (count <= 1 || threads <= 1) {
+  const int64_t threads = count <= 1 ? 1 : region_threads();
+  if (threads <= 1) {
     Arena arena;
     for (int64_t i = 0; i < count; ++i) task(i, arena);
     return;
   }
   std::atomic<int64_t> next{0};
+  Waiting region;
   torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
+    const Waiting::Thread thread(region);
     Arena arena;
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, arena);
   });

@@ -1,9 +1,13 @@
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
-from crate_kernels.benchmark import comparing, rows, scaling
+from crate_kernels import testing
+from crate_kernels.benchmark import clock, comparing, load, providers, rows, scaling
 from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.cli import bench as bench_verb
 from crate_kernels.cli import main
 
 MACHINE = {
@@ -134,19 +138,61 @@ def test_plot_of_nothing(tmp_path, capsys):
     assert "no row" in capsys.readouterr().out
 
 
-def test_bench_prints_a_table_and_writes_rows(tmp_path, monkeypatch, capsys):
-    from crate_kernels import testing
-    from crate_kernels.benchmark import clock
+@pytest.fixture
+def bench(tmp_path, monkeypatch, capsys):
+    """Return a function that times one tiny case on a machine with some free cores before, and some after."""
+
+    def run(before=2.0, after=2.0):
+        looks = iter((load.Load(2, before), load.Load(2, after)))
+        monkeypatch.setattr(load, "look", lambda: next(looks))
+        status = main(["bench", "--quick", "--op", "tssa", "--device", "cpu", "--output", str(tmp_path / "out.json")])
+        return status, capsys.readouterr().out, tmp_path / "out.json"
 
     monkeypatch.setattr(clock, "product_flops", lambda *_: 1e11)
     monkeypatch.setattr(clock, "copy_bytes", lambda *_: 1e10)
     tiny = testing.Timed(testing.Case("tssa", "vit-196", (1, 2, 9, 16)), "a layer", ("cpu",))
     monkeypatch.setattr(testing, "TIMED_CASES", (tiny,))
-    path = tmp_path / "results.json"
-    assert main(["bench", "--quick", "--op", "tssa", "--output", str(path)]) == 0
-    printed = capsys.readouterr().out
+    monkeypatch.setitem(bench_verb._SECONDS, "quick", 0.01)
+    return run
+
+
+def test_bench_prints_a_table_and_writes_rows(bench):
+    status, printed, path = bench()
+    assert status == 0
+    assert "cannot be trusted" not in printed
     assert "tssa vit-196 fp32 both" in printed
     assert "x eager" in printed
     found = rows.read(path)
     assert {r.provider for r in found.rows if r.times} >= {"eager", "composite"}
     assert json.loads(path.read_text())["machine"]["copy_bytes"] == 1e10
+
+
+BUSY = {"before": (0.3, 2.0), "after": (2.0, 0.3)}
+
+
+@pytest.mark.parametrize(("before", "after"), BUSY.values(), ids=BUSY)
+def test_bench_says_that_its_times_are_of_a_busy_machine(before, after, bench, threads, capsys):
+    threads(2)
+    _, printed, path = bench(before, after)
+    assert printed.startswith("bench: 0.3 of 2 cores free") == (before < 1)
+    assert torch.get_num_threads() == (1 if before < 1 else 2)
+    warning = f"others were at work ({before} of 2 cores free before, {after} of 2 cores free after)"
+    assert printed.endswith(f"bench: {warning}: these times and ratios cannot be trusted\n")
+    assert main(["bench", "compare", str(path), str(path)]) == 0
+    assert capsys.readouterr().out.count(warning) == 2
+
+
+@pytest.mark.parametrize("name", ["eager", "composite"])
+def test_bench_marks_a_provider_beyond_its_budget(name, bench, monkeypatch):
+    every = providers.of
+
+    def off(provider):
+        return replace(provider, make=lambda case: lambda *args: 1.01 * provider.make(case)(*args))
+
+    monkeypatch.setattr(providers, "of", lambda op: [off(p) if p.name == name else p for p in every(op)])
+    status, printed, _ = bench()
+    assert status == (name == "composite")
+    header, _, *lines = printed.partition("\ncase ")[2].splitlines()[:4]
+    column = len("case ") + header.index(f"x {name}")
+    assert [line[column:].split()[0] for line in lines] == ["wrong", "wrong"]
+    assert all(("(composite wrong)" in line) == (name == "composite") for line in lines)

@@ -22,7 +22,7 @@ def demo(small, tmp_path, monkeypatch, capsys):
     """Run the command on the small digits; return its status, what it printed and its folder."""
     monkeypatch.setattr(data, "load", lambda: small)
     monkeypatch.setattr(job, "Settings", partial(Settings, dim=16, depth=2, heads=2, dim_head=8))
-    monkeypatch.setattr(compare, "STEPS", 4)
+    monkeypatch.setattr(compare, "QUICK_STEPS", 4)
 
     def run(*options):
         status = main(["demo", "--quick", "--output", str(tmp_path / "out"), *options])

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from crate_kernels.benchmark import load
 from crate_kernels.cli.common import machine
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -75,6 +76,7 @@ class Experiment:
             device = machine.choose(args.device, self.ops, backend)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
             return refuse(self.name, str(error).partition("\n")[0])
+        load.share_cores(device, print)
 
         from crate_kernels.cli.common.files import Unusable
         from crate_kernels.cli.common.trial import Trial

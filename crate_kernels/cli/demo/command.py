@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from crate_kernels.benchmark import load
 from crate_kernels.cli.common import machine
 from crate_kernels.cli.common.command import INTERRUPTED, missing_packages, refuse
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         return refuse("demo", str(error).partition("\n")[0])
     if args.backend == "reference":
         return refuse("demo", "--backend must not be reference: that is what the others are compared with")
+    load.share_cores(device, print)
 
     from crate_kernels.cli.demo import checkpoint, job
 

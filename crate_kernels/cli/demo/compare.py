@@ -15,7 +15,7 @@ from crate_kernels.cli.common.draws import generator
 from crate_kernels.cli.demo.data import Digits
 from crate_kernels.cli.demo.training import Settings, Training, fresh_model, model_config
 
-STEPS = 20
+STEPS, QUICK_STEPS = 20, 8
 RELATIVE, ABSOLUTE = 1.3e-6, 1e-5  # torch.testing.assert_close's, for float32
 CHAOS = 1e-3  # where rounding alone moves the loss that far, a comparison says nothing
 _PERTURBED_RUNS = 2
@@ -50,9 +50,9 @@ class Agreement:
         return all(d <= b for d, b in zip(self.differences, self.bound, strict=True))
 
 
-def agreement(training: Training) -> Agreement:
+def agreement(training: Training, quick: bool = False) -> Agreement:
     """Repeat the first steps of ``training`` naively."""
-    steps = min(STEPS, training.done)
+    steps = min(QUICK_STEPS if quick else STEPS, training.done)
 
     def repeat(change: Callable[[Training], object] = lambda _: None) -> torch.Tensor:
         run = Training(training.settings, training.digits, "reference", training.device)
@@ -99,7 +99,8 @@ def costs(settings: Settings, digits: Digits, backend: str | None, device: torch
     patch_size = digits.patch_size
     while patch_size:
         finer = replace(digits, patch_size=patch_size)
-        found.append(_cost(settings, finer, backend, device, rounds if patch_size == digits.patch_size else 3))
+        few = -(-rounds // 5)  # finer ones take seconds a step
+        found.append(_cost(settings, finer, backend, device, rounds if patch_size == digits.patch_size else few))
         patch_size //= 2
     return found
 

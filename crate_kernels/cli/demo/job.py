@@ -45,7 +45,7 @@ def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, q
                 console.print(what)
 
         doing("repeating the first steps with the naive equations")
-        agreement = compare.agreement(training)
+        agreement = compare.agreement(training, quick)
         if not all(p.isfinite().all() for p in training.model.parameters()):
             console.print(_verdict(agreement))
             console.print(f"{training.done} steps left weights that are not finite: nothing to measure or draw")

@@ -1,0 +1,101 @@
+"""How many cores nobody uses: where others are at work, threads wait for cores, and times say nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_STAT = Path("/proc/stat")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a look at the machine found.
+
+    Attributes:
+        cores: that this process may use.
+        free: how many of them nobody used.
+    """
+
+    cores: int
+    free: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether others use half a core or more."""
+        return self.cores - self.free >= 0.5
+
+    @property
+    def threads(self) -> int:
+        """How many threads find a core each; one has to."""
+        return max(1, int(self.free + 0.5))
+
+    def __str__(self) -> str:
+        return f"{self.free:.1f} of {self.cores} cores free"
+
+
+def look(seconds: float = _SECONDS) -> Load:
+    """Watch the cores that this process may use for a moment, in which it does nothing itself.
+
+    A container's quota counts as what is free of them. Where the system does not say, the load average has to do, which
+    remembers a minute.
+    """
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    before = _idle()
+    if before is None:
+        free = len(mine) - (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    else:
+        time.sleep(seconds)
+        after = _idle() or before
+        free = sum(_share(before[core], after[core]) for core in mine if core in before and core in after)
+    return Load(len(mine), max(0.0, min(free, _quota(len(mine)))))
+
+
+def share_cores(device: torch.device, say: Callable[[str], object]) -> None:
+    """Before work on a CPU: let PyTorch use the cores that are free, and say so where those are fewer than it would."""
+    if device.type == "cpu" and torch.get_num_threads() > 1:
+        use(look(), say)
+
+
+def use(load: Load, say: Callable[[str], object]) -> None:
+    """Let PyTorch have no more threads than there are free cores: threads that wait for one hold up the others."""
+    threads = torch.get_num_threads()
+    if load.threads < threads:
+        torch.set_num_threads(load.threads)
+        number = "1 thread" if load.threads == 1 else f"{load.threads} threads"
+        say(f"{load}, others are at work on this machine: {number} instead of {threads}, and all takes longer")
+
+
+def _idle() -> dict[int, tuple[int, int]] | None:
+    """Return the time that each core was idle, and all of its time, in ticks; None where the system does not say."""
+    try:
+        lines = _STAT.read_text().splitlines()
+    except OSError:
+        return None
+    found = {}
+    for name, *ticks in (line.split() for line in lines if line.startswith("cpu")):
+        if name != "cpu":
+            user, nice, system, idle, waiting, *others = (int(tick) for tick in ticks[:8])
+            found[int(name[3:])] = idle + waiting, user + nice + system + idle + waiting + sum(others)
+    return found
+
+
+def _share(before: tuple[int, int], after: tuple[int, int]) -> float:
+    idle, total = (a - b for a, b in zip(after, before, strict=True))
+    return idle / total if total > 0 else 1.0
+
+
+def _quota(cores: int) -> float:
+    """Return how many cores' time a container may have: all of them where there is no limit."""
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return float(cores)
