@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels import _flops
+from crate_kernels import _imports
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
@@ -56,7 +56,9 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
-        _flops.register(packet, flops)
+        # Importing the counter would import Triton, or log a warning where there is none.
+        counter = "torch.utils.flop_counter"
+        _imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
     overload, call.__name__ = packet.default, name
     return call
 
@@ -92,6 +94,29 @@ def _nothing_intercepts(args: tuple) -> bool:
         elif kind not in _SCALARS:  # a subclass, a symbol
             return False
     return True
+
+
+def traced_by_autograd(function: type) -> type:
+    """Have torch.compile trace an autograd.Function by running it, as a decorator.
+
+    Autograd then sees a saved tensor that was changed in place, and refuses it. What Dynamo makes of a Function by
+    itself goes on with the changed value (PyTorch 2.11 to 2.13).
+    """
+    _imports.when_imported("torch._dynamo", lambda _: torch.compiler.allow_in_graph(function))
+    return function
+
+
+def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
+    """Return what a Function saved; where it was changed in place since, an error says what to do."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{op}: an input or output of this call was changed in place before the backward pass, which reads it; "
+            "change a copy instead: out = out + x, or out.clone()"
+        ) from error
 
 
 def functorch_twin(function: type, op: Callable) -> None:

@@ -10,7 +10,7 @@ from crate_kernels import SubspaceCache, TokenStatsCache
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import home, kernels, offsets, randn
+from tests.ops.common import home, interpreted, kernels, offsets, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -120,9 +120,16 @@ def described(result):
     ]
 
 
-@pytest.mark.parametrize(("shape", "lay"), INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize(
-    ("name", "backend"), [pytest.param(n, b, id=f"{n}-{b}") for n, (_, found) in CALLS.items() for b in found]
+    ("name", "backend", "shape", "lay"),
+    [
+        pytest.param(name, backend, *INPUTS[inputs], id=f"{name}-{backend}-{inputs}")
+        for name, (_, found) in CALLS.items()
+        for backend in found
+        for inputs in (
+            ("transposed", "no-batch") if interpreted(backend, home(backend)) else INPUTS
+        )  # it takes seconds
+    ],
 )
 def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
     if name.endswith("decode"):

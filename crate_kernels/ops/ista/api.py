@@ -37,7 +37,8 @@ def ista(
 
     Returns:
         (..., dim) in x's dtype. Under autocast float32 ``x`` stays the residual and only the products run in
-        the autocast dtype; ``W - W^T W`` is formed from the weight as given and rounded once.
+        the autocast dtype; ``W - W^T W`` is formed from the weight as given and rounded once. The backward reads the
+        output, as that of ReLU does: changing it in place is refused there.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -96,6 +96,7 @@ ista_overcomplete_bwd = _register.define(
 )
 
 
+@_register.traced_by_autograd
 class ISTAFunction(torch.autograd.Function):
     """y = ista_fwd(x, weight, *options), differentiable once."""
 
@@ -112,7 +113,7 @@ class ISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, y = ctx.saved_tensors
+        x, weight, y = _register.saved_tensors("ista", ctx)
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         dx, dweight = ista_bwd(dy, x, weight, y, *ctx.options, need_dx, need_dweight, ctx.backend)
         dx = _register.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
@@ -120,6 +121,7 @@ class ISTAFunction(torch.autograd.Function):
         return dx, dweight, *(None,) * (len(ctx.options) + 1)
 
 
+@_register.traced_by_autograd
 class OvercompleteISTAFunction(torch.autograd.Function):
     """(out, codes, residuals) = ista_overcomplete_fwd(...), out differentiable once."""
 
@@ -138,7 +140,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, decoder, *saved = ctx.saved_tensors
+        x, weight, decoder, *saved = _register.saved_tensors("ista_overcomplete", ctx)
         grads = ista_overcomplete_bwd(dout, x, weight, decoder, *saved, *ctx.options, ctx.backend)
         sources = (dout, x, weight, decoder)
         dx, dweight, ddecoder = (_register.once_differentiable("ista_overcomplete", g, *sources) for g in grads)

@@ -99,7 +99,8 @@ def mssa(
         ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
         ``(out, lse)`` with the differentiable natural-log lse, scale included, (batch, nheads, seqlen) or
         (nheads, total), in float32 (float64 for float64 ``w``). Under autocast ``w`` is cast as
-        ``F.scaled_dot_product_attention`` casts it.
+        ``F.scaled_dot_product_attention`` casts it. The backward reads both, as that function's reads its output:
+        changing one in place is refused there.
 
     Raises:
         TypeError: an argument of the wrong type.

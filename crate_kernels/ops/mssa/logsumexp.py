@@ -74,6 +74,7 @@ _lse_bwd = _register.define(
 )
 
 
+@_register.traced_by_autograd
 class LogSumExp(torch.autograd.Function):
     """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32 or better; differentiable once."""
 
@@ -93,6 +94,6 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of w."""
-        w, key_padding_mask, lse = ctx.saved_tensors
+        w, key_padding_mask, lse = _register.saved_tensors("mssa", ctx)
         dw = _lse_bwd(dlse, w, lse, key_padding_mask, ctx.causal, ctx.scale)
         return _register.once_differentiable("mssa", dw, dlse, w), None, None, None

@@ -108,6 +108,7 @@ mssa_decode = _register.define(
 )
 
 
+@_register.traced_by_autograd
 class MSSAFunction(torch.autograd.Function):
     """(out, lse) = mssa_fwd(w, *options), differentiable once with respect to w."""
 
@@ -126,7 +127,7 @@ class MSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore
-        w, key_padding_mask, cu_seqlens, seed, out, lse = ctx.saved_tensors
+        w, key_padding_mask, cu_seqlens, seed, out, lse = _register.saved_tensors("mssa", ctx)
         nothing = (None,) * (len(ctx.scalars) + 4)
         if dout is None and dlse is None:
             return None, *nothing

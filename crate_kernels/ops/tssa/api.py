@@ -89,7 +89,7 @@ def tssa(
     Returns:
         ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
         ``(out, membership)`` with the differentiable Pi, (batch, nheads, seqlen) or (nheads, total), in float32
-        (float64 for float64 ``w``).
+        (float64 for float64 ``w``). The backward reads Pi: changing it in place, unlike ``out``, is refused there.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -89,6 +89,7 @@ tssa_decode = _register.define(
 )
 
 
+@_register.traced_by_autograd
 class TSSAFunction(torch.autograd.Function):
     """(out, membership, ...) = tssa_fwd(w, temp, *options); out and membership differentiable once."""
 
@@ -108,7 +109,7 @@ class TSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None, *_: Any) -> Any:  # pyright: ignore
-        *saved, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
+        *saved, key_padding_mask, cu_seqlens, seed = _register.saved_tensors("tssa", ctx)
         nothing = (None,) * 6
         if dout is None and dmembership is None:
             return None, None, *nothing
@@ -119,6 +120,7 @@ class TSSAFunction(torch.autograd.Function):
         return *(_register.once_differentiable("tssa", g, *sources) for g in grads), *nothing
 
 
+@_register.traced_by_autograd
 class CausalTSSAFunction(torch.autograd.Function):
     """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *options), differentiable once."""
 
@@ -136,7 +138,7 @@ class CausalTSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None) -> Any:  # pyright: ignore
-        *saved, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
+        *saved, key_padding_mask, cu_seqlens, seed = _register.saved_tensors("tssa", ctx)
         nothing = (None,) * 6
         if dout is None and dmembership is None:
             return None, None, None, *nothing
