@@ -83,6 +83,7 @@ def _nothing_intercepts(args: tuple) -> bool:
         or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
     ):
         return False
     graph = torch.is_grad_enabled()

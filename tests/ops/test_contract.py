@@ -1,5 +1,6 @@
 """What every backend behind the op boundary owes PyTorch: compile, export, checkpoint, meta tensors, flops."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -321,6 +322,21 @@ def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
     else:
         crate_kernels.mssa(Subclass(w) if watcher == "subclass" else w, backend="plain")
     assert ("crate_kernels.mssa_fwd.default" in seen) == (watcher != "nobody")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated", "ignore:Converting a tensor to a Python")
+@pytest.mark.parametrize("op", [op for op in DYNAMIC if op != "mssa-composite"])
+def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
+    """What a body does with one number of tokens is not what it does with another."""
+    room, _, backend = op.rpartition("-")
+    function, device = DYNAMIC[op], home(backend)
+    module = _backend.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
+    monkeypatch.setattr(_backend, "_kernels", {})
+    monkeypatch.delitem(sys.modules, module)  # which is imported, as the first time, while PyTorch traces
+    w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
+    traced = torch.jit.trace(function, w)
+    assert any(node.kind().startswith("crate_kernels::") for node in traced.graph.nodes())
+    torch.testing.assert_close(traced(longer), function(longer), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
