@@ -55,10 +55,11 @@ def test_only_what_pytorch_does_otherwise_is_excluded():
         for backend in ("composite", "triton", "cpp", "plain")
         if testing.excluded(case, backend, torch.bfloat16, "cuda") is not None
     }
-    names = ("dropout", "causal-dropout", "dropout-packed")
+    names = [case.name for case in testing.MSSA_CASES if "dropout" in case.name]
+    assert len(names) == 6
     assert left == {(f"mssa-{name}", "composite") for name in names}
     in_float32 = {c.name for c in testing.CASES if testing.excluded(c, "composite", torch.float32) is not None}
-    assert in_float32 == {*names, "d112", "d128"}
+    assert in_float32 == {*names, "saturated", "causal-saturated", "d112", "d128"}
 
 
 @pytest.mark.parametrize("case", testing.CASES, ids=str)
@@ -101,6 +102,12 @@ def test_cases_are_what_they_are_named_after():
     norms = tokens("mssa", "mixed-norms").differentiable["w"].norm(dim=-1).mean((0, 1))
     assert norms[-1] > 32 * norms[0]
     assert tokens("mssa", "common-mean").differentiable["w"].mean() > 3
+    opposed = tokens("mssa", "pad-opposed")
+    keys = opposed.others["key_padding_mask"][:, None, :, None]
+    scores = 0.25 * opposed.differentiable["w"].double() @ opposed.differentiable["w"].double().mT
+    pairs = (~keys & keys.mT).expand(scores.shape)
+    assert scores[pairs].min() > -100
+    assert scores[pairs].max() < -75
     padded = tokens("mssa", "pad-row").others["key_padding_mask"]
     assert padded.any(1).tolist() == [True, True, False]
     for op, name in (("mssa", "strided"), ("tssa", "strided"), ("ista", "strided")):

@@ -52,7 +52,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
         w = draw(batch, nheads, seqlen, head_dim)
     w = _make_special(w * case.magnitude, case.special)
     if case.padding:
-        others["key_padding_mask"] = padding_mask(case.padding, batch, seqlen, generator).to(device)
+        mask = padding_mask(case.padding, batch, seqlen, generator)
+        others["key_padding_mask"] = mask.to(device)
+        if case.special == "opposed padding":
+            # Scores of padded queries from -120 to -136 bits: relative to them, a score of 0 overflows float32.
+            opposed = -torch.linspace(5.2, 5.9, seqlen)[:, None]
+            w = w + torch.where(mask[:, None, :, None], 4.0, opposed)
     tensors = {"w": _lay_out(w.to(device, dtype), case.layout)}
     if case.op == "tssa":
         tensors["temp"] = (1 + 0.2 * draw(nheads, 1)).to(device, dtype)

@@ -6,6 +6,8 @@
 //   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products a pair.
 // Row form: P_ij = 2^(S_ij - lse_i), A_ij = scale P_ij (R_ij dout_i . w_j - delta_i + dlse_i),
 //   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products a tile.
+// delta_i = dout_i . out_i is as good as out is; where that is not enough, it is sum_j P_ij R_ij dout_i . w_j: one
+// more.
 #pragma once
 
 #include "gradients.h"
@@ -50,12 +52,17 @@ CRATE_INLINE float trusted_lse(Dtype dtype) {
   return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
 }
 
+// Largest |w|^2 scale / 2, in bits, of a head whose delta may come from an `out` with dropout. Where one weight is all,
+// the factor of dropout is rounded in `out` and not in its product with w: delta misses by a rounding of the dtype, and
+// the gradient by |w|^2 scale roundings.
+constexpr float kLowHeight = 4.0f;
+
 template <class T>
 class Backward : Head<T> {
   using Base = Head<T>;
   using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_;
-  using Base::panel_at, Base::rows_at, Base::at, Base::total_of;
+  using Base::panel_at, Base::rows_at;
 
  public:
   using Base::Base;
@@ -73,7 +80,7 @@ class Backward : Head<T> {
     pack_keys();
     float largest;
     const bool safe = safe_spread(half_norm_, keys_.count, &largest);
-    if (safe && keys_.count > 1 && Base::pairs_allowed()) {
+    if (safe && keys_.count > 1 && Base::pairs_allowed() && trusted(keys_.token, keys_.count)) {
       pairs(largest);
       if (keys_.count < head_.seqlen) rows(/*padded_only=*/true);
     } else {
@@ -98,7 +105,7 @@ class Backward : Head<T> {
     half_norm_ = s.floats(padded);
     mass_ = s.floats(padded);
     delta_ = s.floats(padded);
-    sums_ = {s.floats(padded * kLanes), s.floats(padded)};
+    dlse_ = s.floats(padded);
     staging_ = s.floats(kTile * staging_width(p_.head_dim));
     other_ = s.floats(kTile * staging_width(p_.head_dim));
     exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
@@ -116,13 +123,14 @@ class Backward : Head<T> {
       pack_rows<T>(staging_, width, width_, count, keys_rows_ + rows_at(b));
       for (int n = 0; n < round_up(count, kLanes); ++n) {
         half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
+        tallest_ = fmaxf(tallest_, fabsf(half_norm_[b * kTile + n]));
       }
     }
   }
 
-  // Pack dout of up to kTile tokens, times factor[n] if given: as a panel, as rows, and with out as
-  // delta = (dout . out - dlse) * factor.
-  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta) {
+  // Pack dout of up to kTile tokens as a panel, leave it in staging_, and find delta = dout . out and dlse: all of them
+  // times factor[n] if given.
+  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta, float* dlse) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
       memset(staging_, 0, round_up(count, kLanes) * width * sizeof(float));
@@ -138,8 +146,9 @@ class Backward : Head<T> {
       pack_panel<T>(other_, width, p_.head_dim, count, out_panel_);
       dot_columns<T>(panel, out_panel_, words_, count, delta);
     }
-    for (int n = 0; head_.dlse != nullptr && n < count; ++n) {
-      delta[n] -= head_.dlse[token[n] * head_.dlse_stride] * (factor == nullptr ? 1.0f : factor[n]);
+    for (int n = 0; head_.dlse != nullptr && n < kTile; ++n) {
+      dlse[n] = n < count ? head_.dlse[token[n] * head_.dlse_stride] : 0.0f;
+      if (factor != nullptr) dlse[n] *= factor[n];
     }
   }
 
@@ -166,27 +175,15 @@ class Backward : Head<T> {
   void pairs(float largest) {
     const int64_t width = staging_width(p_.head_dim);
     Base::pair_masses(largest);
-    const bool from_lse = trusted(keys_.token, keys_.count);
-    if (!from_lse) {
-      Base::clear(sums_, keys_.blocks * kTile);
-      Base::for_each_pair([this](int i, int j) {
-        Scores s = Base::pair_scores(i, j);
-        alignas(64) float column[kTile] = {};
-        wanted(s) = at(sums_, i, column);
-        compute_weights<T>(s, weights_);
-        Base::add_columns(sums_, j, column);
-      });
-    }
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b), first = b * kTile;
       alignas(64) float inverse[kTile] = {};
       for (int n = 0; n < kTile; ++n) {
         const int k = first + n;
         if (n >= count) continue;
-        inverse[n] = from_lse ? exp2f(static_cast<float>(half_norm_[k] + largest - head_.lse[keys_.token[k]] * kLog2e))
-                              : 1.0f / total_of(sums_, k);
+        inverse[n] = exp2f(static_cast<float>(half_norm_[k] + largest - head_.lse[keys_.token[k]] * kLog2e));
       }
-      pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first);
+      pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first, dlse_ + first);
       pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
       stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, count, mass_panels_ + panel_at(b));
@@ -220,6 +217,10 @@ class Backward : Head<T> {
     g.column_u = mass_ + j * kTile;
     g.row_u = mass_ + i * kTile;
     g.column_delta = delta_ + j * kTile;
+    if (head_.dlse != nullptr) {
+      g.row_dlse = dlse_ + i * kTile;
+      g.column_dlse = dlse_ + j * kTile;
+    }
     g.symmetric = i == j;
     compute_gradients<T>(g, gradients_);
     accumulate<T, ByColumn>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i), mass_ + j * kTile,
@@ -235,29 +236,36 @@ class Backward : Head<T> {
     Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
   }
 
-  // Fill in the shifts of a block; return what its weights then lack to be probabilities, in `residual`.
-  void shift_rows(Block& b, const float* queries, float* residual) {
-    if (p_.threshold || trusted(b.token, b.count)) {
-      for (int r = 0; r < kTile; ++r) {
-        const bool real = r < b.count && b.limit[r] > 0;
-        const double lse = head_.lse[b.token[r]] * kLog2e;
-        b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
-        // What rounding took from the shift; with a threshold the weights themselves are compared.
-        residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
-      }
-      return;
+  // Fill in the shifts of a block and what its weights then lack to be probabilities, from the lse; true if that and
+  // `delta` are as exact as the dtype.
+  bool shift_rows(Block& b, float tallest, float* residual) const {
+    for (int r = 0; r < kTile; ++r) {
+      const bool real = r < b.count && b.limit[r] > 0;
+      const double lse = head_.lse[b.token[r]] * kLog2e;
+      b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
+      // What rounding took from the shift; with a threshold the weights themselves are compared.
+      residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
     }
+    return p_.threshold || (trusted(b.token, b.count) && (!p_.dropout || tallest <= kLowHeight));
+  }
+
+  // The same, and delta, from the scores: sums of the very weights that delta is subtracted from.
+  void measure_rows(Block& b, const float* queries, float* residual, float* delta) {
     for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
     Base::shift_by_maxima(b, queries);
-    alignas(64) float sums[kTile * kLanes] = {};
+    alignas(64) float sums[kTile * kLanes] = {}, deltas[kTile * kLanes] = {};
     for (int j = 0; j * kTile < b.most; ++j) {
       int32_t limit[kTile];
       Scores s = Base::row_scores(b, queries, j, limit);
+      s.exact = T::kPair == 1 ? nullptr : exact_;
       wanted(s).row = sums;
       compute_weights<T>(s, weights_);
+      add_deltas<T>(score_gradients(b, j), deltas);
     }
     for (int r = 0; r < kTile; ++r) {
-      residual[r] = r < b.count && b.limit[r] > 0 ? 1.0f / sum(load(sums + r * kLanes)) : 1.0f;
+      const bool real = r < b.count && b.limit[r] > 0;
+      residual[r] = real ? 1.0f / sum(load(sums + r * kLanes)) : 1.0f;
+      delta[r] = real ? residual[r] * sum(load(deltas + r * kLanes)) : 0.0f;
     }
   }
 
@@ -265,17 +273,21 @@ class Backward : Head<T> {
     const int64_t width = staging_width(p_.head_dim);
     const float* queries = key_panels_ + panel_at(b.token[0] / kTile);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
+    float tallest = tallest_;
     if (keys_.count < head_.seqlen) {  // the keys' own packing does not have these tokens side by side
       stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
       queries = query_panel_;
       query_rows = query_rows_;
+      for (int n = 0; n < b.count; ++n) {
+        tallest = fmaxf(tallest, fabsf(half_norm(staging_ + n * width, width, factor_)));
+      }
     }
-    alignas(64) float residual[kTile], delta[kTile];
-    shift_rows(b, queries, residual);
+    alignas(64) float residual[kTile], delta[kTile], dlse[kTile];
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
-    pack_dout(b.token, b.count, nullptr, dout_panels_, delta);
+    pack_dout(b.token, b.count, nullptr, dout_panels_, delta, dlse);
+    if (!shift_rows(b, tallest, residual)) measure_rows(b, queries, residual, delta);
     scale_staged(residual, b.count);
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
@@ -290,7 +302,12 @@ class Backward : Head<T> {
       Scores s = Base::row_scores(b, queries, j, limit);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       compute_weights<T>(s, weights_);
-      row_gradients(b, delta, residual, j, scored);
+      ScoreGradients g = score_gradients(b, j);
+      g.row_scale = residual;
+      g.row_delta = delta;
+      g.row_dlse = head_.dlse == nullptr ? nullptr : dlse;
+      if (scored) compute_gradients<T>(g, gradients_);
+      if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
       accumulate<T, ByColumn>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr,
                               scored ? &gradients_ : nullptr, query_rows);
       if (!scored) continue;
@@ -303,8 +320,8 @@ class Backward : Head<T> {
     }
   }
 
-  // The gradients of a tile's scores, if it has any; then its weights become what multiplied the values.
-  void row_gradients(const Block& b, const float* delta, const float* row_scale, int j, bool scored) {
+  // The terms of tile j's gradients that do not depend on the rows' sums; `weights_` holds the tile's weights.
+  ScoreGradients score_gradients(const Block& b, int j) {
     if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
     ScoreGradients g = {};
     g.left_a = dout_panels_;
@@ -312,21 +329,16 @@ class Backward : Head<T> {
     g.words = p_.threshold ? 0 : words_;
     g.rows = b.count;
     g.columns = b.columns(j);
-    g.row_scale = row_scale;
     g.weights = exact();
     g.dropout = p_.dropout ? dropout_ : nullptr;
-    g.row_delta = delta;
     g.column_u = mass_ + j * kTile;
-    if (scored) compute_gradients<T>(g, gradients_);
-    if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
-      transform_weights(p_, p_.dropout ? dropout_ : nullptr, b.count, weights_.by_row);
-    }
+    return g;
   }
 
   Shares shares_;
-  Sums sums_;
   float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_panel_, *query_rows_, *delta_,
-      *other_, *exact_, *dropout_;
+      *dlse_, *other_, *exact_, *dropout_;
+  float tallest_ = 0.0f;  // the largest |half_norm|
   Tile<T> weights_, gradients_;
 };
 

@@ -6,7 +6,8 @@
 namespace {
 
 // The gradient of the products w_i . w_j:
-//   row_scale_i * weight * (dropout factor * a - column_u_j row_delta_i + b - row_u_i column_delta_j),
+//   row_scale_i * weight * (dropout factor * a - column_u_j row_delta_i + b - row_u_i column_delta_j
+//                           + column_u_j row_dlse_i + row_u_i column_dlse_j),
 // where a and b are the two products of panels.
 struct ScoreGradients {
   const float *left_a, *right_a, *left_b, *right_b;  // b null: one product
@@ -16,8 +17,9 @@ struct ScoreGradients {
   const float* row_scale;
   const float* dropout;  // null, or kTile x kTile factors
   const float *row_delta, *column_u;
-  const float *row_u, *column_delta;  // null: no second term
-  bool symmetric;                     // by columns only
+  const float *row_u, *column_delta;    // null: no second term
+  const float *row_dlse, *column_dlse;  // null: no gradient of the lse
+  bool symmetric;                       // by columns only
 };
 
 template <class T>
@@ -33,7 +35,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       const int j = j0 + v * kLanes;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        if (s.dropout != nullptr) d[r][v] *= load(s.dropout + (r0 + r) * kTile + j);
+        if (s.dropout != nullptr) d[r][v] = rounded(d[r][v] * load(s.dropout + (r0 + r) * kTile + j));
         d[r][v] -= load(s.column_u + j) * s.row_delta[r0 + r];
       }
     }
@@ -44,6 +46,18 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
         const Vf delta = load(s.column_delta + j0 + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) d[r][v] -= delta * s.row_u[r0 + r];
+      }
+    }
+    // After the differences, which may be small beside their terms: a sum with delta would be rounded as delta is.
+    if (s.row_dlse != nullptr) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kColumns; ++v) {
+        const Vf u = load(s.column_u + j0 + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          d[r][v] += u * s.row_dlse[r0 + r];
+          if (s.left_b != nullptr) d[r][v] += load(s.column_dlse + j0 + v * kLanes) * s.row_u[r0 + r];
+        }
       }
     }
 #pragma GCC unroll 4
@@ -58,6 +72,29 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
   };
   for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
   if (s.symmetric) gradients.mirror(s.columns);
+}
+
+// deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums a row.
+template <class T>
+void add_deltas(const ScoreGradients& s, float* deltas) {
+  const auto add = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+    const int j0 = v0 * kLanes;
+    Vf d[kRows][kColumns] = {};
+    multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      Vf total = load(deltas + (r0 + r) * kLanes);
+#pragma GCC unroll 4
+      for (int v = 0; v < kColumns; ++v) {
+        const int at = (r0 + r) * kTile + j0 + v * kLanes;
+        if (s.dropout != nullptr) d[r][v] = rounded(d[r][v] * load(s.dropout + at));
+        total += load(s.weights + at) * d[r][v];
+      }
+      store(deltas + (r0 + r) * kLanes, total);
+    }
+  };
+  for_groups<T>(s.rows, s.columns, false, add);
 }
 
 // dots[j] = the product of column j of two panels, in the order in which tiles sum it.

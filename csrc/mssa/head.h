@@ -15,7 +15,8 @@ using crate_kernels::MssaView;
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 // Largest spread of |w_i|^2 scale / 2, in bits, that needs no maximum: 60 nats. Beyond about 80, 1 / l overflows.
 constexpr float kSafeSpread = 86.5f;
-// Largest h, in bits, of the forms without maxima: beyond it the scores themselves are rounded to over 2^-11.
+// Largest h, in bits, of the forms without maxima: scores are rounded to 2^-10 there, and by so much that weights of
+// nearly equal tokens overflow at 2^29.
 constexpr float kSafeHeight = 4096.0f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
@@ -172,9 +173,9 @@ class Head {
     s.factor = factor_;
     s.row_shift = b.shift;
     s.column_mass = mass_ + j * kTile;
-    // Padding has score 0, which is far above all others where the scale is negative: then too it must be masked.
-    const bool padding_overflows = p_.scale <= 0 && s.columns < kTile;
-    if (b.least < j * kTile + s.columns || padding_overflows) {
+    // Padding, whose score is 0, is masked too: all other scores of a row may be so far below 0 that its weight would
+    // be infinite, and infinity times no mass is NaN.
+    if (b.least < (j + 1) * kTile) {
       for (int r = 0; r < kTile; ++r) limit[r] = b.limit[r] - j * kTile;
       s.limit = limit;
     }

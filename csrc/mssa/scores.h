@@ -35,14 +35,17 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
     for (int r = 0; r < kRows; ++r) {
       Vf total = load(sums.row + (r0 + r) * kLanes);
 #pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) total += e[r][v] * load(s.column_mass + j0 + v * kLanes);
+      for (int v = 0; v < kColumns; ++v) {
+        // Products sum the columns of this block: what rows and columns of it are rounded to may not be mixed.
+        if (s.symmetric && j0 / kLanes + v == r0 / kLanes) continue;
+        total += e[r][v] * load(s.column_mass + j0 + v * kLanes);
+      }
       store(sums.row + (r0 + r) * kLanes, total);
     }
   }
   if (sums.column != nullptr) {
 #pragma GCC unroll 4
     for (int v = 0; v < kColumns; ++v) {
-      if (s.symmetric && j0 / kLanes + v == r0 / kLanes) continue;  // its rows have both sides of the diagonal
       Vf total = {};
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) total += e[r][v] * s.row_mass[r0 + r];
@@ -61,12 +64,11 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
 #pragma GCC unroll 4
     for (int n = 0; n < kStep; ++n) {
       const int r = (first + n) / kColumns, v = (first + n) % kColumns;
-      if (s.column_shift != nullptr) {
-        x[n] = e[r][v] * s.factor - (splat(s.row_shift[r0 + r]) + load(s.column_shift + j0 + v * kLanes));
-      } else {
-        // Rounded before the shift, as maxima are: the largest weight of such a row is exactly 1.
-        x[n] = rounded(e[r][v] * s.factor) - s.row_shift[r0 + r];
-      }
+      Vf shift = splat(s.row_shift[r0 + r]);
+      if (s.column_shift != nullptr) shift += load(s.column_shift + j0 + v * kLanes);
+      // Rounded before the shift, as maxima are: the largest weight of a row that is shifted by its maximum is exactly
+      // 1, and a symmetric pair has one weight, wherever in a tile it is computed.
+      x[n] = rounded(e[r][v] * s.factor) - shift;
     }
     exp2(x);
 #pragma GCC unroll 4

@@ -151,6 +151,38 @@ def test_very_different_norms_are_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
 
+def wrong(w, options, backend):
+    """Return what ``backend`` gets wrong of tokens that no case draws."""
+    case, inputs = testing.Case("mssa", "own", w.shape, {"return_lse": True, **options}), testing.Inputs({"w": w}, {})
+    eager, exact = (testing.run(case, one, "reference") for one in (inputs, inputs.to(torch.float64)))
+    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, w.dtype) if not m.passed]
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_token_alone_among_its_opposites(causal, dtype, backend, device):
+    """Own scores of 10 to 15, others as far below 0: one weight is all, though the lse is exact enough to take."""
+    if backend == "composite":
+        pytest.skip("PyTorch's attention: docs/mssa.md says how wrong its gradients are there")
+    axes = torch.eye(16)[:5].repeat(8, 1, 1)[None] + 0.1 * randn(1, 8, 5, 16, dtype=torch.float32)
+    w = torch.cat([axes, -axes], dim=2)
+    w *= torch.linspace(10.0, 15.0, 10)[:, None].div(0.25).sqrt() / w.norm(dim=-1, keepdim=True)
+    assert wrong(w.to(device, dtype), {"causal": causal}, backend) == []
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("magnitude", [30.0, 1e4])
+def test_nearly_equal_tokens_of_any_norm(magnitude, dtype, backend, device):
+    """Of 1e4, a score and half the norms are rounded to 64: what only their difference bounds would overflow."""
+    if backend == "composite" and dtype == torch.float32:
+        pytest.skip("PyTorch's attention: docs/mssa.md says how wrong its gradients are there")
+    last_bit = torch.randint(-1, 2, (1, 2, 70, 64), generator=torch.Generator().manual_seed(0)) * 2.0**-23
+    w = magnitude * randn(1, 2, 1, 64, dtype=torch.float32) * (1 + last_bit)
+    assert wrong(w.to(device, dtype), {}, backend) == []
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_half_precision_survives_scores_that_overflow(causal, backend, device):
