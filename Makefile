@@ -7,7 +7,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test aot test-gpu test-emulated test-sanitize fuzz check docs bench bench-gpu tables clean
+.PHONY: demo test aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
 
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
@@ -34,6 +34,11 @@ test-emulated: .venv/test.stamp
 # Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
 fuzz: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
+
+# 20,000 drawn calls against equations that share no code with the package or its tests; it goes on where it was stopped.
+# make fuzz-apart ARGS='--seed 7' prints and repeats one of them.
+fuzz-apart: .venv/test.stamp .venv/extension.stamp
+	$(BIN)/python -m tests.apart $(ARGS)
 
 # The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.

@@ -1,0 +1,87 @@
+"""What drawn calls of mssa and tssa share: sizes, packings, upstream gradients, and what is done around a call."""
+
+import torch
+
+from tests.apart import values
+from tests.apart.call import has_cpp
+
+MODES = ("no_grad", "inference", "add", "double", "twice", "overwritten", "threads", "prefix")
+_ROOM = 4_000_000  # multiply-adds of one product: a call and its equations then take a few milliseconds
+
+
+def sizes(d, backend, quadratic):
+    """Return (batch, nheads, seqlen, head_dim), small enough in all."""
+    batch, nheads, seqlen, head_dim = d.pick(1, 1, 2, 3, 5), d.pick(1, 1, 2, 3, 4, 6, 8, 12), d.length(), d.channels()
+    if backend == "triton":
+        seqlen, head_dim, nheads = min(seqlen, 70), min(head_dim, 32), min(nheads, 3)
+    room = _ROOM // 60 if backend == "triton" else _ROOM
+    while batch * nheads * seqlen * head_dim * (seqlen if quadratic else 16) > room:
+        if batch > 1:
+            batch -= 1
+        elif nheads > 2:
+            nheads -= 1
+        elif head_dim > seqlen:
+            head_dim = head_dim * 3 // 4
+        elif nheads > 1 and d.chance(0.5):
+            nheads = 1
+        else:
+            seqlen = seqlen * 3 // 4
+    if d.chance(0.02):
+        return d.pick((0, nheads, seqlen, head_dim), (batch, nheads, 0, head_dim))
+    return batch, nheads, seqlen, head_dim
+
+
+def packed_tokens(d, kind, shape, scale):
+    """Write packed tokens; return (total, nheads, head_dim), the offsets and a max_seqlen."""
+    _, nheads, seqlen, head_dim = shape
+    offsets, longest = values.packing(d, max(seqlen, 1))
+    total = offsets[-1]
+    values.tokens(d, kind, (1, nheads, max(total, 1), head_dim), scale)
+    one = d.integer(0, len(offsets) - 2)
+    values.undefined(d, f":, :, {offsets[one]}:{offsets[one + 1]}", len(offsets) - 1)
+    d.put(f"w = w[0, :, :{total}].transpose(0, 1)")
+    return (total, nheads, head_dim), offsets, longest
+
+
+def modes(d, call, kind, units=0, prefix=False):
+    """Choose what is done around the call.
+
+    ``units`` is how many threads have something of their own to do; ``prefix``: whether earlier tokens do not see later
+    ones.
+    """
+    mode = d.pick(*MODES) if kind == "modes" or d.chance(0.06) else ""
+    grad = mode not in ("no_grad", "inference")
+    if (
+        (mode in ("add", "double") and "out" not in call.upstream)
+        or (mode == "prefix" and not (prefix and call.backend in ("cpp", "triton")))
+        or (not grad and call.context)
+    ):
+        return
+    if not grad:
+        call.context = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}[mode]
+        call.upstream = {}
+    if mode == "threads":
+        count = d.integer(2, 4)
+        d.put(f"torch.set_num_threads({count})")
+        call.same_bits = call.backend == "cpp" and units >= count
+    call.mode = mode
+
+
+def upstreams(d, outputs, shapes, dtypes):
+    """Write upstream gradients of some outputs: the first, the second or both."""
+    which = outputs if len(outputs) == 1 else d.pick(outputs, outputs, outputs[:1], outputs[1:])
+    for name in which:
+        values.upstream(d, f"d{name}", shapes[name], dtypes[name])
+    return {name: f"d{name}" for name in which}
+
+
+def merges(backend, laid, dtype):
+    """Whether the output's heads must merge without a copy: kernels always, plain PyTorch where the input's do."""
+    kernel = backend == "cpp" or (backend is None and dtype != "float64" and has_cpp())
+    return kernel or (backend != "reference" and laid == "projection")
+
+
+def sdpa_factor(shape, dtype, p):
+    """Return the factors that PyTorch's own attention draws from its generator for weights of this shape."""
+    ones = torch.ones(*shape[:3], shape[2], dtype=getattr(torch, dtype))
+    return torch.nn.functional.dropout(ones, p).double()

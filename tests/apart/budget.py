@@ -1,0 +1,138 @@
+"""The error budget of CONTRIBUTING.md: a result may be as far from float64 as eager code is, times a constant.
+
+Eager's error on one drawn input can be 0 by luck (a single token, sums that come out to the last bit), and then says
+nothing of what eager PyTorch is worth there. A result that is over its budget is therefore judged once more: eager's
+error is then the largest on the input and on ``NEIGHBOURS`` others that differ from it in the last bit of each number.
+"""
+
+import math
+
+import torch
+
+from tests.apart.call import DTYPES
+
+FORWARD, GRADIENT = 2.0, 3.0
+NEIGHBOURS = 8
+# The rounding of a float64 call is that of float32, so many bits further down; there is no better truth to see it by.
+_DOWN = 2.0**-29
+
+
+class Wrong(Exception):
+    """A call gave what it must not; ``ratio`` is the error as a share of its budget."""
+
+    def __init__(self, text, ratio=0.0):
+        super().__init__(text)
+        self.ratio = ratio
+
+
+class Budget:
+    """Holds results to float64.
+
+    Args:
+        evaluate: ``evaluate(tensors, cast, nudge, context)`` gives the results of the equations by name, after casting
+            every floating tensor to ``cast`` unless that is None; under the call's autocast if ``context``.
+        tensors: the tensors of the call.
+        dtype: name of the dtype that the call computes in.
+        lenient: whether results need not be finite where eager code's in the same dtype are not.
+        jumps: whether results are discontinuous where something is compared with a threshold.
+    """
+
+    def __init__(self, evaluate, tensors, dtype, lenient=False, jumps=False):
+        self._evaluate, self._tensors, self._lenient, self._jumps = evaluate, tensors, lenient, jumps
+        self._double = dtype == "float64"
+        self._eps = torch.finfo(DTYPES[dtype]).eps
+        self._exact, self._eager, self._single = {}, {}, {}
+        self.worst, self.why, self.close = 0.0, "", False
+
+    def exact(self, turn=0):
+        """Return the results in float64, for the call's tensors or for a neighbour's."""
+        if turn not in self._exact:
+            self._exact[turn] = self._evaluate(self._neighbour(turn), torch.float64, 0.0, False)
+        return self._exact[turn]
+
+    def _neighbour(self, turn):
+        """Return the tensors with each number moved by up to one rounding; the zeros and infinities stay."""
+        if turn == 0:
+            return self._tensors
+        g = torch.Generator().manual_seed(turn)
+
+        def moved(value):
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            eps = torch.finfo(torch.float32 if self._double else value.dtype).eps
+            shift = torch.randint(-1, 2, value.shape, generator=g).double() * eps
+            return (value.double() * (1 + shift)).to(value.dtype)
+
+        return {name: moved(value) for name, value in self._tensors.items()}
+
+    def _usual(self, name, where, turn):
+        """Return eager's error; where its dtype does not hold what is between, float32's, and None if neither does."""
+        truth = self.exact(turn)[name]
+        where = where & truth.isfinite()
+        if turn not in self._eager:
+            cast = torch.float32 if self._double else None
+            self._eager[turn] = self._evaluate(self._neighbour(turn), cast, 0.0, True)
+        usual = error(self._eager[turn][name], truth, where)
+        if not math.isfinite(usual) and not self._lenient:
+            if turn not in self._single:
+                self._single[turn] = self._evaluate(self._neighbour(turn), torch.float32, 0.0, False)
+            usual = error(self._single[turn][name], truth, where)
+        return usual * (_DOWN if self._double else 1.0) if math.isfinite(usual) else None
+
+    def hold(self, name, value, factor, label=""):
+        """Raise ``Wrong`` if ``value`` is not what ``name`` must be."""
+        truth = self.exact()[name]
+        check(value.shape == truth.shape, f"{label}{name} has shape {tuple(value.shape)}, not {tuple(truth.shape)}")
+        infinite = truth == -math.inf  # the logsumexp of a row without keys
+        check(torch.equal(value.double()[infinite], truth[infinite]), f"{label}{name} is not infinite where it must be")
+        where = truth.isfinite() & (truth.abs() < 0.99 * torch.finfo(value.dtype).max)
+        wrong, usual = error(value, truth, where), self._usual(name, where, 0)
+        if usual is None:
+            return  # float32 does not hold what is between: nothing is promised
+        check(math.isfinite(wrong), f"{label}{name} is not finite where float64 is")
+        largest = truth[where].abs().max().item() if where.any() else 0.0
+        least = torch.finfo(value.dtype).smallest_normal * torch.finfo(value.dtype).eps  # nothing is closer to 0
+        factor += self._double  # the truth is no better than the call
+        budget = factor * (usual + self._eps * largest + least)
+        if wrong > budget:
+            self.close = True
+            usual = max([usual, *(self._usual(name, where, turn) or 0.0 for turn in range(1, NEIGHBOURS + 1))])
+            budget = factor * (usual + self._eps * largest + least) + self._jump(name, truth, where)
+        share = wrong / budget if budget else math.inf if wrong else 0.0
+        if share > self.worst:
+            self.worst = share
+            self.why = f"{label}{name}: error {wrong:.3g}, eager's {usual:.3g}, largest {largest:.3g}"
+
+    def settle(self):
+        """Raise ``Wrong`` if something was over its budget."""
+        if self.worst > 1:
+            raise Wrong(f"{self.worst:.3g} budgets: {self.why}", self.worst)
+
+    def _jump(self, name, truth, where):
+        """Return how far float64 itself jumps where thresholds move by a few roundings."""
+        if not self._jumps:
+            return 0.0
+        step = 2 * max(self._eps, 4e-7)
+        moved = (self._evaluate(self._tensors, torch.float64, sign * step, False)[name] for sign in (-1, 1))
+        return max(error(value, truth, where) for value in moved)
+
+
+def error(value, truth, where):
+    """Return the largest error, infinite where a number is missing."""
+    difference = (value.double() - truth)[where].abs()
+    if not difference.numel():
+        return 0.0
+    return math.inf if difference.isnan().any() else difference.max().item()
+
+
+def same(a, b):
+    """Whether two tensors have the same values, NaN like NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def check(condition, text):
+    """Raise Wrong with ``text`` unless ``condition``."""
+    if not condition:
+        raise Wrong(text)

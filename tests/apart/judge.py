@@ -1,0 +1,223 @@
+"""The verdict on one call: its errors against float64, and what it must leave as it was."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tests.apart import philox
+from tests.apart.budget import FORWARD, GRADIENT, Budget, Wrong, check, same
+from tests.apart.call import HEAD
+
+
+class Refused(Exception):
+    """A documented refusal."""
+
+
+@dataclass
+class Verdict:
+    """What came of a call.
+
+    Attributes:
+        status: "passed", "close" (over its budget but for eager's luck), "refused" (as documented), "failed", or
+            "broken" (the fuzzer itself).
+        why: the largest error or what was wrong.
+        ratio: the largest error as a share of its budget.
+        seconds: what it took.
+    """
+
+    status: str
+    why: str = ""
+    ratio: float = 0.0
+    seconds: float = 0.0
+
+
+def judge(call):
+    """Make the call and return the verdict."""
+    start, threads = time.perf_counter(), torch.get_num_threads()
+    try:
+        verdict = _judge(call)
+    except Wrong as wrong:
+        verdict = Verdict("failed", str(wrong), wrong.ratio)
+    except Refused as refused:
+        verdict = Verdict("refused", str(refused))
+    except Exception as error:
+        verdict = Verdict("broken", f"{type(error).__name__}: {error}")
+    torch.set_num_threads(threads)
+    verdict.seconds = time.perf_counter() - start
+    return verdict
+
+
+def _judge(call):
+    space = {}
+    exec("\n".join([*HEAD, *call.setup]), space)
+    if call.check:
+        return call.check(call, space)
+    tensors = {name: value for name, value in space.items() if isinstance(value, torch.Tensor)}
+    before = {name: value.detach().clone() for name, value in tensors.items()}
+    torch.manual_seed(call.seed)
+    seed = philox.next_seed()
+    try:
+        got = run(call, space)
+    except Wrong:
+        raise
+    except Exception as error:
+        documented(call, error)
+    if call.refusal:
+        raise Wrong(f"must be refused with {call.refusal[0].__name__}")
+    for name, value in before.items():
+        check(same(tensors[name].detach(), value), f"{name} was written to")
+    layouts(call, tensors, got)
+    again = run(call, space)
+    for name, value in got.items():
+        check(same(value, again[name]), f"{name} has other bits when the call is repeated")
+    if call.mode == "prefix" and separate(tensors["w"]):
+        later_tokens(call, space, got)
+    if call.same_bits:
+        torch.set_num_threads(1)
+        for name, value in run(call, space).items():
+            check(same(value, got[name]), f"{name} has other bits on one thread")
+    torch.manual_seed(call.seed)
+    state = torch.get_rng_state()
+
+    def evaluate(tensors, cast, nudge, context):
+        torch.set_rng_state(state)
+        return equations(call, tensors, seed, cast, nudge, call.context if context and call.working else "")
+
+    budget = Budget(evaluate, before, call.working or call.dtype, call.lenient, call.jumps)
+    # Where float64 has no number for an output, as with a bias of -inf in every head, its gradient has none either.
+    given = not any(value.isfinite().logical_not().any() for name, value in before.items() if name in ("w", "x"))
+    defined = not given or not any(budget.exact()[name].isnan().any() for name in call.outputs)
+    for name, value in got.items():
+        gradient = name.startswith("d")
+        if defined or not gradient:
+            budget.hold(name, value, GRADIENT if gradient or call.kind == "transforms" else FORWARD)
+    return finished(budget)
+
+
+def finished(budget):
+    """Return the verdict of a call whose results have all been held to the budget."""
+    budget.settle()
+    return Verdict("close" if budget.close else "passed", budget.why, budget.worst)
+
+
+def documented(call, error):
+    """Raise ``Refused`` if a call raised the error that it must, ``Wrong`` if it raised another."""
+    text = f"{type(error).__name__}: {error}"
+    if call.refusal and type(error) is call.refusal[0] and call.refusal[1] in str(error):
+        raise Refused(text) from error
+    if isinstance(error, RuntimeError) and ("is unavailable" in text or f"backend={call.backend!r} takes cuda" in text):
+        raise Refused("unavailable: " + text) from error
+    raise Wrong(text.splitlines()[0]) from error
+
+
+def run(call, space):
+    """Make the call; return outputs and gradients by name."""
+    torch.manual_seed(call.seed)
+    exec(call.whole_line(), space)
+    call.last = {"out": space["out"]}
+    got = {name: space[name].detach().clone() for name in call.outputs}
+    if call.mode in ("no_grad", "inference"):
+        check(
+            not any(space[name].requires_grad for name in call.outputs),
+            "an output requires a gradient without grad mode",
+        )
+    if call.mode in ("add", "double"):
+        exec(call.afterwards(), space)
+    if call.upstream and call.wrt:
+        got.update(gradients(call, space))
+    return got
+
+
+def gradients(call, space):
+    """Differentiate as the call's mode has it."""
+    names = [f"d{name}" for name in call.wrt]
+    outputs, leaves, given = (
+        [space[name] for name in group] for group in (call.upstream, call.wrt, call.upstream.values())
+    )
+    if call.mode == "overwritten" and separate(leaves[0]):
+        with torch.no_grad():
+            kept = leaves[0].clone()
+            leaves[0].mul_(3)
+        try:
+            found = torch.autograd.grad(outputs, leaves, given)
+        except RuntimeError as error:
+            check("modified" in str(error), str(error))
+            return {}  # autograd noticed; what was saved as a copy may give the gradient all the same
+        finally:
+            with torch.no_grad():
+                leaves[0].copy_(kept)
+        return dict(zip(names, found, strict=True))
+    found = torch.autograd.grad(outputs, leaves, given, retain_graph=call.mode == "twice")
+    if call.mode == "twice":
+        for name, one, two in zip(names, found, torch.autograd.grad(outputs, leaves, given), strict=True):
+            check(same(one, two), f"{name} has other bits when the backward is repeated")
+    return dict(zip(names, found, strict=True))
+
+
+def later_tokens(call, space, got):
+    """Check that no bit of an output depends on later tokens."""
+    w = space["w"]
+    kept, half = w.detach().clone(), w.shape[2] // 2
+    with torch.no_grad():
+        w[:, :, half:].mul_(-3).add_(1)
+    try:
+        changed = run(call, space)
+    finally:
+        with torch.no_grad():
+            w.copy_(kept)
+    for name in call.outputs:
+        check(same(changed[name][:, :, :half], got[name][:, :, :half]), f"{name} depends on later tokens")
+
+
+def layouts(call, tensors, got):
+    """Check dtypes, shapes and memory of gradients and outputs; ``got`` holds contiguous copies of outputs."""
+    out = call.last["out"]
+    if call.merged and call.mode not in ("add", "double"):
+        merged = out.transpose(1, 2).flatten(2)
+        check(
+            merged.untyped_storage().data_ptr() == out.untyped_storage().data_ptr(),
+            "out.transpose(1, 2).flatten(2) copies",
+        )
+    given = {value.untyped_storage().data_ptr(): name for name, value in tensors.items() if value.numel()}
+    for name, value in (("out", out), *((f"d{name}", got.get(f"d{name}")) for name in call.wrt)):
+        if value is not None and value.numel():
+            other = given.get(value.untyped_storage().data_ptr())
+            check(other in (None, *call.upstream.values()), f"{name} shares memory with {other}")
+            check(separate(value), f"{name} overlaps itself: strides {value.stride()}")
+    for name in call.wrt:
+        gradient, leaf = got.get(f"d{name}"), tensors[name]
+        if gradient is not None:
+            fits = gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
+            check(fits, f"d{name} is {gradient.dtype} {tuple(gradient.shape)}")
+
+
+def separate(tensor):
+    """Whether no two elements share memory."""
+    if tensor.numel() == 0:
+        return True
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def equations(call, tensors, seed, cast, nudge, context):
+    """Evaluate the call's equations with autograd, in float64, in float32 or (None) in the dtypes of its tensors."""
+    t = {"seed": seed}
+    for name, value in tensors.items():
+        value = value.to(cast) if cast is not None and value.is_floating_point() else value
+        t[name] = value.clone().requires_grad_() if name in call.wrt else value
+    space = {"torch": torch, "compute": lambda: call.equation(t, nudge)}
+    exec(f"with {context}:\n    result = compute()" if context else "result = compute()", space)
+    result = {name: value for name, value in space["result"].items() if name in call.outputs}
+    values = {name: value.detach() for name, value in result.items()}
+    if call.upstream and call.wrt:
+        factor = 2.0 if call.mode == "double" else 1.0
+        given = [t[f"d{name}"].to(result[name].dtype) * (factor if name == "out" else 1.0) for name in call.upstream]
+        grads = torch.autograd.grad([result[name] for name in call.upstream], [t[name] for name in call.wrt], given)
+        values.update({f"d{name}": grad for name, grad in zip(call.wrt, grads, strict=True)})
+    return values

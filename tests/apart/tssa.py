@@ -1,0 +1,107 @@
+"""Drawn calls of tssa."""
+
+import torch
+
+from tests.apart import oracle, philox, values
+from tests.apart.attention import merges, modes, packed_tokens, sizes, upstreams
+from tests.apart.call import HALF, Call, keywords
+
+
+def draw(d, seed, kind, forced):
+    """Draw a call of tssa."""
+    backend, dtype = d.backend(forced)
+    shape = batch, nheads, seqlen, head_dim = sizes(d, backend, quadratic=False)
+    call = Call(kind, seed, "tssa", backend, dtype, lenient=backend == "reference")
+    what = kind.removeprefix("tssa ")
+    causal = d.chance(0.9 if what == "bias" else 0.5)
+    dropout = d.pick(0.1, 0.5, 0.9, d.uniform(0, 0.99)) if what == "dropout" or d.chance(0.1) else 0.0
+    tokens = d.pick(*values.TOKENS) if what == "tokens" or d.chance(0.25) else "randn"
+    mask = packed = False
+    if what == "packed" or (what != "padding" and d.chance(0.12)):
+        packed = True
+        sizes_, offsets, longest = packed_tokens(d, tokens, shape, None)
+    else:
+        sizes_ = shape
+        values.tokens(d, tokens, shape)
+        if seqlen and (what == "padding" or d.chance(0.15)):
+            mask = True
+            values.mask(d, batch, seqlen)
+        else:
+            values.undefined(d, d.integer(0, max(batch - 1, 0)), batch)
+    wrt = [name for name in ("w", "temp", "bias") if d.chance(0.8)] or ["w"]
+    laid = values.layout(d, "w", sizes_, dtype, None if what == "layout" or d.chance(0.5) else "projection", "w" in wrt)
+    beside = d.pick(dtype, "float32") if dtype in HALF else dtype
+    temperatures(d, nheads, beside, what == "temp", "temp" in wrt)
+    covered = max(longest if packed else seqlen, 1)
+    bias = causal and (what == "bias" or d.chance(0.4))
+    if bias:
+        biases(d, nheads, covered, head_dim, beside if d.chance(0.9) else dtype, what == "bias", "bias" in wrt)
+    wrt = [name for name in wrt if name != "bias" or bias] or ["w"]
+    if wrt == ["w"]:
+        d.put("w.requires_grad_()")
+    membership = what == "membership" or d.chance(0.3)
+    call.outputs = ("out", "membership") if membership else ("out",)
+    rows = (nheads, sizes_[0]) if packed else shape[:3]
+    call.wrt = wrt
+    exact = "float64" if dtype == "float64" else "float32"
+    call.upstream = upstreams(
+        d, call.outputs, {"out": sizes_, "membership": rows}, {"out": dtype, "membership": exact}
+    )  # fmt: skip
+    options = keywords(
+        causal=causal or None, denom_bias="bias" if bias else None, dropout_p=dropout or None,
+        key_padding_mask="mask" if mask else None, cu_seqlens="bounds" if packed else None,
+        max_seqlen=longest if packed else None, return_membership=True if membership else None,
+        backend=repr(backend) if backend else None,
+    )  # fmt: skip
+    call.line = f"{', '.join(call.outputs)} = tssa(w, temp{options})"
+    call.merged = not packed and merges(backend, laid, dtype)
+    if what == "autocast" or d.chance(0.03):
+        call.context = f'torch.autocast("cpu", torch.{d.half(backend)})'  # leaves tokens alone
+    modes(d, call, what, 100, causal and not packed and seqlen > 1)
+    if backend in ("cpp", "triton") and dtype == "float64":
+        call.refusal = NotImplementedError, "backend="
+
+    def equation(t, nudge):
+        del nudge
+        w, seed_ = t["w"], t["seed"]
+
+        def dense(w, index):
+            drop = philox.statistics_factor(seed_, dropout, index, w.shape, causal) if dropout else None
+            if causal:
+                return oracle.tssa_causal(w, t["temp"], t.get("bias"), factor=drop, mask=t.get("mask"))
+            return oracle.tssa(w, t["temp"], factor=drop, mask=t.get("mask"))
+
+        both = oracle.per_sequence(dense, w, offsets) if packed else dense(w, 0)
+        return dict(zip(("out", "membership"), both, strict=True))
+
+    call.equation, call.setup = equation, d.lines
+    return call
+
+
+def temperatures(d, nheads, dtype, odd, grad):
+    """Write ``temp``, (nheads,) or (nheads, 1)."""
+    sizes_ = d.pick((nheads,), (nheads, 1))
+    d.put(f"temp = torch.rand({sizes_}, generator=g) * {d.pick(1.0, 2.0)} + {d.pick(0.1, 0.5, 1.0)}")
+    if odd:
+        one = f"temp[{d.integer(0, nheads - 1)}]"
+        d.put(d.pick(
+            "temp = -temp", "temp = temp * 0", "temp = temp * 30", "temp = temp * 1e-3", f"{one} = 0",
+            f"{one} = -math.inf", "temp = temp.sub(1)",
+        ))  # fmt: skip
+    values.layout(d, "temp", sizes_, dtype, d.pick("contiguous", "contiguous", "sliced", "offset", "expanded"), grad)
+
+
+def biases(d, nheads, seqlen, head_dim, dtype, odd, grad):
+    """Write ``bias``, (nheads, >= seqlen[, 1])."""
+    longer = seqlen + d.pick(0, 0, 1, d.integer(1, 40))
+    sizes_ = d.pick((nheads, longer), (nheads, longer, 1))
+    d.put(f"bias = torch.randn({sizes_}, generator=g) * {d.pick(0.01, 0.1, 1.0)}")
+    if odd:
+        head, place = d.integer(0, nheads - 1), d.integer(0, seqlen - 1)
+        least = torch.finfo(torch.float32 if dtype == "float64" else getattr(torch, dtype)).min
+        d.put(d.pick(
+            f"bias[{head}] = -math.inf", f"bias[{head}, {place}] = -math.inf", f"bias[:, {place}] = -math.inf",
+            f"bias[{head}] = {least / 2}", f"bias[{head}, {place}:] = {least / head_dim}", "bias = bias * 1000",
+            f"bias[{head}] = 1e4", f"bias[:, {place}] = {least}", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",
+        ))  # fmt: skip
+    values.layout(d, "bias", sizes_, dtype, None, grad)

@@ -1,0 +1,63 @@
+"""The fuzzer of tests/apart: one round over its classes passes, and its judge sees what is wrong."""
+
+import re
+import warnings
+
+import pytest
+
+from tests.apart.__main__ import quiet
+from tests.apart.draw import draw
+from tests.apart.judge import judge
+from tests.apart.philox import philox
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_fuzzer(threads):
+    """One thread, and the fuzzer's filters of warnings."""
+    threads(1)
+    with warnings.catch_warnings():
+        quiet()
+        yield
+
+
+@pytest.mark.parametrize("start", range(0, 200, 40))
+def test_drawn_calls_of_every_class_pass(start):
+    verdicts = {seed: judge(draw(seed)) for seed in range(start, start + 40)}
+    assert not {seed: v for seed, v in verdicts.items() if v.status in ("failed", "broken")}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("out = out * (1 + 1e-4)", "budgets: out"),
+        ("out = out + (w - w.detach()).sum() * 1e-2", "budgets: dw"),
+        ("out = out / 0", "out is not finite"),
+        ("out = out.detach()", "does not require grad"),
+        ("w.data.add_(1)", "w was written to"),
+        ("out = out + next(noise)", "other bits"),
+        ("out = w", "out shares memory with w"),
+        ("out = out[..., :1].expand_as(out)", r"out(.transpose.* copies| overlaps itself)"),
+        ("raise ValueError('mssa: w must be something else')", "ValueError: mssa"),
+    ],
+    ids=["value", "gradient", "infinite", "detached", "written", "repeated", "aliased", "overlapping", "refused"],
+)
+def test_the_judge_sees(line, why):
+    call = next(call for call in map(draw, range(10_000)) if plain(call) and judge(call).status == "passed")
+    call.setup.append("import itertools; noise = itertools.count()")
+    call.line += "; " + line
+    verdict = judge(call)
+    assert verdict.status == "failed"
+    assert re.search(why, verdict.why), verdict.why
+
+
+def plain(call):
+    """Whether nothing is special about a call, so that each of its lines can be made wrong."""
+    line = re.fullmatch(r"out = mssa\(w, backend='composite'\)", call.line)
+    return bool(line and call.dtype == "float32" and call.upstream and not call.mode and not call.context)
+
+
+def test_philox_gives_the_words_of_its_authors():
+    # Known answers from the authors' library, Random123.
+    assert [int(word) for word in philox((0, 0, 0, 0), (0, 0))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert [int(word) for word in philox(*pi)] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
