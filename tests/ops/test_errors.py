@@ -240,6 +240,8 @@ NOT_IN_KERNELS = {
     "relu": ({"phi": "relu"}, 4, "phi='relu'"),
     "identity": ({"phi": "identity"}, 4, "phi='identity'"),
     "wide-heads": ({}, 257, "head_dim > 256, got 257"),
+    "no-channels": ({}, 0, "head_dim = 0"),
+    "no-channels-causal": ({"causal": True, "return_lse": True}, 0, "head_dim = 0"),
 }
 
 

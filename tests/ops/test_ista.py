@@ -1,5 +1,7 @@
 """Sparse coding: loops = reference = every backend, and what the named cases do not show."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,6 +56,15 @@ def test_overcomplete_float64_is_the_loop(options, shape, tied, backend):
     expected = outputs_and_gradients(lambda *t: ista_overcomplete_loop(*t, **options), *tensors)
     actual = outputs_and_gradients(lambda *t: ista_overcomplete(*t, **options, backend=backend), *tensors)
     torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("shape", [(0,), (5, 0), (2, 3, 0), (0, 0)])
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_tokens_without_channels(backend, device, shape):
+    x, square, wide = (randn(*sizes, dtype=torch.float32, device=device) for sizes in (shape, (0, 0), (0, 4)))
+    for function, weight in ((ista, square), (ista_overcomplete, wide)):
+        results = outputs_and_gradients(partial(function, backend=backend), x, weight)
+        assert [t.shape for t in results] == [x.shape, x.shape, weight.shape]
 
 
 @pytest.mark.parametrize("name", ["relu", "two-sided"])

@@ -19,7 +19,7 @@ def forward(
     x: Tensor, weight: Tensor, step_size: float, lambd: float, nonnegative: bool, compute: torch.dtype
 ) -> Tensor:
     """Return y; products run in ``compute``, the residual is added in x's dtype."""
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = _rows(x)
     operand = tokens.to(compute)
     if tokens.shape[0] >= weight.shape[0]:
         left, right = operand, _gram(weight, compute)
@@ -46,7 +46,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
     dim = x.shape[-1]
-    tokens, dy, y = x.reshape(-1, dim), dy.reshape(-1, dim), y.reshape(-1, dim)
+    tokens, dy, y = _rows(x), _rows(dy), _rows(y)
     if nonnegative:
         active = torch.ops.aten.threshold_backward(dy, y, 0)  # dy where y > 0, in one pass
     else:
@@ -71,6 +71,11 @@ def backward(
     return dx, dweight
 
 
+def _rows(t: Tensor) -> Tensor:
+    """View tokens as rows; of no channels -1 could be any number."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
 def _add(tokens: Tensor, product: Tensor, scale: float) -> Tensor:
     """Return tokens + scale * product in tokens' dtype and contiguous, as the fakes say; in place if it can."""
     out = product if product.dtype == tokens.dtype else torch.empty_like(product, dtype=tokens.dtype)
@@ -86,7 +91,7 @@ def forward_overcomplete(
     x: Tensor, weight: Tensor, decoder: Tensor | None, step_size: float, lambd: float, steps: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = _rows(x)
     matrix = weight.to(x.dtype)
     bias = matrix.new_full((), -lambd)
     # z_0 = 0 makes r_0 = x: the first step is one product.
@@ -116,8 +121,7 @@ def backward_overcomplete(
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
-    dim = x.shape[-1]
-    dout, tokens, matrix = dout.reshape(-1, dim), x.reshape(-1, dim), weight.to(x.dtype)
+    dout, tokens, matrix = _rows(dout), _rows(x), weight.to(x.dtype)
     ddecoder = (dout.t() @ codes[-1]).to(weight.dtype)
     dcode = dout @ (matrix if decoder is None else decoder.to(x.dtype))
     dx, dweight = tokens.new_zeros(tokens.shape), weight.new_zeros(weight.shape)

@@ -197,7 +197,7 @@ def _residual(x: Tensor, code: Tensor, matrix: Tensor, scale: float = 1.0, mask:
 
 def _rows(t: Tensor) -> Tensor:
     """View tokens as the contiguous rows that the kernels take; copy them if they are not."""
-    return t.reshape(-1, t.shape[-1]).contiguous()
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous()
 
 
 def _like(t: Tensor, dtype: torch.dtype) -> Tensor:

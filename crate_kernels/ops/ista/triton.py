@@ -139,7 +139,7 @@ def backward_overcomplete(
 
 def _rows(t: Tensor) -> Tensor:
     """View tokens as the contiguous rows that the kernels take; copy them if they are not."""
-    return t.reshape(-1, t.shape[-1]).contiguous()
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous()
 
 
 def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:

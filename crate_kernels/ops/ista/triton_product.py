@@ -169,7 +169,7 @@ def product(
     rows, columns, inner = left.shape[0], right.shape[1], left.shape[1]
     if out is None:
         out = left.new_empty(rows, columns, dtype=dtype or right.dtype)
-    if rows == 0:
+    if out.numel() == 0:
         return out
     shared: dict[str, Any] = {
         "base_ptr": base,

@@ -113,7 +113,7 @@ def mssa(
     _checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     _checks.flag("mssa", "causal", causal)
     _checks.flag("mssa", "return_lse", return_lse)
-    factor: float = w.shape[-1] ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
+    factor: float = (w.shape[-1] or 1) ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
     dropout_p = _checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if phi not in _PHI:
         raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
@@ -168,8 +168,8 @@ def _choose(w: Tensor, phi: str, requested: str | None) -> str:
     if name in ("reference", "composite"):
         return name
     lacking = f"phi={phi!r}" if phi in _PLAIN_PHI else None
-    if w.shape[-1] > _MAX_HEAD_DIM:
-        lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}"
+    if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
+        lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}" if w.shape[-1] else "head_dim = 0"
     if lacking is None:
         # The thresholded kernels find every score twice: composite takes 0.8-1.0 of their time in wide heads.
         wide = phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM
