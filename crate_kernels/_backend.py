@@ -169,6 +169,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
+        MemoryError: there is no memory for what a kernel needs beside its results.
         RuntimeError: none was named where the call was traced, and here is no kernel.
     """
     name = chosen(op, backend, of)
@@ -181,6 +182,8 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
     except Refused as reason:
         if backend != AUTO:
             raise NotImplementedError(f"{op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
+    except MemoryError as error:
+        raise MemoryError(f"{op}: backend={name!r} ran out of memory for its workspace in {function}") from error
     return getattr(kernel(op, "composite"), function)(*args)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import SubspaceCache, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
+from crate_kernels import SubspaceCache, _backend, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
 from crate_kernels.benchmark import providers
 from crate_kernels.benchmark.gate import Gate
 from tests.ops.common import LEVELS, randn
@@ -254,3 +254,24 @@ def test_instruction_set_units_share_no_symbol(name, tmp_path):
     names = [line.split()[-2:] for line in symbols.splitlines()]
     shared = [name for kind, name in names if kind in ("W", "V", "u", "w", "v", "T") and not name.startswith("DW.ref.")]
     assert shared == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
+    """2^40 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
+    _extension.load()
+    threads(count)
+    one = torch.zeros(1, 1, 1, 8)
+    w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
+    with pytest.raises(MemoryError, match="bad_alloc"):
+        torch.ops.crate_kernels_C.mssa_fwd(w, None, None, None, False, 1.0, 0.0, -1.0, out, torch.zeros(1))
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+def test_out_of_memory_names_the_operator(function, monkeypatch):
+    def fail(*args):
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(_backend.kernel("mssa", "cpp"), function, fail)
+    with pytest.raises(MemoryError, match=rf"^mssa: backend='cpp' ran out of memory for its workspace in {function}"):
+        mssa(torch.randn(1, 2, 5, 8, requires_grad=True), backend="cpp").sum().backward()

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -57,11 +58,19 @@ void for_each_task(int64_t count, const Task& task) {
   }
   std::atomic<int64_t> next{0};
   Waiting region;
+  std::atomic<bool> failed{false};
+  std::exception_ptr failure;  // of the first thread that fails: the stable interface would tell nothing of it
   torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
     const Waiting::Thread thread(region);
-    Arena arena;
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, arena);
+    try {
+      Arena arena;
+      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, arena);
+    } catch (...) {
+      if (!failed.exchange(true)) failure = std::current_exception();
+      next = count;
+    }
   });
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace crate_kernels
