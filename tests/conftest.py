@@ -1,5 +1,6 @@
 """How hard the drawn tests try, on how many threads, and the fixtures of the C++ extension."""
 
+import os
 import signal
 
 import pytest
@@ -14,8 +15,10 @@ except ImportError:  # a GPU machine need not have it: drawn tests are skipped t
     settings = None
 
 # Tensors of tests are small. Threads that share them wait for each other, spinning, and where cores are busy the same
-# tests take sixty times as long. What needs more threads asks for them by the fixture.
+# tests take sixty times as long. What needs more threads asks for them by the fixture; the variable is for the processes
+# that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if settings is not None:
     # A test has no deadline: the first call of a kernel may compile it. The autouse fixtures patch allocators and
