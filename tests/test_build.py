@@ -137,6 +137,23 @@ def test_a_change_of_the_sources_is_another_build(tmp_path):
     assert _build.cache_folder(before) != _build.cache_folder(_build.source_hash(copy))
 
 
+def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch):
+    def identity():
+        extension, library = _build.source_hash(SOURCES), _build.cuda_source_hash(SOURCES)
+        return extension, library, _build.cache_folder("0"), _build.cuda_cache_folder("0")
+
+    def changed(*changes):
+        before = identity()
+        with monkeypatch.context() as patch:
+            patch.setattr(*changes)
+            return [a != b for a, b in zip(identity(), before, strict=True)]
+
+    assert changed(_build, "_FLAGS", (*_build._FLAGS, "-g")) == [True, False, False, False]
+    assert changed(_build, "_CUDA_FLAGS", (*_build._CUDA_FLAGS, "-g")) == [False, True, False, False]
+    assert changed(torch, "__version__", "2.99") == [False, False, True, False]  # the CUDA library fits every PyTorch
+    assert changed(_build, "_PLATFORM", "linux-riscv64") == [False, False, True, True]
+
+
 def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
     monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
     monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
