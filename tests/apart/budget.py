@@ -12,7 +12,7 @@ import torch
 from tests.apart.call import DTYPES
 
 FORWARD, GRADIENT = 2.0, 3.0
-NEIGHBOURS = 8
+NEIGHBOURS = 32
 # The rounding of a float64 call is that of float32, so many bits further down; there is no better truth to see it by.
 _DOWN = 2.0**-29
 
@@ -91,17 +91,26 @@ class Budget:
             return  # float32 does not hold what is between: nothing is promised
         check(math.isfinite(wrong), f"{label}{name} is not finite where float64 is")
         largest = truth[where].abs().max().item() if where.any() else 0.0
-        least = torch.finfo(value.dtype).smallest_normal * torch.finfo(value.dtype).eps  # nothing is closer to 0
+        least = self._least(value.dtype)
         factor += self._double  # the truth is no better than the call
         budget = factor * (usual + self._eps * largest + least)
         if wrong > budget:
             self.close = True
-            usual = max([usual, *(self._usual(name, where, turn) or 0.0 for turn in range(1, NEIGHBOURS + 1))])
-            budget = factor * (usual + self._eps * largest + least) + self._jump(name, truth, where)
+            jump = self._jump(name, truth, where)
+            for turn in range(1, NEIGHBOURS + 1):
+                usual = max(usual, self._usual(name, where, turn) or 0.0)
+                budget = factor * (usual + self._eps * largest + least) + jump
+                if wrong <= budget:
+                    break
         share = wrong / budget if budget else math.inf if wrong else 0.0
         if share > self.worst:
             self.worst = share
             self.why = f"{label}{name}: error {wrong:.3g}, eager's {usual:.3g}, largest {largest:.3g}"
+
+    def _least(self, dtype):
+        """Return what is as good as 0: below the normal numbers (processors may flush those), or float16's least number."""
+        limits = torch.finfo(dtype)
+        return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 1.0)
 
     def settle(self):
         """Raise ``Wrong`` if something was over its budget."""

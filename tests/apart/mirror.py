@@ -106,7 +106,8 @@ def _attention(call, rows, w, kept):
     for row, new, mask in zip(rows, w, kept, strict=True):
         keys = torch.cat([row, new[:, mask]], 1)[None]
         visible = torch.arange(keys.shape[2]) < (row.shape[1] + mask.cumsum(0))[:, None]
-        results.append(_unless_infinite(keys, *oracle.attend(new[None], keys, visible, scale=call.scale)))
+        out, lse = _unless_infinite(keys, *oracle.attend(new[None], keys, visible, scale=call.scale))
+        results.append((out, lse.where(new.isfinite().all(-1), torch.nan)))
     return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
 
