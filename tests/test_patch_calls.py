@@ -14,6 +14,7 @@ from tests.published import (
     Attention,
     CausalAttention,
     CausalTSSA,
+    FeedForward,
     PrintedISTA,
     TiedOvercomplete,
     VisionTSSA,
@@ -164,12 +165,12 @@ class Annealed(Attention):
 
     def forward(self, x):
         out = super().forward(x / self.tau)
-        return (out if self.sign else -out) + (0.0 if self.name is None else 1.0)
+        return (out if self.sign is True else -out) + (0.0 if self.name is None else 1.0)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tau", 0.5), ("sign", False), ("sign", 0), ("name", "one")],
+    [("tau", 0.5), ("sign", False), ("sign", 1), ("name", "one")],
     ids=["tau", "sign", "type", "name"],
 )
 def test_an_attribute_that_changed_brings_the_published_forward(name, value):
@@ -198,6 +199,14 @@ def test_tokens_of_another_rank_come_to_the_published_forward():
     model, x = AnyRank().eval(), tokens()
     patch(model)
     torch.testing.assert_close(model(x[0]), model(x)[0])
+
+
+def test_nested_tokens_come_to_the_published_forward():
+    model, parts = FeedForward(), [torch.randn(3, DIM), torch.randn(5, DIM)]
+    patch(model)
+    out = model(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    for actual, x in zip(out.unbind(), parts, strict=True):
+        torch.testing.assert_close(actual, model(x))
 
 
 def test_calls_reach_the_operator(monkeypatch):

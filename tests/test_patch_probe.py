@@ -134,6 +134,13 @@ class Capped(Attention):
         return self.to_out(heads_last(self.attend((w @ w.mT * self.scale).clamp(-20.0, 20.0)) @ w))
 
 
+class OtherElsewhere(FeedForward):
+    """Another function in the dtypes that a probe in float64 does not run."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.dtype == torch.float64 else 1.5)
+
+
 class Remembers(Attention):
     """Keeps its weights for a picture."""
 
@@ -239,15 +246,14 @@ class Residual(Overcomplete):
 
 
 class Thirds(nn.Module):
-    """Query, key and value apart; ``equal`` by value only, as in a published checkpoint."""
+    """Query, key and value apart; ``equal`` so many of them, by value only, as in a published checkpoint."""
 
     def __init__(self, equal):
         super().__init__()
         self.num_heads, self.scale = HEADS, HEAD_DIM**-0.5
         self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
         self.proj = nn.Linear(DIM, DIM)
-        if equal:
-            self.qkv.weight.data = self.qkv.weight.data[:DIM].repeat(3, 1)
+        self.qkv.weight.data[: equal * DIM] = self.qkv.weight.data[:DIM].repeat(equal, 1)
 
     def forward(self, x):
         query, key, value = (heads_first(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
@@ -288,6 +294,11 @@ LEFT = {
     "window-of-a-constant": (lambda: Window(128, named=False), "something else: output of a long sequence differs"),
     "strictly-causal": (StrictlyCausal, "something else: output differs by"),
     "capped-scores": (Capped, "something else: output of large tokens differs by"),
+    "other-in-float32": (OtherElsewhere, "looks like ista, but its numbers differ: output differs by"),
+    "other-in-bfloat16": (
+        lambda: OtherElsewhere().bfloat16(),
+        "looks like ista, but its numbers differ: output differs by",
+    ),
     "remembers": (Remembers, "changes attributes of the module"),
     "counts": (lambda: Counts("number"), "changes attributes of the module"),
     "counts-in-a-buffer": (lambda: Counts("buffer"), "changes attributes of the module"),
@@ -303,12 +314,13 @@ LEFT = {
     "relu6": (Clamped, "something else: output of large tokens differs by"),
     "threshold-unread": (Constant, "something else: output differs by"),
     "residual": (Residual, "something else: output differs by"),
-    "equal-thirds": (lambda: Thirds(True), "as long as its three projections are equal"),
+    "equal-thirds": (lambda: Thirds(3), "as long as its three projections are equal"),
     "clipa": (lambda: clipa(True), "as long as its three projections are equal"),
     "clipa-untrained": (lambda: clipa(False), "has projections of its own for query, key and value"),
     "meta-buffer": (meta_buffers, "its bias has no values on the meta device"),
     "other-relu": (lambda: changed(PrintedISTA(), relu=nn.GELU()), "has another relu"),
     "other-dropout": (lambda: changed(Attention(), dropout=nn.AlphaDropout(0.1)), "has another dropout"),
+    "dropout-that-is-none": (lambda: changed(Attention(), dropout=nn.ReLU()), "has another dropout"),
     "lazy": (lambda: changed(Attention(), qkv=nn.LazyLinear(DIM, bias=False)), "its qkv has no width yet"),
     "stop-gradient": (StopGradient, "something else: gradient differs by"),
     "training-noise": (TrainingNoise, "something else: output differs by"),
@@ -399,7 +411,7 @@ def test_layers_of_one_signature_share_a_probe(monkeypatch):
 
 def test_unrelated_modules_are_not_listed():
     plain = nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Conv2d(1, 1, 1), nn.Softshrink(0.1)
-    model = nn.Sequential(*plain, Thirds(False))
+    model = nn.Sequential(*plain, Thirds(1), Thirds(2))
     report = patch(model)
     assert (report.replaced, report.left, str(report)) == ({}, {}, "nothing to replace")
 
