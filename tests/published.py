@@ -204,6 +204,21 @@ class ClipaOvercomplete(nn.Module):
         return z @ self.c_proj.t()
 
 
+class Thirds(nn.Module):
+    """Query, key and value apart; ``equal`` so many of them, by value only, as in a published checkpoint."""
+
+    def __init__(self, equal):
+        super().__init__()
+        self.num_heads, self.scale = HEADS, HEAD_DIM**-0.5
+        self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
+        self.proj = nn.Linear(DIM, DIM)
+        self.qkv.weight.data[: equal * DIM] = self.qkv.weight.data[:DIM].repeat(equal, 1)
+
+    def forward(self, x):
+        query, key, value = (heads_first(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
+        return self.proj(heads_last((query @ key.mT * self.scale).softmax(-1) @ value))
+
+
 class Block(nn.Module):
     """Normalised attention and coding with residuals, as each system arranges them (close enough for a swap)."""
 
