@@ -133,7 +133,7 @@ def _class(mark: _Patch) -> type[nn.Module]:
     @functools.wraps(published)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x, mask = read(args, kwargs)
-        if x is not None and form.ready(self, x) and not torch.jit.is_tracing():
+        if x is not None and form.ready(self, x) and not torch.jit.is_tracing():  # pyright: ignore
             options = form.options(x, mask)
             if options is not None:
                 return form.run(self, x, mark.backend, options)
@@ -230,6 +230,8 @@ def _judge(
         return None, "already patched; unpatch first to change the backend"
     if isinstance(module, _OURS):
         return None, "already fused: a module of crate_kernels.nn"
+    if base.__module__.startswith("crate_kernels.models."):  # calls the operators by itself where there is one for it
+        return None, None
     if isinstance(module, torch.jit.ScriptModule):
         return None, None
     forms, reason = readings(module)
