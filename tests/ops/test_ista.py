@@ -139,6 +139,23 @@ def test_float32_weight_beside_half_tokens(dtype, backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=["half", "float"])
+@pytest.mark.parametrize("dim", [4, 600], ids=["many", "few"])
+def test_sums_over_tokens_that_float16_holds_only_scaled(dim, weight_dtype, backend, device):
+    x, dout = torch.full((256, dim), 16.0).to(device).half(), torch.full((256, dim), 60.0).to(device).half()
+    weight = (0.3 * torch.eye(dim)).to(device, weight_dtype).requires_grad_()
+    (dweight,) = torch.autograd.grad(ista(x, weight, backend=backend), weight, dout)
+    exact = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(ista(x.double(), exact, backend="reference"), exact, dout.double())
+    torch.testing.assert_close(dweight.double(), expected, rtol=2**-8, atol=0.0)
+    options = {"steps": 2, "lambd": 0.5, "backend": backend}
+    tied = (0.3 * torch.eye(dim, dim + 1)).to(device, weight_dtype).requires_grad_()
+    decoder = torch.full_like(tied, 2.0**-9).detach()
+    (dweight,) = torch.autograd.grad(ista_overcomplete(x, tied, decoder, **options), tied, dout)
+    assert bool(dweight.isfinite().all())
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_keeps_the_residual_stream_in_float32(tokens, backend, device):
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)

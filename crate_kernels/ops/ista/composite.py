@@ -58,7 +58,7 @@ def backward(
         if need_dx:
             dx = _add(active, g @ _gram(weight, compute).t(), step_size).view(x.shape)
         if need_dweight:
-            dk = (operand.t() @ g).to(weight.dtype).mul_(step_size)
+            dk = _scaled(operand.t(), g, step_size).to(weight.dtype)
             dweight = torch.addmm(dk, weight, dk + dk.t(), alpha=-1)
         return dx, dweight
     matrix = weight.to(compute)
@@ -67,7 +67,7 @@ def backward(
         dx = _add(active, torch.addmm(dr, dr, matrix, alpha=-1), 1.0).view(x.shape)
     if need_dweight:
         residual = torch.addmm(operand, operand, matrix.t(), alpha=-1)
-        dweight = torch.addmm(residual.t() @ g, dr.t(), operand, beta=step_size, alpha=-1).to(weight.dtype)
+        dweight = _scaled(residual.t(), g, step_size).addmm_(dr.t(), operand, alpha=-1).to(weight.dtype)
     return dx, dweight
 
 
@@ -80,6 +80,11 @@ def _add(tokens: Tensor, product: Tensor, scale: float) -> Tensor:
     """Return tokens + scale * product in tokens' dtype and contiguous, as the fakes say; in place if it can."""
     out = product if product.dtype == tokens.dtype else torch.empty_like(product, dtype=tokens.dtype)
     return torch.add(tokens, product, alpha=scale, out=out)
+
+
+def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return scale * left @ right, scaled before it is rounded: a sum over all tokens may be beyond fp16 unscaled."""
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def _gram(weight: Tensor, compute: torch.dtype) -> Tensor:
@@ -132,7 +137,7 @@ def backward_overcomplete(
         dr = (dcode @ matrix.t()).mul_(step_size)
         dx += dr
         residual = residuals[t - 1] if t else tokens
-        dweight += (residual.t() @ dcode).mul_(step_size)
+        dweight += _scaled(residual.t(), dcode, step_size)
         if t:
             dweight -= dr.t() @ codes[t - 1]
             dcode = torch.addmm(dcode, dr, matrix, alpha=-1)

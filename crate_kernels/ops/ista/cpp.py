@@ -225,5 +225,7 @@ def _accumulate(
         total = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left, right, beta=0 if base is None else 1, alpha=scale)
-    _step(torch.mm(left, right), base, None, scale, 0.0, False, total)
+    # Scaled before it is rounded: a sum over all tokens may be beyond fp16 unscaled.
+    product = torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+    _step(product, base, None, 1.0, 0.0, False, total)
     return total

@@ -159,4 +159,4 @@ def _add_over_tokens(total: Tensor | None, left: Tensor, right: Tensor, scale: f
         return library_product(left.t(), right, scale).to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left.t(), right, alpha=scale)
-    return total.add_(torch.mm(left.t(), right), alpha=scale)
+    return total.add_(library_product(left.t(), right, scale))
