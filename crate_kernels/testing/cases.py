@@ -74,7 +74,7 @@ MSSA_CASES = (
     _mssa("causal-pad-left", 3, 2, 65, 16, padding="left", causal=True),
     _mssa("causal-pad-row", 3, 2, 65, 16, padding="row", causal=True),
     *(
-        _mssa(f"{name}pad-opposed", 3, 2, 65, 16, padding=kind, special="opposed padding", magnitude=0.1, **options)
+        _mssa(f"{name}pad-opposed", 2, 1, 65, 16, padding=kind, special="opposed padding", magnitude=0.1, **options)
         for name, kind, options in (
             ("", "scattered", {}),
             ("causal-", "right", {"causal": True}),
@@ -93,9 +93,9 @@ MSSA_CASES = (
     _mssa("common-mean", 2, 3, 65, 16, special="common mean"),
     # Scores of 2600 that differ by a few: what two roundings of one weight differ by is multiplied by the mean.
     _mssa("high-mean", 2, 3, 65, 16, special="common mean", scale=10.0, magnitude=0.05),
-    # One weight is all: eager subtracts from a product that very product, and the scores have no gradient.
+    # One weight is all, a token's own or another's: eager subtracts from a product that very product.
     *(
-        _mssa(f"{name}saturated", 1, 2, 33, 64, magnitude=30.0, special="mixed norms", **options)
+        _mssa(f"{name}saturated", 1, 1, 70, 48, magnitude=40.0, special="mixed norms", **options)
         for name, options in (
             ("", {}),
             ("causal-", {"causal": True}),

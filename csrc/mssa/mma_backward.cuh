@@ -152,8 +152,9 @@ struct Gradient {
         for (int i = 0; i < 8; ++i) {
           const float key = keys >> i & 1 ? call.keep_factor : 0.0f, query = queries >> i & 1 ? call.keep_factor : 0.0f;
           value[i / 4][i % 4] *= key;
-          dp[m][i / 4][i % 4] *= key;
-          dt[m][i / 4][i % 4] *= query;
+          // Rounded before the shift, which is rounded too, is subtracted.
+          dp[m][i / 4][i % 4] = __fmul_rn(dp[m][i / 4][i % 4], key);
+          dt[m][i / 4][i % 4] = __fmul_rn(dt[m][i / 4][i % 4], query);
         }
       }
       pack_left<T>(p[m], value[0], value[1]);

@@ -23,6 +23,9 @@ namespace crate_kernels::mssa {
 
 constexpr int kMostTiles = 16;  // 512 threads, of 128 registers each
 
+// From 2^29 on, what scores and norms are rounded to is enough for weights of equal tokens to overflow.
+constexpr float kHighest = 1048576.0f;
+
 // bf16: a row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it. fp16 holds weights from 2^-24 to
 // 2^16: the largest are put at e^10; rows at this distance then sum to e^-2 or more, of which 256 times half of 2^-24
 // is an eighth of the rounding of fp16.
@@ -157,7 +160,7 @@ CRATE_DEVICE void pairs_block(const Call& call) {
   own.load(all + row * DIM);
   RowState<T, DIM, 1> state;
   const float2 e = extent<T, DIM>(own, call.scale, row, head.length, extremes);
-  if (e.y - e.x <= PairRange<T>::kMost) {
+  if (e.y - e.x <= PairRange<T>::kMost && e.y <= kHighest) {
     attend_pairs<T, DIM>(state, own, all, exchange, call.scale, PairRange<T>::shift(e.x, e.y), head.length);
   } else {
     const RowMask mask = {nullptr, 0, call.scale, head.length};

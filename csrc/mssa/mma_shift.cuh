@@ -1,7 +1,12 @@
-// What the backward takes from a row once: shift = sum_d g out - dlse; mma_backward.cuh has the equations.
+// What the backward takes from a row once: shift = delta - dlse, delta = sum_d g out; mma_backward.cuh has the
+// equations.
+//
+// Except with dropout: where one weight is all, out is factor w_j rounded, the backward subtracts delta from
+// factor g_i.w_j, and what the rounding took is multiplied by s_ij. There delta_i = sum_j P_ij R_ij g_i.w_j is found
+// from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1.
 #pragma once
 
-#include "mma_call.cuh"
+#include "mma_rows.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -57,6 +62,97 @@ template <class T>
 __global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Call call) {
   if constexpr (kTensorCores) {
     shift_rows<T>(call);
+  } else {
+    __trap();
+  }
+}
+
+constexpr int kShiftColumns = 16;
+
+template <int DIM>
+constexpr int64_t dropout_shift_bytes() {
+  return (2 * kShiftWarps * 16 + kShiftColumns) * DIM * 2;
+}
+
+// The same with dropout: a warp owns 16 rows of w and g, and meets 16 keys at a time.
+template <class T, int DIM>
+CRATE_DEVICE void dropout_shift_rows(const Call& call) {
+  constexpr int kRows = kShiftWarps * 16;
+  const Head head(call, blockIdx.x / call.blocks);
+  const int first = blockIdx.x % call.blocks * kRows;
+  if (first >= head.length) return;
+  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;
+  T* const tile = own_g + kRows * DIM;
+  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
+  const View<const T> g = head.view(static_cast<const T*>(call.g), call, call.g_strides);
+  const bool* const keep =
+      call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
+  const uint64_t seed = static_cast<uint64_t>(*call.seed);
+  const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;
+  const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
+  load_tile<T, DIM>(own_w, w, kRows, first, head.length, call.access);
+  load_tile<T, DIM>(own_g, g, kRows, first, head.length, call.access);
+  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, delta[2] = {};
+  const int stop = call.causal ? min(first + kRows, head.length) : head.length;
+  for (int key = 0; key < stop; key += kShiftColumns) {
+    __syncthreads();
+    load_tile<T, DIM>(tile, w, kShiftColumns, key, head.length, call.access);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    if (row >= head.length) continue;
+    float s[2][4] = {}, d[2][4] = {};
+#pragma unroll 4
+    for (int k = 0; k < DIM / 16; ++k) {
+      uint32_t a[4], b[2][2];
+      right_transposed<DIM>(b, tile, k);
+      left<DIM>(a, own_w + warp_row * DIM, k);
+      mma_16816<T>(s[0], a, b[0]);
+      mma_16816<T>(s[1], a, b[1]);
+      left<DIM>(a, own_g + warp_row * DIM, k);
+      mma_16816<T>(d[0], a, b[0]);
+      mma_16816<T>(d[1], a, b[1]);
+    }
+    const uint32_t kept_keys = keep == nullptr ? ~0u : key_bits<kShiftColumns>(keep, key, head.length);
+    const uint32_t kept = kept_bits<kShiftColumns>(seed, call, head, row, key, false);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int last = call.causal ? min(head.length - 1, row + r + 8 * half) : head.length - 1;
+      float score[4], most = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool seen = (key + i / 2 * 8 + 2 * t + i % 2 <= last) & (kept_keys >> i);
+        score[i] = seen ? __fmul_rn(s[i / 2][i % 2 + 2 * half], call.scale) : -INFINITY;
+        most = fmaxf(most, score[i]);
+      }
+      const float before = largest[half], top = fmaxf(before, row_max(most)), base = top == -INFINITY ? 0.0f : top;
+      const float shrink = weight(before, 1.0f, base);
+      largest[half] = top;
+      sum[half] *= shrink;
+      delta[half] *= shrink;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float p = weight(score[i], 1.0f, base);
+        sum[half] += p;
+        const bool there = kept >> (i / 2 * 4 + i % 2 + 2 * half) & 1;
+        if (there) delta[half] += p * __fmul_rn(d[i / 2][i % 2 + 2 * half], call.keep_factor);
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float total = row_sum(sum[half]), product = row_sum(delta[half]);
+    const int i = row + r + 8 * half;
+    if (t != 0 || i >= head.length) continue;
+    const float shift = total == 0.0f ? 0.0f : product / total;
+    call.shift[head.row + i] = call.dlse == nullptr ? shift : shift - call.dlse[head.row + i];
+  }
+}
+
+template <class T, int DIM>
+__global__ void __launch_bounds__(kShiftWarps * 32) mma_dropout_shift_kernel(Call call) {
+  if constexpr (kTensorCores) {
+    dropout_shift_rows<T, DIM>(call);
   } else {
     __trap();
   }

@@ -67,15 +67,20 @@ void prefill(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_pa
   launch_forward(call, dtype_of(w), w.get_device_index());
 }
 
-template <class T>
+template <class T, int DIM>
 void launch_shift(Call call, const Launch& like) {
   Launch l = like;
   constexpr int kRows = kShiftWarps * 16;
   call.blocks = std::max((call.seqlen + kRows - 1) / kRows, 1);
   l.grid = static_cast<int64_t>(call.sequences) * call.nheads * call.blocks;
   l.threads = kShiftWarps * 32;
-  l.shared_bytes = 0;
-  launch<mma_shift_kernel<T>>(l, call);
+  if (call.seed != nullptr && call.g != nullptr && !call.select) {
+    l.shared_bytes = dropout_shift_bytes<DIM>();
+    launch<mma_dropout_shift_kernel<T, DIM>>(l, call);
+  } else {
+    l.shared_bytes = 0;
+    launch<mma_shift_kernel<T>>(l, call);
+  }
 }
 
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse,
@@ -100,7 +105,7 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
     constexpr int kDim = dim;
     constexpr Tiles t = kBackward<kDim>;
     const Launch l = launch_of(call, device, 16 * t.rows, 2 * kDim * sizeof(T), 2 * others_bytes<kDim>(t.columns));
-    launch_shift<T>(call, l);
+    launch_shift<T, kDim>(call, l);
     launch<mma_backward_kernel<T, kDim, t.rows, t.columns, t.held>>(l, call);
   });
 }

@@ -64,10 +64,10 @@ void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Ten
   launch_forward(c, w);
 }
 
-// `shift` is scratch of the size of lse.
+// `delta` is scratch of the size of lse.
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse,
               std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens, int64_t max_seqlen,
-              std::optional<Tensor> seed, bool causal, double scale, double dropout_p, double threshold, Tensor shift,
+              std::optional<Tensor> seed, bool causal, double scale, double dropout_p, double threshold, Tensor delta,
               Tensor dw) {
   const OnDevice device(w.get_device_index());
   const bool packed = cu_seqlens.has_value();
@@ -76,16 +76,20 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   c.g = dout.has_value() ? rows_of(*dout, packed) : c.w;
   c.dw = rows_of(dw, packed);
   c.lse = static_cast<float*>(lse.data_ptr());
-  c.shift = static_cast<float*>(shift.data_ptr());
+  c.delta = static_cast<float*>(delta.data_ptr());
   c.dlse = pointer<const float>(dlse);
   // The selection of phi = "threshold" is piecewise constant: its scores get a gradient from lse alone.
   c.values = dout.has_value();
   c.products = c.values && threshold < 0;
   c.scores = c.products || dlse.has_value();
-  if (c.scores) {
-    Launch l = launch_of(c, w, plain::kShiftShared);
+  if (c.products) {
+    Launch l = launch_of(c, w, c.seed == nullptr ? plain::kDeltaShared : plain::kDropoutDeltaShared);
     l.grid /= c.groups;
-    launch<plain::mssa_plain_shift_kernel>(l, c);
+    if (c.seed == nullptr) {
+      launch<plain::mssa_plain_delta_kernel>(l, c);
+    } else {
+      launch<plain::mssa_plain_dropout_delta_kernel>(l, c);
+    }
   }
   const Launch l = launch_of(c, w, plain::kBackwardShared);
   if (one_chunk(c)) return launch<plain::mssa_plain_bwd_kernel<1>>(l, c);
@@ -114,7 +118,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def(
       "cuda_mssa_plain_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
       "Tensor? cu_seqlens, int max_seqlen, Tensor? seed, bool causal, float scale, float dropout_p, float threshold, "
-      "Tensor(a!) shift, Tensor(b!) dw) -> ()");
+      "Tensor(a!) delta, Tensor(b!) dw) -> ()");
   m.def(
       "cuda_mssa_plain_prefill(Tensor w, Tensor data, Tensor lengths, Tensor? key_padding_mask, float scale, "
       "Tensor(a!) out, Tensor(b!) lse) -> ()");

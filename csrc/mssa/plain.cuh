@@ -29,7 +29,7 @@ constexpr int kColumns = kChunk / kColumnLanes;  // of a chunk of the output, of
 // A call; the tensors that a kernel does not have are null.
 struct Call {
   Rows w, keys, out, g, dw;  // keys is w, or a cache
-  float *lse, *shift;
+  float *lse, *delta;
   const float* dlse;
   const bool* keep;           // (batch, seqlen) of key padding
   const int32_t* cu_seqlens;  // packed: row 0 of sequence b is cu_seqlens[b]

@@ -1,95 +1,30 @@
 // The backward of subspace attention by fp32 products: one accumulator, no atomics, the same bits every time.
 //
-// MATH.md's symbols; g is the gradient of out, L is lse and shift = delta - dlse. A block owns rows j of w, as keys and
-// as queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both directions in
-// it:
+// MATH.md's symbols; g is the gradient of out, L is lse and dlse its gradient. A block owns rows j of w, as keys and as
+// queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both directions in it:
 //
 //   P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
-//   dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
+//   dw_j = sum_i  P_ij g_i + A_ij w_i
+//   A_ij = scale (P_ij (g_i.w_j - delta_i + dlse_i) + P_ji (g_j.w_i - delta_j + dlse_j))
 #pragma once
 
-#include "plain_tile.cuh"
+#include "plain_delta.cuh"
 
 namespace crate_kernels {
 namespace plain {
 
-constexpr int64_t kShiftShared = sizeof(float) * 2 * kOwned * kPitch;
-
 constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
 
-// Write shift = sum_d g out - dlse of kOwned rows. A thread adds a row up channel by channel, as the products of the
-// main kernel are: where a weight is near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
-__global__ void __launch_bounds__(kThreads) mssa_plain_shift_kernel(Call c) {
-  float* const g = reinterpret_cast<float*>(shared_memory());
-  float* const out = g + kOwned * kPitch;
-  const Head h = head_of(c, blockIdx.x / c.blocks);
-  const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
-  if (start >= h.length) return;
-  float delta = 0.0f;
-  if (c.products) {
-    const HeadRows g_at = rows_of(c, c.g, h), out_at = rows_of(c, c.out, h);
-    for (int chunk = 0; chunk * kChunk < c.head_dim; ++chunk) {
-      __syncthreads();
-      stage<kOwned>(c, g, g_at, start, h.length, chunk * kChunk);
-      stage<kOwned>(c, out, out_at, start, h.length, chunk * kChunk);
-      __syncthreads();
-      if (threadIdx.x >= kOwned) continue;
-      const int channels = channels_of(c, chunk);
-      for (int d = 0; d < channels; d += 4) {
-        float a[4], b[4];
-        load4(g + threadIdx.x * kPitch + d, a);
-        load4(out + threadIdx.x * kPitch + d, b);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) delta += a[k] * b[k];
-      }
-    }
-  }
-  if (threadIdx.x >= kOwned || row >= h.length) return;
-  const int64_t number = number_of(c, h) + row;
-  c.shift[number] = c.dlse != nullptr ? delta - c.dlse[number] : delta;
-}
-
-// s += w_j.w_i, as_key += w_j.g_i where KEY, as_query += g_j.w_i where QUERY; owned rows j, rows i of the tile.
-template <bool KEY, bool QUERY>
-CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][kPart], float (&as_query)[kPart][kPart],
-                               const float* own_w, const float* own_g, const float* tile_w, const float* tile_g,
-                               const Thread& t, int channels) {
-#pragma unroll 1
-  for (int c = 0; c < channels; c += 4) {
-    float w[kPart][4], g[kPart][4], wi[kPart][4];
-#pragma unroll
-    for (int n = 0; n < kPart; ++n) {
-      load4(own_w + t.row_at(n) * kPitch + c, w[n]);
-      if (QUERY) load4(own_g + t.row_at(n) * kPitch + c, g[n]);
-      load4(tile_w + t.column_at(n) * kPitch + c, wi[n]);
-    }
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) {
-      float gi[4] = {};
-      if (KEY) load4(tile_g + t.column_at(j) * kPitch + c, gi);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-          s[i][j] += w[i][k] * wi[j][k];
-          if (KEY) as_key[i][j] += w[i][k] * gi[k];
-          if (QUERY) as_query[i][j] += g[i][k] * wi[j][k];
-        }
-      }
-    }
-  }
-}
-
-// L and shift of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L is
-// -inf, has all its weights masked.
+// L, delta and dlse of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L
+// is -inf, has all its weights masked.
 struct Numbers {
-  float lse, shift;
+  float lse, delta, dlse;
 };
 
 CRATE_DEVICE Numbers numbers_of(const Call& c, const Head& h, int row) {
-  if (row >= h.length) return {INFINITY, 0.0f};
+  if (row >= h.length) return {INFINITY, 0.0f, 0.0f};
   const int64_t n = number_of(c, h) + row;
-  return {c.lse[n], c.scores ? c.shift[n] : 0.0f};
+  return {c.lse[n], c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
 }
 
 template <int CHUNKS>
@@ -171,7 +106,10 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
           const float q = as_queries && row_kept && (!c.causal || i <= j) ? expf(score - own[a].lse) : 0.0f;
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
-          gw[a][b] = c.scale * (p * (factor_p * gw[a][b] - row.shift) + q * (factor_q * wg[a][b] - own[a].shift));
+          // The products are rounded as delta's are, and the differences, which may be small, come before dlse.
+          const float key = __fmul_rn(factor_p, gw[a][b]) - row.delta + row.dlse;
+          const float query = __fmul_rn(factor_q, wg[a][b]) - own[a].delta + own[a].dlse;
+          gw[a][b] = c.scale * (p * key + q * query);
           if (c.threshold >= 0.0f) p = p > c.threshold ? c.threshold : 0.0f;
           s[a][b] = p * factor_p;
         }

@@ -195,6 +195,17 @@ def test_pairs_are_within_budget(seqlen, head_dim, spread, dtype, backend, devic
 
 
 @DTYPES
+def test_pairs_of_equal_tokens_of_any_norm(dtype, backend, device):
+    """A score and half the norms are then rounded to 64: their difference would overflow, or leave no weight."""
+    device(multiprocessors=2)
+    w = (1e4 * randn(1, 8, 1, 64)).expand(1, 8, 80, 64).to(dtype)
+    out, lse = mssa(w, return_lse=True, backend=backend)
+    assert torch.equal(out, w)
+    exact = mssa(w.double(), return_lse=True, backend="reference")[1]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=0.0)
+
+
+@DTYPES
 def test_pairs_take_their_softmax_head_by_head(dtype, backend, device):
     device(multiprocessors=2)
     w = randn(1, 4, 80, 16, dtype=dtype)

@@ -53,6 +53,17 @@ def test_triton_heads_far_from_the_range_take_the_online_softmax(spread, dtype):
     assert torch.equal(lse[:, :, :64], online_lse[:, :, :64]) == (spread == "far")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_pairs_of_equal_tokens_of_any_norm(dtype):
+    """A score and half the norms are then rounded to 64: their difference would overflow, or leave no weight."""
+    w = (1e4 * randn(1, 8, 1, 64, dtype=torch.float32)).expand(1, 8, 64, 64).to(DEVICE, dtype)
+    with tiles(32), channels_in_order("triton", DEVICE):
+        out, lse = mssa(w, return_lse=True, backend="triton")
+    torch.testing.assert_close(out, w, rtol=16 * torch.finfo(dtype).eps, atol=0.0)
+    exact = mssa(w.double(), return_lse=True, backend="reference")[1]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=0.0)
+
+
 def test_triton_heads_take_their_softmax_one_by_one():
     w = randn(1, 4, 80, 16, dtype=torch.float32, device=DEVICE)
     with tiles(32):

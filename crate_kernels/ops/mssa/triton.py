@@ -14,8 +14,9 @@ from torch import Tensor
 from crate_kernels import _launch, _register
 from crate_kernels.ops.mssa import triton_tables as tables
 from crate_kernels.ops.mssa.splits import cdiv
-from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel, _mssa_bwd_shift_kernel
+from crate_kernels.ops.mssa.triton_backward import _mssa_bwd_kernel
 from crate_kernels.ops.mssa.triton_decode import decode as decode
+from crate_kernels.ops.mssa.triton_delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton_forward import _mssa_fwd_kernel, _mssa_norms_kernel
 from crate_kernels.ops.mssa.triton_pairs import MOST_TILES, _mssa_fwd_pairs_kernel
 from crate_kernels.ops.mssa.triton_shape import row_strides, shape, strides, tail
@@ -110,7 +111,7 @@ def forward(
     return out, lse
 
 
-_SHIFT_ROWS = 32  # of the kernel that reads each row once, whose products grow with its blocks
+_DELTA_ROWS = 32  # of the kernel that reads each row once, whose products grow with its blocks
 
 
 def backward(
@@ -141,42 +142,56 @@ def backward(
     config = dict(tables.BACKWARD.config(w.device, w.shape[-1], seqlen, causal, w.dtype))
     derived = bool(config.pop("DERIVED")) and scores and not (causal or padded or select)
     block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
-    num_j, num_m = (max(cdiv(seqlen, block), 1) for block in (block_j, _SHIFT_ROWS))
+    num_j, num_m = (max(cdiv(seqlen, block), 1) for block in (block_j, _DELTA_ROWS))
     numbers = row_strides(nheads, seqlen, total, packed)
     dims = (w.shape[-1], *parts(w.shape[-1]))
     lse = lse.contiguous()
-    shift = torch.empty_like(lse)
+    dlse = None if dlse is None else dlse.contiguous()
+    mask = None if key_padding_mask is None else key_padding_mask.contiguous()
+    delta = torch.empty_like(lse)
     extent = w.new_empty(sequences * nheads, num_m, 2, dtype=torch.float32)
     g = w if dout is None else dout
+    dropout = (_launch.drop_last(dropout_p) if dropout_p else 0, 1.0 / (1.0 - dropout_p))
+    precision = _launch.dot_precision(w.dtype)
+    # Only what it walks over keys for makes kernels of delta differ.
+    walks = products and seed is not None
     with _launch.guard(w.device):
         if scores:
-            _mssa_bwd_shift_kernel[(sequences * nheads * num_m,)](
+            _mssa_bwd_delta_kernel[(sequences * nheads * num_m,)](
                 g,
                 out,
-                None if dlse is None else dlse.contiguous(),
+                w,
                 lse,
+                mask if walks else None,
                 cu_seqlens,
-                shift,
+                seed if walks else None,
+                delta,
                 extent,
                 *strides(g),
                 *strides(out),
+                *strides(w),
                 *numbers,
-                *(nheads, seqlen, total, num_m),
+                *(nheads, seqlen, total, num_m, abs(scale)),
+                *dropout,
                 *dims,
-                BLOCK_M=_SHIFT_ROWS,
-                PACKED=packed,
+                BLOCK_M=_DELTA_ROWS,
                 PRODUCTS=products,
-                HAS_DLSE=dlse is not None,
-                PRECISION=_launch.dot_precision(w.dtype),
+                CAUSAL=causal and walks,
+                PADDED=padded and walks,
+                PACKED=packed,
+                DROPOUT=walks,
+                NEGATIVE=scale < 0 and walks,
+                PRECISION=precision,
             )
         _mssa_bwd_kernel[(sequences * nheads * num_j,)](
             g,
             w,
             dw,
             lse,
-            shift,
+            delta,
+            dlse,
             extent,
-            None if key_padding_mask is None else key_padding_mask.contiguous(),
+            mask,
             cu_seqlens,
             seed,
             *strides(g),
@@ -184,8 +199,7 @@ def backward(
             *strides(dw),
             *numbers,
             *(nheads, seqlen, total, num_j, num_m, abs(scale)),
-            _launch.drop_last(dropout_p) if dropout_p else 0,
-            1.0 / (1.0 - dropout_p),
+            *dropout,
             scale,
             threshold,
             *dims,
@@ -196,12 +210,13 @@ def backward(
             SCORES=scores,
             PRODUCTS=products,
             SELECT=select and dout is not None,
+            HAS_DLSE=dlse is not None,
             CAUSAL=causal,
             PADDED=padded,
             PACKED=packed,
             DROPOUT=seed is not None,
             NEGATIVE=scale < 0,
-            PRECISION=_launch.dot_precision(w.dtype),
+            PRECISION=precision,
             **config,
         )
     return dw

@@ -1,15 +1,16 @@
 """The backward of subspace attention in Triton: one accumulator, no atomics, bitwise deterministic.
 
-MATH.md's symbols; g is the gradient of out, ``L`` is lse and ``shift = delta - dlse``. A program
-owns BLOCK_J rows j of w, as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores,
-which is symmetric, has both directions in it:
+MATH.md's symbols; g is the gradient of out, ``L`` is lse and ``dlse`` its gradient. A program owns BLOCK_J rows j of w,
+as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores, which is symmetric, has both
+directions in it:
 
     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
-    dw_j = sum_i  P_ij g_i + A_ij w_i,           A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
+    dw_j = sum_i  P_ij g_i + A_ij w_i
+    A_ij = scale (P_ij (g_i.w_j - delta_i + dlse_i) + P_ji (g_j.w_i - delta_j + dlse_j))
 
 Five products a tile, 10 seqlen^2 head_dim FLOP a head; dq, dk and dv apart would take seven products. Off the causal
-diagonal one direction exists: four products after it, three before it. Memory gives w, g, out and lse once to
-``_mssa_bwd_shift_kernel``, and w, g and two numbers a row to the main kernel; it takes dw once.
+diagonal one direction exists: four products after it, three before it. Memory gives g, out and lse once to the kernel
+of triton_delta.py, and w, g and two numbers a row to the main kernel; it takes dw once.
 
 triton_terms.py has the walk over tiles, and what ``rows``, ``call``, ``FORM`` and ``TERMS`` are.
 """
@@ -50,81 +51,20 @@ def _block(
     held_j = tl.minimum(offs_j, length - 1)
     w_j = tile.load(rows[0], held_j, held_j >= 0, DIMS)
     g_j = tile.load(rows[1], held_j, held_j >= 0, DIMS) if TERMS[2] else w_j
-    l_j, shift_j = numbers(rows, held_j, length)
-    own = (w_j, g_j, l_j, shift_j)
+    l_j, delta_j, dlse_j = numbers(rows, held_j, length, TERMS)
+    own = (w_j, g_j, l_j, delta_j, dlse_j)
     acc = tile.zeros(BLOCK_J, DIMS)
     if TERMS[3]:
         # Apart: the threshold is exact as a factor of the sum, and would be rounded as one of the weights.
-        VALUES: tl.constexpr = (True, False, False, True)
+        VALUES: tl.constexpr = (True, False, False, True, False)
         acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, VALUES, DIMS)
         acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + threshold)
         if TERMS[1]:
-            REST: tl.constexpr = (False, True, False, False)
+            REST: tl.constexpr = (False, True, False, False, True)
             acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, REST, DIMS)
     else:
         acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
     tile.store(dw_at, acc, offs_j, mask_j, DIMS)
-
-
-# Lengths change from call to call: none of them may have kernels compiled of its own.
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_m"])
-def _mssa_bwd_shift_kernel(
-    g_ptr,
-    out_ptr,
-    dlse_ptr,
-    lse_ptr,
-    cu_seqlens_ptr,
-    shift_ptr,
-    extent_ptr,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    stride_gd,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
-    stride_lb,
-    stride_lh,
-    nheads,
-    seqlen,
-    total,
-    num_m,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Write shift = sum_d g out - dlse of every row, and the least and the largest lse of every block of BLOCK_M."""
-    DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
-    pid = tl.program_id(0)
-    head = pid // num_m
-    batch, h = head // nheads, head % nheads
-    start, length = _jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    batch64, h64, start64 = batch.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    offs_m = pid % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < length
-    offset = batch64 * stride_lb + h64 * stride_lh + start64
-    shift = tl.zeros((BLOCK_M,), tl.float32)
-    if PRODUCTS:
-        g_at = (g_ptr + batch64 * stride_gb + h64 * stride_gh + start64 * stride_gs, stride_gs, stride_gd)
-        out_at = (out_ptr + batch64 * stride_ob + h64 * stride_oh + start64 * stride_os, stride_os, stride_od)
-        # The diagonal of a product as the main kernel makes them, not a sum in an order of its own: where a weight is
-        # near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
-        s = tile.products(tile.load(g_at, offs_m, mask_m, DIMS), tile.load(out_at, offs_m, mask_m, DIMS), PRECISION)
-        own = tl.arange(0, BLOCK_M)
-        shift = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
-    if HAS_DLSE:
-        shift -= tl.load(dlse_ptr + offset + offs_m, mask=mask_m, other=0.0)
-    tl.store(shift_ptr + offset + offs_m, shift, mask=mask_m)
-    base = tl.load(lse_ptr + offset + offs_m, mask=mask_m, other=0.0)
-    tl.store(extent_ptr + 2 * pid.to(tl.int64), tl.min(tl.where(mask_m, base, float("inf")), 0))
-    tl.store(extent_ptr + 2 * pid.to(tl.int64) + 1, tl.max(tl.where(mask_m, base, -float("inf")), 0))
 
 
 @triton.jit
@@ -139,13 +79,15 @@ def _extent(extent_ptr, count):
     return tl.min(low, 0), tl.max(high, 0)
 
 
+# Lengths change from call to call: none of them may have kernels compiled of its own.
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"])
 def _mssa_bwd_kernel(
     g_ptr,
     w_ptr,
     dw_ptr,
     lse_ptr,
-    shift_ptr,
+    delta_ptr,
+    dlse_ptr,
     extent_ptr,
     mask_ptr,
     cu_seqlens_ptr,
@@ -187,6 +129,7 @@ def _mssa_bwd_kernel(
     SCORES: tl.constexpr,
     PRODUCTS: tl.constexpr,
     SELECT: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -197,7 +140,7 @@ def _mssa_bwd_kernel(
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
     DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
     FORM: tl.constexpr = (CAUSAL, PADDED, DROPOUT, NEGATIVE, PRECISION)
-    TERMS: tl.constexpr = (VALUES, SCORES, PRODUCTS, SELECT)
+    TERMS: tl.constexpr = (VALUES, SCORES, PRODUCTS, SELECT, HAS_DLSE)
     tl.static_assert(BLOCK_J % BLOCK_I == 0)  # tiles after the diagonal start where it ends
     pid = tl.program_id(0)
     head, pid_j = pid // num_j, pid % num_j
@@ -210,7 +153,8 @@ def _mssa_bwd_kernel(
     if VALUES:
         g_at = (g_ptr + batch64 * stride_gb + h64 * stride_gh + start64 * stride_gs, stride_gs, stride_gd)
     number = batch64 * stride_lb + h64 * stride_lh + start64
-    rows = (at, g_at, lse_ptr + number, shift_ptr + number)
+    dlse_at = dlse_ptr + number if HAS_DLSE else lse_ptr
+    rows = (at, g_at, lse_ptr + number, delta_ptr + number, dlse_at)
     if PADDED:
         mask_ptr += batch64 * seqlen
     seed = tl.load(seed_ptr) if DROPOUT else 0

@@ -38,6 +38,8 @@ MOST_TILES = 4  # tuples are unrolled: the pairs are code
 # of which 256 times half of 2^-24 is an eighth of the rounding of fp16.
 _TOP_FP16 = tl.constexpr(10.0)
 _RANGE_FP16 = tl.constexpr(6.0)
+# From 2^29 on, what scores and norms are rounded to is enough for weights of equal tokens to overflow.
+_HIGHEST = tl.constexpr(1048576.0)
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def _mssa_fwd_pairs_kernel(
     least = tl.minimum(tl.min(low, 0), tl.min(tl.where(rows < seqlen, n, float("inf")), 0))
     most = tl.maximum(tl.max(high, 0), tl.max(n, 0))
     FP16: tl.constexpr = w_ptr.dtype.element_ty == tl.float16
-    if most - least <= (_RANGE_FP16 if FP16 else RANGE):
+    if (most - least <= (_RANGE_FP16 if FP16 else RANGE)) & (most <= _HIGHEST):
         shift = 2 * most - _TOP_FP16 if FP16 else most + least
         _attend(tiles, shift, out_at, lse_ptr, (qk_scale, seqlen), BLOCK_M, PRECISION, DIMS)
     else:

@@ -8,7 +8,9 @@ Two forms of the softmax:
 - online: the usual running maximum, with which the accumulator is rescaled;
 - bounded: query and key are one matrix, so for scale > 0 ``s_ij <= n_i + n_j`` with ``n_k = s_kk / 2``, and
   ``n_i + max_j n_j`` bounds row i before any score is known: no maximum, no rescaling. The row's sum is at least
-  ``exp(n_i - max n)``; rows for which that could leave fp32's range take the online form instead.
+  ``exp(n_i - max n)``; rows for which that could leave fp32's range take the online form instead. So do rows that see
+  an n above HIGHEST: their largest weight would not be exactly 1, and out not exactly w where that weight is all, which
+  the backward would magnify by s_ii.
 
 In the causal form the maximum of n is over j <= i, and each row takes its form by itself: no bit of a prefix depends
 on what comes after it.
@@ -30,12 +32,14 @@ from crate_kernels.ops.mssa import triton_tile as tile
 
 # A row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it.
 RANGE = tl.constexpr(55.0)
+# Up to it no weight of a row is beside 1 as small as fp32's rounding.
+HIGHEST = tl.constexpr(4.0)
 
 
 @triton.jit
-def _mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
+def mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
     """Scale scores and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
-    mask_ptr, length, _, _, qk_scale, _, _ = call
+    mask_ptr, length, qk_scale = call[0], call[1], call[4]
     allowed = (offs_n < length)[None, :]
     if FORM[0]:
         allowed = allowed & (offs_n[None, :] <= offs_m[:, None])
@@ -69,7 +73,7 @@ def attend_tiles(
         if FORM[3]:
             s = -s
         if MASKED:
-            s = _mask_scores(s, call, offs_m, offs_n, FORM)
+            s = mask_scores(s, call, offs_m, offs_n, FORM)
         before = m_i
         if PASS == "online" or PASS == "statistics":
             m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * qk_scale)
@@ -172,12 +176,14 @@ def attend_rows(
             # Over the block's own rows up to each: prefixes must not depend on later rows.
             own = tl.arange(0, BLOCK_M)
             top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
-        far = mask_m & (top - n_m > RANGE)
+        far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST))
         some = tl.max(far.to(tl.int32), 0) > 0
         bounded = (state[0], n_m + top, l_i)
         if FORM[0]:
-            bounded = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-            finish(bounded, out_at, lse_ptr, offs_m, mask_m & (far == 0), factor, DIMS)
+            near = mask_m & (far == 0)
+            if tl.max(near.to(tl.int32), 0) > 0:
+                bounded = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+                finish(bounded, out_at, lse_ptr, offs_m, near, factor, DIMS)
             if some:
                 state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
                 finish(state, out_at, lse_ptr, offs_m, far, factor, DIMS)

@@ -2,9 +2,9 @@
 
 Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
 
-In these functions ``rows`` is (where w is, where g is, lse_ptr, shift_ptr), ``call`` is (mask_ptr, length, head, seed,
-qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forward, and ``TERMS`` is (VALUES: P g,
-SCORES: A w, PRODUCTS: A has g.w in it, SELECT: phi="threshold").
+In these functions ``rows`` is (where w is, where g is, lse_ptr, delta_ptr, dlse_ptr), ``call`` is (mask_ptr, length,
+head, seed, qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forward, and ``TERMS`` is
+(VALUES: P g, SCORES: A w, PRODUCTS: A has g.w - delta in it, SELECT: phi="threshold", LSE: A has dlse in it).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -23,11 +23,12 @@ EXTENT = tl.constexpr(44.0)
 
 
 @triton.jit
-def numbers(rows, offs, length):
-    """Load L and shift of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
+def numbers(rows, offs, length, TERMS: tl.constexpr):
+    """Load L, delta and dlse of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
     lse = tl.load(rows[2] + offs, mask=offs < length, other=-float("inf"))
-    shift = tl.load(rows[3] + offs, mask=offs < length, other=0.0)
-    return tl.where(lse == -float("inf"), float("inf"), lse), shift
+    delta = tl.load(rows[3] + offs, mask=offs < length, other=0.0) if TERMS[2] else 0.0
+    dlse = tl.load(rows[4] + offs, mask=offs < length, other=0.0) if TERMS[4] else 0.0
+    return tl.where(lse == -float("inf"), float("inf"), lse), delta, dlse
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def _probabilities(s, base, call, queries, keys, MASKED: tl.constexpr, FORM: tl.
 
 
 @triton.jit
-def _dropped(x, call, queries, keys, FORM: tl.constexpr):
+def dropped(x, call, queries, keys, FORM: tl.constexpr):
     """Return ``x`` times the dropout factor of every (query, key)."""
     if FORM[2]:
         _, _, head, seed, _, drop_last, keep_factor, _, _ = call
@@ -75,14 +76,14 @@ def _tiles(
     DIMS: tl.constexpr,
 ):
     """Add what rows [start, stop) give to the owned rows, which take part as KEY, as QUERY or as both."""
-    w_j, g_j, l_j, shift_j = own
+    w_j, g_j, l_j, delta_j, dlse_j = own
     _, length, _, _, _, _, _, scale, threshold = call
     key_j = offs_j[:, None]
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
         w_i = tile.load(rows[0], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
-        l_i, shift_i = numbers(rows, offs_i, length)
+        l_i, delta_i, dlse_i = numbers(rows, offs_i, length, TERMS)
         s = tile.products(w_j, w_i, FORM[4])  # (BLOCK_J, BLOCK_I)
         if FORM[3]:
             s = -s
@@ -92,21 +93,24 @@ def _tiles(
             if TERMS[0]:
                 g_i = tile.load(rows[1], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
                 weights = tl.where(p > threshold, 1.0, 0.0) if TERMS[3] else p
-                weights = _dropped(weights, call, key_i, key_j, FORM)
+                weights = dropped(weights, call, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM[4])
             if TERMS[2]:
-                a = p * (_dropped(tile.products(w_j, g_i, FORM[4]), call, key_i, key_j, FORM) - shift_i[None, :])
-            elif TERMS[1]:
-                a = -p * shift_i[None, :]
+                d = dropped(tile.products(w_j, g_i, FORM[4]), call, key_i, key_j, FORM) - delta_i[None, :]
+                # After the difference, which may be small: delta - dlse would be rounded as delta is.
+                a = p * (d + dlse_i[None, :] if TERMS[4] else d)
+            elif TERMS[4]:
+                a = p * dlse_i[None, :]
         if QUERY and TERMS[1]:
             if DERIVED:
                 t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - l_j)[:, None]
             else:
                 t = _probabilities(s, l_j[:, None], call, key_j, key_i, MASKED, FORM)
             if TERMS[2]:
-                a += t * (_dropped(tile.products(g_j, w_i, FORM[4]), call, key_j, key_i, FORM) - shift_j[:, None])
+                d = dropped(tile.products(g_j, w_i, FORM[4]), call, key_j, key_i, FORM) - delta_j[:, None]
+                a += t * (d + dlse_j[:, None] if TERMS[4] else d)
             else:
-                a -= t * shift_j[:, None]
+                a += t * dlse_j[:, None]
         if TERMS[1]:
             acc = tile.add_product(acc, (a * scale).to(w_i[0].dtype), w_i, FORM[4])
     return acc
@@ -130,7 +134,7 @@ def walk(
 ):
     """Walk over all the rows that owned rows meet, with masks only where they cut."""
     length = call[1]
-    offs_j = start_j + tl.arange(0, BLOCK_J)
+    offs_j = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)  # beyond the end the last row again
     if FORM[0]:
         after = tl.minimum(start_j + BLOCK_J, length)
         if TERMS[1]:
