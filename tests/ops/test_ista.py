@@ -169,6 +169,29 @@ def test_autocast_keeps_the_residual_stream_in_float32(tokens, backend, device):
     assert not torch.equal(y, y.to(half(backend, device)).float())
 
 
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
+def test_autocast_keeps_the_gradient_of_the_residual_stream_in_float32(tokens, backend, device):
+    """Without a dictionary the step is a ReLU, and its gradient is the upstream one to the bit."""
+    x = randn(tokens, 12, dtype=torch.float32, device=device).requires_grad_()
+    dy = randn(tokens, 12, dtype=torch.float32, device=device, seed=1)
+    with torch.autocast(device, dtype=half(backend, device)):
+        y = ista(x, torch.zeros(12, 12, device=device), lambd=0.0, backend=backend)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, torch.where(x > 0, dy, 0.0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("function", [ista, ista_overcomplete])
+def test_autocast_leaves_half_tokens_in_their_own_dtype(function, backend, device):
+    """Autocast takes bfloat16, and the tokens are float16: products in the other would lose three bits."""
+    x, weight = randn(40, 12, dtype=torch.float16, device=device), dictionary(12, 12).to(device, torch.float16)
+    expected = outputs_and_gradients(partial(function, backend=backend), x, weight)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = outputs_and_gradients(partial(function, backend=backend), x, weight)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device):

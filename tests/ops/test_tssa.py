@@ -299,6 +299,17 @@ def test_dropout_repeats_with_the_seed(causal, backend, device):
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @FORMS
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "membership"])
+def test_a_loss_may_be_of_one_output_alone(which, causal, backend, device):
+    tensors = [t.to(device, torch.float32) for t in inputs(causal)]
+    exact = outputs_and_gradients(lambda *t: call(causal, "reference")(*t)[which], *(t.double() for t in tensors))
+    actual = outputs_and_gradients(lambda *t: call(causal, backend)(*t)[which], *tensors)
+    assert exact[1].any()
+    torch.testing.assert_close([t.double() for t in actual], exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@FORMS
 def test_autocast_leaves_the_tokens_alone(causal, backend, device):
     tensors = [t.to(device, torch.float32) for t in inputs(causal)]
     expected = outputs_and_gradients(call(causal, backend), *tensors)
