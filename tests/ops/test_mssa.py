@@ -216,6 +216,22 @@ def test_float64_stays_float64(backend):
     assert out.dtype == lse.dtype == torch.float64
 
 
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_loss_may_be_of_one_output_alone(causal, which, backend, device):
+    w = randn(2, 3, 9, 8, dtype=torch.float32, device=device)
+
+    def one(backend):
+        return lambda w: mssa(w, causal=causal, return_lse=True, backend=backend)[which]
+
+    exact = outputs_and_gradients(one("reference"), w.double())
+    assert exact[1].any()
+    torch.testing.assert_close(
+        [t.double() for t in outputs_and_gradients(one(backend), w)], exact, rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("backend", ["reference", "composite"])
 def test_autocast_leaves_float64_alone(backend):
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crate_kernels import SubspaceCache, TokenStatsCache
 from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import home, interpreted, kernels, offsets, randn
@@ -42,6 +43,13 @@ def mssa(lay, shape, device, packed):
     out, lse = yield mssa_op.mssa_fwd, (w, *options)
     for one, other in ((dout, None), (dout, draw(lay, device, *lse.shape, seed=2)), (None, lse)):
         yield mssa_op.mssa_bwd, (one, other, w, out, lse, *options)
+
+
+def mssa_lse(lay, shape, device, masked):
+    w = draw(lay, device, *shape)
+    mask = lay(torch.ones(shape[0], shape[2], dtype=torch.bool, device=device)) if masked else None
+    lse = yield logsumexp._lse_fwd, (w, mask, True, 0.3)
+    yield logsumexp._lse_bwd, (draw(lay, device, *lse.shape, seed=1), w, lse, mask, True, 0.3)
 
 
 def mssa_decode(lay, shape, device, packed):
@@ -100,6 +108,7 @@ def ista_overcomplete(lay, shape, device, few):
 
 CALLS = {
     "mssa": (mssa, ["plain", *kernels("mssa")]),
+    "mssa-lse": (mssa_lse, ["composite"]),
     "mssa-decode": (mssa_decode, ["composite", *kernels("mssa")]),
     "tssa": (tssa, ["composite", *kernels("tssa")]),
     "tssa-decode": (tssa_decode, ["composite", *kernels("tssa")]),
@@ -126,9 +135,8 @@ def described(result):
         pytest.param(name, backend, *INPUTS[inputs], id=f"{name}-{backend}-{inputs}")
         for name, (_, found) in CALLS.items()
         for backend in found
-        for inputs in (
-            ("transposed", "no-batch") if interpreted(backend, home(backend)) else INPUTS
-        )  # it takes seconds
+        # The interpreter takes seconds for a call.
+        for inputs in (("transposed", "no-batch") if interpreted(backend, home(backend)) else INPUTS)
     ],
 )
 def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
@@ -137,7 +145,7 @@ def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
     wrong, fakes = [], FakeTensorMode()
     for other in (False, True):
         steps = CALLS[name][0](lay, shape, home(backend), other)
-        result = None
+        result, named = None, () if name == "mssa-lse" else (backend,)  # which is composite's alone
         while True:
             try:
                 op, args = steps.send(result)
@@ -145,10 +153,10 @@ def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
                 break
             with fakes:
                 told = described(
-                    op(*(fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), backend)
+                    op(*(fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), *named)
                 )
             with torch.no_grad():
-                result = getattr(torch.ops.crate_kernels, op.__name__).default(*args, backend)
+                result = getattr(torch.ops.crate_kernels, op.__name__).default(*args, *named)
             if described(result) != told or not all(t._base is None for t in outputs(result)):
                 wrong.append((op.__name__, other, described(result), told))
     assert wrong == []
