@@ -1,6 +1,7 @@
 """Which backend a call gets, why one is unavailable, and that an import starts nothing."""
 
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -130,6 +131,16 @@ def test_cpp_is_another_module_for_cuda_tensors(op, monkeypatch):
     assert _backend.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.cpp"
     assert _backend.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.cuda"
     assert _backend.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
+
+
+@pytest.mark.parametrize(("cuda", "found"), [(None, ()), ("13.0", ("_cuda.so",))], ids=["cpu-pytorch", "cuda-pytorch"])
+def test_importing_loads_no_library_and_finds_only_what_pytorch_can_load(cuda, found, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.ops, "load_library", pytest.fail)
+    monkeypatch.setattr(_extension._build, "find", lambda: "_cpu.so")
+    monkeypatch.setattr(_extension._build, "find_cuda", lambda: ("_cuda.so",))
+    module = runpy.run_path(_extension.__file__)
+    assert (module["PATH"], module["CUDA_PATHS"]) == ("_cpu.so", found)
 
 
 def test_the_library_of_this_gpu_is_loaded(monkeypatch):

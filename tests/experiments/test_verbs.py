@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from crate_kernels.cli import main
 from crate_kernels.cli.common import command
@@ -93,6 +94,16 @@ def test_what_cannot_be_is_refused_before_anything_is_written(options, message, 
     assert status == 2
     assert printed.startswith("denoise: ")
     assert message in printed
+    assert not folder.exists()
+
+
+def test_a_device_that_does_not_work_is_refused(run, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("the driver is too old\nand more")
+
+    monkeypatch.setattr(torch, "empty", broken)
+    status, printed, folder = run("denoise")
+    assert (status, printed) == (2, "denoise: the driver is too old")
     assert not folder.exists()
 
 
