@@ -69,8 +69,16 @@ def test_a_wheel_is_tagged_what_it_is(extension, library, gpu, files, tag, wheel
     assert re.search(f"-{tag}", path.name), path.name
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        about = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL"))
+        about, metadata = (
+            next(archive.read(name).decode() for name in names if name.endswith(f".dist-info/{part}"))
+            for part in ("WHEEL", "METADATA")
+        )
     assert {name for name in names if name.endswith(".so")} == {f"crate_kernels/{name}" for name in files}
     assert "crate_kernels/csrc/library.cpp" in names
     assert f"Root-Is-Purelib: {str(not files).lower()}" in about
     assert path.stem.partition("-py3")[2] in about
+    required = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    # A CUDA PyTorch brings its own Triton, and on a CPU it is a GB of nothing. The tests interpret and compile with it.
+    assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "safetensors"}
+    assert any(r.startswith("crate-kernels[demo,triton]") and 'extra == "test"' in r for r in required)
+    assert any(r.startswith("triton>=") and 'extra == "triton"' in r for r in required)
