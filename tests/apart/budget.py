@@ -108,7 +108,7 @@ class Budget:
             self.why = f"{label}{name}: error {wrong:.3g}, eager's {usual:.3g}, largest {largest:.3g}"
 
     def _least(self, dtype):
-        """Return what is as good as 0: below the normal numbers (processors may flush those), or float16's least number."""
+        """Return what is as good as 0: what processors may flush, and in float16 the least number."""
         limits = torch.finfo(dtype)
         return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 1.0)
 
