@@ -15,7 +15,7 @@ except ImportError:  # a GPU machine need not have it: drawn tests are skipped t
     settings = None
 
 # Tensors of tests are small. Threads that share them wait for each other, spinning, and where cores are busy the same
-# tests take sixty times as long. What needs more threads asks for them by the fixture. The variable is for processes
+# tests take sixty times as long. What needs more threads asks for them by the fixture; the variable is for processes
 # that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
