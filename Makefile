@@ -13,9 +13,11 @@ demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
+# A process a core, each of one thread; make test ARGS='-n 0' takes one process.
+SPREAD = -n auto --dist worksteal
 test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
-	$(BIN)/python -m pytest $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ARGS) tests/ops -k triton
+	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
 
 # Every kernel for every GPU and head_dim; the suite compiles a covering set of them. No GPU is needed.
 aot: .venv/test.stamp
