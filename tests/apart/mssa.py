@@ -66,6 +66,7 @@ def draw(d, seed, kind, forced):
     plain = phi in ("relu", "identity")
     if backend in ("cpp", "triton") and (working == "float64" or plain or head_dim > 256):
         call.refusal = NotImplementedError, "backend="
+    call.lenient = call.lenient or plain  # scores as they are, in the tokens' dtype
     call.jumps = phi in ("threshold", "relu")
     factor = scale if scale is not None else head_dim**-0.5
     lacking = not has_cpp() or working == "float64" or plain or (phi == "threshold" and head_dim > 64)

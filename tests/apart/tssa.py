@@ -4,7 +4,7 @@ import torch
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import merges, modes, packed_tokens, sizes, upstreams
-from tests.apart.call import HALF, Call, keywords
+from tests.apart.call import DTYPES, HALF, Call, keywords
 
 
 def draw(d, seed, kind, forced):
@@ -83,10 +83,9 @@ def temperatures(d, nheads, dtype, odd, grad):
     sizes_ = d.pick((nheads,), (nheads, 1))
     d.put(f"temp = torch.rand({sizes_}, generator=g) * {d.pick(1.0, 2.0)} + {d.pick(0.1, 0.5, 1.0)}")
     if odd:
-        one = f"temp[{d.integer(0, nheads - 1)}]"
         d.put(d.pick(
-            "temp = -temp", "temp = temp * 0", "temp = temp * 30", "temp = temp * 1e-3", f"{one} = 0",
-            f"{one} = -math.inf", "temp = temp.sub(1)",
+            "temp = -temp", "temp = temp * 0", "temp = temp * 30", "temp = temp * 1e-3", "temp = temp.sub(1)",
+            f"temp[{d.integer(0, nheads - 1)}] = 0", "temp[1:2] = -math.inf",  # of one head, no logit would be left
         ))  # fmt: skip
     values.layout(d, "temp", sizes_, dtype, d.pick("contiguous", "contiguous", "sliced", "offset", "expanded"), grad)
 
@@ -97,11 +96,10 @@ def biases(d, nheads, seqlen, head_dim, dtype, odd, grad):
     sizes_ = d.pick((nheads, longer), (nheads, longer, 1))
     d.put(f"bias = torch.randn({sizes_}, generator=g) * {d.pick(0.01, 0.1, 1.0)}")
     if odd:
-        head, place = d.integer(0, nheads - 1), d.integer(0, seqlen - 1)
-        least = torch.finfo(torch.float32 if dtype == "float64" else getattr(torch, dtype)).min
-        d.put(d.pick(
-            f"bias[{head}] = -math.inf", f"bias[{head}, {place}] = -math.inf", f"bias[:, {place}] = -math.inf",
-            f"bias[{head}] = {least / 2}", f"bias[{head}, {place}:] = {least / head_dim}", "bias = bias * 1000",
-            f"bias[{head}] = 1e4", f"bias[:, {place}] = {least}", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",
+        place, least = d.integer(0, seqlen - 1), torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
+        d.put(d.pick(  # the first head keeps its logit: without any there is no softmax
+            "bias[1:] = -math.inf", f"bias[1:2, {place}] = -math.inf", f"bias[1:, {place}] = -math.inf",
+            f"bias[1:2] = {least / 2}", f"bias[1:2, {place}:] = {least / head_dim}", f"bias[1:, {place}] = {least}",
+            "bias[-1] = 1e4", "bias = bias * 1000", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",
         ))  # fmt: skip
     values.layout(d, "bias", sizes_, dtype, None, grad)
