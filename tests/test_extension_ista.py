@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from crate_kernels import _extension, ista, ista_overcomplete, testing
+from crate_kernels import _backend, _extension, ista, ista_overcomplete, testing
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -41,10 +41,36 @@ def test_every_width(name, level):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("tokens", [40, 300])
-@pytest.mark.parametrize("dim", [96, 97, 191, 200, 240])
-def test_panels_of_the_symmetric_product(dim, tokens, dtype):
-    """Around multiples of a panel; 300 tokens of 240 are enough for oneDNN's product."""
-    assert failures(testing.Case("ista", "panels", (1, tokens, dim)), dtype) == []
+@pytest.mark.parametrize("dim", [96, 240])
+def test_either_library(dim, tokens, dtype):
+    """300 tokens of 240 are enough for oneDNN's product."""
+    assert failures(testing.Case("ista", "library", (1, tokens, dim)), dtype) == []
+
+
+WIDE = (257, 272, 273, 288, 300, 513)  # wide enough for panels, around multiples of bands, panels and segments
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dim", WIDE)
+def test_panels_of_the_symmetric_product(dim, dtype):
+    weight = randn(dim, dim, dtype=torch.float32) * dim**-0.5
+    exact = weight.double() - weight.double().T @ weight.double()
+    actual, eager = _backend.kernel("ista", "cpp")._matrix(weight, dtype), (weight - weight.T @ weight).to(dtype)
+    assert actual.dtype == dtype
+    measured = testing.measure({"out": actual}, {"out": eager}, {"out": exact}, dtype)
+    assert [m for m in measured if not m.passed] == []
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_of_the_symmetric_product_the_upper_half_is_read(name, level):
+    """Whole bands of 16 rows and columns on the diagonal, and nothing below them."""
+    level(name)
+    for dim in (1, 15, 16, 17, 255, 256, *WIDE):
+        a, b, band = randn(dim, dim).float(), randn(dim, dim, seed=1).float(), torch.arange(dim) // 16
+        below = band[:, None] > band
+        out = torch.empty_like(a)
+        torch.ops.crate_kernels_C.ista_subtract_symmetric(a, b.masked_fill(below, torch.nan), out)
+        torch.testing.assert_close(out, a - torch.where(below, b.T, b), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("special", ["", "tied"])
