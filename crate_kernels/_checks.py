@@ -165,6 +165,13 @@ def cache_rows(op: str, name: str, value: Tensor, lengths: Tensor) -> None:
     same_device(op, name, value, lengths, "the cache")
 
 
+def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
+    """Require an integer (batch,) tensor of sequences that the cache has; their numbers only where free to read."""
+    cache_rows(op, "index", index, lengths)
+    if _values_readable(index) and bool(((index < 0) | (index >= len(index))).any()):
+        raise ValueError(f"{op}: index must be of sequences 0 to {len(index) - 1}, got {index.tolist()}")
+
+
 def cache_matches(
     op: str, w: Tensor, expected: tuple[int | None, ...], device: torch.device, dtype: torch.dtype | None
 ) -> None:

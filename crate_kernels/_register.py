@@ -101,7 +101,7 @@ def traced_by_autograd(function: type) -> type:
     """Have torch.compile trace an autograd.Function by running it, as a decorator.
 
     Autograd then sees a saved tensor that was changed in place, and refuses it. What Dynamo makes of a Function by
-    itself goes on with the changed value (PyTorch 2.11 to 2.13).
+    itself goes on with the changed value (PyTorch 2.13).
     """
     _imports.when_imported("torch._dynamo", lambda _: torch.compiler.allow_in_graph(function))
     return function

@@ -17,7 +17,7 @@ from tests.apart.draw import ORDER, draw
 from tests.apart.judge import Verdict, judge
 
 OUTPUT = Path("apart-output")
-STATUSES = ("passed", "close", "refused", "failed", "broken")
+STATUSES = ("passed", "close", "refused", "limit", "failed", "broken")
 
 
 def main():

@@ -132,6 +132,8 @@ METHODS = {
     "reorder-list": ("mssa", lambda c: c.reorder([0, 1, 2]), TypeError, "reorder: index must be a Tensor, got list"),
     "reorder-shape": ("tssa", lambda c: c.reorder(torch.zeros(4).long()), ValueError, r"= \(3,\), got \(4,\)"),
     "reorder-dtype": ("tssa", lambda c: c.reorder(torch.zeros(3)), ValueError, "int32 or int64, got torch.float32"),
+    "reorder-beyond": ("mssa", lambda c: c.reorder(torch.tensor([0, 3, 1])), ValueError, r"0 to 2, got \[0, 3, 1\]"),
+    "reorder-below": ("tssa", lambda c: c.reorder(torch.tensor([0, -1, 1])), ValueError, r"0 to 2, got \[0, -1, 1\]"),
     "reorder-device": (
         "mssa",
         lambda c: c.reorder(torch.zeros(3, dtype=torch.int64, device="meta")),

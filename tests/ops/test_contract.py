@@ -325,7 +325,8 @@ def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated", "ignore:Converting a tensor to a Python")
-@pytest.mark.parametrize("op", [op for op in DYNAMIC if op != "mssa-composite"])
+# Composite mssa is PyTorch's attention, of which only the logsumexp is an op, and a loop over packed sequences.
+@pytest.mark.parametrize("op", [op for op in DYNAMIC if op not in ("mssa-composite", "mssa-lse-packed-composite")])
 def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     """What a body does with one number of tokens is not what it does with another."""
     room, _, backend = op.rpartition("-")
@@ -334,7 +335,7 @@ def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     monkeypatch.setattr(_backend, "_kernels", {})
     monkeypatch.delitem(sys.modules, module)  # which is imported, as the first time, while PyTorch traces
     w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
-    traced = torch.jit.trace(function, w)
+    traced = torch.jit.trace(lambda w: function(w), w)  # PyTorch asks for its name, which a partial has not
     assert any(node.kind().startswith("crate_kernels::") for node in traced.graph.nodes())
     torch.testing.assert_close(traced(longer), function(longer), rtol=0, atol=0)
 

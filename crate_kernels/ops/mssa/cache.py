@@ -84,7 +84,7 @@ class SubspaceCache:
         Args:
             index: integer (batch,) tensor on the cache's device.
         """
-        _checks.cache_rows("SubspaceCache.reorder", "index", index, self.lengths)
+        _checks.cache_index("SubspaceCache.reorder", index, self.lengths)
         held = self.data[:, :, : self._bound]
         held.copy_(held.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))

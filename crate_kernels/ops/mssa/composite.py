@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels import _packing, _register
-from crate_kernels.ops.mssa.logsumexp import LogSumExp
+from crate_kernels.ops.mssa.logsumexp import logsumexp
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -129,7 +129,7 @@ def mssa(
 
     def dense(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out = _dense(w, mask, causal, scale, dropout_p, phi, threshold)
-        return out, LogSumExp.apply(w, mask, causal, scale) if return_lse else None  # pyright: ignore
+        return out, logsumexp(w, mask, causal, scale) if return_lse else None
 
     if cu_seqlens is None:
         return dense(w, key_padding_mask)

@@ -97,3 +97,9 @@ class LogSumExp(torch.autograd.Function):
         w, key_padding_mask, lse = _register.saved_tensors("mssa", ctx)
         dw = _lse_bwd(dlse, w, lse, key_padding_mask, ctx.causal, ctx.scale)
         return _register.once_differentiable("mssa", dw, dlse, w), None, None, None
+
+
+def logsumexp(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
+    options = (key_padding_mask, causal, scale)
+    return LogSumExp.apply(w, *options) if _register.needs_grad(w) else _lse_fwd(w, *options)  # pyright: ignore

@@ -75,7 +75,7 @@ class TokenStatsCache:
         Args:
             index: integer (batch,) tensor on the cache's device.
         """
-        _checks.cache_rows("TokenStatsCache.reorder", "index", index, self.lengths)
+        _checks.cache_index("TokenStatsCache.reorder", index, self.lengths)
         for tensor in self._tensors():
             tensor.copy_(tensor.index_select(0, index))
         self._refresh_bound()
