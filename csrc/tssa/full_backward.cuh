@@ -19,7 +19,7 @@ struct TssaBackward {
   const float *membership, *dmembership, *energy, *moment;
   float* dtemp;            // (nsequences, nheads)
   float* dlogit;           // in chunks: a number a token and head, sum_d g w A before it is the gradient of the logit
-  float *sums_1, *sums_2;  // in chunks: of g w Pi and Pi, of dlogit w^2
+  float *sums_1, *sums_2;  // in chunks: of g w Pi and Pi, of dlogit w^2 / c
 };
 
 CRATE_DEVICE TssaRows optional_rows_of(const TssaCall& c, const float* data, const TssaSpan& s) {
@@ -74,12 +74,12 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   logit_gradient(c, access, w, dmoment, dmass, members, optional_rows_of(c, b.dmembership, s), keep, s.rows(), scratch,
                  dlogit);
   __syncthreads();
-  energy_gradient_sums(c, access, w, dlogit, s.rows(), scratch, second);
+  similarity_gradient_sums(c, access, w, dlogit, energies, s.rows(), scratch, second);
   cluster_sync();
   // `first` has been read by every block, and takes the totals.
   for (int column = threadIdx.x; column < c.width; column += blockDim.x) first[column] = cluster_total(second + column);
   __syncthreads();
-  if (s.chunk == 0) temp_gradient(c, first, energies, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
+  if (s.chunk == 0) temp_gradient(c, first, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
   write_dw(c, access, w, dout, members, dlogit, keep, view_of(b.dw, s), s.rows(), [&](int h, int d, auto& of) {
     for (int i = 0; i < Access::kCount; ++i) {
       const int column = h * c.head_dim + d + i;
@@ -130,11 +130,11 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
     logit_gradient(c, access, w, by_channel, by_head, members, optional_rows_of(c, b.dmembership, s), keep, s.rows(),
                    scratch, dlogit);
     __syncthreads();
-    energy_gradient_sums(c, access, w, dlogit, s.rows(), scratch, b.sums_2 + mine);
+    similarity_gradient_sums(c, access, w, dlogit, energies, s.rows(), scratch, b.sums_2 + mine);
     for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) b.sums_2[mine + c.width + h] = 0.0f;
   } else {
     if (s.chunk == 0) {
-      temp_gradient(c, b.sums_2 + all, energies, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
+      temp_gradient(c, b.sums_2 + all, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
       clear_uncovered(c, access, b.dw, nullptr, s);
     }
     write_dw(c, access, w, dout, members, dlogit, keep, view_of(b.dw, s), s.rows(), [&](int h, int d, auto& of) {

@@ -1,6 +1,6 @@
 // The gradient of the full form: three steps over the tokens, of which the second needs no upstream gradient.
 //
-// q itself is never needed again: dtemp_h = sum_n dlogit q = sum_d (sum_n dlogit w^2) / c, a sum that dc has too.
+// q itself is never needed again: dtemp_h = sum_n dlogit q = sum_d (sum_n dlogit w^2 / c), a sum that dc has too.
 #pragma once
 
 #include "tile.h"
@@ -113,7 +113,7 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
     for (int h = 0; h < p.nheads; ++h) {
       const float* const dlogit = staging.dots + h * kLanes;
       store_some(s.dlogit + h * s.tokens + first, load(dlogit), count);
-      add_squares(w.rows(h), vectors_of(p), dlogit, sums + h * p.width());
+      add_ratios(w.rows(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
     }
   });
 }
@@ -127,8 +127,7 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
     float dtemp = 0.0f;
     for (int d = 0; d < p.head_dim; ++d) {
       float &denergy = work.denergy[h * p.width() + d], &inverse = work.inverse[h * p.width() + d];
-      // Twice by c, not once by c^2: that underflows for channels which c itself still holds.
-      const float similarity = denergy * inverse;
+      const float similarity = denergy;
       dtemp += similarity;
       const bool above = s.energy[h * p.head_dim + d] > kFullFloor;
       denergy = above && !single ? -2.0f * p.temp[h] * similarity * inverse : 0.0f;

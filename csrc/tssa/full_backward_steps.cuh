@@ -77,28 +77,30 @@ CRATE_DEVICE void logit_gradient(const TssaCall& c, const Access& access, const 
   }
 }
 
-// Sums of dlogit w^2: -dc c^2 / temp of each channel.
+// Sums of dlogit w^2 / c: -dc c / temp of each channel. By c first: w^2 times a small gradient underflows for channels
+// which c itself still holds.
 template <class Access>
-CRATE_DEVICE void energy_gradient_sums(const TssaCall& c, const Access& access, const TssaView& w,
-                                       const TssaRows& dlogit, int rows, float* scratch, float* sums) {
+CRATE_DEVICE void similarity_gradient_sums(const TssaCall& c, const Access& access, const TssaView& w,
+                                           const TssaRows& dlogit, const float* energy, int rows, float* scratch,
+                                           float* sums) {
   constexpr int N = Access::kCount;
   sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
     const float gradient = dlogit(n, h);
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] *= values[i] * gradient;
+    for (int i = 0; i < N; ++i) {
+      const float inverse = 1.0f / floored(energy[h * c.head_dim + d + i], kFullFloor);
+      values[i] *= values[i] * inverse * gradient;
+    }
   });
 }
 
-// dtemp of a sequence: the sums above by c, added up over a head's channels; by a warp a head.
-CRATE_DEVICE void temp_gradient(const TssaCall& c, const float* denergy, const float* energy, float* dtemp) {
+// dtemp of a sequence: the sums above, added up over a head's channels; by a warp a head.
+CRATE_DEVICE void temp_gradient(const TssaCall& c, const float* similarity, float* dtemp) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   for (int h = threadIdx.x / kWarp; h < c.nheads; h += warps) {
     float total = 0.0f;
-    for (int d = lane; d < c.head_dim; d += kWarp) {
-      const int column = h * c.head_dim + d;
-      total += denergy[column] / floored(energy[column], kFullFloor);
-    }
+    for (int d = lane; d < c.head_dim; d += kWarp) total += similarity[h * c.head_dim + d];
     total = warp_sum(total);
     if (lane == 0) dtemp[h] = total;
   }
@@ -109,15 +111,15 @@ struct TssaSlopes {
   float gate, dmoment, twice, denergy;
 };
 
-// twice = 2 temp / c, and denergy = 2 dc. By c twice, not once by c^2: that underflows for channels which c still
-// holds. A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
-CRATE_DEVICE TssaSlopes slopes_of(const TssaCall& c, float gate, float dmoment, float denergy, float energy, int h,
+// twice = 2 temp / c, and denergy = 2 dc. A single token is its own sum: w^2 / c is 1 whatever w is, and two large
+// terms need not cancel.
+CRATE_DEVICE TssaSlopes slopes_of(const TssaCall& c, float gate, float dmoment, float similarity, float energy, int h,
                                   int count) {
   energy = floored(energy, kFullFloor);
   const float twice = 2.0f * c.temp[h] / energy;
   const bool above = energy > kFullFloor;
   if (above && count == 1) return {gate, dmoment, 0.0f, 0.0f};
-  return {gate, dmoment, twice, above ? -twice * (denergy / energy) : 0.0f};
+  return {gate, dmoment, twice, above ? -twice * similarity : 0.0f};
 }
 
 // dw; slopes(h, channel, of) gives what it needs, once for each vector of a thread.

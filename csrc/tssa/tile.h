@@ -183,6 +183,21 @@ CRATE_INLINE void add_squares(const Rows& w, int vectors, const float* weight, f
   }
 }
 
+// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. It comes first: w^2 times a small weight underflows for
+// channels which c itself still holds.
+CRATE_INLINE void add_ratios(const Rows& w, int vectors, const float* inverse, const float* weight, float* sums) {
+  for (int v = 0; v < vectors; ++v) {
+    const Vf f = load(inverse + v * kLanes);
+    Vf acc = load(sums + v * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      const Vf x = w.get(n, v);
+      acc += x * f * weight[n] * x;
+    }
+    store(sums + v * kLanes, acc);
+  }
+}
+
 // Lane n: sum_d w_nd^2 factor[d].
 CRATE_INLINE Vf square_dots(const Rows& w, int vectors, const float* factor) {
   Vf acc[kLanes] = {};
@@ -213,12 +228,17 @@ CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
   }
 }
 
-// Through the softmax over heads, (nheads, kLanes) each, in place: dlogit = Pi (dPi - sum_h Pi dPi).
+// Through the softmax over heads, (nheads, kLanes) each, in place: dlogit = Pi (dPi - sum_h Pi dPi). The mean is taken
+// away twice: where heads are nearly alike, or one has nearly all of a token, the first difference is mostly the
+// rounding of two large numbers, the membership's from 1 among it; of small ones the second sum is exact enough.
 CRATE_INLINE void softmax_backward(int nheads, const float* membership, float* grad) {
-  Vf dot = {};
-  for (int h = 0; h < nheads; ++h) dot += load(membership + h * kLanes) * load(grad + h * kLanes);
+  for (int time = 0; time < 2; ++time) {
+    Vf mean = {};
+    for (int h = 0; h < nheads; ++h) mean += load(membership + h * kLanes) * load(grad + h * kLanes);
+    for (int h = 0; h < nheads; ++h) store(grad + h * kLanes, load(grad + h * kLanes) - mean);
+  }
   for (int h = 0; h < nheads; ++h) {
-    store(grad + h * kLanes, load(membership + h * kLanes) * (load(grad + h * kLanes) - dot));
+    store(grad + h * kLanes, load(membership + h * kLanes) * load(grad + h * kLanes));
   }
 }
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, tssa
+from crate_kernels import TokenStatsCache, testing, tssa
+from crate_kernels.ops.tssa import op
 from tests.ops.common import backends, offsets, outputs_and_gradients, randn
 
 BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
 HEADS, SEQLEN, HEAD_DIM = 3, 21, 16
 EACH = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+EACH_FUSED = pytest.mark.parametrize(("backend", "device"), FUSED)
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -158,3 +160,80 @@ def test_autograd_sees_that_a_cache_has_changed(backend, device):
         for loss in losses[:3]:  # of lengths a float copy was saved
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
+
+
+def measured(causal, backend, device, w, dout):
+    """Hold the gradients of ``out`` against float64."""
+
+    def gradients(name, dtype):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (w, temps(), *((biases(seqlen=w.shape[2]),) * causal))]
+        out, _ = call(causal, name)(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout.to(device, dtype))
+        return dict(zip(("dw", "dtemp", "ddenom_bias"), grads, strict=False))
+
+    eager, exact = gradients("reference", torch.float32), gradients("reference", torch.float64)
+    return testing.measure(gradients(backend, torch.float32), eager, exact, torch.float32)
+
+
+SMALL = {"tokens": (1e-14, 1.0), "gradients": (1e-11, 1e-13), "gradients-of-one-channel": (1.0, 1e-13)}
+
+
+@EACH_FUSED
+@FORMS
+@pytest.mark.parametrize("seqlen", [2, SEQLEN])
+@pytest.mark.parametrize(("size", "gradient"), SMALL.values(), ids=SMALL)
+def test_small_numbers_do_not_underflow_in_the_gradient(size, gradient, seqlen, causal, backend, device):
+    """A gradient times w^2 would, for channels that c itself still holds."""
+    w = size * tokens(seqlen=seqlen)
+    if size == 1.0:
+        w[..., 5] *= 1e-11
+    failed = [m for m in measured(causal, backend, device, w, gradient * tokens(seqlen=seqlen, seed=1)) if not m.passed]
+    assert failed == []
+
+
+@EACH_FUSED
+@FORMS
+def test_what_all_heads_have_in_common_moves_nothing(causal, backend, device):
+    """The membership of a token adds up to 1: a gradient that its heads share is all mean, however large it is."""
+    upstream = (randn(2, HEADS, SEQLEN, seed=2) * 64).round() / 64  # exact beside 2^16, too
+
+    def gradients(common):
+        leaves = [t.requires_grad_() for t in (tokens(device), temps(device), *((biases(device),) * causal))]
+        _, membership = call(causal, backend)(*leaves)
+        return torch.autograd.grad(membership, leaves, (upstream + common).to(device, torch.float32))
+
+    torch.testing.assert_close(gradients(65536.0), gradients(0.0), rtol=1e-5, atol=1e-5)
+
+
+FLOORS = {
+    "below": (False, 1e-13),
+    "above": (False, 3e-12),
+    "causal-below": (True, 1e-8),
+    "causal-across": (True, 6e-7),
+}
+
+
+@EACH_FUSED
+@pytest.mark.parametrize("seqlen", [1, SEQLEN])
+@pytest.mark.parametrize(("causal", "channel"), FLOORS.values(), ids=FLOORS)
+def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, channel, seqlen, backend, device):
+    w = tokens(seqlen=seqlen)
+    w[..., 5] *= channel
+    assert [m for m in measured(causal, backend, device, w, tokens(seqlen=seqlen, seed=1)) if not m.passed] == []
+
+
+@EACH_FUSED
+@FORMS
+@pytest.mark.parametrize("bounds", [(2, 9, 9, 30), (2, 9, 33), (0, 9, 30)], ids=["both-ends", "start", "end"])
+def test_packed_rows_of_no_sequence_are_zero(bounds, causal, backend, device):
+    """The public function refuses such offsets where it may look at them: not on a GPU, and not under compile."""
+    w, dout = (randn(33, HEADS, HEAD_DIM, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
+    covered = (torch.arange(33) >= bounds[0]) & (torch.arange(33) < bounds[-1])
+    inputs = (w, temps(device)) + ((None,) if causal else ())
+    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), 25, None, 0.0, backend
+    forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
+    out, *saved = forward(*inputs, *options)
+    dw = backward(dout, None, *inputs, *saved, *options)[0]
+    for rows in (out, saved[0].t(), dw):
+        assert torch.equal(rows.flatten(1).any(1).cpu(), covered)
+        assert rows.isfinite().all()

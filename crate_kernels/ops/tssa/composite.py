@@ -109,11 +109,14 @@ def backward(
     dmembers -= _channels_dot(grad_w, attention)
     if dmembership is not None:
         dmembers += dmembership
-    dlogit = membership * (dmembers - (membership * dmembers).sum(1, keepdim=True))
+    for _ in range(2):
+        dmembers -= (membership * dmembers).sum(1, keepdim=True)
+    dlogit = membership * dmembers
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
-    # Twice by c, not once by c^2: that underflows for channels which c itself still holds.
-    denergy = _rows_dot(dsimilarity, squares) / energy / energy
+    # In the head's own scale: w^2 times a small gradient, and c^2, underflow for channels which c itself still holds.
+    scale = energy.sum(-1, keepdim=True).clamp_max_(1e37)
+    denergy = _rows_dot(dsimilarity / scale, squares) / energy * scale / energy
     denergy = torch.where(energy > _FULL_FLOOR, -denergy, 0.0)
     # w (2 Pi dM + 2 dq / c + 2 dc) as a rank-2 product a head, reusing the two big buffers.
     bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
@@ -265,7 +268,9 @@ def backward_causal(
     dmembers = squares.mul_(dmoment).sum(-1) - dmass - grad_w.mul_(attention).sum(-1)
     if dmembership is not None:
         dmembers += dmembership
-    dlogit = membership * (dmembers - (membership * dmembers).sum(1, keepdim=True))
+    for _ in range(2):
+        dmembers -= (membership * dmembers).sum(1, keepdim=True)
+    dlogit = membership * dmembers
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
     ddenom_bias = temp.new_empty(0)

@@ -92,7 +92,8 @@ def _tssa_bwd_kernel(
     """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
-    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit.
+    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That and the sums with
+    it are in the scale of their head: w^2 times a small gradient underflows for channels which c itself still holds.
     """
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -130,6 +131,7 @@ def _tssa_bwd_kernel(
     if DLOGIT or DW:
         dmoment = by_channel * gate / (1.0 + moment) / (mass + MASS_FLOOR)[:, None]
         dmass = -tl.sum(dmoment * moment, 1)
+        scale = tl.minimum(tl.max(energy, 1), 1.0)
     if DLOGIT:
         if DGATE:
             # What one step stored is read by other threads in the next.
@@ -145,7 +147,7 @@ def _tssa_bwd_kernel(
                 dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
             dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers)
             store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
-            acc += dlogit[:, :, None] * squares
+            acc += (dlogit / scale[None, :])[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
             store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
@@ -155,8 +157,8 @@ def _tssa_bwd_kernel(
             denergy, _ = load_sums(sums_2_ptr, index, DIMS)
         else:
             tl.debug_barrier()
-        # Twice by c, not once by c^2: that underflows for channels which c itself still holds.
-        similarity = denergy / energy
+        # Twice by c, not once by c^2, which underflows as well.
+        similarity = denergy / energy * scale[:, None]
         if chunk == 0:
             store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
         twice = 2.0 * load_heads(temp_ptr, DIMS)[:, None] / energy
