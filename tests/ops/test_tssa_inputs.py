@@ -237,3 +237,27 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, causal, backend, device):
     for rows in (out, saved[0].t(), dw):
         assert torch.equal(rows.flatten(1).any(1).cpu(), covered)
         assert rows.isfinite().all()
+
+
+@EACH_FUSED
+@FORMS
+@pytest.mark.parametrize("bounds", [(-7, 9, 300, 40), (30, 10, 33, 33), (50, 90, 90)], ids=str)
+def test_offsets_are_clamped_to_what_exists(bounds, causal, backend, device):
+    """What such offsets mean is nobody's concern, but nothing outside a tensor is touched."""
+    w, dout = (randn(33, HEADS, HEAD_DIM, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
+    inputs = (w, temps(device)) + ((None,) if causal else ())
+    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), 40, None, 0.0, backend
+    forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
+    out, *saved = forward(*inputs, *options)
+    assert out.isfinite().all()
+    assert backward(dout, None, *inputs, *saved, *options)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("backend", "device"), [p for p in FUSED if p.values[0] != "composite"])  # it rounds as eager
+@FORMS
+def test_a_single_token_is_its_own_sum(causal, backend, device):
+    """Its w^2 / c is 1 whatever w is: two terms of the size of 1 / w cancel exactly, not to their rounding."""
+    w = 1e-4 * tokens(device, seqlen=1)
+    dw = outputs_and_gradients(call(causal, backend), w, temps(device))[2]
+    exact = outputs_and_gradients(call(causal, "reference"), w.double(), temps(device).double())[2]
+    assert (dw.double() - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()

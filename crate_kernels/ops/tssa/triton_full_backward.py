@@ -92,8 +92,9 @@ def _tssa_bwd_kernel(
     """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
-    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That and the sums with
-    it are in the scale of their head: w^2 times a small gradient underflows for channels which c itself still holds.
+    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That and the sums
+    with it are in the scale of their head: w^2 times a small gradient underflows for channels which c itself still
+    holds.
     """
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
