@@ -153,24 +153,38 @@ def test_very_different_norms_are_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
 
-def wrong(w, options, backend):
+def wrong(w, options, backend, mask=None):
     """Return what ``backend`` gets wrong of tokens that no case draws."""
-    case, inputs = testing.Case("mssa", "own", w.shape, {"return_lse": True, **options}), testing.Inputs({"w": w}, {})
+    case, inputs = testing.Case("mssa", "own", w.shape, options), testing.Inputs({"w": w}, {"key_padding_mask": mask})
     eager, exact = (testing.run(case, one, "reference") for one in (inputs, inputs.to(torch.float64)))
     return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, w.dtype) if not m.passed]
 
 
+ALONE = {
+    "full": {},
+    "causal": {"causal": True},
+    "lse": {"return_lse": True},
+    "dropout": {"dropout_p": 0.3},
+    "padded-dropout": {"dropout_p": 0.3, "longer": 30.0},
+}
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_token_alone_among_its_opposites(causal, dtype, backend, device):
-    """Own scores of 10 to 15, others as far below 0: one weight is all, though the lse is exact enough to take."""
+@pytest.mark.parametrize("height", [3.0, 15.0, 50.0])
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_a_token_alone_among_its_opposites(options, height, dtype, backend, device):
+    """One weight is all: of an own score of 15 though the lse is exact enough to take, of 50 though it is not."""
     if backend == "composite":
         pytest.skip("PyTorch's attention: docs/mssa.md says how wrong its gradients are there")
+    options = dict(options)
+    longer = options.pop("longer", 1.0)
     axes = torch.eye(16)[:5].repeat(8, 1, 1)[None] + 0.1 * randn(1, 8, 5, 16, dtype=torch.float32)
-    w = torch.cat([axes, -axes], dim=2)
-    w *= torch.linspace(10.0, 15.0, 10)[:, None].div(0.25).sqrt() / w.norm(dim=-1, keepdim=True)
-    assert wrong(w.to(device, dtype), {"causal": causal}, backend) == []
+    w = torch.cat([axes, -axes, longer * axes], dim=2)[:, :, : 15 if longer > 1.0 else 10]
+    w *= (height * torch.linspace(0.7, 1.0, w.shape[2])[:, None] / 0.25).sqrt() / axes.norm(dim=-1).mean()
+    # Padded queries may be far longer than every key.
+    mask = None if longer == 1.0 else (torch.arange(15, device=device) < 10)[None]
+    assert wrong(w.to(device, dtype), options, backend, mask) == []
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
@@ -182,7 +196,7 @@ def test_nearly_equal_tokens_of_any_norm(magnitude, dtype, backend, device):
         pytest.skip("PyTorch's attention: docs/mssa.md says how wrong its gradients are there")
     last_bit = torch.randint(-1, 2, (1, 2, 70, 64), generator=torch.Generator().manual_seed(0)) * 2.0**-23
     w = magnitude * randn(1, 2, 1, 64, dtype=torch.float32) * (1 + last_bit)
-    assert wrong(w.to(device, dtype), {}, backend) == []
+    assert wrong(w.to(device, dtype), {"return_lse": True}, backend) == []
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)

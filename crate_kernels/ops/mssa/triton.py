@@ -156,7 +156,7 @@ def backward(
     # Only what it walks over keys for makes kernels of delta differ.
     walks = products and seed is not None
     with _launch.guard(w.device):
-        if scores:
+        if products or derived:
             _mssa_bwd_delta_kernel[(sequences * nheads * num_m,)](
                 g,
                 out,
