@@ -9,7 +9,7 @@
 namespace {
 namespace tssa {
 
-// Sums over tokens: of w^2, of Pi w^2, and of Pi. In the gradient: of dM / s, of dc / temp, and V of MATH.
+// Sums over tokens: of w^2, of Pi w^2, and of Pi. In the gradient: of dM / s, of dc / temp, and V of docs/tssa.md.
 struct CausalSums {
   float *energy, *moment, *mass;
 

@@ -1,8 +1,8 @@
 """The backward of subspace attention in Triton: one accumulator, no atomics, bitwise deterministic.
 
-MATH.md's symbols; g is the gradient of out, ``L`` is lse and ``dlse`` its gradient. A program owns BLOCK_J rows j of w,
-as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores, which is symmetric, has both
-directions in it:
+The symbols of docs/mssa.md; g is the gradient of out, ``L`` is lse and ``dlse`` its gradient. A program owns BLOCK_J
+rows j of w, as keys and as queries at once, and walks over tiles of BLOCK_I rows i. One tile of scores, which is
+symmetric, has both directions in it:
 
     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
     dw_j = sum_i  P_ij g_i + A_ij w_i

@@ -1,9 +1,9 @@
 """The forward of subspace attention in Triton: a tile of w, once on chip, is both key and value.
 
-MATH.md's symbols, ``s_ij = scale * w_i . w_j``. A program owns BLOCK_M rows i and walks over tiles of BLOCK_N keys j:
-two products a tile, 4 seqlen^2 head_dim FLOP a head (half of it when causal). Memory gives w once, and once more to
-``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once. triton_rows.py has the walk and the
-two forms of the softmax, triton_pairs.py the form for short sequences that finds each score once.
+The symbols of docs/mssa.md, ``s_ij = scale * w_i . w_j``. A program owns BLOCK_M rows i and walks over tiles of
+BLOCK_N keys j: two products a tile, 4 seqlen^2 head_dim FLOP a head (half of it when causal). Memory gives w once, and
+once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once. triton_rows.py has the
+walk and the two forms of the softmax, triton_pairs.py the form for short sequences that finds each score once.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

@@ -5,7 +5,7 @@ cache, which holds what the programs of one wave read. Longer sequences are cut 
 of its own, with the chunks' sums added up in between. ``triton_full_backward`` has the same two ways.
 
 A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize bytes; a row is the membership or
-scratch like it, batch * nheads * seqlen * 4 bytes. From memory, as (read, written), beside the floors of MATH.md in
+scratch like it, batch * nheads * seqlen * 4 bytes. From memory, as (read, written), beside the least that can do, in
 passes (no sums from the producer of w), with nothing that is a matrix product:
 
 ============== =============== ============== =============== ============== ======== =======

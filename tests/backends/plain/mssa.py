@@ -1,4 +1,4 @@
-"""Subspace attention as a kernel would be: forward and backward from the saved tensors, MATH by hand."""
+"""Subspace attention as a kernel would be: both ways from the saved tensors, by the formulas of docs/mssa.md."""
 
 import torch
 
