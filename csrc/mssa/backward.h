@@ -52,10 +52,13 @@ CRATE_INLINE float trusted_lse(Dtype dtype) {
   return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
 }
 
-// Largest |w|^2 scale / 2, in bits, of a head whose delta may come from an `out` with dropout. Where one weight is all,
-// the factor of dropout is rounded in `out` and not in its product with w: delta misses by a rounding of the dtype, and
-// the gradient by |w|^2 scale roundings.
-constexpr float kLowHeight = 4.0f;
+// Largest |w|^2 scale / 2, in bits, with which 1 / l may come from lse and delta from out. Where one weight is all, the
+// weight is exactly 1, out exactly the token and dP - delta exactly 0: what rounding leaves of it is multiplied by
+// |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats; 16-bit tokens survive the rounding of out, but not
+// of out with dropout, which is a multiple of the token.
+CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
+  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : INFINITY;
+}
 
 template <class T>
 class Backward : Head<T> {
@@ -80,7 +83,7 @@ class Backward : Head<T> {
     pack_keys();
     float largest;
     const bool safe = safe_spread(half_norm_, keys_.count, &largest);
-    if (safe && keys_.count > 1 && Base::pairs_allowed() && trusted(keys_.token, keys_.count)) {
+    if (safe && keys_.count > 1 && Base::pairs_allowed() && trusted(keys_.token, keys_.count, tallest_)) {
       pairs(largest);
       if (keys_.count < head_.seqlen) rows(/*padded_only=*/true);
     } else {
@@ -161,7 +164,9 @@ class Backward : Head<T> {
     }
   }
 
-  bool trusted(const int32_t* token, int count) const {
+  // Whether the lse and out of some tokens may be used; `tallest` is the largest |h| that their scores have part in.
+  bool trusted(const int32_t* token, int count, float tallest) const {
+    if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
     const float most = trusted_lse(p_.dtype);
     for (int n = 0; n < count; ++n) {
       if (!(fabsf(head_.lse[token[n]]) <= most) && head_.lse[token[n]] != -INFINITY) return false;
@@ -246,7 +251,7 @@ class Backward : Head<T> {
       // What rounding took from the shift; with a threshold the weights themselves are compared.
       residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
     }
-    return p_.threshold || (trusted(b.token, b.count) && (!p_.dropout || tallest <= kLowHeight));
+    return p_.threshold || trusted(b.token, b.count, tallest);
   }
 
   // The same, and delta, from the scores: sums of the very weights that delta is subtracted from.

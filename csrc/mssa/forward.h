@@ -48,7 +48,6 @@ class Forward : Head<T> {
     half_norm_ = s.floats(padded);
     mass_ = s.floats(padded);
     running_ = s.floats(padded);
-    own_ = s.floats(padded);
     sums_ = {s.floats(padded * kLanes), s.floats(padded)};
     if (T::kPair == 2) exact_sums_ = {s.floats(padded * kLanes), s.floats(padded)};
     query_panel_ = s.floats(panel_size<T>(p_.head_dim));
@@ -93,8 +92,7 @@ class Forward : Head<T> {
     Base::for_each_pair([this](int i, int j) { pair(i, j); });
     for (int n = 0; n < keys_.count; ++n) {
       const float total = total_of(sums_, n), exact = T::kPair == 2 ? total_of(exact_sums_, n) : total;
-      finish(keys_.token[n], out_ + static_cast<int64_t>(n) * width_, total, exact, half_norm_[n] + largest,
-             T::kPair == 1 && own_[n] == total);
+      finish(keys_.token[n], out_ + static_cast<int64_t>(n) * width_, total, exact, half_norm_[n] + largest);
     }
   }
 
@@ -107,9 +105,6 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
-    if (i == j && T::kPair == 1) {
-      for (int r = 0; r < s.rows; ++r) own_[i * kTile + r] = tile_.by_row[r * kTile + r] * mass_[i * kTile + r];
-    }
     accumulate<T, ByColumn>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
                             values_ + rows_at(i), nullptr, nullptr, nullptr);
     if (i != j) {
@@ -142,7 +137,7 @@ class Forward : Head<T> {
     const float* queries = query_panel(b);
     // Rows whose bound is too loose take the maximum of their scores; the others keep their bits.
     if (!bounded) Base::shift_by_maxima(b, queries);
-    alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {}, own[kTile] = {};
+    alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {};
     alignas(64) float out[kTile * 256];
     memset(out, 0, sizeof(float) * b.count * width_);
     if (p_.threshold) {
@@ -152,13 +147,6 @@ class Forward : Head<T> {
     }
     for (int j = 0; j * kTile < b.most; ++j) {
       row_tile(b, queries, j, p_.threshold ? nullptr : sums, exact_sums);
-      if (T::kPair == 1 && !p_.dropout && !p_.threshold) {
-        for (int r = 0; r < b.count; ++r) {
-          const int column = keys_.rank[b.token[r]] - j * kTile;
-          const bool here = column >= 0 && column < kTile && Keys::kept(head_, b.token[r]);
-          if (here) own[r] = tile_.by_row[r * kTile + column];
-        }
-      }
       if constexpr (T::kPair == 1) {
         if (p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
         if (p_.dropout || p_.threshold) {
@@ -170,7 +158,7 @@ class Forward : Head<T> {
     for (int r = 0; r < b.count; ++r) {
       const float total = b.limit[r] == 0 ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
       finish(b.token[r], out + r * width_, total, T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes)),
-             b.shift[r], T::kPair == 1 && total != 0.0f && own[r] == total);
+             b.shift[r]);
     }
   }
 
@@ -191,22 +179,17 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
   }
 
-  // Totals of rounded and of exact weights, 0 for a row without keys. `alone`: the token's own weight is all of it;
-  // then out is w to the bit, and the backward, where differences of the two are large, finds no difference.
-  void finish(int64_t token, float* out, float total, float exact, float shift, bool alone) {
-    if (alone) {
-      read_row(element(head_.w, token, p_.dtype), p_.dtype, head_.w.dim_stride, p_.head_dim, out);
-    } else {
-      const float inverse = total > 0.0f ? 1.0f / total : total;  // NaN stays
-      for (int d = 0; d < width_; ++d) out[d] *= inverse;
-    }
+  // Totals of rounded and of exact weights, 0 for a row without keys.
+  void finish(int64_t token, float* out, float total, float exact, float shift) {
+    const float inverse = total > 0.0f ? 1.0f / total : total;  // NaN stays
+    for (int d = 0; d < width_; ++d) out[d] *= inverse;
     write_row(element(head_.out, token, p_.dtype), p_.dtype, head_.out.dim_stride, p_.head_dim, out);
     // In double: the backward takes 1 / l from lse, where an error of lse is a relative one.
     head_.lse[token] =
         total == 0.0f ? -INFINITY : static_cast<float>((log2(static_cast<double>(exact)) + shift) * kLn2);
   }
 
-  float *values_, *out_, *running_, *own_, *query_panel_, *dropout_;
+  float *values_, *out_, *running_, *query_panel_, *dropout_;
   Sums sums_ = {}, exact_sums_ = {};
   Tile<T> tile_;
 };

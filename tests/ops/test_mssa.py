@@ -157,7 +157,9 @@ def wrong(w, options, backend, mask=None):
     """Return what ``backend`` gets wrong of tokens that no case draws."""
     case, inputs = testing.Case("mssa", "own", w.shape, options), testing.Inputs({"w": w}, {"key_padding_mask": mask})
     eager, exact = (testing.run(case, one, "reference") for one in (inputs, inputs.to(torch.float64)))
-    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, w.dtype) if not m.passed]
+    with channels_in_order(backend, w.device):
+        actual = testing.run(case, inputs, backend)
+    return [m for m in testing.measure(actual, eager, exact, w.dtype) if not m.passed]
 
 
 ALONE = {
@@ -179,11 +181,12 @@ def test_a_token_alone_among_its_opposites(options, height, dtype, backend, devi
         pytest.skip("PyTorch's attention: docs/mssa.md says how wrong its gradients are there")
     options = dict(options)
     longer = options.pop("longer", 1.0)
-    axes = torch.eye(16)[:5].repeat(8, 1, 1)[None] + 0.1 * randn(1, 8, 5, 16, dtype=torch.float32)
-    w = torch.cat([axes, -axes, longer * axes], dim=2)[:, :, : 15 if longer > 1.0 else 10]
-    w *= (height * torch.linspace(0.7, 1.0, w.shape[2])[:, None] / 0.25).sqrt() / axes.norm(dim=-1).mean()
+    # Of few channels, whose roundings do not average out.
+    axes = torch.eye(4).repeat(16, 1, 1)[None] + 0.1 * randn(1, 16, 4, 4, dtype=torch.float32)
+    w = torch.cat([axes, -axes, longer * axes], dim=2)[:, :, : 12 if longer > 1.0 else 8]
+    w *= (height * torch.linspace(0.7, 1.0, w.shape[2])[:, None] / 0.5).sqrt() / axes.norm(dim=-1).mean()
     # Padded queries may be far longer than every key.
-    mask = None if longer == 1.0 else (torch.arange(15, device=device) < 10)[None]
+    mask = None if longer == 1.0 else (torch.arange(12, device=device) < 8)[None]
     assert wrong(w.to(device, dtype), options, backend, mask) == []
 
 

@@ -12,8 +12,8 @@ products and 64% of the exponentials of the row form, 256 take 81% and 62%.
 
 With ``n_k = s_kk / 2``, ``2 min n <= s_kk`` and ``s_ij <= 2 max n``: for the shift in their middle no weight is above
 ``exp(max n - min n)``, and no row's sum below ``exp(min n - max n)``. Heads for which that leaves the range of the
-weights' dtype take the online softmax of triton_rows.py, row by row. Sums are of the weights as the products have
-them, rounded.
+weights' dtype, or whose norms are too large for it to be exact, take the online softmax of triton_rows.py, row by row.
+Sums are of the weights as the products have them, rounded.
 
 Tiles are unrolled, as registers cannot be indexed. Compiled for head_dim 64 and bf16, in tiles of 64 and with 4 warps,
 sm_90 takes 220 registers for 197 tokens and 238 for 256, sm_100 126 and 112; neither spills. 320 tokens spill on sm_90.
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels.ops.mssa import triton_tile as tile
-from crate_kernels.ops.mssa.triton_rows import RANGE, attend_rows, finish, norms
+from crate_kernels.ops.mssa.triton_rows import HIGHEST, RANGE, attend_rows, finish, norms
 
 MOST_TILES = 4  # tuples are unrolled: the pairs are code
 
@@ -38,8 +38,9 @@ MOST_TILES = 4  # tuples are unrolled: the pairs are code
 # of which 256 times half of 2^-24 is an eighth of the rounding of fp16.
 _TOP_FP16 = tl.constexpr(10.0)
 _RANGE_FP16 = tl.constexpr(6.0)
-# From 2^29 on, what scores and norms are rounded to is enough for weights of equal tokens to overflow.
-_HIGHEST = tl.constexpr(1048576.0)
+# Tokens of 16 bits survive the rounding of out that HIGHEST is there for. From 2^29 on, what scores and norms are
+# rounded to is enough for weights of equal tokens to overflow.
+_HIGHEST_HALF = tl.constexpr(1048576.0)
 
 
 @triton.jit
@@ -174,7 +175,8 @@ def _mssa_fwd_pairs_kernel(
     least = tl.minimum(tl.min(low, 0), tl.min(tl.where(rows < seqlen, n, float("inf")), 0))
     most = tl.maximum(tl.max(high, 0), tl.max(n, 0))
     FP16: tl.constexpr = w_ptr.dtype.element_ty == tl.float16
-    if (most - least <= (_RANGE_FP16 if FP16 else RANGE)) & (most <= _HIGHEST):
+    SINGLE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
+    if (most - least <= (_RANGE_FP16 if FP16 else RANGE)) & (most <= (HIGHEST if SINGLE else _HIGHEST_HALF)):
         shift = 2 * most - _TOP_FP16 if FP16 else most + least
         _attend(tiles, shift, out_at, lse_ptr, (qk_scale, seqlen), BLOCK_M, PRECISION, DIMS)
     else:
