@@ -63,3 +63,12 @@ def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Layout]
     """Return packed ``w`` (total, nheads, head_dim) as a padded batch, and the layout of both."""
     where = layout(cu_seqlens, max_seqlen, w.shape[0])
     return where.pad(w), where
+
+
+def clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
+    """Zero ``x`` where no packed sequence covers some of its rows, which are along ``dim``; return it."""
+    if cu_seqlens is not None and x.numel():
+        first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
+        if first > 0 or last < x.shape[dim]:
+            x.zero_()
+    return x

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from crate_kernels import mssa, testing
+from crate_kernels import _checks, mssa, testing
 from crate_kernels.ops.mssa import logsumexp
 from tests.naive import mssa_loop
 from tests.ops.common import (
@@ -277,6 +277,24 @@ def test_packed_lse_is_heads_by_total(backend, device):
     packing = {"cu_seqlens": offsets((2, 3)).to(device), "max_seqlen": 3}
     out, lse = mssa(randn(5, 4, 16, dtype=torch.float32, device=device), **packing, return_lse=True, backend=backend)
     assert (out.shape, lse.shape) == ((5, 4, 16), (4, 5))
+
+
+@pytest.mark.parametrize(("backend", "device"), [p for p in FUSED if p.values[0] != "composite"])
+def test_rows_of_no_sequence_are_zero(backend, device, monkeypatch):
+    """There are some where offsets are read by kernels alone, which take them as they are."""
+    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    w = randn(9, 2, 16, dtype=torch.float32, device=device)
+
+    def packed(w, *bounds):
+        options = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device), "max_seqlen": 3}
+        return outputs_and_gradients(lambda w: mssa(w, **options, return_lse=True, backend=backend), w)
+
+    out, lse, dw = packed(w, 0, 2, 5)
+    assert not out[5:].any()
+    assert not lse[:, 5:].any()
+    assert not dw[5:].any()
+    expected, expected_lse, _ = packed(w[:5], 0, 2, 5)
+    torch.testing.assert_close((out[:5], lse[:, :5]), (expected, expected_lse))
 
 
 LAYOUTS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _register
+from crate_kernels import _extension, _packing, _register
 
 _extension.load()
 _fwd = torch.ops.crate_kernels_C.mssa_fwd.default
@@ -22,11 +22,8 @@ def _level(phi: str, threshold: float) -> float:
 
 
 def _output(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Allocate an output; rows of a packed batch that no sequence covers are zero."""
-    out = _register.empty_out(w)
-    if cu_seqlens is not None and w.shape[0]:
-        out[int(cu_seqlens[-1].clamp(0, w.shape[0])) :] = 0.0
-    return out
+    """Allocate an output like ``w``."""
+    return _packing.clear_uncovered(_register.empty_out(w), cu_seqlens, 0)
 
 
 def forward(
@@ -44,7 +41,7 @@ def forward(
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out = _output(w, cu_seqlens)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    lse = torch.empty(rows, dtype=torch.float32, device=w.device)
+    lse = _packing.clear_uncovered(torch.empty(rows, dtype=torch.float32, device=w.device), cu_seqlens, 1)
     level = _level(phi, threshold)
     _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
     return out, lse

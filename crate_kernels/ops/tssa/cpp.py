@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _register
+from crate_kernels import _extension, _packing, _register
 
 _extension.load()
 _fwd = torch.ops.crate_kernels_C.tssa_fwd.default
@@ -23,22 +23,13 @@ def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | Non
     return None if x is None else x.to(dtype).contiguous()
 
 
-def _clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
-    """Zero what no packed sequence covers, along ``dim``."""
-    if cu_seqlens is not None and x.numel():
-        first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
-        if first > 0 or last < x.shape[dim]:
-            x.zero_()
-    return x
-
-
 def _like(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _clear_uncovered(_register.empty_out(w), cu_seqlens, 0)
+    return _packing.clear_uncovered(_register.empty_out(w), cu_seqlens, 0)
 
 
 def _membership(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    return _clear_uncovered(w.new_empty(rows, dtype=torch.float32), cu_seqlens, 1)
+    return _packing.clear_uncovered(w.new_empty(rows, dtype=torch.float32), cu_seqlens, 1)
 
 
 def forward(
