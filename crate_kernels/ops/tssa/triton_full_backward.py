@@ -92,9 +92,8 @@ def _tssa_bwd_kernel(
     """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
-    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That and the sums
-    with it are in the scale of their head: w^2 times a small gradient underflows for channels which c itself still
-    holds.
+    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. The latter and its
+    sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     """
     DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -110,6 +109,7 @@ def _tssa_bwd_kernel(
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
     energy = floored(load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), FULL_FLOOR)
+    scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
     moment = load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
     gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
 
@@ -132,7 +132,6 @@ def _tssa_bwd_kernel(
     if DLOGIT or DW:
         dmoment = by_channel * gate / (1.0 + moment) / (mass + MASS_FLOOR)[:, None]
         dmass = -tl.sum(dmoment * moment, 1)
-        scale = tl.minimum(tl.max(energy, 1), 1.0)
     if DLOGIT:
         if DGATE:
             # What one step stored is read by other threads in the next.
@@ -146,9 +145,9 @@ def _tssa_bwd_kernel(
             dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None] - load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
                 dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
-            dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers)
+            dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
-            acc += (dlogit / scale[None, :])[:, :, None] * squares
+            acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
             store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
@@ -159,14 +158,14 @@ def _tssa_bwd_kernel(
         else:
             tl.debug_barrier()
         # Twice by c, not once by c^2, which underflows as well.
-        similarity = denergy / energy * scale[:, None]
+        similarity = denergy / energy / scale[:, None]
         if chunk == 0:
             store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
         twice = 2.0 * load_heads(temp_ptr, DIMS)[:, None] / energy
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
         above, single = energy > FULL_FLOOR, count == 1
         denergy = tl.where(above & (count != 1), -twice * similarity, 0.0)
-        twice = tl.where(above & single, 0.0, twice)
+        twice = tl.where(above & single, 0.0, twice / scale[:, None])
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)

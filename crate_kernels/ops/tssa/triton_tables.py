@@ -42,7 +42,18 @@ _FULL_CANDIDATES = tuple(
     )
 )
 FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
-FULL_BACKWARD = Table("tssa_full_bwd", _every_arch(_full(4096, 256, 2, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
+_SMALLER = _full(2048, 256, 2, 8)
+FULL_BACKWARD = Table(
+    "tssa_full_bwd",
+    _every_arch(
+        _full(4096, 256, 2, 8),
+        _full(1 << 14, 64, 1, 1),
+        sm_80=Row(_SMALLER, half=False),
+        sm_90=Row(_SMALLER, half=False),
+        sm_100=Row(_SMALLER, half=True),
+    ),
+    _FULL_CANDIDATES,
+)
 
 _CAUSAL_CANDIDATES = tuple(
     _causal(tokens, chunk, stages)
