@@ -42,11 +42,15 @@ def test_decoding_takes_any_scale(decoder, scale):
         caches.test_ragged_prefill_then_steps,
         caches.test_an_empty_sequence_gives_zero_until_its_first_token,
         caches.test_reset_forgets_everything,
-        caches.test_a_clone_is_independent,
     ],
 )
 def test_what_every_cache_does(decoder, check):
     check("mssa", decoder, "cpu")
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "ragged"])
+def test_a_clone_is_independent(decoder, ragged):
+    caches.test_a_clone_is_independent("mssa", decoder, "cpu", ragged)
 
 
 def test_writes_beyond_the_capacity_are_dropped(decoder):
