@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language bench)
-CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end)))
+CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
@@ -96,7 +96,7 @@ clean:
 	touch $@
 
 # Without a compiler everything works on the composite backend, so a failure is shown and passed over.
-.venv/extension.stamp: $(CPP) crate_kernels/_build.py .venv/made.stamp
+.venv/extension.stamp: $(CPP) crate_kernels/_native/build.py .venv/made.stamp
 	-$(BIN)/python -m crate_kernels build
 	touch $@
 

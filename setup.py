@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 # By path: importing the package would import PyTorch, which an isolated build does not have.
-BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_build.py"))
+BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_native" / "build.py"))
 CPU, CUDA = "crate_kernels._cpu", "crate_kernels._cuda"
 
 

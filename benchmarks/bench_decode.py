@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.common import What, grid
-from crate_kernels.benchmark import decoding
+from crate_kernels.bench import decoding
 
 STEPS = [What(f"{s.op}-{s}", s, s.devices, s.brief) for s in decoding.STEPS]
 TEXTS = {

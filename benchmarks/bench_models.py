@@ -1,7 +1,7 @@
 """Forward passes and training steps of whole models."""
 
 from benchmarks.common import What, grid
-from crate_kernels.benchmark import networks
+from crate_kernels.bench import networks
 
 BRIEF_PROVIDERS = ("eager", "default")  # a whole model takes a minute to compile
 NETWORKS = [

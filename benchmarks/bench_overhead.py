@@ -1,7 +1,7 @@
 """What a call of the public functions costs beside the op underneath."""
 
 from benchmarks.common import What, grid
-from crate_kernels.benchmark import overhead
+from crate_kernels.bench import overhead
 
 OPS = [What(f"overhead-{op}", op, ("cpu", "cuda"), True) for op in overhead.OPS]
 

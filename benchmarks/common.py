@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crate_kernels import testing
-from crate_kernels.benchmark import measuring, providers, work
+from crate_kernels.bench import measuring, providers, work
 
 DTYPES = ("fp32", "bf16")
 _LONG = 1024  # tokens

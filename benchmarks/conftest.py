@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels.benchmark import clock, load, memory, rows
-from crate_kernels.benchmark.providers import OURS
-from crate_kernels.benchmark.rows import Results
+from crate_kernels.bench import clock, load, memory, rows
+from crate_kernels.bench.providers import OURS
+from crate_kernels.bench.rows import Results
 
 MOST_ROUNDS_SECONDS = {"brief": 0.2, "full": 0.4}
 COLUMNS = ["min", "median", "iqr", "rounds"]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from crate_kernels.benchmark import overhead
-from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.bench import overhead
+from crate_kernels.bench.rows import Results, Row
 
 
 @dataclass(frozen=True)

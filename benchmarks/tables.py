@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import goals
-from crate_kernels.benchmark import rows
-from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.bench import rows
+from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md", "docs/cpu.md")

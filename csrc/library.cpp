@@ -4,7 +4,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "common/capability.h"
+#include "common/cpu/capability.h"
 
 #define CRATE_STRING(x) #x
 #define CRATE_QUOTED(x) CRATE_STRING(x)

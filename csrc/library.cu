@@ -1,7 +1,7 @@
 // What the CUDA library says of itself. It has no Python module: these are operators, as everything in it.
 #include <string>
 
-#include "common/launch.cuh"
+#include "common/cuda/launch.cuh"
 
 #define CRATE_STRING(x) #x
 #define CRATE_QUOTED(x) CRATE_STRING(x)

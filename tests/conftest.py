@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 
-from crate_kernels import _backend, _extension
+from crate_kernels._core import backends
+from crate_kernels._native import extension
 from tests.ops.common import LEVELS
 
 try:
@@ -26,7 +27,7 @@ if settings is not None:
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
     # A drawn call takes Triton's interpreter seconds, where a kernel takes microseconds.
-    settings.register_profile("suite", max_examples=12 if _backend._INTERPRETED else 40, derandomize=True, **_COMMON)
+    settings.register_profile("suite", max_examples=12 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
     settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
     settings.load_profile("suite")
 
@@ -42,15 +43,15 @@ def interrupts():
 @pytest.fixture
 def level():
     """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
-    best = _extension.cpu_capability()
+    best = extension.cpu_capability()
 
     def force(name):
         if LEVELS.index(name) > LEVELS.index(best):
             pytest.skip(f"needs a processor with {name}; this one has {best}")
-        _extension.set_cpu_capability(name)
+        extension.set_cpu_capability(name)
 
     yield force
-    _extension.set_cpu_capability(best)
+    extension.set_cpu_capability(best)
 
 
 @pytest.fixture

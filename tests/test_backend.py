@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import _backend, _extension
-from crate_kernels._backend import Backend
+from crate_kernels._core import backends
+from crate_kernels._core.backends import Backend
+from crate_kernels._native import extension
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = "crate_kernels.ops.{op}.composite"
@@ -24,12 +25,12 @@ def machine(monkeypatch):
 
     def pretend(*ready):
         for name in ("triton", "cpp"):
-            real = _backend._BACKENDS[name]
+            real = backends._BACKENDS[name]
             devices = ("cuda",) if name == "triton" else ("cpu", "cuda")
             missing = None if name in ready else f"{name} is away"
-            monkeypatch.setitem(_backend._BACKENDS, name, Backend(name, KERNELS, devices, real.dtypes, missing))
-            for op in _backend.OPS:
-                monkeypatch.setitem(_backend._has_kernel, (op, name), True)
+            monkeypatch.setitem(backends._BACKENDS, name, Backend(name, KERNELS, devices, real.dtypes, missing))
+            for op in backends.OPS:
+                monkeypatch.setitem(backends._has_kernel, (op, name), True)
 
     return pretend
 
@@ -40,12 +41,12 @@ def registered():
     names = []
 
     def register(*args, **kwargs):
-        _backend.register(Backend(*args, **kwargs))
+        backends.register(Backend(*args, **kwargs))
         names.append(args[0])
 
     yield register
     for name in names:
-        _backend.unregister(name)
+        backends.unregister(name)
 
 
 CHOICES = {
@@ -62,18 +63,18 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("op", _backend.OPS)
+@pytest.mark.parametrize("op", backends.OPS)
 @pytest.mark.parametrize(("ready", "device", "dtype", "expected"), CHOICES.values(), ids=CHOICES)
 def test_none_chooses_the_best_that_is_ready(op, ready, device, dtype, expected, machine):
     machine(*ready)
-    assert _backend.resolve(op, None, device, dtype) == expected
+    assert backends.resolve(op, None, device, dtype) == expected
 
 
 @pytest.mark.parametrize("name", ["composite", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_plain_pytorch_takes_every_device_and_dtype(name, dtype):
     for device in (CPU, CUDA, torch.device("meta")):
-        assert _backend.resolve("mssa", name, device, dtype) == name
+        assert backends.resolve("mssa", name, device, dtype) == name
 
 
 @pytest.fixture
@@ -81,81 +82,81 @@ def cuda_library(monkeypatch):
     """Return a function that pretends that the CUDA library is there or not, and that Triton is not."""
 
     def pretend(missing):
-        triton, cpp = _backend._BACKENDS["triton"], _backend._BACKENDS["cpp"]
-        monkeypatch.setitem(_backend._BACKENDS, "triton", replace(triton, missing="Triton is away"))
+        triton, cpp = backends._BACKENDS["triton"], backends._BACKENDS["cpp"]
+        monkeypatch.setitem(backends._BACKENDS, "triton", replace(triton, missing="Triton is away"))
         on_cuda = replace(cpp.on_cuda, missing=missing)
-        monkeypatch.setitem(_backend._BACKENDS, "cpp", replace(cpp, missing=None, on_cuda=on_cuda))
+        monkeypatch.setitem(backends._BACKENDS, "cpp", replace(cpp, missing=None, on_cuda=on_cuda))
 
     return pretend
 
 
-@pytest.mark.parametrize("op", _backend.OPS)
+@pytest.mark.parametrize("op", backends.OPS)
 def test_without_triton_cuda_tensors_get_the_cuda_library(op, cuda_library):
     cuda_library(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert _backend.resolve(op, None, CUDA, dtype) == "cpp"
-        assert _backend.resolve(op, "cpp", CUDA, dtype) == "cpp"
-        assert _backend.resolve(op, "cpp", CPU, dtype) == "cpp"
-    assert _backend.resolve(op, None, CUDA, torch.float64) == "composite"
+        assert backends.resolve(op, None, CUDA, dtype) == "cpp"
+        assert backends.resolve(op, "cpp", CUDA, dtype) == "cpp"
+        assert backends.resolve(op, "cpp", CPU, dtype) == "cpp"
+    assert backends.resolve(op, None, CUDA, torch.float64) == "composite"
     with pytest.raises(NotImplementedError, match=f"^{op}: backend='cpp' takes .*, got torch.float64; use backend='c"):
-        _backend.resolve(op, "cpp", CUDA, torch.float64)
+        backends.resolve(op, "cpp", CUDA, torch.float64)
     with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' takes cpu or cuda tensors, got mps; use backend='co"):
-        _backend.resolve(op, "cpp", torch.device("mps"), torch.float32)
+        backends.resolve(op, "cpp", torch.device("mps"), torch.float32)
 
 
-@pytest.mark.parametrize("op", _backend.OPS)
+@pytest.mark.parametrize("op", backends.OPS)
 def test_without_the_cuda_library_cuda_tensors_get_composite(op, cuda_library):
     cuda_library("there is no nvcc")
-    assert _backend.resolve(op, None, CUDA, torch.float32) == "composite"
-    assert _backend.resolve(op, None, CPU, torch.float32) == "cpp"
-    assert _backend.why_not(op, "cpp") is None
-    assert _backend.why_not(op, "cpp", "cuda") == "there is no nvcc"
+    assert backends.resolve(op, None, CUDA, torch.float32) == "composite"
+    assert backends.resolve(op, None, CPU, torch.float32) == "cpp"
+    assert backends.why_not(op, "cpp") is None
+    assert backends.why_not(op, "cpp", "cuda") == "there is no nvcc"
     with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' is unavailable: there is no nvcc; use backend='co"):
-        _backend.resolve(op, "cpp", CUDA, torch.float32)
+        backends.resolve(op, "cpp", CUDA, torch.float32)
 
 
 def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert _backend._cuda_missing() == "this PyTorch has no CUDA (install one that has)"
+    assert backends._cuda_missing() == "this PyTorch has no CUDA (install one that has)"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_extension, "CUDA_PATHS", ())
-    assert "python -m crate_kernels build, with a GPU and nvcc" in _backend._cuda_missing()
-    monkeypatch.setattr(_extension, "CUDA_PATHS", (_backend.Path("_cuda.so"),))
-    assert _backend._cuda_missing() is None
+    monkeypatch.setattr(extension, "CUDA_PATHS", ())
+    assert "python -m crate_kernels build, with a GPU and nvcc" in backends._cuda_missing()
+    monkeypatch.setattr(extension, "CUDA_PATHS", (backends.Path("_cuda.so"),))
+    assert backends._cuda_missing() is None
 
 
-@pytest.mark.parametrize("op", _backend.OPS)
+@pytest.mark.parametrize("op", backends.OPS)
 def test_cpp_is_another_module_for_cuda_tensors(op, monkeypatch):
-    monkeypatch.setattr(_backend, "_kernels", {})
-    monkeypatch.setattr(_backend.importlib, "import_module", types.ModuleType)
-    assert _backend.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.cpp"
-    assert _backend.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.cuda"
-    assert _backend.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
+    monkeypatch.setattr(backends, "_kernels", {})
+    monkeypatch.setattr(backends.importlib, "import_module", types.ModuleType)
+    assert backends.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.cpp"
+    assert backends.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.cuda"
+    assert backends.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
 
 
 @pytest.mark.parametrize(("cuda", "found"), [(None, ()), ("13.0", ("_cuda.so",))], ids=["cpu-pytorch", "cuda-pytorch"])
 def test_importing_loads_no_library_and_finds_only_what_pytorch_can_load(cuda, found, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.ops, "load_library", pytest.fail)
-    monkeypatch.setattr(_extension._build, "find", lambda: "_cpu.so")
-    monkeypatch.setattr(_extension._build, "find_cuda", lambda: ("_cuda.so",))
-    module = runpy.run_path(_extension.__file__)
+    monkeypatch.setattr(extension.build, "find", lambda: "_cpu.so")
+    monkeypatch.setattr(extension.build, "find_cuda", lambda: ("_cuda.so",))
+    module = runpy.run_path(extension.__file__)
     assert (module["PATH"], module["CUDA_PATHS"]) == ("_cpu.so", found)
 
 
 def test_the_library_of_this_gpu_is_loaded(monkeypatch):
-    loaded, paths = [], tuple(_backend.Path(f"_cuda-{arch}.so") for arch in ("75", "80-80+PTX", "90a-90+PTX"))
-    monkeypatch.setattr(_extension, "_cuda_loaded", [])
-    monkeypatch.setattr(_extension, "CUDA_PATHS", paths)
+    loaded, paths = [], tuple(backends.Path(f"_cuda-{arch}.so") for arch in ("75", "80-80+PTX", "90a-90+PTX"))
+    monkeypatch.setattr(extension, "_cuda_loaded", [])
+    monkeypatch.setattr(extension, "CUDA_PATHS", paths)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    assert _extension.load_cuda() == _extension.load_cuda() == paths[1]
+    assert extension.load_cuda() == extension.load_cuda() == paths[1]
     assert loaded == [paths[1]]
-    monkeypatch.setattr(_extension, "_cuda_loaded", [])
-    monkeypatch.setattr(_extension, "CUDA_PATHS", ())
+    monkeypatch.setattr(extension, "_cuda_loaded", [])
+    monkeypatch.setattr(extension, "CUDA_PATHS", ())
     with pytest.raises(ImportError, match="the CUDA library is not built; python -m crate_kernels build"):
-        _extension.load_cuda()
+        extension.load_cuda()
 
 
 REFUSALS = {
@@ -178,28 +179,28 @@ REFUSALS = {
 def test_a_request_is_refused_never_replaced(requested, device, dtype, kind, message, machine):
     machine("triton")
     with pytest.raises(kind, match=f"^tssa: {message}"):
-        _backend.resolve("tssa", requested, device, dtype)
+        backends.resolve("tssa", requested, device, dtype)
 
 
 def test_a_request_is_obeyed_where_none_would_choose_another(machine):
     machine("triton", "cpp")
-    assert _backend.resolve("ista", "cpp", CUDA, torch.float32) == "cpp"
-    assert _backend.resolve("ista", "composite", CUDA, torch.float32) == "composite"
+    assert backends.resolve("ista", "cpp", CUDA, torch.float32) == "cpp"
+    assert backends.resolve("ista", "composite", CUDA, torch.float32) == "composite"
 
 
 def test_a_registered_backend_is_offered_until_it_is_unregistered():
-    before = _backend.names()
-    _backend.register(Backend("extra", KERNELS, remedy="wait"))
+    before = backends.names()
+    backends.register(Backend("extra", KERNELS, remedy="wait"))
     try:
-        assert _backend.names() == (*before, "extra")
-        assert _backend.why_not("mssa", "extra") is None
-        assert _backend.resolve("mssa", "extra", CPU, torch.float64) == "extra"
-        assert _backend.kernel("tssa", "extra").__name__ == "crate_kernels.ops.tssa.composite"
+        assert backends.names() == (*before, "extra")
+        assert backends.why_not("mssa", "extra") is None
+        assert backends.resolve("mssa", "extra", CPU, torch.float64) == "extra"
+        assert backends.kernel("tssa", "extra").__name__ == "crate_kernels.ops.tssa.composite"
     finally:
-        _backend.unregister("extra")
-    assert _backend.names() == before
+        backends.unregister("extra")
+    assert backends.names() == before
     with pytest.raises(ValueError, match="got 'extra'"):
-        _backend.resolve("mssa", "extra", CPU, torch.float32)
+        backends.resolve("mssa", "extra", CPU, torch.float32)
 
 
 def test_a_registered_backend_computes_what_is_asked_of_it(registered):
@@ -212,16 +213,16 @@ def test_a_registered_backend_computes_what_is_asked_of_it(registered):
 
 def test_a_backend_without_a_kernel_for_the_op_says_so(registered):
     registered("partial", "crate_kernels.{op}")
-    assert _backend.why_not("tssa", "partial") == "partial has no tssa kernel yet"
+    assert backends.why_not("tssa", "partial") == "partial has no tssa kernel yet"
     with pytest.raises(RuntimeError, match=r"tssa: backend='partial' is unavailable: partial has no tssa kernel yet; "):
         crate_kernels.tssa(torch.randn(1, 1, 2, 4), torch.ones(1), backend="partial")
 
 
 def test_a_backend_that_is_missing_keeps_its_reason_and_remedy(registered):
     registered("away", KERNELS, missing="no such driver", remedy="install the driver")
-    assert _backend.why_not("ista", "away") == "no such driver"
+    assert backends.why_not("ista", "away") == "no such driver"
     with pytest.raises(RuntimeError, match=r"is unavailable: no such driver; install the driver$"):
-        _backend.resolve("ista", "away", CPU, torch.float32)
+        backends.resolve("ista", "away", CPU, torch.float32)
 
 
 def test_registering_imports_no_kernel(registered, tmp_path, monkeypatch):
@@ -229,29 +230,29 @@ def test_registering_imports_no_kernel(registered, tmp_path, monkeypatch):
     (tmp_path / "kernels_on_disk" / "mssa.py").write_text("raise ImportError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     registered("disk", "kernels_on_disk.{op}")
-    assert _backend.why_not("mssa", "disk") is None
-    assert _backend.why_not("tssa", "disk") == "disk has no tssa kernel yet"
+    assert backends.why_not("mssa", "disk") is None
+    assert backends.why_not("tssa", "disk") == "disk has no tssa kernel yet"
     with pytest.raises(ImportError, match=r"^imported$"):
-        _backend.kernel("mssa", "disk")
+        backends.kernel("mssa", "disk")
 
 
 def test_a_kernel_is_imported_once(registered, monkeypatch):
     registered("once", KERNELS)
     imported = []
     monkeypatch.setattr(
-        _backend.importlib, "import_module", lambda name: imported.append(name) or types.ModuleType(name)
+        backends.importlib, "import_module", lambda name: imported.append(name) or types.ModuleType(name)
     )
-    assert _backend.kernel("mssa", "once") is _backend.kernel("mssa", "once")
+    assert backends.kernel("mssa", "once") is backends.kernel("mssa", "once")
     assert imported == ["crate_kernels.ops.mssa.composite"]
 
 
 def test_a_name_registered_again_gets_its_own_kernel():
     for package in ("composite", "reference"):
-        _backend.register(Backend("again", f"crate_kernels.ops.{{op}}.{package}"))
+        backends.register(Backend("again", f"crate_kernels.ops.{{op}}.{package}"))
         try:
-            assert _backend.kernel("mssa", "again").__name__ == f"crate_kernels.ops.mssa.{package}"
+            assert backends.kernel("mssa", "again").__name__ == f"crate_kernels.ops.mssa.{package}"
         finally:
-            _backend.unregister("again")
+            backends.unregister("again")
 
 
 USE_EVERYTHING = """
@@ -278,21 +279,21 @@ sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 """
 REASON = """
 import re
-from crate_kernels import _backend, _extension
+from crate_kernels import backends, extension
 try:
     crate_kernels.mssa(w, backend="triton")
 except RuntimeError as error:
     assert re.search("backend='triton' is unavailable: .*; use backend='composite'", str(error)), error
 else:
     raise AssertionError("triton ran where there is none")
-assert _backend._BACKENDS["triton"].missing == "Triton is not installed (pip install triton)"
-assert _backend.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("cpp", "composite")
+assert backends._BACKENDS["triton"].missing == "Triton is not installed (pip install triton)"
+assert backends.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("cpp", "composite")
 """
 
 
 def python(script, **environment):
     """Run a script in a fresh interpreter from the root of the tree, warnings as errors."""
-    root = str(_backend.Path(crate_kernels.__file__).parents[1])
+    root = str(backends.Path(crate_kernels.__file__).parents[1])
     # torch itself may warn while it is imported; what counts is what comes after.
     script = "import torch, warnings; warnings.simplefilter('error')\n" + script
     command = [sys.executable, "-c", script]
@@ -327,8 +328,8 @@ assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
 def test_no_environment_variable_steers_the_choice():
     script = """
 import crate_kernels, torch
-from crate_kernels import _backend, _extension
-print([_backend.resolve(op, None, torch.device(d), torch.float32) for op in _backend.OPS for d in ("cpu", "cuda")])
+from crate_kernels import backends, extension
+print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
 """
     steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}
     plain, steered = python(script), python(script, **steering)
@@ -338,11 +339,11 @@ print([_backend.resolve(op, None, torch.device(d), torch.float32) for op in _bac
 
 def test_only_the_interpreter_of_triton_reads_the_environment():
     """And that one is no choice: it says on which device Triton can run at all."""
-    root = _backend.Path(crate_kernels.__file__).parent
+    root = backends.Path(crate_kernels.__file__).parent
     reads = [
         f"{path.name}: {line.strip()}"
         for path in sorted(root.rglob("*.py"))
         for line in path.read_text().splitlines()
         if re.search(r"os\.(environ(?!\.setdefault)|getenv)", line)
     ]
-    assert reads == ["_backend.py: " + '_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"']
+    assert reads == ["backends.py: " + '_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"']

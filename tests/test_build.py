@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from crate_kernels import _build, _extension
+from crate_kernels._native import build as _build
+from crate_kernels._native import extension as _extension
 from crate_kernels.cli import main
 
 SOURCES = _build.source_folder()
@@ -62,7 +63,7 @@ def left(folder):
 
 def test_parallel_first_use_builds_once(tmp_path, compiler):
     path, log = compiler
-    root = str(Path(_build.__file__).parents[1])
+    root = str(Path(_build.__file__).parents[2])
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CXX": str(path), "PYTHONPATH": root}
 
     def build_in_a_process(_):
@@ -299,7 +300,7 @@ def toolkit(tmp_path, monkeypatch):
 
 def test_parallel_first_use_builds_the_cuda_library_once(tmp_path, toolkit):
     log = toolkit()
-    root = str(Path(_build.__file__).parents[1])
+    root = str(Path(_build.__file__).parents[2])
     environment = {"PATH": f"{toolkit.folder}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": root}
 
     def build_cuda(_):

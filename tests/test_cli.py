@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crate_kernels import _backend, testing
+from crate_kernels import testing
+from crate_kernels._core import backends
 from crate_kernels.cli import info, main
 from crate_kernels.ops.ista import composite
 
@@ -24,9 +25,9 @@ def one_case(monkeypatch):
 @pytest.fixture
 def away():
     """Offer a backend that is not there."""
-    _backend.register(_backend.Backend("away", "crate_kernels.ops.{op}.composite", missing="no such driver"))
+    backends.register(backends.Backend("away", "crate_kernels.ops.{op}.composite", missing="no such driver"))
     yield
-    _backend.unregister("away")
+    backends.unregister("away")
 
 
 def verify(*options):
@@ -107,12 +108,12 @@ def test_verify_counts_what_it_leaves_out(monkeypatch, capsys):
 def test_info_says_what_is_available_and_why_not(away, capsys):
     assert main(["info", "--json"]) == 0
     facts = printed(capsys)
-    for op in _backend.OPS:
+    for op in backends.OPS:
         states = facts["operators"][op]
-        assert list(states) == list(_backend.names())
+        assert list(states) == list(backends.names())
         assert states["composite"] == {"available": True, "reason": None}
         assert states["away"] == {"available": False, "reason": "no such driver"}
-        assert facts["default"]["cpu"][op] == _backend.resolve(op, None, torch.device("cpu"), torch.float32)
+        assert facts["default"]["cpu"][op] == backends.resolve(op, None, torch.device("cpu"), torch.float32)
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert "no such driver" in text
@@ -122,16 +123,16 @@ def test_info_says_what_is_available_and_why_not(away, capsys):
 @pytest.fixture
 def bystander():
     """Offer a backend that lacks nothing but a device."""
-    _backend.register(_backend.Backend("bystander", "crate_kernels.ops.{op}.composite", devices=("npu", "xla")))
+    backends.register(backends.Backend("bystander", "crate_kernels.ops.{op}.composite", devices=("npu", "xla")))
     yield
-    _backend.unregister("bystander")
+    backends.unregister("bystander")
 
 
 def test_info_calls_nothing_available_that_has_no_device_here(bystander, monkeypatch, capsys):
-    triton, cpp = _backend.serving("triton"), _backend.serving("cpp")
-    monkeypatch.setitem(_backend._BACKENDS, "triton", replace(triton, devices=("cuda",), missing=None))
+    triton, cpp = backends.serving("triton"), backends.serving("cpp")
+    monkeypatch.setitem(backends._BACKENDS, "triton", replace(triton, devices=("cuda",), missing=None))
     built = replace(cpp, missing=None, on_cuda=replace(cpp.on_cuda, missing=None))
-    monkeypatch.setitem(_backend._BACKENDS, "cpp", built)
+    monkeypatch.setitem(backends._BACKENDS, "cpp", built)
     monkeypatch.setattr(info, "_cuda_facts", lambda: {"path": None, "reason": ""})  # it would load the library
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["info", "--json"]) == 0

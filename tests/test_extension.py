@@ -12,12 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import SubspaceCache, _backend, _build, _extension, ista, ista_overcomplete, mssa, testing, tssa
-from crate_kernels.benchmark import providers
-from crate_kernels.benchmark.gate import Gate
+from crate_kernels import SubspaceCache, ista, ista_overcomplete, mssa, testing, tssa
+from crate_kernels._core import backends
+from crate_kernels._native import build, extension
+from crate_kernels.bench import providers
+from crate_kernels.bench.gate import Gate
 from tests.ops.common import LEVELS, randn
 
-pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,16 +32,16 @@ def failures(case, dtype, backend="cpp"):
 
 
 def test_build_info_names_the_sources_and_levels():
-    info = _extension.build_info()
-    assert info["sources"] == _build.source_hash(_build.source_folder())
-    assert info["torch_abi"] == _build._TORCH_TARGET
+    info = extension.build_info()
+    assert info["sources"] == build.source_hash(build.source_folder())
+    assert info["torch_abi"] == build._TORCH_TARGET
     assert info["cpu_capabilities"].split()[0] == "portable"
-    assert _extension.cpu_capability() in info["cpu_capabilities"].split()
+    assert extension.cpu_capability() in info["cpu_capabilities"].split()
 
 
 def test_an_unknown_level_is_refused():
     with pytest.raises(RuntimeError, match=r"capability must be one that this machine has, up to .*, got sse9"):
-        _extension.set_cpu_capability("sse9")
+        extension.set_cpu_capability("sse9")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -247,8 +249,8 @@ def test_drawn_calls_are_within_budget(shape, causal, dropout_p, dtype, padding,
 @pytest.mark.parametrize("name", ["portable", "avx512_bf16"])
 def test_instruction_set_units_share_no_symbol(name, tmp_path):
     """A weak symbol would be linked once, and a machine without the instructions could get the copy that has them."""
-    source = _build.source_folder() / "isa" / f"{name}.cpp"
-    subprocess.run(["c++", *_build._FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
+    source = build.source_folder() / "isa" / f"{name}.cpp"
+    subprocess.run(["c++", *build._FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
     symbols = subprocess.run(["nm", tmp_path / "unit.o"], check=True, capture_output=True, text=True).stdout
     # DW.ref. is the address of the unwinder's routine: data, the same everywhere.
     names = [line.split()[-2:] for line in symbols.splitlines()]
@@ -259,7 +261,7 @@ def test_instruction_set_units_share_no_symbol(name, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
     """2^40 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
-    _extension.load()
+    extension.load()
     threads(count)
     one = torch.zeros(1, 1, 1, 8)
     w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
@@ -272,6 +274,6 @@ def test_out_of_memory_names_the_operator(function, monkeypatch):
     def fail(*args):
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr(_backend.kernel("mssa", "cpp"), function, fail)
+    monkeypatch.setattr(backends.kernel("mssa", "cpp"), function, fail)
     with pytest.raises(MemoryError, match=rf"^mssa: backend='cpp' ran out of memory for its workspace in {function}"):
         mssa(torch.randn(1, 2, 5, 8, requires_grad=True), backend="cpp").sum().backward()

@@ -5,10 +5,12 @@ import threading
 import pytest
 import torch
 
-from crate_kernels import _backend, _extension, ista, ista_overcomplete, testing
+from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels._core import backends
+from crate_kernels._native import extension
 from tests.ops.common import LEVELS, randn
 
-pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -55,7 +57,7 @@ WIDE = (257, 272, 273, 288, 300, 513)  # wide enough for panels, around multiple
 def test_panels_of_the_symmetric_product(dim, dtype):
     weight = randn(dim, dim, dtype=torch.float32) * dim**-0.5
     exact = weight.double() - weight.double().T @ weight.double()
-    actual, eager = _backend.kernel("ista", "cpp")._matrix(weight, dtype), (weight - weight.T @ weight).to(dtype)
+    actual, eager = backends.kernel("ista", "cpp")._matrix(weight, dtype), (weight - weight.T @ weight).to(dtype)
     assert actual.dtype == dtype
     measured = testing.measure({"out": actual}, {"out": eager}, {"out": exact}, dtype)
     assert [m for m in measured if not m.passed] == []

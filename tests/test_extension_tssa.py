@@ -7,10 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import _extension, testing, tssa
+from crate_kernels import testing, tssa
+from crate_kernels._native import extension
 from tests.ops.common import LEVELS, randn
 
-pytestmark = pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels import _extension, cli
+from crate_kernels import cli
+from crate_kernels._native import extension
 from tests.gpu import __main__ as suite
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def test_a_cuda_library_that_was_carried_along_is_not_compiled_again(carried, mo
     suite.build()
     ((python, flag, code),) = commands
     assert (python, flag) == (sys.executable, "-c")
-    monkeypatch.setattr(_extension, "CUDA_PATHS", (Path("_cuda.so"),) if carried else ())
+    monkeypatch.setattr(extension, "CUDA_PATHS", (Path("_cuda.so"),) if carried else ())
     monkeypatch.setattr(cli, "main", lambda arguments: built.append(arguments) or 0)
     exec(code, {})
     assert built == ([] if carried else [["build", "--cuda"]])

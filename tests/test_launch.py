@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from crate_kernels import _launch
-from crate_kernels._launch import Row, Table
+from crate_kernels._triton import launch
+from crate_kernels._triton.launch import Row, Table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TABLE = Table(
@@ -24,8 +24,8 @@ TABLE = Table(
 
 
 def pretend(monkeypatch, key):
-    monkeypatch.setattr(_launch, "arch", lambda device: key)
-    monkeypatch.setattr(_launch, "_gpu_name", lambda device: "")
+    monkeypatch.setattr(launch, "arch", lambda device: key)
+    monkeypatch.setattr(launch, "_gpu_name", lambda device: "")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_cpu_tensors_get_the_row_of_the_interpreter():
 
 
 def test_a_forced_configuration_is_taken_and_given_back():
-    with _launch.forced(TABLE, {"X": 7}):
+    with launch.forced(TABLE, {"X": 7}):
         assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 7}
     assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 0}
 
@@ -67,7 +67,7 @@ def test_a_forced_configuration_is_taken_and_given_back():
     ("seqlen", "expected"), [(0, 1), (1, 1), (2, 2), (197, 256), (256, 256), (257, 512), (2**30, 2**20)]
 )
 def test_lengths_share_buckets(seqlen, expected):
-    assert _launch.bucket(seqlen) == expected
+    assert launch.bucket(seqlen) == expected
 
 
 @pytest.fixture
@@ -81,18 +81,18 @@ def precision():
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32x3"), ("medium", "tf32")])
 def test_products_are_as_exact_as_torch_says(setting, expected, precision):
     torch.set_float32_matmul_precision(setting)
-    assert _launch.dot_precision(torch.float32) == expected
-    assert _launch.dot_precision(torch.bfloat16) == "ieee"
+    assert launch.dot_precision(torch.float32) == expected
+    assert launch.dot_precision(torch.bfloat16) == "ieee"
 
 
 def test_the_newer_setting_allows_plain_tf32(precision):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert _launch.dot_precision(torch.float32) == "tf32"
+    assert launch.dot_precision(torch.float32) == "tf32"
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    assert _launch.dot_precision(torch.float32) == "ieee"
+    assert launch.dot_precision(torch.float32) == "ieee"
 
 
 @pytest.mark.parametrize("p", [1e-12, 0.3, 0.5, 1 - 1e-12])
 def test_the_largest_dropped_word_is_an_int32(p):
-    assert -(2**31) <= _launch.drop_last(p) < 2**31
-    assert _launch.drop_last(p) + 2**31 < p * 2**32 <= _launch.drop_last(p) + 2**31 + 1
+    assert -(2**31) <= launch.drop_last(p) < 2**31
+    assert launch.drop_last(p) + 2**31 < p * 2**32 <= launch.drop_last(p) + 2**31 + 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels import _packing
+from crate_kernels._core import packing
 
 PACKED = torch.arange(1.0, 8.0).view(7, 1, 1)  # seven tokens of one head and one channel
 OFFSETS = {
@@ -21,7 +21,7 @@ OFFSETS = {
 @pytest.mark.parametrize(("offsets", "max_seqlen", "batch", "back"), OFFSETS.values(), ids=OFFSETS)
 def test_every_row_has_one_place_or_is_zero(offsets, max_seqlen, batch, back):
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    padded, where = _packing.pad(PACKED, cu_seqlens, max_seqlen)
+    padded, where = packing.pad(PACKED, cu_seqlens, max_seqlen)
     assert padded[:, 0, :, 0].tolist() == batch
     assert where.pack(padded).flatten().tolist() == back
     # Padded queries have outputs, which are no row's.

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from crate_kernels import _backend
-from crate_kernels._patch import patch, unpatch
+from crate_kernels._core import backends
+from crate_kernels._patch.api import patch, unpatch
 from tests.published import (
     DIM,
     SYSTEMS,
@@ -37,14 +37,14 @@ from tests.published import (
 def available(*ops):
     def runs(name):
         try:
-            return all(_backend.resolve(op, name, torch.device("cpu"), torch.float32) == name for op in ops)
+            return all(backends.resolve(op, name, torch.device("cpu"), torch.float32) == name for op in ops)
         except RuntimeError:
             return False
 
-    return [None, *filter(runs, _backend.names())]
+    return [None, *filter(runs, backends.names())]
 
 
-@pytest.mark.parametrize("backend", available(*_backend.OPS))
+@pytest.mark.parametrize("backend", available(*backends.OPS))
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_same_numbers_and_report(name, backend, capsys):
     if "identity" in name and backend not in (None, "composite", "reference"):
@@ -251,11 +251,11 @@ def test_bad_arguments(model, backend, error, message):
 
 
 def test_an_unavailable_backend_changes_nothing():
-    _backend.register(_backend.Backend("absent", "crate_kernels.ops.{op}.reference", missing="it is not there"))
+    backends.register(backends.Backend("absent", "crate_kernels.ops.{op}.reference", missing="it is not there"))
     try:
         model = system("crate")
         with pytest.raises(RuntimeError, match="backend='absent' is unavailable: it is not there"):
             patch(model, backend="absent")
         assert unpatch(model) == ()
     finally:
-        _backend.unregister("absent")
+        backends.unregister("absent")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from crate_kernels import _patch_kinds
-from crate_kernels._patch import patch
+from crate_kernels._patch import kinds
+from crate_kernels._patch.api import patch
 from tests.published import (
     DIM,
     HEADS,
@@ -131,8 +131,8 @@ def test_an_argument_that_is_not_its_default_runs_the_published_forward(args, kw
     calls, model, x = [], Asked().eval(), tokens()
     expected = model(x, *args, **kwargs)
     assert patch(model).replaced == {"": "mssa"}
-    fused = _patch_kinds.mssa
-    monkeypatch.setattr(_patch_kinds, "mssa", lambda w, **options: calls.append(1) or fused(w, **options))
+    fused = kinds.mssa
+    monkeypatch.setattr(kinds, "mssa", lambda w, **options: calls.append(1) or fused(w, **options))
     torch.testing.assert_close(model(x, *args, **kwargs), expected)
     if not args:
         torch.testing.assert_close(model(x=x, **kwargs), expected)
@@ -218,7 +218,7 @@ def test_calls_reach_the_operator(monkeypatch):
 
     model = Attention(dropout=0.25)
     patch(model, backend="reference")
-    monkeypatch.setattr(_patch_kinds, "mssa", spy)
+    monkeypatch.setattr(kinds, "mssa", spy)
     x = tokens()
     model(x)
     model(x=x)

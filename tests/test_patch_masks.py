@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from crate_kernels import _patch_kinds
-from crate_kernels._patch import patch
+from crate_kernels._patch import kinds
+from crate_kernels._patch.api import patch
 from tests.published import DIM, HEADS, Attention, VisionTSSA, assert_close, heads_first, heads_last, tokens
 
 
@@ -65,8 +65,8 @@ PUBLISHED = {
 
 
 def probed(model, monkeypatch):
-    calls, fused = [], _patch_kinds.mssa
-    monkeypatch.setattr(_patch_kinds, "mssa", lambda w, **options: calls.append(options) or fused(w, **options))
+    calls, fused = [], kinds.mssa
+    monkeypatch.setattr(kinds, "mssa", lambda w, **options: calls.append(options) or fused(w, **options))
     return calls
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from crate_kernels._patch import patch, unpatch
+from crate_kernels._patch.api import patch, unpatch
 from tests.published import (
     Attention,
     Block,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from crate_kernels import _patch_probe
-from crate_kernels._patch import patch
+from crate_kernels._patch import probe as _patch_probe
+from crate_kernels._patch.api import patch
 from tests.published import (
     DIM,
     Attention,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from crate_kernels._patch import patch
+from crate_kernels._patch.api import patch
 from tests.published import (
     DIM,
     HEAD_DIM,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels import _build
+from crate_kernels._native import build as _build
 
-ROOT = Path(_build.__file__).parents[1]
+ROOT = Path(_build.__file__).parents[2]
 SOURCES = ("crate_kernels", "csrc", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 if not all((ROOT / name).exists() for name in SOURCES):
     pytest.skip("needs a checkout", allow_module_level=True)

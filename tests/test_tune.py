@@ -8,8 +8,10 @@ from importlib import import_module
 import pytest
 import torch
 
-from crate_kernels import _launch, _tune, cli
-from crate_kernels._launch import Row, Table
+from crate_kernels import cli
+from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import tune as _tune
+from crate_kernels._triton.launch import Row, Table
 from crate_kernels.cli import tune
 
 SHIPPED = {"BLOCK": 1, "num_warps": 4}
@@ -255,8 +257,8 @@ def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, mo
 @pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
 def test_workloads_are_rows_of_the_tables(op):
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
-    tables = import_module(f"crate_kernels.ops.{op}.triton_tables").TABLES
-    workloads = import_module(f"crate_kernels.ops.{op}.triton_tune").workloads()
+    tables = import_module(f"crate_kernels.ops.{op}.triton.tables").TABLES
+    workloads = import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
     assert {w.table for w in workloads} == set(tables)
     for workload in workloads:
         keys = set(workload.table.rows["sm_90"][0].config)
@@ -277,8 +279,8 @@ def launched(call):
 def test_launches_follow_what_was_tuned(gpu):
     """One program a sequence or chunks, whose product, which form: each is taken from the row that was written."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
-    from crate_kernels.ops.ista import triton_tables as ista_tables
-    from crate_kernels.ops.tssa import triton_tables as tssa_tables
+    from crate_kernels.ops.ista.triton import tables as ista_tables
+    from crate_kernels.ops.tssa.triton import tables as tssa_tables
     from tests.aot import ista, tssa
 
     image, step = tssa.full(197, 8, 48, backward=False), ista.step(1024, 768)

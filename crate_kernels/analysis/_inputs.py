@@ -1,15 +1,15 @@
-"""What the measurements ask of their inputs beyond ``_checks``: trailing axes, subspaces, distortion."""
+"""What the measurements ask of their inputs beyond ``checks``: trailing axes, subspaces, distortion."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 
 def trailing(op: str, name: str, value: object, layout: str) -> Tensor:
     """Require a floating tensor whose last axes are those named after ``...`` in ``layout``, none empty."""
-    checked = _checks.tensor(op, name, value, None, layout)
+    checked = checks.tensor(op, name, value, None, layout)
     naxes = layout.count(",")
     if checked.dim() < naxes or 0 in checked.shape[checked.dim() - naxes :]:
         raise ValueError(f"{op}: {name} must be {layout}, got {tuple(checked.shape)}")
@@ -20,16 +20,16 @@ def tokens_and_subspaces(op: str, z: object, subspaces: object) -> tuple[Tensor,
     """Require tokens (..., seqlen, dim) and bases (nsubspaces, dim, head_dim) on one device; give float64."""
     tokens = trailing(op, "z", z, "(..., seqlen, dim)")
     layout = f"(nsubspaces, dim, head_dim) with dim = {tokens.shape[-1]}"
-    bases = _checks.tensor(op, "subspaces", subspaces, 3, layout)
+    bases = checks.tensor(op, "subspaces", subspaces, 3, layout)
     if 0 in bases.shape or bases.shape[1] != tokens.shape[-1]:
         raise ValueError(f"{op}: subspaces must be {layout}, got {tuple(bases.shape)}")
-    _checks.same_device(op, "subspaces", bases, tokens, "z")
+    checks.same_device(op, "subspaces", bases, tokens, "z")
     return tokens.double(), bases.double()
 
 
 def distortion(op: str, eps_squared: object) -> float:
     """Require a positive finite number."""
-    value = _checks.number(op, "eps_squared", eps_squared)
+    value = checks.number(op, "eps_squared", eps_squared)
     if value <= 0:
         raise ValueError(f"{op}: eps_squared must be > 0, got {value}")
     return value

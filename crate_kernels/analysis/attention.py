@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 from ._inputs import trailing
 
@@ -30,8 +30,8 @@ def attention_maps(w: Tensor, *, causal: bool = False, scale: float | None = Non
     """
     w = trailing("attention_maps", "w", w, "(..., seqlen, head_dim)")
     w = w.to(torch.promote_types(w.dtype, torch.float32))
-    causal = _checks.flag("attention_maps", "causal", causal)
-    factor = w.shape[-1] ** -0.5 if scale is None else _checks.number("attention_maps", "scale", scale)
+    causal = checks.flag("attention_maps", "causal", causal)
+    factor = w.shape[-1] ** -0.5 if scale is None else checks.number("attention_maps", "scale", scale)
     with torch.autocast(w.device.type, enabled=False):
         scores = factor * (w @ w.mT)
     if causal:

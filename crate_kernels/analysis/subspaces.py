@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 from ._inputs import tokens_and_subspaces
 
 
 def _weight(op: str, weight: object) -> Tensor:
-    checked = _checks.tensor(op, "weight", weight, 2, "(nheads * head_dim, dim)")
+    checked = checks.tensor(op, "weight", weight, 2, "(nheads * head_dim, dim)")
     if 0 in checked.shape:
         raise ValueError(f"{op}: weight must be (nheads * head_dim, dim), got {tuple(checked.shape)}")
     return checked
@@ -138,7 +138,7 @@ def _membership(labels: object, z: Tensor, nsubspaces: int) -> Tensor:
         raise TypeError(f"snr: labels must be a Tensor, got {type(labels).__name__}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"snr: labels must have an integer dtype, got {labels.dtype}")
-    _checks.same_device("snr", "labels", labels, z, "z")
+    checks.same_device("snr", "labels", labels, z, "z")
     try:
         labels = labels.expand(z.shape[:-1])
     except RuntimeError:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from crate_kernels import testing
-from crate_kernels.benchmark import clock, comparing, load, measuring, providers, rows
-from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.bench import clock, comparing, load, measuring, providers, rows
+from crate_kernels.bench.rows import Results, Row
 from crate_kernels.cli import table
-from crate_kernels.cli.common import machine
+from crate_kernels.experiments.common import machine
 
 _QUICK = ("eager", "sdpa", *providers.OURS)
 _QUICK_CASES = ("vit-197-d64", "lm-1024-d64-causal", "vit-196-many", "vit-196", "lm-1024-causal", "tokens-1576")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from crate_kernels import _build
+from crate_kernels._native import build as _build
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

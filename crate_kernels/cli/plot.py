@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw what the results have rows for; return 1 if that is nothing, 2 if the file cannot be used."""
-    from crate_kernels.benchmark import rows
+    from crate_kernels.bench import rows
 
     try:
         results = rows.read_all(args.results)
@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"plot: {error}")
         return 2
     try:
-        from crate_kernels.benchmark import figures
-        from crate_kernels.cli.common import drawing, files
+        from crate_kernels._core import files
+        from crate_kernels.bench import drawing, figures
     except ImportError as error:
         print(f"plot: needs {error.name} (pip install 'crate-kernels[bench]')")
         return 2

@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from crate_kernels import _backend, _launch, _tune
-from crate_kernels.benchmark import clock
+from crate_kernels._core import backends
+from crate_kernels._triton import launch, tune
+from crate_kernels.bench import clock
 from crate_kernels.cli import table
 
 _ROUNDS = 20
@@ -21,16 +22,16 @@ _ROUNDS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--op", choices=_backend.OPS, action="append", help="only this operator; may be repeated")
+    parser.add_argument("--op", choices=backends.OPS, action="append", help="only this operator; may be repeated")
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 
 
-def workloads(ops: list[str]) -> list[_tune.Workload]:
+def workloads(ops: list[str]) -> list[tune.Workload]:
     """List the workloads of the operators that have any."""
     found = []
     for op in ops:
-        if _backend._is_there(f"crate_kernels.ops.{op}.triton_tune"):
-            found += import_module(f"crate_kernels.ops.{op}.triton_tune").workloads()
+        if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):
+            found += import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
     return found
 
 
@@ -41,28 +42,28 @@ def run(args: argparse.Namespace) -> int:
         return 1
     gpu = torch.cuda.get_device_name(torch.cuda.current_device())
     if args.forget:
-        _launch.user_table(gpu).unlink(missing_ok=True)
+        launch.user_table(gpu).unlink(missing_ok=True)
         print(f"tune: the shipped configurations serve {gpu} again")
         return 0
-    ops: list[str] = args.op or [*_backend.OPS]
-    reason = next((why for op in ops if (why := _backend.why_not(op, "triton"))), None)
+    ops: list[str] = args.op or [*backends.OPS]
+    reason = next((why for op in ops if (why := backends.why_not(op, "triton"))), None)
     if reason is not None and args.op:
         print(f"tune: {reason}")
         return 1
     try:
-        _launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
+        launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # better now than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
     every, lines, failed = workloads(ops), [], 0
-    results = _tune.supervise(len(every), partial(_tune.in_process, _work, ops))
+    results = tune.supervise(len(every), partial(tune.in_process, _work, ops))
     try:
         for workload, result in zip(every, results, strict=True):
             if isinstance(result, str):
                 failed += 1
                 print(f"{workload}: left as shipped: {result}", flush=True)
                 continue
-            _launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(result.config)]})
+            launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(result.config)]})
             shipped = "fails" if result.shipped is None else f"{result.shipped * 1e6:.0f} us"
             print(f"{workload}: {result.seconds * 1e6:.0f} us, as shipped {shipped}", flush=True)
             ratio = "" if result.shipped is None else f"{result.shipped / result.seconds:.2f}"
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tune: interrupted; what follows is written and serves")
     print("\n" + table.render(["workload", "times faster", "configuration"], lines))
-    print(f"\ntune: written to {_launch.user_table(gpu)}")
+    print(f"\ntune: written to {launch.user_table(gpu)}")
     return int(failed > 0)
 
 
@@ -82,7 +83,7 @@ def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[in
     connection.send(("ready",))
     for workload in every:
         try:
-            result = _tune.search(
+            result = tune.search(
                 workload,
                 _shipped(workload, device),
                 partial(_seconds, device),
@@ -97,10 +98,10 @@ def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[in
         lost = frozenset()
 
 
-def _shipped(workload: _tune.Workload, device: torch.device) -> _launch.Config:
+def _shipped(workload: tune.Workload, device: torch.device) -> launch.Config:
     row = workload.row
     dtype = torch.float32 if row.half is False else torch.bfloat16
-    return workload.table.shipped(device, row.head_dim or 64, row.seqlen or _launch.LONGEST, bool(row.causal), dtype)
+    return workload.table.shipped(device, row.head_dim or 64, row.seqlen or launch.LONGEST, bool(row.causal), dtype)
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:

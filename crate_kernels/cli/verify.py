@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from crate_kernels import _backend, testing
+from crate_kernels import testing
+from crate_kernels._core import backends
 from crate_kernels.cli import table
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if anything failed, 2 if nothing could be asked."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in args.backend or ():
-        if name not in _backend.names():
-            print(f"verify: --backend must be one of {', '.join(_backend.names())}, got {name!r}")
+        if name not in backends.names():
+            print(f"verify: --backend must be one of {', '.join(backends.names())}, got {name!r}")
             return 2
     rows: list[Row] = []
     excluded: Counter[str] = Counter()
@@ -74,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
 def _backends(case: testing.Case, dtype: torch.dtype, device: str, only: list[str] | None) -> Iterator[str]:
     """Yield the backends that can run ``case``; ``reference`` is what the others are held against."""
     op = "ista" if case.op.startswith("ista") else case.op
-    for name in only or _backend.names():
+    for name in only or backends.names():
         if name == "reference":
             continue
         try:
-            yield _backend.resolve(op, name, torch.device(device), dtype)
+            yield backends.resolve(op, name, torch.device(device), dtype)
         except (RuntimeError, NotImplementedError):
             continue  # not here, not on this device, or not in this dtype
 

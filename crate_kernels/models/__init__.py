@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import (
     _modules,
     _official,
@@ -93,7 +93,7 @@ def create(name: str, **overrides: Any) -> nn.Module:
         ValueError: no size has that name, no field has an override's name, or a value that cannot be.
         TypeError: a value of the wrong type.
     """
-    if _checks.text("create", "name", name) not in _OWNERS:
+    if checks.text("create", "name", name) not in _OWNERS:
         raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
     family: Any = _OWNERS[name]
     overrides = _official.arguments("create", overrides, [field.name for field in fields(family.Config)])
@@ -149,7 +149,7 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
             them listed.
         TypeError: an argument of the wrong type.
     """
-    if _checks.text("from_official", "system", system) not in _SYSTEMS:
+    if checks.text("from_official", "system", system) not in _SYSTEMS:
         raise ValueError(f"from_official: system must be one of {', '.join(_SYSTEMS)}, got {system!r}")
     return _SYSTEMS[system].load(system, state_dict, config)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _pretrained
 
 Self = TypeVar("Self", bound="ReferenceModel")
@@ -50,7 +50,7 @@ class ReferenceModel(nn.Module):
         Returns:
             Two dicts of ``params`` and ``weight_decay``, as ``torch.optim`` takes them.
         """
-        weight_decay = _checks.number(self._name, "weight_decay", weight_decay, minimum=0.0)
+        weight_decay = checks.number(self._name, "weight_decay", weight_decay, minimum=0.0)
         kept = self.no_weight_decay()
         decayed, plain = [], []
         for name, parameter in self.named_parameters():

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _vision
 
 _CHECKS: dict[str, Callable[[str, str, Any], object]] = {
-    "int": _checks.integer,
-    "float": _checks.number,
-    "bool": _checks.flag,
-    "str": _checks.text,
-    "str | None": lambda owner, name, value: _checks.backend(owner, value),
+    "int": checks.integer,
+    "float": checks.number,
+    "bool": checks.flag,
+    "str": checks.text,
+    "str | None": lambda owner, name, value: checks.backend(owner, value),
     "_vision.Size": lambda owner, name, value: _vision.pair(owner, name, value),
 }
 

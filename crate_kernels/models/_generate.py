@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 if TYPE_CHECKING:
     from crate_kernels.models._language import LanguageModel
@@ -28,7 +28,7 @@ def generate(
     """Do what ``LanguageModel.generate`` says."""
     owner = f"{type(model).__name__}.generate"
     prompts, lengths, ragged = _prompts(owner, tokens)
-    _checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
+    checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
     _check_sampling(owner, temperature, top_k, top_p)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -107,10 +107,10 @@ def _prompts(owner: str, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, Ten
 
 
 def _check_sampling(owner: str, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    _checks.number(owner, "temperature", temperature, minimum=0.0)
+    checks.number(owner, "temperature", temperature, minimum=0.0)
     if top_k is not None:
-        _checks.integer(owner, "top_k", top_k, minimum=1)
-    if top_p is not None and not 0 < _checks.number(owner, "top_p", top_p) <= 1:
+        checks.integer(owner, "top_k", top_k, minimum=1)
+    if top_p is not None and not 0 < checks.number(owner, "top_p", top_p) <= 1:
         raise ValueError(f"{owner}: top_p must be in (0, 1], got {top_p}")
 
 

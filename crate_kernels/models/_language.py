@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _generate
 from crate_kernels.models._base import ReferenceModel, run
 
@@ -49,10 +49,10 @@ class LanguageConfig:
         owner = type(self).__name__.removesuffix("Config")
         _fields.check_types(owner, self)
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            _checks.integer(owner, name, getattr(self, name), minimum=1)
+            checks.integer(owner, name, getattr(self, name), minimum=1)
         if self.n_embd % self.n_head:
             raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {self.n_head}, got {self.n_embd}")
-        _checks.number(owner, "dropout", self.dropout, minimum=0.0, below=1.0)
+        checks.number(owner, "dropout", self.dropout, minimum=0.0, below=1.0)
 
 
 class LanguageModel(ReferenceModel):

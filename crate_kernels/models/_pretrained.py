@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from crate_kernels._core import files
 from crate_kernels.models import _official
 from crate_kernels.nn import _heads
 
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _TYPE = "model_type"
 Model = TypeVar("Model", bound="ReferenceModel")
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file in one move: until then, what was there stays."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _whole_weights(model: ReferenceModel, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -57,9 +47,10 @@ def save(model: ReferenceModel, folder: Path, state_dict: Mapping[str, Tensor] |
     folder.mkdir(parents=True, exist_ok=True)
     first = _official.first_names(model)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if first[name] == name}
-    _whole(folder / WEIGHTS, lambda path: save_file(state, path, {"format": "pt"}))
+    with files.replacing(folder / WEIGHTS) as path:
+        save_file(state, path, {"format": "pt"})
     text = json.dumps({_TYPE: model._name, **config}, indent=2) + "\n"
-    _whole(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    files.put(folder / CONFIG, text.encode())
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models._base import ReferenceModel
 
 Size = int | Sequence[int]
@@ -56,8 +56,8 @@ def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
     """Return (height, width) of an int or a pair."""
     height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
     return (
-        _checks.integer(owner, name, height, minimum=1),
-        _checks.integer(owner, name, width, minimum=1),
+        checks.integer(owner, name, height, minimum=1),
+        checks.integer(owner, name, width, minimum=1),
     )
 
 
@@ -74,7 +74,7 @@ def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, 
     """Require (batch, channels, height, width) images that are made of whole patches."""
     ph, pw = patch_size
     wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
-    _checks.tensor(owner, "img", img, 4, wanted)
+    checks.tensor(owner, "img", img, 4, wanted)
     if img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
         raise ValueError(f"{owner}: img must be {wanted}, got {tuple(img.shape)}")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _official, _vision
 from crate_kernels.models._base import PreNorm, run
 from crate_kernels.nn import ISTA, MSSA, _heads
@@ -75,13 +75,13 @@ class CRATEConfig:
         _fields.check_types("CRATE", self)
         _vision.grid("CRATE", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels"):
-            _checks.integer("CRATE", name, getattr(self, name), minimum=1)
-        _checks.integer("CRATE", "num_classes", self.num_classes, minimum=0)
+            checks.integer("CRATE", name, getattr(self, name), minimum=1)
+        checks.integer("CRATE", "num_classes", self.num_classes, minimum=0)
         if self.pool not in ("cls", "mean"):
             raise ValueError(f"CRATE: pool must be 'cls' or 'mean', got {self.pool!r}")
         if self.attention not in ("mssa", "tied", "gradient"):
             raise ValueError(f"CRATE: attention must be 'mssa', 'tied' or 'gradient', got {self.attention!r}")
-        _checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
+        checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
 
 
 SIZES = {
@@ -109,10 +109,10 @@ class RateGradientStep(nn.Module):
 
     def __init__(self, dim: int, heads: int, dim_head: int, *, gamma: float = 1.0) -> None:
         super().__init__()
-        self.heads = _checks.integer("RateGradientStep", "heads", heads, minimum=1)
-        self.dim_head = _checks.integer("RateGradientStep", "dim_head", dim_head, minimum=1)
-        self.gamma = _checks.number("RateGradientStep", "gamma", gamma, minimum=0.0)
-        _checks.integer("RateGradientStep", "dim", dim, minimum=1)
+        self.heads = checks.integer("RateGradientStep", "heads", heads, minimum=1)
+        self.dim_head = checks.integer("RateGradientStep", "dim_head", dim_head, minimum=1)
+        self.gamma = checks.number("RateGradientStep", "gamma", gamma, minimum=0.0)
+        checks.integer("RateGradientStep", "dim", dim, minimum=1)
         self.qkv = nn.Linear(dim, heads * dim_head, bias=False)
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
@@ -280,7 +280,7 @@ class CRATE(_vision.Classifier):
         return self._inspect(img, "depth", depth, return_key=True)
 
     def _inspect(self, img: Tensor, name: str, index: int, **what: bool) -> Tensor:
-        if _checks.integer("CRATE", name, index, minimum=0) >= self.transformer.depth:
+        if checks.integer("CRATE", name, index, minimum=0) >= self.transformer.depth:
             raise ValueError(f"CRATE: {name} must be < {self.transformer.depth} layers, got {index}")
         x = self.transformer(self._embed(img), index)
         return self.transformer.layers[index](x, **what)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _official, _vision
 from crate_kernels.models._base import PreNorm, run
 from crate_kernels.nn import MSSA, OvercompleteISTA
@@ -70,10 +70,10 @@ class CRATEAlphaConfig:
         _fields.check_types("CRATEAlpha", self)
         _vision.grid("CRATEAlpha", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels", "overcomplete_ratio", "steps"):
-            _checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
-        _checks.integer("CRATEAlpha", "num_classes", self.num_classes, minimum=0)
-        _checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
-        _checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
+            checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
+        checks.integer("CRATEAlpha", "num_classes", self.num_classes, minimum=0)
+        checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
+        checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
 
 
 SIZES = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _official
 from crate_kernels.models._language import LanguageConfig, LanguageModel
 from crate_kernels.nn import ISTA, CausalMSSA
@@ -48,7 +48,7 @@ class CRATELMConfig(LanguageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("overcomplete_ratio", "steps"):
-            _checks.integer("CRATELM", name, getattr(self, name), minimum=1)
+            checks.integer("CRATELM", name, getattr(self, name), minimum=1)
 
 
 _overcomplete = partial(CRATELMConfig, overcomplete=True)
@@ -94,12 +94,12 @@ class TiedISTA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _checks.integer("TiedISTA", "dim", dim, minimum=1)
-        _checks.integer("TiedISTA", "hidden", hidden, minimum=1)
-        self.steps = _checks.integer("TiedISTA", "steps", steps, minimum=1)
-        self.step_size = _checks.number("TiedISTA", "step_size", step_size, minimum=0.0)
-        self.lambd = _checks.number("TiedISTA", "lambd", lambd, minimum=0.0)
-        self.backend = _checks.backend("TiedISTA", backend)
+        checks.integer("TiedISTA", "dim", dim, minimum=1)
+        checks.integer("TiedISTA", "hidden", hidden, minimum=1)
+        self.steps = checks.integer("TiedISTA", "steps", steps, minimum=1)
+        self.step_size = checks.number("TiedISTA", "step_size", step_size, minimum=0.0)
+        self.lambd = checks.number("TiedISTA", "lambd", lambd, minimum=0.0)
+        self.backend = checks.backend("TiedISTA", backend)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(hidden, dim)))
         self.code = nn.Identity()
 

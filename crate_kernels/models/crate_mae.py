@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _official, _vision
 from crate_kernels.models._base import PreNorm, ReferenceModel, run
 from crate_kernels.nn import ISTA, MSSA
@@ -73,15 +73,15 @@ class CRATEMAEConfig:
         _fields.check_types("CRATEMAE", self)
         _vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
         for name in ("embed_dim", "depth", "num_heads", "decoder_depth", "decoder_num_heads", "in_chans"):
-            _checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
+            checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
         if self.decoder_embed_dim != self.embed_dim:
             got = f"{self.decoder_embed_dim} and {self.embed_dim}"
             raise ValueError(f"CRATEMAE: decoder_embed_dim must be embed_dim, since tokens pass as they are; got {got}")
         for name, divisor in (("num_heads", self.num_heads), ("decoder_num_heads", self.decoder_num_heads), ("4", 4)):
             if self.embed_dim % divisor:
                 raise ValueError(f"CRATEMAE: embed_dim must be a multiple of {name} = {divisor}, got {self.embed_dim}")
-        _checks.number("CRATEMAE", "mask_ratio", self.mask_ratio, minimum=0.0, below=1.0)
-        _checks.number("CRATEMAE", "norm_eps", self.norm_eps, minimum=0.0)
+        checks.number("CRATEMAE", "mask_ratio", self.mask_ratio, minimum=0.0, below=1.0)
+        checks.number("CRATEMAE", "norm_eps", self.norm_eps, minimum=0.0)
 
 
 def _size(dim: int, depth: int, heads: int) -> CRATEMAEConfig:
@@ -227,7 +227,7 @@ class CRATEMAE(ReferenceModel):
             (batch, patches) float, 1 = removed, on the model's device.
         """
         ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
-        ratio = _checks.number("CRATEMAE", "mask_ratio", ratio, minimum=0.0, below=1.0)
+        ratio = checks.number("CRATEMAE", "mask_ratio", ratio, minimum=0.0, below=1.0)
         noise = torch.rand(batch, patches, device=self.cls_token.device, generator=generator)
         rank = noise.argsort(dim=1).argsort(dim=1)
         return (rank >= int(patches * (1 - ratio))).to(self.cls_token.dtype)
@@ -308,7 +308,7 @@ class CRATEMAE(ReferenceModel):
         return self._inspect(imgs, "depth", depth, return_key=True)
 
     def _inspect(self, imgs: Tensor, name: str, index: int | None, **what: bool) -> Tensor:
-        index = len(self.blocks) - 1 if index is None else _checks.integer("CRATEMAE", name, index, minimum=0)
+        index = len(self.blocks) - 1 if index is None else checks.integer("CRATEMAE", name, index, minimum=0)
         if index >= len(self.blocks):
             raise ValueError(f"CRATEMAE: {name} must be < {len(self.blocks)} layers, got {index}")
         return self.blocks[index](self.forward_encoder(imgs, layers=index), **what)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _official, _vision
 from crate_kernels.models._base import run
 from crate_kernels.nn import TSSA, _heads
@@ -84,14 +84,14 @@ class ToSTConfig:
         if self.patch_size not in (8, 16):
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
         for name in ("embed_dim", "depth", "num_heads", "in_chans"):
-            _checks.integer("ToST", name, getattr(self, name), minimum=1)
+            checks.integer("ToST", name, getattr(self, name), minimum=1)
         for name in ("num_classes", "cls_attn_layers"):
-            _checks.integer("ToST", name, getattr(self, name), minimum=0)
+            checks.integer("ToST", name, getattr(self, name), minimum=0)
         if self.embed_dim % self.num_heads or self.embed_dim % (self.patch_size // 2):
             wanted = f"num_heads = {self.num_heads} and of {self.patch_size // 2} (the stem)"
             raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
         for name in ("drop_rate", "attn_drop_rate", "drop_path_rate"):
-            _checks.number("ToST", name, getattr(self, name), minimum=0.0, below=1.0)
+            checks.number("ToST", name, getattr(self, name), minimum=0.0, below=1.0)
 
 
 _size = partial(ToSTConfig, tokens_norm=True)

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks, _register
+from crate_kernels._core import checks, operator
 from crate_kernels.ops.mssa import SubspaceCache
 
 # Why a process cannot do with its part of a projection.
@@ -18,7 +18,7 @@ THREE_PARTS = "queries, keys and values follow each other in it, so a part mixes
 def tokens(owner: str, x: Tensor, dim: int) -> None:
     """Require (batch, seqlen, dim) tokens: Linear would take other ranks and fail far from here."""
     layout = f"(batch, seqlen, dim={dim})"
-    if _checks.tensor(owner, "x", x, 3, layout).shape[-1] != dim:
+    if checks.tensor(owner, "x", x, 3, layout).shape[-1] != dim:
         raise ValueError(f"{owner}: x must be {layout}, got {tuple(x.shape)}")
 
 
@@ -95,5 +95,5 @@ def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: in
     weight = projection.weight
     dtype = weight.dtype
     if dtype != torch.float64:
-        dtype = _register.autocast_dtype(weight.device.type) or dtype
+        dtype = operator.autocast_dtype(weight.device.type) or dtype
     return SubspaceCache(batch, heads, max_seqlen, projection.out_features // heads, dtype, weight.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import tssa
@@ -55,19 +55,19 @@ class MSSA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.dim = _checks.integer("MSSA", "dim", dim, minimum=1)
-        self.heads = _checks.integer("MSSA", "heads", heads, minimum=1)
-        self.dim_head = _checks.integer("MSSA", "dim_head", dim_head, minimum=1)
+        self.dim = checks.integer("MSSA", "dim", dim, minimum=1)
+        self.heads = checks.integer("MSSA", "heads", heads, minimum=1)
+        self.dim_head = checks.integer("MSSA", "dim_head", dim_head, minimum=1)
         default = 1.0 if tied else dim_head**-0.5
-        self.scale = default if scale is None else _checks.number("MSSA", "scale", scale)
-        self.tied = _checks.flag("MSSA", "tied", tied)
-        self.gamma = _checks.number("MSSA", "gamma", gamma)
+        self.scale = default if scale is None else checks.number("MSSA", "scale", scale)
+        self.tied = checks.flag("MSSA", "tied", tied)
+        self.gamma = checks.number("MSSA", "gamma", gamma)
         self.phi, self.threshold = phi, threshold
-        self.causal = _checks.flag("MSSA", "causal", causal)
-        self.backend = _checks.backend("MSSA", backend)
+        self.causal = checks.flag("MSSA", "causal", causal)
+        self.backend = checks.backend("MSSA", backend)
         inner = heads * dim_head
         self.qkv = nn.Linear(dim, inner, bias=False)
-        self.dropout = nn.Dropout(_checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.dropout = nn.Dropout(checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.to_out: nn.Module
         if tied:
             self.to_out = nn.Dropout(dropout)
@@ -75,7 +75,7 @@ class MSSA(nn.Module):
             self.to_out = nn.Identity()
         else:
             self.to_out = nn.Sequential(
-                nn.Linear(inner, dim, bias=_checks.flag("MSSA", "bias_out", bias_out)), nn.Dropout(dropout)
+                nn.Linear(inner, dim, bias=checks.flag("MSSA", "bias_out", bias_out)), nn.Dropout(dropout)
             )
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
@@ -177,15 +177,15 @@ class TSSA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.dim = _checks.integer("TSSA", "dim", dim, minimum=1)
-        self.heads = _checks.integer("TSSA", "num_heads", num_heads, minimum=1)
+        self.dim = checks.integer("TSSA", "dim", dim, minimum=1)
+        self.heads = checks.integer("TSSA", "num_heads", num_heads, minimum=1)
         if dim % num_heads:
             raise ValueError(f"TSSA: dim must be a multiple of num_heads = {num_heads}, got {dim}")
-        self.backend = _checks.backend("TSSA", backend)
-        self.attn_drop = nn.Dropout(_checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
-        self.qkv = nn.Linear(dim, dim, bias=_checks.flag("TSSA", "qkv_bias", qkv_bias))
+        self.backend = checks.backend("TSSA", backend)
+        self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
+        self.qkv = nn.Linear(dim, dim, bias=checks.flag("TSSA", "qkv_bias", qkv_bias))
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
-        rate = _checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
+        rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
         self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks, _register
+from crate_kernels._core import checks, operator
 from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
@@ -43,11 +43,11 @@ class CausalMSSA(nn.Module):
     ) -> None:
         super().__init__()
         self.n_embd, self.n_head = _sizes("CausalMSSA", n_embd, n_head)
-        self.scale = None if scale is None else _checks.number("CausalMSSA", "scale", scale)
-        self.backend = _checks.backend("CausalMSSA", backend)
+        self.scale = None if scale is None else checks.number("CausalMSSA", "scale", scale)
+        self.backend = checks.backend("CausalMSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
-        self.c_proj = nn.Linear(n_embd, n_embd, bias=_checks.flag("CausalMSSA", "bias", bias))
-        self.attn_dropout = nn.Dropout(_checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.c_proj = nn.Linear(n_embd, n_embd, bias=checks.flag("CausalMSSA", "bias", bias))
+        self.attn_dropout = nn.Dropout(checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
@@ -109,11 +109,11 @@ class CausalTSSA(nn.Module):
     ) -> None:
         super().__init__()
         self.n_embd, self.n_head = _sizes("CausalTSSA", n_embd, n_head)
-        self.block_size = _checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
-        self.backend = _checks.backend("CausalTSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=_checks.flag("CausalTSSA", "bias", bias))
+        self.block_size = checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
+        self.backend = checks.backend("CausalTSSA", backend)
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=checks.flag("CausalTSSA", "bias", bias))
         self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
-        self.attn_dropout = nn.Dropout(_checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.attn_dropout = nn.Dropout(checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
         self.temp = nn.Parameter(torch.ones(n_head, 1))
         self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1))
@@ -121,7 +121,7 @@ class CausalTSSA(nn.Module):
     def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
         """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored, its size is constant."""
         weight = self.c_attn.weight
-        dtype = _register.stat_dtype(weight.dtype)
+        dtype = operator.stat_dtype(weight.dtype)
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
 
     def forward(
@@ -154,8 +154,8 @@ class CausalTSSA(nn.Module):
 
 def _sizes(owner: str, n_embd: int, n_head: int) -> tuple[int, int]:
     """Require a width that the heads divide."""
-    _checks.integer(owner, "n_embd", n_embd, minimum=1)
-    _checks.integer(owner, "n_head", n_head, minimum=1)
+    checks.integer(owner, "n_embd", n_embd, minimum=1)
+    checks.integer(owner, "n_head", n_head, minimum=1)
     if n_embd % n_head:
         raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {n_head}, got {n_embd}")
     return n_embd, n_head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.ops.ista import ista, ista_overcomplete
 
 __all__ = ["ISTA", "OvercompleteISTA"]
@@ -45,14 +45,14 @@ class ISTA(nn.Module):
         super().__init__()
         if prox not in ("nonnegative", "soft", "mm"):
             raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
-        if _checks.number("ISTA", "alpha", alpha) <= 0:
+        if checks.number("ISTA", "alpha", alpha) <= 0:
             raise ValueError(f"ISTA: alpha must be > 0, got {alpha}")
-        self.step_size = _checks.number("ISTA", "step_size", step_size)
-        self.lambd = _checks.number("ISTA", "lambd", lambd)
+        self.step_size = checks.number("ISTA", "step_size", step_size)
+        self.lambd = checks.number("ISTA", "lambd", lambd)
         self.prox = prox
         self.alpha = float(alpha)
-        self.backend = _checks.backend("ISTA", backend)
-        _checks.integer("ISTA", "dim", dim, minimum=1)
+        self.backend = checks.backend("ISTA", backend)
+        checks.integer("ISTA", "dim", dim, minimum=1)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,15 +94,15 @@ class OvercompleteISTA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
-        atoms = _checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
-        self.steps = _checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
-        self.step_size = _checks.number("OvercompleteISTA", "step_size", step_size)
-        self.lambd = _checks.number("OvercompleteISTA", "lambd", lambd)
-        self.backend = _checks.backend("OvercompleteISTA", backend)
+        checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
+        atoms = checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
+        self.steps = checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
+        self.step_size = checks.number("OvercompleteISTA", "step_size", step_size)
+        self.lambd = checks.number("OvercompleteISTA", "lambd", lambd)
+        self.backend = checks.backend("OvercompleteISTA", backend)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
         self.D1: nn.Parameter | None
-        if _checks.flag("OvercompleteISTA", "tied", tied):
+        if checks.flag("OvercompleteISTA", "tied", tied):
             self.register_parameter("D1", None)
         else:
             self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))

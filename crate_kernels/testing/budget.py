@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import crate_kernels
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.testing.cases import Case
 from crate_kernels.testing.inputs import Inputs
 
@@ -110,4 +110,4 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     Raises:
         ValueError: the offsets do not rise from 0 to ``total``, or a sequence is longer than ``max_seqlen``.
     """
-    _checks.cu_seqlens_values("check_cu_seqlens", cu_seqlens, total, max_seqlen)
+    checks.cu_seqlens_values("check_cu_seqlens", cu_seqlens, total, max_seqlen)

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from crate_kernels import _launch
+from crate_kernels._triton import launch as _launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

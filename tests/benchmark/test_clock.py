@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crate_kernels.benchmark import clock, decoding
+from crate_kernels.bench import clock, decoding
 
 GPU = SimpleNamespace(type="cuda")
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from crate_kernels.benchmark import load
-from crate_kernels.benchmark.load import Load
+from crate_kernels.bench import load
+from crate_kernels.bench.load import Load
 from crate_kernels.cli import main
-from crate_kernels.cli.demo import job as demo_job
-from crate_kernels.cli.denoise import job as denoise_job
+from crate_kernels.experiments.demo import job as demo_job
+from crate_kernels.experiments.denoise import job as denoise_job
 
 BEFORE = """cpu  1000 0 1000 8000 0 0 0 0 0 0
 cpu0 100 0 100 800 0 0 0 0 0 0

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from crate_kernels import models
-from crate_kernels.benchmark import clock, decoding, measuring, memory, networks, providers, published, work
-from crate_kernels.benchmark.gate import Gate
+from crate_kernels.bench import clock, decoding, measuring, memory, networks, providers, published, work
+from crate_kernels.bench.gate import Gate
 from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
 
 CPU = torch.device("cpu")
@@ -113,11 +113,11 @@ def test_other_errors_are_not_hidden():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_oracle_by_rows_is_autograd(causal, monkeypatch):
-    monkeypatch.setattr("crate_kernels.benchmark.gate._ROWS", 32)
+    monkeypatch.setattr("crate_kernels.bench.gate._ROWS", 32)
     case = Case("mssa", "rows", (1, 1, 70, 16), {"causal": causal})
     gate = Gate(case, torch.float64, CPU)
     out = providers.eager(case)(*gate.args)
-    from crate_kernels.benchmark.gate import upstream
+    from crate_kernels.bench.gate import upstream
 
     (dw,) = torch.autograd.grad(out, gate.args, upstream(out))
     for actual, expected in zip(gate.exact, (out, dw), strict=True):

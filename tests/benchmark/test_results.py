@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from crate_kernels import testing
-from crate_kernels.benchmark import clock, comparing, load, providers, rows, scaling
-from crate_kernels.benchmark.rows import Results, Row
+from crate_kernels.bench import clock, comparing, load, providers, rows, scaling
+from crate_kernels.bench.rows import Results, Row
 from crate_kernels.cli import bench as bench_verb
 from crate_kernels.cli import main
 

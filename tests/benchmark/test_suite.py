@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.tables import ROOT
-from crate_kernels.benchmark import rows
+from crate_kernels.bench import rows
 
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install 'crate-kernels[bench]'")
 

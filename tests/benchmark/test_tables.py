@@ -12,7 +12,7 @@ def test_page_has_the_tables_of_the_results(page):
 
 
 def test_goals_name_cases_that_are_timed():
-    from crate_kernels.benchmark.networks import NETWORKS
+    from crate_kernels.bench.networks import NETWORKS
     from crate_kernels.testing import TIMED_CASES
 
     names = {t.case.name for t in TIMED_CASES if "cpu" in t.devices} | {n.name for n in NETWORKS if n.cpu_batch}

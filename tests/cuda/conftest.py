@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from crate_kernels import _backend, _extension
+from crate_kernels._core import backends
+from crate_kernels._native import extension
 from tests.cuda import emulated
 from tests.ops.conftest import fixed_seed, poisoned_memory  # noqa: F401  # they hold here too
 
@@ -17,7 +18,7 @@ def library():
     if reason is not None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_extension, "CUDA_PATHS", ())  # which comes back
+        patch.setattr(extension, "CUDA_PATHS", ())  # which comes back
         emulated.load()
         yield torch.ops.crate_kernels_C
 
@@ -27,7 +28,7 @@ def backend(library):
     """Register the backend "emulated" and return its name."""
     emulated.register()
     yield "emulated"
-    _backend.unregister("emulated")
+    backends.unregister("emulated")
 
 
 @pytest.fixture

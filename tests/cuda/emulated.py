@@ -12,7 +12,9 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
-from crate_kernels import _backend, _build, _extension
+from crate_kernels._core import backends
+from crate_kernels._native import build as _build
+from crate_kernels._native import extension
 
 HERE = Path(__file__).parent
 EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
@@ -45,21 +47,21 @@ def why_not():
         return "the emulator needs Linux"
     if shutil.which(shlex.split(get_cxx_compiler())[0]) is None:
         return "no C++ compiler: install g++ or set CXX"
-    if _extension.CUDA_PATHS:
+    if extension.CUDA_PATHS:
         return "the CUDA library is installed and has the same operators: make test-gpu runs it"
     return None
 
 
 def load():
     """Compile and load the library in place of the one that nvcc makes."""
-    _extension.CUDA_PATHS = (build(_build.source_folder()),)
-    _extension.load_cuda()
+    extension.CUDA_PATHS = (build(_build.source_folder()),)
+    extension.load_cuda()
 
 
 def register():
     """Offer what computes for CUDA tensors under the name "cpp" for CPU tensors under the name "emulated"."""
-    floats = _backend._BACKENDS["cpp"].dtypes
-    _backend.register(_backend.Backend("emulated", "crate_kernels.ops.{op}.cuda", ("cpu",), floats))
+    floats = backends._BACKENDS["cpp"].dtypes
+    backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.cuda", ("cpu",), floats))
 
 
 def build(folder):

@@ -228,7 +228,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a < b ? b : a;
 }
 
-// The part of the CUDA runtime that csrc/common/launch.cuh calls.
+// The part of the CUDA runtime that csrc/common/cuda/launch.cuh calls.
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };

@@ -1,4 +1,4 @@
-// The tensor-core instructions of csrc/common/mma.cuh on the CPU: the fragments are those of the PTX manual.
+// The tensor-core instructions of csrc/common/cuda/mma.cuh on the CPU: the fragments are those of the PTX manual.
 #pragma once
 
 #include <cstdint>

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels import _build
+from crate_kernels._native import build
 from tests.cuda import report
 
 # Of PyTorch's CUDA half; a CPU PyTorch has everything else.
 UNRESOLVED = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
 STRICT = ("sm_80", "sm_90a")  # where kernels of 16-bit types may not spill at all
 # What is compiled by default but for the PTX of the last, which is a quarter of the time and has no registers yet.
-ARCHS = tuple(arch for arch in _build.CUDA_ARCHS if "+" not in arch)
+ARCHS = tuple(arch for arch in build.CUDA_ARCHS if "+" not in arch)
 STATIC_SHARED_LIMIT = 48 * 1024
 # Spills that are known of, in bytes stored and loaded by a thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
@@ -25,15 +25,15 @@ RECORDED = Path(__file__).with_name("spills.json")
 @pytest.fixture(scope="module")
 def built():
     """Compile for every architecture, once a change of the sources."""
-    if _build.source_folder() is None:
+    if build.source_folder() is None:
         pytest.skip("needs the CUDA sources: run from a checkout")
     if shutil.which("nm") is None:
         pytest.skip("needs nm: install binutils")
     try:
-        _build.find_nvcc()
-    except _build.BuildError as reason:
+        build.find_nvcc()
+    except build.BuildError as reason:
         pytest.skip(str(reason))
-    return _build.build_cuda_cached(ARCHS)[0]
+    return build.build_cuda_cached(ARCHS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_with_stand_ins_for_those_it_loads_and_says_what_it_is(built, kernels, t
     refused, *said = done.stdout.splitlines()
     assert refused.startswith("refused:")
     assert any(name in refused for name in UNRESOLVED)
-    assert f"sources {_build.cuda_source_hash(_build.source_folder())}" in said
+    assert f"sources {build.cuda_source_hash(build.source_folder())}" in said
     assert f"archs {'_'.join(ARCHS)}" in said
     named = [line for line in said if line.startswith("crate_kernels::")]
     # All but the one that is asked for its architecture.
@@ -102,7 +102,7 @@ def test_nothing_of_the_library_is_in_the_way_of_others(built):
 
 def test_no_path_of_the_machine_is_in_the_library(built):
     contents = built.read_bytes()
-    for folder in (_build.source_folder(), Path(torch.__file__).parent, Path.home() / ".cache"):
+    for folder in (build.source_folder(), Path(torch.__file__).parent, Path.home() / ".cache"):
         assert str(folder).encode() not in contents
 
 
@@ -126,7 +126,7 @@ def wide(kernel):
 
 def test_no_spill_is_new_or_larger(kernels, built):
     recorded = json.loads(RECORDED.read_text())
-    release = [line for line in _build._run([_build.find_nvcc(), "--version"]).splitlines() if "release" in line]
+    release = [line for line in build._run([build.find_nvcc(), "--version"]).splitlines() if "release" in line]
     if recorded["release"] not in release[0]:
         pytest.skip(f"spills are recorded of nvcc {recorded['release']}")
     grown = {
@@ -141,13 +141,13 @@ def test_static_shared_memory_fits_every_gpu(kernels):
 
 
 def test_headers_of_the_cpu_extension_that_the_cuda_library_includes_are_hashed():
-    folder = _build.source_folder()
+    folder = build.source_folder()
     included = set()
     for path in (p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")):
         for line in path.read_text().splitlines():
             if line.startswith('#include "') and line.endswith('.h"'):
                 included.add((path.parent / line.split('"')[1]).resolve().relative_to(folder.resolve()).as_posix())
-    assert included == set(_build._CUDA_HEADERS)
+    assert included == set(build._CUDA_HEADERS)
 
 
 REPORT = """ptxas info    : 28 bytes gmem

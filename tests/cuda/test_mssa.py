@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from crate_kernels import _backend, mssa, testing
+from crate_kernels import mssa, testing
+from crate_kernels._core import backends
 from tests.ops.common import keep_mask, offsets, over_budget, randn
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
@@ -162,7 +163,7 @@ def test_dropout_mask_is_philox(backend):
 @DTYPES
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dtype, backend):
-    kernels, w = _backend.kernel("mssa", backend), randn(50, 2, 32, dtype=dtype)
+    kernels, w = backends.kernel("mssa", backend), randn(50, 2, 32, dtype=dtype)
     options = (24, None, causal, 0.2, 0.0, "softmax", 0.0)
     wrong = torch.tensor(
         [3, 10, 40, 47, 99], dtype=torch.int32

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, _backend, testing, tssa
+from crate_kernels import TokenStatsCache, testing, tssa
+from crate_kernels._core import backends
 from crate_kernels.ops.tssa import op
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
 
@@ -203,7 +204,7 @@ def test_strides_do_not_matter(layout, way, causal, backend, going):
 def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backend, going):
     """Offsets on a GPU are not looked at by the host: what they leave out is written nevertheless."""
     going(way)
-    kernel = _backend.kernel("tssa", backend)
+    kernel = backends.kernel("tssa", backend)
     w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
     covered = torch.zeros(66, dtype=torch.bool)
     for start, end in itertools.pairwise(bounds):
@@ -223,7 +224,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
 @pytest.mark.parametrize("bounds", [(-7, 9, 300, 40), (30, 10, 66, 66), (50, 90, 90)], ids=str)
 def test_offsets_are_clamped_to_what_exists(bounds, causal, backend):
     """What such offsets mean is nobody's concern; that nothing outside a tensor is touched, the emulator sees."""
-    kernel = _backend.kernel("tssa", backend)
+    kernel = backends.kernel("tssa", backend)
     w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
     options = None, torch.tensor(bounds, dtype=torch.int32), 40, None, 0.0
     inputs = (w, temps(3)) + ((None,) if causal else ())
@@ -346,7 +347,7 @@ def test_what_does_not_fit_is_refused_and_left_to_composite_for_none(shape, says
     refusal = f"^tssa: backend='{backend}' takes {says}; use backend='composite'"
     with pytest.raises(NotImplementedError, match=refusal):
         call(causal, backend)(*inputs)
-    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": (backend,)})
+    monkeypatch.setattr(backends, "_PREFERENCE", {"cpu": (backend,)})
     expected = outputs_and_gradients(call(causal, "composite"), *inputs)
     torch.testing.assert_close(outputs_and_gradients(call(causal, None), *inputs), expected, rtol=0, atol=0)
     if causal and all(shape):
@@ -360,7 +361,7 @@ def test_what_does_not_fit_is_refused_and_left_to_composite_for_none(shape, says
 
 def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
     device(shared_limit=56 * 1024)
-    w, chunks = tokens(1, 8, 40, 128), _backend.kernel("tssa", backend)._causal_chunks
+    w, chunks = tokens(1, 8, 40, 128), backends.kernel("tssa", backend)._causal_chunks
     assert chunks(w, w, None, 0) == 5  # without running sums to keep
     case = testing.Case("tssa", "cuda-wide", (1, 8, 40, 128), {"causal": True})
     assert over_budget(case, torch.float32, backend, "cpu") == []
@@ -375,7 +376,7 @@ def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
 @FORMS
 def test_what_a_call_allocates(causal, backend, going, monkeypatch):
     """On chip nothing but the results; in chunks a number a head and token, and sets of sums, 1 / 32 of the tokens."""
-    kernel, sizes = _backend.kernel("tssa", backend), []
+    kernel, sizes = backends.kernel("tssa", backend), []
     for name in ("_sums", "_rows"):
         allocate = getattr(kernel, name)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from crate_kernels.cli.demo import data
-from crate_kernels.cli.demo.training import Training
+from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.demo.training import Training
 from tests.demo.common import CPU, TINY
 
 

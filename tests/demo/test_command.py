@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 from safetensors import safe_open
 
-from crate_kernels import _backend, models
+from crate_kernels import models
+from crate_kernels._core import backends
 from crate_kernels.cli import main
-from crate_kernels.cli.common import command
-from crate_kernels.cli.demo import checkpoint, compare, data, job, whitebox
-from crate_kernels.cli.demo.training import Settings, Training
+from crate_kernels.experiments.common import command
+from crate_kernels.experiments.demo import checkpoint, compare, data, job, whitebox
+from crate_kernels.experiments.demo.training import Settings, Training
 from tests.demo.common import CPU
 
 
@@ -113,7 +114,7 @@ def test_an_interrupted_demo_goes_on(demo, monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_a_wrong_operator_fails_the_demo(factor, demo, monkeypatch):
-    composite = _backend.kernel("ista", "composite")
+    composite = backends.kernel("ista", "composite")
     inner = composite.forward
     monkeypatch.setattr(composite, "forward", lambda *args: inner(*args) * factor)
     status, out, _, folder = demo("--backend", "composite")

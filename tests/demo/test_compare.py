@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crate_kernels import _backend
-from crate_kernels.cli.demo import compare
+from crate_kernels._core import backends
+from crate_kernels.experiments.demo import compare
 from tests.demo.common import CPU, TINY
 
 
@@ -22,7 +22,7 @@ def test_the_fused_run_is_the_naive_run(training):
 
 @pytest.mark.parametrize("fault", [1e-3, float("nan")])
 def test_a_fault_in_an_operator_is_seen(fault, training, monkeypatch):
-    composite = _backend.kernel("ista", "composite")
+    composite = backends.kernel("ista", "composite")
     inner = composite.forward
     monkeypatch.setattr(composite, "forward", lambda *args: inner(*args) * (1 + fault))
     for _ in range(4):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from crate_kernels.cli.demo import data
-from crate_kernels.cli.demo.training import Settings, batch, steps_per_epoch
+from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.demo.training import Settings, batch, steps_per_epoch
 from tests.demo.common import TINY, assert_equal
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import analysis
-from crate_kernels.cli.demo import compare, figures, report, whitebox
+from crate_kernels.experiments.demo import compare, figures, report, whitebox
 from tests.demo.common import CPU, assert_equal
 
 

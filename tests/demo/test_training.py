@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from crate_kernels.cli.common import interrupts
-from crate_kernels.cli.demo import checkpoint, loop
-from crate_kernels.cli.demo.training import Training, batch, fresh_model
+from crate_kernels.experiments.common import interrupts
+from crate_kernels.experiments.demo import checkpoint, loop
+from crate_kernels.experiments.demo.training import Training, batch, fresh_model
 from tests.demo.common import CPU, TINY, assert_equal, weights
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from crate_kernels.cli import main
-from crate_kernels.cli.demo import data
+from crate_kernels.experiments.demo import data
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from crate_kernels.cli.classify.models import BUILDERS, fresh
-from crate_kernels.cli.classify.settings import PRESETS as CLASSIFY
-from crate_kernels.cli.demo import data
-from crate_kernels.cli.language import text
-from crate_kernels.cli.layers import watching
-from crate_kernels.cli.mae import probe
-from crate_kernels.cli.mae.settings import PRESETS as MAE
-from crate_kernels.cli.redunet import gaussians
-from crate_kernels.cli.redunet.settings import PRESETS as REDUNET
+from crate_kernels.experiments.classify.models import BUILDERS, fresh
+from crate_kernels.experiments.classify.settings import PRESETS as CLASSIFY
+from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.language import text
+from crate_kernels.experiments.layers import watching
+from crate_kernels.experiments.mae import probe
+from crate_kernels.experiments.mae.settings import PRESETS as MAE
+from crate_kernels.experiments.redunet import gaussians
+from crate_kernels.experiments.redunet.settings import PRESETS as REDUNET
 
 CPU = torch.device("cpu")
 

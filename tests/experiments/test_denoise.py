@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crate_kernels.cli.denoise import figures, job, mixture
-from crate_kernels.cli.denoise.settings import PRESETS, Mixture
+from crate_kernels.experiments.denoise import figures, job, mixture
+from crate_kernels.experiments.denoise.settings import PRESETS, Mixture
 
 CPU = torch.device("cpu")
 A, B = PRESETS["default"].theorem

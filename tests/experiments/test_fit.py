@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from crate_kernels.cli.common.fit import Fit
+from crate_kernels.experiments.common.fit import Fit
 
 
 def fitted(pieces, size):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from crate_kernels.cli.icl import prompts
-from crate_kernels.cli.icl.job import fresh, models
-from crate_kernels.cli.icl.settings import PRESETS
+from crate_kernels.experiments.icl import prompts
+from crate_kernels.experiments.icl.job import fresh, models
+from crate_kernels.experiments.icl.settings import PRESETS
 
 SETTINGS = replace(PRESETS["quick"], dims=4, examples=9, nonzeros=2)
 

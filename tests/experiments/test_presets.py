@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from crate_kernels import models
-from crate_kernels.cli.classify.models import BUILDERS, fresh
-from crate_kernels.cli.demo import data
-from crate_kernels.cli.demo.training import Settings as DemoSettings
-from crate_kernels.cli.demo.training import model_config
-from crate_kernels.cli.denoise.mixture import denoise
-from crate_kernels.cli.icl import job as icl
-from crate_kernels.cli.language import job as language
-from crate_kernels.cli.layers.job import training_settings
-from crate_kernels.cli.mae import job as mae
+from crate_kernels.experiments.classify.models import BUILDERS, fresh
+from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.demo.training import Settings as DemoSettings
+from crate_kernels.experiments.demo.training import model_config
+from crate_kernels.experiments.denoise.mixture import denoise
+from crate_kernels.experiments.icl import job as icl
+from crate_kernels.experiments.language import job as language
+from crate_kernels.experiments.layers.job import training_settings
+from crate_kernels.experiments.mae import job as mae
 
 VERBS = ("denoise", "icl", "redunet", "layers", "classify", "mae", "language")
 META = SimpleNamespace(seed=0, backend=None, device=torch.device("meta"))

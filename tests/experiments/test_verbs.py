@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from crate_kernels.cli import main
-from crate_kernels.cli.common import command
-from crate_kernels.cli.common.fit import Fit
-from crate_kernels.cli.demo.training import Training
+from crate_kernels.experiments.common import command
+from crate_kernels.experiments.common.fit import Fit
+from crate_kernels.experiments.demo.training import Training
 
 FIGURES = {
     "denoise": {"theorem", "softmax"},

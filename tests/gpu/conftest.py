@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from crate_kernels import _backend
+from crate_kernels._core import backends
 
-DRY = _backend._INTERPRETED
+DRY = backends._INTERPRETED
 DEVICE = "cpu" if DRY else "cuda"
 
 
@@ -17,7 +17,7 @@ BACKENDS = [pytest.param("triton")] if DRY else [pytest.param("triton"), pytest.
 def backend(request):
     """Return each backend that is a kernel on this device, in turn."""
     op = request.path.stem.removeprefix("test_")
-    reason = _backend.why_not(op, request.param, DEVICE)
+    reason = backends.why_not(op, request.param, DEVICE)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from crate_kernels import _backend, models
+from crate_kernels import models
+from crate_kernels._core import backends
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files are not at ../shared/golden")
@@ -28,11 +29,11 @@ SYSTEMS = {
 
 def available(ops):
     """Backends that run all ``ops`` in float32 here, and the device they run them on."""
-    for name in _backend.names():
+    for name in backends.names():
         for device in ("cpu", "cuda"):
             try:
                 for op in ops:
-                    _backend.resolve(op, name, torch.device(device), torch.float32)
+                    backends.resolve(op, name, torch.device(device), torch.float32)
             except RuntimeError:
                 continue
             if device == "cpu" or torch.cuda.is_available():

@@ -5,7 +5,9 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from crate_kernels import _backend, _register, testing
+from crate_kernels import testing
+from crate_kernels._core import backends as _backend
+from crate_kernels._core import operator
 from tests.naive import philox4x32_10
 
 KERNELS = ("triton", "cpp", "emulated")  # the last is cpp's CUDA kernels on the CPU: tests/cuda/plugin.py offers it
@@ -119,7 +121,7 @@ def outputs_and_gradients(function, *tensors):
 def keep_mask(seed, dropout_p, heads, rows, columns):
     """Return the (heads, rows, columns) dropout mask of a call made right after ``torch.manual_seed(seed)``."""
     torch.manual_seed(seed)
-    key = int(_register.draw_seed(torch.device("cpu")))
+    key = int(operator.draw_seed(torch.device("cpu")))
     torch.manual_seed(seed)
     return torch.tensor(
         [

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from crate_kernels import _backend
+from crate_kernels._core import backends
 from tests.ops.common import interpreted
 
 
@@ -41,9 +41,9 @@ def fixed_seed():
 @pytest.fixture(scope="module")
 def plain_backend():
     """Put plain PyTorch behind the op of mssa, whose composite stays outside it."""
-    _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}"))
+    backends.register(backends.Backend("plain", "tests.backends.plain.{op}"))
     yield
-    _backend.unregister("plain")
+    backends.unregister("plain")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import crate_kernels
-from crate_kernels import _backend, testing
+from crate_kernels import testing
+from crate_kernels._core import backends
 from tests.ops.common import KERNELS, home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
@@ -331,8 +332,8 @@ def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     """What a body does with one number of tokens is not what it does with another."""
     room, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
-    module = _backend.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
-    monkeypatch.setattr(_backend, "_kernels", {})
+    module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
+    monkeypatch.setattr(backends, "_kernels", {})
     monkeypatch.delitem(sys.modules, module)  # which is imported, as the first time, while PyTorch traces
     w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
     traced = torch.jit.trace(lambda w: function(w), w)  # PyTorch asks for its name, which a partial has not
@@ -347,8 +348,8 @@ def test_a_body_records_no_graph_and_casts_nothing(monkeypatch, autocast, mode):
         ran.append(((w @ w.mT).requires_grad, (w.float() @ w.mT.float()).dtype))
         return forward(w, *options)
 
-    ran, forward = [], _backend.kernel("mssa", "plain").forward
-    monkeypatch.setattr(_backend.kernel("mssa", "plain"), "forward", body)
+    ran, forward = [], backends.kernel("mssa", "plain").forward
+    monkeypatch.setattr(backends.kernel("mssa", "plain"), "forward", body)
     w = randn(1, 2, 5, 8, dtype=torch.float32).requires_grad_(mode == "wants-grad")
     with torch.set_grad_enabled(mode != "no-grad"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = crate_kernels.mssa(w, backend="plain")

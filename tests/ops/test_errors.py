@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import _backend, _checks
+from crate_kernels._core import backends, checks
 from tests.ops.common import offsets, randn
 
 INF, NAN = float("inf"), float("nan")
@@ -227,9 +227,9 @@ def test_nested_tensors_are_refused_with_advice(op, layout):
 )
 def test_an_unavailable_backend_says_why(op, kernel, reason, monkeypatch):
     missing = "it is at home (fetch it)" if kernel else None
-    fake = _backend.Backend("fake", "crate_kernels.ops.{op}.composite", missing=missing)
-    monkeypatch.setitem(_backend._BACKENDS, "fake", fake)
-    monkeypatch.setitem(_backend._has_kernel, (room(op), "fake"), kernel)
+    fake = backends.Backend("fake", "crate_kernels.ops.{op}.composite", missing=missing)
+    monkeypatch.setitem(backends._BACKENDS, "fake", fake)
+    monkeypatch.setitem(backends._has_kernel, (room(op), "fake"), kernel)
     reason = re.escape(reason.format(op=room(op)))
     message = f"^{room(op)}: backend='fake' is unavailable: {reason}; use backend='composite'"
     with pytest.raises(RuntimeError, match=message):
@@ -247,16 +247,16 @@ NOT_IN_KERNELS = {
 
 @pytest.mark.parametrize(("options", "head_dim", "what"), NOT_IN_KERNELS.values(), ids=NOT_IN_KERNELS)
 def test_what_a_kernel_does_not_have_is_refused_and_never_chosen(options, head_dim, what, monkeypatch):
-    kernel = _backend.Backend("fake", "crate_kernels.ops.{op}.composite", devices=("cpu",), dtypes=(torch.float32,))
-    monkeypatch.setitem(_backend._BACKENDS, "fake", kernel)
-    monkeypatch.setitem(_backend._has_kernel, ("mssa", "fake"), True)
+    kernel = backends.Backend("fake", "crate_kernels.ops.{op}.composite", devices=("cpu",), dtypes=(torch.float32,))
+    monkeypatch.setitem(backends._BACKENDS, "fake", kernel)
+    monkeypatch.setitem(backends._has_kernel, ("mssa", "fake"), True)
     w = torch.randn(1, 2, 5, head_dim)
     with pytest.raises(
         NotImplementedError, match=f"^mssa: backend='fake' does not have {re.escape(what)}; use backend='comp"
     ):
         crate_kernels.mssa(w, backend="fake", **options)
-    monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("fake",)})
-    assert _backend.resolve("mssa", None, w.device, w.dtype) == "fake"
+    monkeypatch.setattr(backends, "_PREFERENCE", {"cpu": ("fake",)})
+    assert backends.resolve("mssa", None, w.device, w.dtype) == "fake"
     torch.testing.assert_close(
         crate_kernels.mssa(w, **options), crate_kernels.mssa(w, backend="composite", **options), rtol=0, atol=0
     )
@@ -272,7 +272,7 @@ def test_offsets_are_checked_by_value_on_request():
 
 def test_offsets_out_of_range_are_clamped_where_reading_them_is_not_free(monkeypatch):
     expected = call("tssa", **packing(0, 2, 6))
-    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    monkeypatch.setattr(checks, "_values_readable", lambda tensor: False)
     torch.testing.assert_close(call("tssa", **packing(0, 2, 9)), expected)
     torch.testing.assert_close(call("tssa", **packing(-3, 2, 6)), expected)
     # Rows of no sequence get zero; where sequences are padded, rows beyond max_seqlen too.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from crate_kernels import _backend, ista, ista_overcomplete, testing
+from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels._core import backends as _backend
 from tests.naive import ista_loop, ista_overcomplete_loop
 from tests.ops.common import DTYPES, EXACT, backends, half, outputs_and_gradients, over_budget, randn
 

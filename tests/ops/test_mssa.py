@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from crate_kernels import _checks, mssa, testing
+from crate_kernels import mssa, testing
+from crate_kernels._core import checks
 from crate_kernels.ops.mssa import logsumexp
 from tests.naive import mssa_loop
 from tests.ops.common import (
@@ -282,7 +283,7 @@ def test_packed_lse_is_heads_by_total(backend, device):
 @pytest.mark.parametrize(("backend", "device"), [p for p in FUSED if p.values[0] != "composite"])
 def test_rows_of_no_sequence_are_zero(backend, device, monkeypatch):
     """There are some where offsets are read by kernels alone, which take them as they are."""
-    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    monkeypatch.setattr(checks, "_values_readable", lambda tensor: False)
     w = randn(9, 2, 16, dtype=torch.float32, device=device)
 
     def packed(w, *bounds):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import _backend
+from crate_kernels._core import backends as _backend
 from tests.ops.common import backends, outputs_and_gradients, randn
 from tests.ops.decoding import attend, new_cache, tokens
 

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from crate_kernels import SubspaceCache, _checks, _launch, _philox, mssa, testing
+from crate_kernels import SubspaceCache, mssa, testing
+from crate_kernels._core import checks, philox
+from crate_kernels._triton import launch
 from tests.ops.common import home, kernels, randn
 
 if "triton" not in kernels("mssa"):
@@ -14,10 +16,10 @@ if "triton" not in kernels("mssa"):
 import triton  # only where it can run
 import triton.language as tl
 
-from crate_kernels import _jit
-from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.splits import choose_splits
-from crate_kernels.ops.mssa.triton_tile import parts
+from crate_kernels.ops.mssa.triton import tables
+from crate_kernels.ops.mssa.triton.tile import parts
 
 DEVICE = home("triton")
 
@@ -25,7 +27,7 @@ DEVICE = home("triton")
 @triton.jit(do_not_specialize=["drop_last"])
 def _mask_kernel(seed_ptr, out_ptr, head, drop_last, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    keep = _jit.keep_mask(tl.load(seed_ptr), head, rows, columns, drop_last)
+    keep = jit.keep_mask(tl.load(seed_ptr), head, rows, columns, drop_last)
     tl.store(out_ptr + rows * COLUMNS + columns, keep.to(tl.int8))
 
 
@@ -33,9 +35,9 @@ def _mask_kernel(seed_ptr, out_ptr, head, drop_last, ROWS: tl.constexpr, COLUMNS
 @pytest.mark.parametrize("p", [1e-12, 0.3, 0.7, 1 - 1e-12])
 def test_the_mask_is_that_of_every_backend(seed, p):
     seed, out = torch.tensor(seed, device=DEVICE), torch.zeros(16, 32, dtype=torch.int8, device=DEVICE)
-    _mask_kernel[(1,)](seed, out, 7, _launch.drop_last(p), 16, 32)
+    _mask_kernel[(1,)](seed, out, 7, launch.drop_last(p), 16, 32)
     rows, columns = torch.arange(16, device=DEVICE)[:, None], torch.arange(32, device=DEVICE)
-    expected = _philox.keep_factor(seed, p, torch.tensor(7, device=DEVICE), rows, columns, torch.float64) > 0
+    expected = philox.keep_factor(seed, p, torch.tensor(7, device=DEVICE), rows, columns, torch.float64) > 0
     assert torch.equal(out.bool(), expected)
 
 
@@ -58,7 +60,7 @@ def run(w, table=tables.FORWARD, causal=False, **changed):
     """Return out, lse and dw, with some entries of the configuration of ``table`` replaced."""
     w = w.detach().requires_grad_()
     config = table.config(w.device, w.shape[-1], w.shape[-2], causal, w.dtype)
-    with _launch.forced(table, {**config, **changed}):
+    with launch.forced(table, {**config, **changed}):
         out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
         (dw,) = torch.autograd.grad(out.sum() + lse.sum(), w)
     return out.detach(), lse.detach(), dw
@@ -106,7 +108,7 @@ def test_every_tiling_of_the_forward_gives_the_same(tiling, causal, seqlen):
     w = tokens(2, 2, seqlen, 48)
     expected, expected_lse = mssa(w.double(), causal=causal, return_lse=True, backend="reference")
     config = {**tables.FORWARD.config(w.device, 48, seqlen, causal, w.dtype), **tiling}
-    with _launch.forced(tables.FORWARD, config):
+    with launch.forced(tables.FORWARD, config):
         out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
     torch.testing.assert_close((out.double(), lse.double()), (expected, expected_lse), rtol=1e-5, atol=1e-5)
 
@@ -144,7 +146,7 @@ def test_two_backwards_give_the_same_bits():
 @pytest.mark.parametrize("bounds", [(0, 20, 50), (0, 70), (-3, 20, 90), (0, 40, 20, 70)], ids=str)
 @pytest.mark.parametrize("longest", [10, 50])
 def test_offsets_out_of_range_leave_no_row_unwritten(bounds, longest, monkeypatch):
-    monkeypatch.setattr(_checks, "_values_readable", lambda tensor: False)
+    monkeypatch.setattr(checks, "_values_readable", lambda tensor: False)
     w = randn(70, 2, 16, dtype=torch.float32, device=DEVICE).requires_grad_()
     packing = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=DEVICE), "max_seqlen": longest}
     out, lse = mssa(w, **packing, return_lse=True, backend="triton")
@@ -164,7 +166,7 @@ def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
     cache.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
     cache._bound, cache._uniform = max(lengths), False
     config = tables.DECODE.config(w.device, 16, new, True, w.dtype)
-    processors = config["RESIDENT"] * _launch.multiprocessors(w.device)
+    processors = config["RESIDENT"] * launch.multiprocessors(w.device)
     assert choose_splits(2, processors, triton.cdiv(max(lengths), config["BLOCK_N"])) > 1
     block = tokens(2, 1, new, 16, seed=1)
     out, lse = mssa(block, causal=True, cache=cache, return_lse=True, backend="triton")

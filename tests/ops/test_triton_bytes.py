@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from crate_kernels import _launch
+from crate_kernels._triton import launch
 from tests.ops.common import home, kernels, randn
 
 if "triton" not in kernels("tssa") or home("triton") != "cpu":
     pytest.skip("counts what Triton's interpreter does: needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from crate_kernels.ops.ista import triton as ista
-from crate_kernels.ops.ista import triton_tables
+from crate_kernels.ops.ista.triton import launch as ista
+from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
 from tests.ops import test_triton_ista, test_triton_tssa  # how a way is forced
 from tests.ops.traffic import Traffic
@@ -161,7 +161,7 @@ def test_triton_forms_are_chosen_by_the_table():
         for percent, forward, backward in ((0, (1, 1), (5, 2)), (1 << 40, (3, 2), (11, 4))):
             form = {"ONE": percent}
             with (
-                _launch.forced(triton_tables.FORWARD_FORM, form),
-                _launch.forced(triton_tables.BACKWARD_FORM, form),
+                launch.forced(tables.FORWARD_FORM, form),
+                launch.forced(tables.BACKWARD_FORM, form),
             ):
                 assert step(MANY) == step(FEW) == [forward, backward]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from crate_kernels import _launch, ista, ista_overcomplete, testing
-from crate_kernels.ops.ista import triton_tables as tables
+from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels._triton import launch
+from crate_kernels.ops.ista.triton import tables
 from tests.ops.common import backends, half, over_budget, randn
 
 TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
@@ -16,7 +17,7 @@ LIBRARY = pytest.mark.parametrize("library", [0, 1], ids=["fused", "library"])
 
 def going(library):
     """Make every product Triton's own, or the library's with an elementwise kernel behind it."""
-    return _launch.forced(tables.PRODUCT, {**tables.PRODUCT.rows[_launch.INTERPRETER][0].config, "LIBRARY": library})
+    return launch.forced(tables.PRODUCT, {**tables.PRODUCT.rows[launch.INTERPRETER][0].config, "LIBRARY": library})
 
 
 EPILOGUES = {
@@ -52,7 +53,7 @@ def expected(left, right, base=None, gated=None, gate=None, scale=1.0, threshold
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (17, 33, 40), (130, 70, 96)], ids=str)
 def test_the_product_is_what_it_says(shape, options, transposed, library, dtype, backend, device):
-    from crate_kernels.ops.ista.triton_product import product
+    from crate_kernels.ops.ista.triton.product import product
 
     rows, inner, columns = shape
     left = randn(rows, inner, dtype=dtype, device=device)
@@ -76,7 +77,7 @@ def test_the_product_is_what_it_says(shape, options, transposed, library, dtype,
 
 @EACH
 def test_float32_tokens_are_rounded_for_the_product_alone(backend, device):
-    from crate_kernels.ops.ista.triton_product import product
+    from crate_kernels.ops.ista.triton.product import product
 
     dtype = half(backend, device)
     left, right = randn(40, 24, dtype=torch.float32, device=device), randn(24, 24, dtype=dtype, device=device, seed=1)
@@ -103,7 +104,7 @@ def test_every_width(dim, dtype, backend, device):
 def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend, device):
     """Tuning may take either form of a step, and either way of a product, for any number of tokens."""
     case = next(c for c in testing.ISTA_CASES if c.name == name)
-    with going(library), _launch.forced(tables.FORWARD_FORM, form), _launch.forced(tables.BACKWARD_FORM, form):
+    with going(library), launch.forced(tables.FORWARD_FORM, form), launch.forced(tables.BACKWARD_FORM, form):
         assert over_budget(case, dtype, backend, device) == []
 
 

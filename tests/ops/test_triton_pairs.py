@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from crate_kernels import _launch, mssa, testing
+from crate_kernels import mssa, testing
+from crate_kernels._triton import launch
 from tests.ops.common import channels_in_order, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from crate_kernels.ops.mssa import triton_tables as tables
+from crate_kernels.ops.mssa.triton import tables
 
 DEVICE = home("triton")
 INTERPRETED = DEVICE == "cpu"
@@ -21,7 +22,7 @@ SPREADS = {"near": {}, "far": {"special": "mixed norms", "magnitude": 2.0}}
 def tiles(rows, pairs=1, **changed):
     """Make every forward take tiles of so many rows."""
     config = {"BLOCK_M": rows, "BLOCK_N": rows, "num_warps": 4, "num_stages": 1, "BOUNDED": 0, "WHOLE": 1}
-    return _launch.forced(tables.FORWARD, {**config, "PAIRS": pairs, **changed})
+    return launch.forced(tables.FORWARD, {**config, "PAIRS": pairs, **changed})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +133,7 @@ def test_triton_takes_five_products_a_tile_back(causal, expected, monkeypatch):
     w = randn(1, 1, 128, 16, dtype=torch.float32).requires_grad_()
     out = mssa(w, causal=causal, backend="triton")
     config = {"BLOCK_J": 64, "BLOCK_I": 32, "num_warps": 4, "num_stages": 1, "DERIVED": 1}
-    with _launch.forced(tables.BACKWARD, config):
+    with launch.forced(tables.BACKWARD, config):
         counted = multiplied(monkeypatch, lambda: torch.autograd.grad(out, w, torch.randn_like(out)))
     # And g out^T of blocks of 32 rows, of which the diagonal is delta.
     assert counted == 16 * (expected + 4 * 32 * 32)

@@ -6,9 +6,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, _backend, _launch, testing, tssa
+from crate_kernels import TokenStatsCache, testing, tssa
+from crate_kernels._core import backends as _backend
+from crate_kernels._triton import launch
 from crate_kernels.ops.tssa import op
-from crate_kernels.ops.tssa import triton_tables as tables
+from crate_kernels.ops.tssa.triton import tables
 from tests.ops.common import backends, interpreted, outputs_and_gradients, over_budget, randn
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
@@ -33,7 +35,7 @@ def going(way):
     }
     with ExitStack() as stack:
         for table, config in configs.items():
-            stack.enter_context(_launch.forced(table, config))
+            stack.enter_context(launch.forced(table, config))
         yield
 
 

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crate_kernels import _tune
-from crate_kernels._launch import Row
-from crate_kernels.ops.ista import triton_tables as ista_tables
-from crate_kernels.ops.tssa import triton_tables as tssa_tables
+from crate_kernels._triton import tune
+from crate_kernels._triton.launch import Row
+from crate_kernels.ops.ista.triton import tables as ista_tables
+from crate_kernels.ops.tssa.triton import tables as tssa_tables
 from tests.ops.common import home, kernels
 
 if "triton" not in kernels("tssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from crate_kernels.ops.ista import triton as ista_kernels
-from crate_kernels.ops.ista import triton_tune as ista_tune
+from crate_kernels.ops.ista.triton import launch as ista_kernels
+from crate_kernels.ops.ista.triton import tune as ista_tune
 from crate_kernels.ops.tssa import triton as tssa_kernels
-from crate_kernels.ops.tssa import triton_tune as tssa_tune
+from crate_kernels.ops.tssa.triton import tune as tssa_tune
 
 DEVICE = home("triton")
 CALLS = {
@@ -35,7 +35,7 @@ def workload(request, monkeypatch):
     """Return the workload of a table, on a few tokens."""
     monkeypatch.setattr(tssa_tune, "_ELEMENTS", 2 * 16 * 12)
     table, make = CALLS[request.param]
-    return _tune.Workload(table, Row({}, 64, 64), make(table))
+    return tune.Workload(table, Row({}, 64, 64), make(table))
 
 
 @pytest.mark.parametrize("workload", CALLS, indirect=True)
@@ -51,7 +51,7 @@ def test_the_fastest_candidate_is_found_among_right_ones(workload):
         call()
         return float(next(times))
 
-    result = _tune.search(workload, shipped, clock)
+    result = tune.search(workload, shipped, clock)
     assert (result.config, result.seconds, result.shipped) == (few[-1], 1.0, len(few) + 1)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
@@ -56,12 +56,12 @@ class Layer(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _checks.integer("Layer", "dim", dim, minimum=1)
-        if dim % _checks.integer("Layer", "heads", heads, minimum=1):
+        checks.integer("Layer", "dim", dim, minimum=1)
+        if dim % checks.integer("Layer", "heads", heads, minimum=1):
             raise ValueError(f"Layer: dim must be a multiple of heads = {heads}, got {dim}")
         if attention not in _ATTENTIONS:
             raise ValueError(f"Layer: attention must be one of {', '.join(_ATTENTIONS)}, got {attention!r}")
-        self.eta = _checks.number("Layer", "eta", eta)
+        self.eta = checks.number("Layer", "eta", eta)
         self.norm = nn.LayerNorm(dim, bias=bias) if norm else nn.Identity()
         if attention == "mssa":
             self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=bias, causal=causal, backend=backend)
@@ -84,7 +84,7 @@ def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, he
     """Require the sizes ``names`` of a config to be positive, its heads to divide its width, and what all have."""
     _fields.check_types(owner, config)
     for name in names:
-        _checks.integer(owner, name, getattr(config, name), minimum=1)
+        checks.integer(owner, name, getattr(config, name), minimum=1)
     width, count = getattr(config, dim), getattr(config, heads)
     if width % count:
         raise ValueError(f"{owner}: {dim} must be a multiple of {heads} = {count}, got {width}")
@@ -95,8 +95,8 @@ def check_step(owner: str, config: Any) -> None:
     """Require what all configs have to be what it can."""
     if config.attention not in _ATTENTIONS:
         raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {config.attention!r}")
-    _checks.number(owner, "eta", config.eta, minimum=0.0)
-    _checks.number(owner, "dropout", config.dropout, minimum=0.0, below=1.0)
+    checks.number(owner, "eta", config.eta, minimum=0.0)
+    checks.number(owner, "dropout", config.dropout, minimum=0.0, below=1.0)
 
 
 def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.nn import _heads
 
 
@@ -18,7 +18,7 @@ class KeyValueCache:
     """
 
     def __init__(self, max_seqlen: int) -> None:
-        self.max_seqlen = _checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
+        self.max_seqlen = checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
         self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys: autocast's, there
         self._lengths: Tensor | None = None
 
@@ -68,12 +68,12 @@ class MHSA(nn.Module):
         self, dim: int, heads: int, dropout: float = 0.0, *, causal: bool = False, bias_out: bool = False
     ) -> None:
         super().__init__()
-        _checks.integer("MHSA", "dim", dim, minimum=1)
-        self.heads = _checks.integer("MHSA", "heads", heads, minimum=1)
+        checks.integer("MHSA", "dim", dim, minimum=1)
+        self.heads = checks.integer("MHSA", "heads", heads, minimum=1)
         if dim % heads:
             raise ValueError(f"MHSA: dim must be a multiple of heads = {heads}, got {dim}")
-        self.causal = _checks.flag("MHSA", "causal", causal)
-        self.dropout = nn.Dropout(_checks.number("MHSA", "dropout", dropout, minimum=0.0, below=1.0))
+        self.causal = checks.flag("MHSA", "causal", causal)
+        self.dropout = nn.Dropout(checks.number("MHSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.to_out = nn.Sequential(nn.Linear(dim, dim, bias=bias_out), nn.Dropout(dropout))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models._base import ReferenceModel, run
 from crate_kernels.models.aot.layers import Layer, check_shape, init_language
 
@@ -56,7 +56,7 @@ class AoTRegressionConfig:
     def __post_init__(self) -> None:
         names = ("n_dims", "dim", "depth", "heads", "n_positions")
         check_shape("AoTRegression", self, names, "dim", "heads")
-        _checks.number("AoTRegression", "init_std", self.init_std, minimum=0.0)
+        checks.number("AoTRegression", "init_std", self.init_std, minimum=0.0)
 
 
 SIZES = {

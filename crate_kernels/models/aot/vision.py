@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _vision
 from crate_kernels.models._base import run
 from crate_kernels.models.aot.layers import Layer, check_shape
@@ -55,7 +55,7 @@ class AoTVisionConfig:
     def __post_init__(self) -> None:
         names = ("dim", "depth", "heads", "image_size", "patch_size", "channels")
         check_shape("AoTVision", self, names, "dim", "heads")
-        _checks.integer("AoTVision", "num_classes", self.num_classes, minimum=0)
+        checks.integer("AoTVision", "num_classes", self.num_classes, minimum=0)
         if self.image_size % self.patch_size:
             got = f"{self.image_size} by {self.patch_size}"
             raise ValueError(f"AoTVision: image_size must be a multiple of patch_size, got {got}")

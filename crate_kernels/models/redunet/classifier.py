@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models.redunet.layers import check_labels
 
 
@@ -23,7 +23,7 @@ class NearestSubspace:
     """
 
     def __init__(self, n_components: int = 10) -> None:
-        self.n_components = _checks.integer("NearestSubspace", "n_components", n_components, minimum=1)
+        self.n_components = checks.integer("NearestSubspace", "n_components", n_components, minimum=1)
         self.bases: Tensor | None = None
 
     def fit(self, z: Tensor, y: Tensor) -> NearestSubspace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models import _fields, _official
 from crate_kernels.models._base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier1D
@@ -37,7 +37,7 @@ class ReduNet1DConfig:
 
     def __post_init__(self) -> None:
         _fields.check_types("ReduNet", self)
-        _checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
+        checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
 class ReduNet1D(ReferenceModel, ReduNet):

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 _SMALLEST_NORM = 1e-8
 
@@ -71,13 +71,13 @@ class ReduLayer(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        self.eta = _checks.number(name, "eta", eta)
-        self.eps = _checks.number(name, "eps", eps)
+        self.eta = checks.number(name, "eta", eta)
+        self.eps = checks.number(name, "eps", eps)
         if self.eps <= 0:
             raise ValueError(f"{name}: eps must be > 0, got {eps}")
-        self.lmbda = _checks.number(name, "lmbda", lmbda)
-        self.num_classes = _checks.integer(name, "num_classes", num_classes, minimum=1)
-        self.shape = tuple(_checks.integer(name, "dimensions", each, minimum=1) for each in (channels, *size))
+        self.lmbda = checks.number(name, "lmbda", lmbda)
+        self.num_classes = checks.integer(name, "num_classes", num_classes, minimum=1)
+        self.shape = tuple(checks.integer(name, "dimensions", each, minimum=1) for each in (channels, *size))
         # Published: trainable on vectors, fixed on signals and images.
         self.gam = nn.Parameter(torch.full((num_classes,), 1.0 / num_classes), requires_grad=not size)
         self.E = Operator(*self.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 _KERNELS = {"gaussian0.1": 0.1, "gaussian1.0": 1.0, "gaussian5.0": 5.0, "uniform0.1": 0.1, "uniform0.5": 0.5}
 
@@ -47,11 +47,11 @@ class Lift(nn.Module):
         super().__init__()
         if init_mode not in _KERNELS:
             raise ValueError(f"Lift: init_mode must be one of {', '.join(_KERNELS)}, got {init_mode!r}")
-        self.naxes, self.relu = naxes, _checks.flag("Lift", "relu", relu)
-        self.kernel_size = _checks.integer("Lift", "kernel_size", kernel_size, minimum=1)
-        self.stride = _checks.integer("Lift", "stride", stride, minimum=1)
-        _checks.integer("Lift", "in_channel", in_channel, minimum=1)
-        _checks.integer("Lift", "out_channel", out_channel, minimum=1)
+        self.naxes, self.relu = naxes, checks.flag("Lift", "relu", relu)
+        self.kernel_size = checks.integer("Lift", "kernel_size", kernel_size, minimum=1)
+        self.stride = checks.integer("Lift", "stride", stride, minimum=1)
+        checks.integer("Lift", "in_channel", in_channel, minimum=1)
+        checks.integer("Lift", "out_channel", out_channel, minimum=1)
         shape = (out_channel, in_channel, *[kernel_size] * naxes)
         generator, spread = torch.Generator().manual_seed(seed), _KERNELS[init_mode]
         if init_mode.startswith("gaussian"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models.redunet.layers import ReduLayer
 from crate_kernels.models.redunet.rates import mcr2
 
@@ -53,7 +53,7 @@ class ReduNet(nn.Sequential):
 
         ``gam`` stays, as published. Raises what ``init`` raises.
         """
-        tau = _checks.number("ReduNet", "tau", tau)
+        tau = checks.number("ReduNet", "tau", tau)
         return self._run(X, lambda layer, z: layer.update(z, y, tau), None, True)
 
     def zero(self) -> ReduNet:
@@ -70,7 +70,7 @@ class ReduNet(nn.Sequential):
 
         ``get_loss`` then tells of the last batch.
         """
-        _checks.integer("ReduNet", "batch_size", batch_size, minimum=1)
+        checks.integer("ReduNet", "batch_size", batch_size, minimum=1)
         return torch.cat([self(batch.to(device), loss=loss).cpu() for batch in input.split(batch_size)])
 
     def get_loss(self) -> dict[str, list[float]]:

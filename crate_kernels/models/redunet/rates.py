@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 from crate_kernels.models.redunet.layers import covariance, frequencies_first
 
 
@@ -24,7 +24,7 @@ def mcr2(z: Tensor, y: Tensor, eps: float) -> tuple[float, float, float]:
     Returns:
         ``(R - Rc, R, Rc)``, in nats, computed in double precision.
     """
-    if _checks.number("mcr2", "eps", eps) <= 0:
+    if checks.number("mcr2", "eps", eps) <= 0:
         raise ValueError(f"mcr2: eps must be > 0, got {eps}")
     rows = frequencies_first(z.to(torch.promote_types(z.dtype, torch.float64)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _checks, _register
+from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.ista import op, reference
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,15 +50,15 @@ def ista(
     _check_tokens("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
-    step_size = _checks.number("ista", "step_size", step_size, minimum=0.0)
-    lambd = _checks.number("ista", "lambd", lambd, minimum=0.0)
-    _checks.flag("ista", "nonnegative", nonnegative)
-    name = _backend.resolve("ista", backend, x.device, x.dtype)
+    step_size = checks.number("ista", "step_size", step_size, minimum=0.0)
+    lambd = checks.number("ista", "lambd", lambd, minimum=0.0)
+    checks.flag("ista", "nonnegative", nonnegative)
+    name = backends.resolve("ista", backend, x.device, x.dtype)
     if name == "reference":
         return reference.ista(*_promote(x, weight), step_size, lambd, nonnegative).to(x.dtype)
-    _checks.transforms("ista", name, x, weight)
+    checks.transforms("ista", name, x, weight)
     numbers = (step_size, lambd, nonnegative, _compute_dtype(x))
-    return op.ista(x, weight, *numbers, _backend.of_op(name, backend))
+    return op.ista(x, weight, *numbers, backends.of_op(name, backend))
 
 
 def ista_overcomplete(
@@ -97,39 +97,39 @@ def ista_overcomplete(
     """
     _check_tokens("ista_overcomplete", x, weight, "(dim, hidden)")
     if decoder is not None:
-        _checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
-        _checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
-        _checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
+        checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
+        checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
+        checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
         if decoder.dtype != weight.dtype:
             raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
-    step_size = _checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
-    lambd = _checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
-    _checks.integer("ista_overcomplete", "steps", steps, minimum=1)
-    name = _backend.resolve("ista", backend, x.device, x.dtype)
+    step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
+    lambd = checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
+    checks.integer("ista_overcomplete", "steps", steps, minimum=1)
+    name = backends.resolve("ista", backend, x.device, x.dtype)
     if name == "reference":
         promoted, weight = _promote(x, weight)
         decoder = weight if decoder is None else decoder
         return reference.ista_overcomplete(promoted, weight, decoder, step_size, lambd, steps).to(x.dtype)
-    _checks.transforms("ista_overcomplete", name, x, weight, decoder)
+    checks.transforms("ista_overcomplete", name, x, weight, decoder)
     operand = x.to(_compute_dtype(x))
     numbers = (step_size, lambd, steps)
-    return op.ista_overcomplete(operand, weight, decoder, *numbers, _backend.of_op(name, backend)).to(x.dtype)
+    return op.ista_overcomplete(operand, weight, decoder, *numbers, backends.of_op(name, backend)).to(x.dtype)
 
 
 def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:
     """Require tokens and a dictionary that fit each other."""
-    _checks.tensor(name, "x", x, None, "(..., dim)")
-    _checks.tensor(name, "weight", weight, 2, layout)
+    checks.tensor(name, "x", x, None, "(..., dim)")
+    checks.tensor(name, "weight", weight, 2, layout)
     if x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"{name}: x must be (..., dim) with dim = {weight.shape[0]}, got {tuple(x.shape)}")
-    _checks.same_device(name, "weight", weight, x, "x")
+    checks.same_device(name, "weight", weight, x, "x")
     if weight.dtype != x.dtype and not (weight.dtype == torch.float32 and x.dtype in _HALF):
         raise ValueError(f"{name}: weight must be {x.dtype} as x, or float32 beside half x, got {weight.dtype}")
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of the products: autocast's for float32 ``x``, else x's own."""
-    dtype = _register.autocast_dtype(x.device.type) if x.dtype == torch.float32 else None
+    dtype = operator.autocast_dtype(x.device.type) if x.dtype == torch.float32 else None
     return x.dtype if dtype is None else dtype
 
 

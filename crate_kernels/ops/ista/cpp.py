@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension
+from crate_kernels._native import extension
 
-_extension.load()
+extension.load()
 _step = torch.ops.crate_kernels_C.ista_update.default
 _subtract_symmetric = torch.ops.crate_kernels_C.ista_subtract_symmetric.default
 _add_transposed = torch.ops.crate_kernels_C.ista_add_transposed.default

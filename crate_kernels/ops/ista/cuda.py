@@ -24,9 +24,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension
+from crate_kernels._native import extension
 
-_extension.load_cuda()
+extension.load_cuda()
 _update = torch.ops.crate_kernels_C.cuda_ista_update.default
 _symmetrize = torch.ops.crate_kernels_C.cuda_ista_symmetrize.default
 

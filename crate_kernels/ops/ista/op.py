@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _register
+from crate_kernels._core import backends, operator
 
 _OPTIONS = "float step_size, float lambd, bool nonnegative, ScalarType compute"
 _STEPS = "float step_size, float lambd, int steps"
@@ -20,7 +20,7 @@ _STEPS = "float step_size, float lambd, int steps"
 
 def _kernel(name: str) -> Any:
     of = 1 if name.startswith("backward") else 0  # where x is
-    return lambda *args: _backend.run("ista", name, args[-1], args[of], *args[:-1])
+    return lambda *args: backends.run("ista", name, args[-1], args[of], *args[:-1])
 
 
 def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,9 @@ def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Te
     """
     *rest, backend = args
     spared = weight.dtype != torch.bfloat16 or x.device.type != "cpu"
-    if not spared and backend == _backend.AUTO and _backend.chosen("ista", backend, x) == "cpp":
+    if not spared and backend == backends.AUTO and backends.chosen("ista", backend, x) == "cpp":
         backend = "composite"
-    return _backend.run("ista", "backward", backend, x, dy, x, weight, *rest)
+    return backends.run("ista", "backward", backend, x, dy, x, weight, *rest)
 
 
 def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -65,27 +65,27 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
     return 2 * prod(x_shape) * width
 
 
-ista_fwd = _register.define(
+ista_fwd = operator.define(
     f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}, str backend) -> Tensor",
     _kernel("forward"),
     lambda x, weight, *rest: x.new_empty(x.shape),
     flops=lambda x, weight, *rest, **_: _product(x, x[-1]) + 2 * x[-1] ** 3,
 )
-ista_bwd = _register.define(
+ista_bwd = operator.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, {_OPTIONS}, bool need_dx, bool need_dweight, "
     "str backend) -> (Tensor, Tensor)",
     _run_backward,
     _fake_ista_bwd,
     flops=lambda dy, x, weight, y, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
 )
-ista_overcomplete_fwd = _register.define(
+ista_overcomplete_fwd = operator.define(
     f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, {_STEPS}, bool keep, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _kernel("forward_overcomplete"),
     _fake_overcomplete_fwd,
     flops=lambda x, weight, decoder, eta, lambd, steps, *rest, **_: 2 * steps * _product(x, weight[1]),
 )
-ista_overcomplete_bwd = _register.define(
+ista_overcomplete_bwd = operator.define(
     "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "
     f"{_STEPS}, str backend) -> (Tensor, Tensor, Tensor)",
     _kernel("backward_overcomplete"),
@@ -96,7 +96,7 @@ ista_overcomplete_bwd = _register.define(
 )
 
 
-@_register.traced_by_autograd
+@operator.traced_by_autograd
 class ISTAFunction(torch.autograd.Function):
     """y = ista_fwd(x, weight, *options), differentiable once."""
 
@@ -113,15 +113,15 @@ class ISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, y = _register.saved_tensors("ista", ctx)
+        x, weight, y = operator.saved_tensors("ista", ctx)
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         dx, dweight = ista_bwd(dy, x, weight, y, *ctx.options, need_dx, need_dweight, ctx.backend)
-        dx = _register.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
-        dweight = _register.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
+        dx = operator.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
+        dweight = operator.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
         return dx, dweight, *(None,) * (len(ctx.options) + 1)
 
 
-@_register.traced_by_autograd
+@operator.traced_by_autograd
 class OvercompleteISTAFunction(torch.autograd.Function):
     """(out, codes, residuals) = ista_overcomplete_fwd(...), out differentiable once."""
 
@@ -140,27 +140,27 @@ class OvercompleteISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, decoder, *saved = _register.saved_tensors("ista_overcomplete", ctx)
+        x, weight, decoder, *saved = operator.saved_tensors("ista_overcomplete", ctx)
         grads = ista_overcomplete_bwd(dout, x, weight, decoder, *saved, *ctx.options, ctx.backend)
         sources = (dout, x, weight, decoder)
-        dx, dweight, ddecoder = (_register.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
+        dx, dweight, ddecoder = (operator.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
         return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(ctx.options) + 2)
 
 
-_register.functorch_twin(ISTAFunction, ista_fwd)
-_register.functorch_twin(OvercompleteISTAFunction, ista_overcomplete_fwd)
+operator.functorch_twin(ISTAFunction, ista_fwd)
+operator.functorch_twin(OvercompleteISTAFunction, ista_overcomplete_fwd)
 
 
 def ista(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Run the op, through autograd only when a gradient is wanted."""
-    if _register.needs_grad(x, weight):
-        return _register.apply(ISTAFunction, x, weight, *options)
+    if operator.needs_grad(x, weight):
+        return operator.apply(ISTAFunction, x, weight, *options)
     return ista_fwd(x, weight, *options)
 
 
 def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Tensor:
     """Run the op, keeping the codes only when a gradient is wanted; ``options`` end in the backend."""
     *steps, backend = options
-    if _register.needs_grad(x, weight, decoder):
-        return _register.apply(OvercompleteISTAFunction, x, weight, decoder, *steps, True, backend)[0]
+    if operator.needs_grad(x, weight, decoder):
+        return operator.apply(OvercompleteISTAFunction, x, weight, decoder, *steps, True, backend)[0]
     return ista_overcomplete_fwd(x, weight, decoder, *steps, False, backend)[0]

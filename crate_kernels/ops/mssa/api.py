@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _checks, _register
+from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.mssa import composite, op, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
 
@@ -110,17 +110,17 @@ def mssa(
             backend does not have.
     """
     packed = cu_seqlens is not None
-    _checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
-    _checks.flag("mssa", "causal", causal)
-    _checks.flag("mssa", "return_lse", return_lse)
-    factor: float = (w.shape[-1] or 1) ** -0.5 if scale is None else _checks.number("mssa", "scale", scale)
-    dropout_p = _checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
+    checks.flag("mssa", "causal", causal)
+    checks.flag("mssa", "return_lse", return_lse)
+    factor: float = (w.shape[-1] or 1) ** -0.5 if scale is None else checks.number("mssa", "scale", scale)
+    dropout_p = checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if phi not in _PHI:
         raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
     if phi == "threshold":
         if threshold is None:
             raise ValueError("mssa: threshold must be given with phi='threshold', got None")
-        threshold = _checks.number("mssa", "threshold", threshold, minimum=0.0)
+        threshold = checks.number("mssa", "threshold", threshold, minimum=0.0)
     elif threshold is not None:
         raise ValueError(f"mssa: threshold must be None with phi={phi!r}, got {threshold!r}")
     if return_lse and phi in _PLAIN_PHI:
@@ -128,43 +128,43 @@ def mssa(
     if packed:
         if key_padding_mask is not None:
             raise ValueError("mssa: key_padding_mask must be None with cu_seqlens")
-        max_seqlen = _checks.packing("mssa", cu_seqlens, max_seqlen, w)
+        max_seqlen = checks.packing("mssa", cu_seqlens, max_seqlen, w)
     elif max_seqlen is not None:
         raise ValueError("mssa: max_seqlen must be None without cu_seqlens")
     elif key_padding_mask is not None:
-        _checks.padding_mask("mssa", key_padding_mask, w)
+        checks.padding_mask("mssa", key_padding_mask, w)
     w = _autocast(w)
     name = _choose(w, phi, backend)
     if cache is not None:
         _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
         if w.shape[2] > 0:  # no token: nothing to append, and the result is as empty without a cache
-            return _decode(w, cache, key_padding_mask, factor, return_lse, _backend.of_op(name, backend))
+            return _decode(w, cache, key_padding_mask, factor, return_lse, backends.of_op(name, backend))
 
     masks = (key_padding_mask, cu_seqlens)
     numbers = (causal, factor, dropout_p, phi, threshold or 0.0)
     if name != "reference":
-        _checks.transforms("mssa", name, w)
+        checks.transforms("mssa", name, w)
     if name == "composite":
         out, lse = composite.mssa(w, *masks, max_seqlen or 0, *numbers, return_lse)
         return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
-    seed = _register.draw_seed(w.device) if dropout_p else None
+    seed = operator.draw_seed(w.device) if dropout_p else None
     if name == "reference":
         out, lse = reference.forward(w, *masks, seed, *numbers)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, _backend.of_op(name, backend))
+        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, backends.of_op(name, backend))
     return (out, lse) if return_lse else out
 
 
 def _autocast(w: Tensor) -> Tensor:
     """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
-    dtype = None if w.dtype == torch.float64 else _register.autocast_dtype(w.device.type)
+    dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w.device.type)
     return w if dtype is None else w.to(dtype)
 
 
 def _choose(w: Tensor, phi: str, requested: str | None) -> str:
     """Resolve the backend; what kernels do not have, plain PyTorch does."""
-    name = _backend.resolve("mssa", requested, w.device, w.dtype)
+    name = backends.resolve("mssa", requested, w.device, w.dtype)
     if name in ("reference", "composite"):
         return name
     lacking = f"phi={phi!r}" if phi in _PLAIN_PHI else None
@@ -200,10 +200,10 @@ def _check_cache(
         raise ValueError(f"mssa: dropout_p must be 0 with a cache, got {dropout_p}")
     if phi != "softmax":
         raise ValueError(f"mssa: phi must be 'softmax' with a cache, got {phi!r}")
-    _checks.inference_only("mssa", w=w)
+    checks.inference_only("mssa", w=w)
     cache._check_room(w)
     if key_padding_mask is not None:
-        _checks.right_padded("mssa", key_padding_mask)
+        checks.right_padded("mssa", key_padding_mask)
 
 
 def _decode(
@@ -213,7 +213,7 @@ def _decode(
     args = (w, cache.data, cache.lengths, key_padding_mask, cache._bound, cache._uniform, scale, return_lse)
     if name == "reference":
         out, lse = reference.decode(*args)
-        lse = lse.to(_register.stat_dtype(w.dtype))
+        lse = lse.to(operator.stat_dtype(w.dtype))
     else:
         out, lse = op.mssa_decode(*args, name)
     cache._advance(w.shape[2], ragged=key_padding_mask is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 
 class SubspaceCache:
@@ -44,7 +44,7 @@ class SubspaceCache:
         device: torch.device | str | None = None,
     ) -> None:
         sizes = {"batch": batch, "nheads": nheads, "max_seqlen": max_seqlen, "head_dim": head_dim}
-        _checks.cache_sizes("SubspaceCache", sizes, dtype)
+        checks.cache_sizes("SubspaceCache", sizes, dtype)
         self.data = torch.zeros(batch, nheads, max_seqlen, head_dim, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # no sequence is longer
@@ -66,11 +66,11 @@ class SubspaceCache:
             lengths: one length for all, or an integer (batch,) tensor on the cache's device.
         """
         if isinstance(lengths, Tensor):
-            _checks.cache_rows("SubspaceCache.truncate", "lengths", lengths, self.lengths)
+            checks.cache_rows("SubspaceCache.truncate", "lengths", lengths, self.lengths)
             self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0)))
             self._refresh_bound()
             return
-        _checks.integer("SubspaceCache.truncate", "lengths", lengths, minimum=0)
+        checks.integer("SubspaceCache.truncate", "lengths", lengths, minimum=0)
         self.lengths.clamp_(max=lengths)
         self._bound = min(self._bound, lengths)
         # Longer than every sequence, a limit leaves ragged lengths ragged; 0 makes them equal.
@@ -84,7 +84,7 @@ class SubspaceCache:
         Args:
             index: integer (batch,) tensor on the cache's device.
         """
-        _checks.cache_index("SubspaceCache.reorder", index, self.lengths)
+        checks.cache_index("SubspaceCache.reorder", index, self.lengths)
         held = self.data[:, :, : self._bound]
         held.copy_(held.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
@@ -101,7 +101,7 @@ class SubspaceCache:
     def _check_room(self, w: Tensor) -> None:
         """Refuse new tokens that do not fit this cache; nothing is written."""
         batch, nheads, _, head_dim = self.data.shape
-        _checks.cache_matches("mssa", w, (batch, nheads, None, head_dim), self.data.device, self.data.dtype)
+        checks.cache_matches("mssa", w, (batch, nheads, None, head_dim), self.data.device, self.data.dtype)
         if self._bound + w.shape[2] > self.max_seqlen:
             raise ValueError(
                 f"mssa: cache is full: its capacity is {self.max_seqlen} tokens a sequence, "

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crate_kernels import _packing, _register
+from crate_kernels._core import operator, packing
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 
 
@@ -33,7 +33,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _register.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
+        return operator.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
 
 
 def _allowed(
@@ -76,7 +76,7 @@ def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
 
 def _without_autocast(w: Tensor) -> AbstractContextManager:
     """Keep autocast from casting fp32 back to 16 bits."""
-    on = _register.autocast_dtype(w.device.type) is not None
+    on = operator.autocast_dtype(w.device.type) is not None
     return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
 
 
@@ -95,7 +95,7 @@ def _dense(
         out = _attend(w, w, allowed, causal, scale, dropout_p)
     elif phi == "identity" and not causal and not dropout_p:
         with _without_autocast(w):
-            return _register.merged_layout(_linear(w, key_padding_mask, scale))
+            return operator.merged_layout(_linear(w, key_padding_mask, scale))
     else:
         scores = scale * (w @ w.transpose(-1, -2))
         if causal and allowed is None:
@@ -108,7 +108,7 @@ def _dense(
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
         out = F.dropout(weights, dropout_p) @ w
     out = out if has_key is None else torch.where(has_key, out, 0.0)
-    return _register.merged_layout(out)
+    return operator.merged_layout(out)
 
 
 def mssa(
@@ -124,7 +124,7 @@ def mssa(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``out`` and, if asked for, ``lse``; differentiable by PyTorch."""
-    if _register.needs_grad(w):
+    if operator.needs_grad(w):
         w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
 
     def dense(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +141,7 @@ def mssa(
         ]
         out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
         return out, torch.cat([lse[0] for _, lse in parts], dim=1) if return_lse else None  # pyright: ignore
-    padded, layout = _packing.pad(w, cu_seqlens, max_seqlen)
+    padded, layout = packing.pad(w, cu_seqlens, max_seqlen)
     out, lse = dense(padded, layout.mask)
     return layout.pack(out), None if lse is None else layout.pack_rows(lse)
 
@@ -177,10 +177,10 @@ def decode(
     else:
         out = _attend(w, keys, safe, False, scale, 0.0)
     # An op's output must not alias its input, and its layout is fixed by the op's fake.
-    out = _register.merged_layout(out if has_key is None else torch.where(has_key, out, 0.0))
+    out = operator.merged_layout(out if has_key is None else torch.where(has_key, out, 0.0))
     if not need_lse:
-        return out, w.new_empty(0, dtype=_register.stat_dtype(w.dtype))
-    scores = scale * (w.to(_register.stat_dtype(w.dtype)) @ keys.to(_register.stat_dtype(w.dtype)).mT)
+        return out, w.new_empty(0, dtype=operator.stat_dtype(w.dtype))
+    scores = scale * (w.to(operator.stat_dtype(w.dtype)) @ keys.to(operator.stat_dtype(w.dtype)).mT)
     return out, (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).logsumexp(-1)
 
 

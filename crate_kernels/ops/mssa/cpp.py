@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _packing, _register
+from crate_kernels._core import operator, packing
+from crate_kernels._native import extension
 
-_extension.load()
+extension.load()
 _fwd = torch.ops.crate_kernels_C.mssa_fwd.default
 _bwd = torch.ops.crate_kernels_C.mssa_bwd.default
 _decode = torch.ops.crate_kernels_C.mssa_decode.default
@@ -23,7 +24,7 @@ def _level(phi: str, threshold: float) -> float:
 
 def _output(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Allocate an output like ``w``."""
-    return _packing.clear_uncovered(_register.empty_out(w), cu_seqlens, 0)
+    return packing.clear_uncovered(operator.empty_out(w), cu_seqlens, 0)
 
 
 def forward(
@@ -41,7 +42,7 @@ def forward(
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out = _output(w, cu_seqlens)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    lse = _packing.clear_uncovered(torch.empty(rows, dtype=torch.float32, device=w.device), cu_seqlens, 1)
+    lse = packing.clear_uncovered(torch.empty(rows, dtype=torch.float32, device=w.device), cu_seqlens, 1)
     level = _level(phi, threshold)
     _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
     return out, lse
@@ -82,7 +83,7 @@ def decode(
     need_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; the lengths alone say where, whatever ``bound`` is."""
-    out = _register.empty_out(w)
+    out = operator.empty_out(w)
     lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=torch.float32)
     _decode(w, data, lengths, key_padding_mask, scale, out, lse)
     return out, lse

@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _register
+from crate_kernels._core import operator
+from crate_kernels._native import extension
 from crate_kernels.ops.mssa import cuda_plain
 from crate_kernels.ops.mssa.cuda_decode import decode
 
 __all__ = ["backward", "decode", "forward"]
 
-_extension.load_cuda()
+extension.load_cuda()
 _takes = torch.ops.crate_kernels_C.cuda_mssa_takes.default
 _fwd = torch.ops.crate_kernels_C.cuda_mssa_fwd.default
 _bwd = torch.ops.crate_kernels_C.cuda_mssa_bwd.default
@@ -47,7 +48,7 @@ def forward(
     if not _takes(w):
         options = (max_seqlen, seed, causal, scale, dropout_p, phi, threshold)
         return cuda_plain.forward(w, key_padding_mask, cu_seqlens, *options)
-    out = _register.empty_out(w)
+    out = operator.empty_out(w)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
     lse = w.new_empty(rows, dtype=torch.float32)
     if out.numel():
@@ -76,7 +77,7 @@ def backward(
     if not _takes(w):
         options = (max_seqlen, seed, causal, scale, dropout_p, phi, threshold)
         return cuda_plain.backward(dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, *options)
-    dw = _register.empty_out(w)
+    dw = operator.empty_out(w)
     if dw.numel():
         lse = lse.contiguous()
         shift = torch.empty_like(lse)

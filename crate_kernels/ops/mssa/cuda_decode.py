@@ -1,4 +1,4 @@
-"""Decoding with a SubspaceCache by CUDA kernels: csrc/mssa/decode.cuh, and a forward for long blocks of tokens.
+"""Decoding with a SubspaceCache by CUDA kernels: csrc/mssa/cuda/decode.cuh, and a forward for long blocks of tokens.
 
 Nothing here waits for the device; lengths are read there, so that a captured graph goes on being right as they grow.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _launch, _register
+from crate_kernels._core import operator
+from crate_kernels._native import extension
+from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
-_extension.load_cuda()
+extension.load_cuda()
 _decode = torch.ops.crate_kernels_C.cuda_mssa_decode.default
 _append = torch.ops.crate_kernels_C.cuda_mssa_append.default
 _takes = torch.ops.crate_kernels_C.cuda_mssa_takes.default
@@ -37,7 +39,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
     batch, nheads, new, head_dim = w.shape
-    out = _register.empty_out(w)
+    out = operator.empty_out(w)
     lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
@@ -49,7 +51,7 @@ def decode(
         _advance(w, data, lengths, mask)
         return out, lse
     blocks = batch * nheads * (1 if new == 1 else cdiv(new, _GROUP))
-    processors = _RESIDENT * _launch.multiprocessors(w.device)
+    processors = _RESIDENT * launch.multiprocessors(w.device)
     splits = choose_splits(blocks, processors, cdiv(bound, _LEAST_STRETCH))
     part = w.new_empty(batch * nheads, splits, new, head_dim, dtype=torch.float32)
     statistics = w.new_empty(batch * nheads, splits, new, 2, dtype=torch.float32)

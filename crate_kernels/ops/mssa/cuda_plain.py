@@ -1,4 +1,4 @@
-"""Subspace self-attention by the fp32 products of a GPU's CUDA cores: csrc/mssa/mssa_plain_cuda.cu.
+"""Subspace self-attention by the fp32 products of a GPU's CUDA cores: csrc/mssa/cuda/mssa_plain_cuda.cu.
 
 It takes fp32 tokens, GPUs without the tensor cores' instructions, and whatever else those kernels refuse: any dtype of
 the backend, any head_dim to 256, any strides and every argument. Nothing here waits for the device.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _register
+from crate_kernels._core import operator
+from crate_kernels._native import extension
 
-_extension.load_cuda()
+extension.load_cuda()
 _fwd = torch.ops.crate_kernels_C.cuda_mssa_plain_fwd.default
 _bwd = torch.ops.crate_kernels_C.cuda_mssa_plain_bwd.default
 
@@ -38,7 +39,7 @@ def forward(
     threshold: float,
 ) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
-    out = _register.empty_out(w)
+    out = operator.empty_out(w)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
     lse = w.new_empty(rows, dtype=torch.float32)
     masks = (_contiguous(key_padding_mask), _contiguous(cu_seqlens))
@@ -63,7 +64,7 @@ def backward(
     threshold: float,
 ) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
-    dw, lse = _register.empty_out(w), lse.contiguous()
+    dw, lse = operator.empty_out(w), lse.contiguous()
     masks = (_contiguous(key_padding_mask), _contiguous(cu_seqlens))
     numbers = (causal, scale, dropout_p, _level(phi, threshold))
     _bwd(dout, _contiguous(dlse), w, out, lse, *masks, max_seqlen, seed, *numbers, torch.empty_like(lse), dw)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels import _register
+from crate_kernels._core import operator
 
 # Rows of scores alive at once: 64 MB in fp32, beside which a launch is free.
 _CHUNK_ELEMENTS = 1 << 24
@@ -36,7 +36,7 @@ def _scores(w: Tensor, rows: slice, key_padding_mask: Tensor | None, causal: boo
 
 
 def _forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    w = w.to(_register.stat_dtype(w.dtype))
+    w = w.to(operator.stat_dtype(w.dtype))
     return torch.cat([_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2)
 
 
@@ -60,13 +60,13 @@ def _product(w_shape: tuple[int, ...]) -> int:
     return 2 * batch * nheads * seqlen * seqlen * head_dim
 
 
-_lse_fwd = _register.define(
+_lse_fwd = operator.define(
     "mssa_lse_fwd(Tensor w, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
     _forward,
-    lambda w, *_: w.new_empty(w.shape[:3], dtype=_register.stat_dtype(w.dtype)),
+    lambda w, *_: w.new_empty(w.shape[:3], dtype=operator.stat_dtype(w.dtype)),
     flops=lambda w_shape, *_, **__: _product(w_shape),
 )
-_lse_bwd = _register.define(
+_lse_bwd = operator.define(
     "mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
     _backward,
     lambda dlse, w, *_: w.new_empty(w.shape),
@@ -74,7 +74,7 @@ _lse_bwd = _register.define(
 )
 
 
-@_register.traced_by_autograd
+@operator.traced_by_autograd
 class LogSumExp(torch.autograd.Function):
     """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32 or better; differentiable once."""
 
@@ -94,12 +94,12 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of w."""
-        w, key_padding_mask, lse = _register.saved_tensors("mssa", ctx)
+        w, key_padding_mask, lse = operator.saved_tensors("mssa", ctx)
         dw = _lse_bwd(dlse, w, lse, key_padding_mask, ctx.causal, ctx.scale)
-        return _register.once_differentiable("mssa", dw, dlse, w), None, None, None
+        return operator.once_differentiable("mssa", dw, dlse, w), None, None, None
 
 
 def logsumexp(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
     options = (key_padding_mask, causal, scale)
-    return LogSumExp.apply(w, *options) if _register.needs_grad(w) else _lse_fwd(w, *options)  # pyright: ignore
+    return LogSumExp.apply(w, *options) if operator.needs_grad(w) else _lse_fwd(w, *options)  # pyright: ignore

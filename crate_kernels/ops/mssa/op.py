@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _register
+from crate_kernels._core import backends, operator
 
 _OPTIONS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? seed, bool causal, "
@@ -22,11 +22,11 @@ _OPTIONS = (
 
 def _fake_forward(w: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     rows = (w.shape[1], w.shape[0]) if w.dim() == 3 else w.shape[:3]
-    return _register.empty_out(w), w.new_empty(rows, dtype=_register.stat_dtype(w.dtype))
+    return operator.empty_out(w), w.new_empty(rows, dtype=operator.stat_dtype(w.dtype))
 
 
 def _fake_backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, *rest: Any) -> Tensor:
-    return _register.empty_out(w)
+    return operator.empty_out(w)
 
 
 def _fake_decode(
@@ -40,8 +40,8 @@ def _fake_decode(
     need_lse: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=_register.stat_dtype(w.dtype))
-    return _register.empty_out(w), lse
+    lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=operator.stat_dtype(w.dtype))
+    return operator.empty_out(w), lse
 
 
 def _products(w_shape: tuple[int, ...], options: tuple) -> int:
@@ -67,10 +67,10 @@ def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *args: Any) -> tuple[T
     """Decode by the backend; where none was named, by composite's products where they are faster than cpp's kernel."""
     *rest, backend = args
     many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
-    if many and backend == _backend.AUTO and w.device.type == "cpu" and _backend.chosen("mssa", backend, w) == "cpp":
+    if many and backend == backends.AUTO and w.device.type == "cpu" and backends.chosen("mssa", backend, w) == "cpp":
         backend = "composite"
-    run = partial(_backend.run, "mssa", "decode", backend, w, w, data)
-    return _register.with_contiguous(lambda held: run(held, *rest), lengths)
+    run = partial(backends.run, "mssa", "decode", backend, w, w, data)
+    return operator.with_contiguous(lambda held: run(held, *rest), lengths)
 
 
 _OFFSETS = -8  # cu_seqlens, counted from the end of the options, less the backend
@@ -83,24 +83,24 @@ def _kernel(name: str, of: int) -> Any:
         *rest, backend = args
         if rest[_OFFSETS] is not None:
             rest[_OFFSETS] = rest[_OFFSETS].contiguous()
-        return _backend.run("mssa", name, backend, rest[of], *rest)
+        return backends.run("mssa", name, backend, rest[of], *rest)
 
     return run
 
 
-mssa_fwd = _register.define(
+mssa_fwd = operator.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
     _kernel("forward", 0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
 )
-mssa_bwd = _register.define(
+mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     _kernel("backward", 2),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )
-mssa_decode = _register.define(
+mssa_decode = operator.define(
     "mssa_decode(Tensor w, Tensor(a!) data, Tensor(b!) lengths, Tensor? key_padding_mask, SymInt bound, "
     "bool uniform, float scale, bool need_lse, str backend) -> (Tensor, Tensor)",
     _run_decode,
@@ -108,7 +108,7 @@ mssa_decode = _register.define(
 )
 
 
-@_register.traced_by_autograd
+@operator.traced_by_autograd
 class MSSAFunction(torch.autograd.Function):
     """(out, lse) = mssa_fwd(w, *options), differentiable once with respect to w."""
 
@@ -127,19 +127,19 @@ class MSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore
-        w, key_padding_mask, cu_seqlens, seed, out, lse = _register.saved_tensors("mssa", ctx)
+        w, key_padding_mask, cu_seqlens, seed, out, lse = operator.saved_tensors("mssa", ctx)
         nothing = (None,) * (len(ctx.scalars) + 4)
         if dout is None and dlse is None:
             return None, *nothing
         dw = mssa_bwd(dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, ctx.max_seqlen, seed, *ctx.scalars)
-        return _register.once_differentiable("mssa", dw, dout, dlse, w), *nothing
+        return operator.once_differentiable("mssa", dw, dout, dlse, w), *nothing
 
 
-_register.functorch_twin(MSSAFunction, mssa_fwd)
+operator.functorch_twin(MSSAFunction, mssa_fwd)
 
 
 def mssa(w: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the op, through autograd only when a gradient is wanted."""
-    if _register.needs_grad(w):
-        return _register.apply(MSSAFunction, w, *options)
+    if operator.needs_grad(w):
+        return operator.apply(MSSAFunction, w, *options)
     return mssa_fwd(w, *options)

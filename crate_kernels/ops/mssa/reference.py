@@ -25,7 +25,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from crate_kernels import _philox
+from crate_kernels._core import philox
 
 
 def _allowed(w: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -96,8 +96,8 @@ def _dense(
     factor = None
     if seed is not None:
         position = torch.arange(seqlen, device=w.device)
-        heads = first * nheads + _philox.head_counter(batch, nheads, w.device)
-        factor = _philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
+        heads = first * nheads + philox.head_counter(batch, nheads, w.device)
+        factor = philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
     scores = scale * (w @ w.transpose(-1, -2))
     allowed = _allowed(w, causal, key_padding_mask)
     if phi == "softmax":

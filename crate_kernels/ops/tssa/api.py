@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _checks, _register
+from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
 
@@ -99,20 +99,20 @@ def tssa(
             not have.
     """
     packed = cu_seqlens is not None
-    _checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
-    _checks.flag("tssa", "causal", causal)
-    _checks.flag("tssa", "return_membership", return_membership)
+    checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
+    checks.flag("tssa", "causal", causal)
+    checks.flag("tssa", "return_membership", return_membership)
     nheads = w.shape[1]
     temp = _per_head("temp", temp, w, nheads)
-    dropout_p = _checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    dropout_p = checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if packed:
         if key_padding_mask is not None:
             raise ValueError("tssa: key_padding_mask must be None with cu_seqlens")
-        max_seqlen = _checks.packing("tssa", cu_seqlens, max_seqlen, w)
+        max_seqlen = checks.packing("tssa", cu_seqlens, max_seqlen, w)
     elif max_seqlen is not None:
         raise ValueError("tssa: max_seqlen must be None without cu_seqlens")
     elif key_padding_mask is not None:
-        _checks.padding_mask("tssa", key_padding_mask, w)
+        checks.padding_mask("tssa", key_padding_mask, w)
     if cache is not None:
         _check_cache(w, temp, denom_bias, cache, causal, dropout_p, packed, key_padding_mask)
         cache = cache if w.shape[2] > 0 else None  # no token: the result is as empty without it
@@ -121,26 +121,26 @@ def tssa(
             raise ValueError("tssa: denom_bias must be None with causal=False")
         seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
-    name = _backend.resolve("tssa", backend, w.device, w.dtype)
+    name = backends.resolve("tssa", backend, w.device, w.dtype)
     if cache is not None:
         if key_padding_mask is not None:
             # The sums take padded tokens times 0, which NaN and infinity survive, and a sum keeps them for good.
             w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
         state = (*cache._tensors(), key_padding_mask)
         decode = reference.decode if name == "reference" else op.tssa_decode
-        named = () if name == "reference" else (_backend.of_op(name, backend),)
+        named = () if name == "reference" else (backends.of_op(name, backend),)
         out, membership = decode(w, temp, denom_bias, *state, *named)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 
     masks = (key_padding_mask, cu_seqlens)
-    seed = _register.draw_seed(w.device) if dropout_p else None
+    seed = operator.draw_seed(w.device) if dropout_p else None
     if name == "reference":
         out, membership = reference.forward(w, temp, denom_bias, *masks, seed, causal, dropout_p)
-        out, membership = out.to(w.dtype), membership.to(_register.stat_dtype(w.dtype))
+        out, membership = out.to(w.dtype), membership.to(operator.stat_dtype(w.dtype))
     else:
-        _checks.transforms("tssa", name, w, temp, denom_bias)
-        options = (*masks, max_seqlen or 0, seed, dropout_p, _backend.of_op(name, backend))
+        checks.transforms("tssa", name, w, temp, denom_bias)
+        options = (*masks, max_seqlen or 0, seed, dropout_p, backends.of_op(name, backend))
         if causal:
             out, membership = op.tssa_causal(w, temp, denom_bias, *options)
         else:
@@ -150,7 +150,7 @@ def tssa(
 
 def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
     """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
-    _checks.tensor("tssa", name, value, None, "(nheads,)")
+    checks.tensor("tssa", name, value, None, "(nheads,)")
     if tuple(value.shape) not in ((nheads,), (nheads, 1)):
         raise ValueError(f"tssa: {name} must be (nheads,) = ({nheads},), got {tuple(value.shape)}")
     _check_dtype(name, value, w)
@@ -158,14 +158,14 @@ def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
 
 
 def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
-    _checks.same_device("tssa", name, value, w)
+    checks.same_device("tssa", name, value, w)
     if value.dtype not in (w.dtype, torch.float32):
         raise ValueError(f"tssa: {name} must be {w.dtype} as w, or float32, got {value.dtype}")
 
 
 def _denom_bias(value: Tensor, w: Tensor, nheads: int, seqlen: int, cut: bool) -> Tensor:
     """Require (nheads, >= seqlen[, 1]); return (nheads, seqlen), or all of it for decoding."""
-    _checks.tensor("tssa", "denom_bias", value, None, "(nheads, >= seqlen)")
+    checks.tensor("tssa", "denom_bias", value, None, "(nheads, >= seqlen)")
     if value.dim() == 3 and value.shape[2] == 1:
         value = value.squeeze(2)
     if value.dim() != 2 or value.shape[0] != nheads:
@@ -197,11 +197,11 @@ def _check_cache(
         raise ValueError("tssa: cu_seqlens must be None with a cache; pad w and give key_padding_mask")
     if dropout_p:
         raise ValueError(f"tssa: dropout_p must be 0 with a cache, got {dropout_p}")
-    _checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
+    checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
     batch, nheads, head_dim = cache.energy.shape
-    _checks.cache_matches("tssa", w, (batch, nheads, None, head_dim), cache.energy.device, None)
-    if cache.energy.dtype != _register.stat_dtype(w.dtype):
-        wanted = _register.stat_dtype(w.dtype)
+    checks.cache_matches("tssa", w, (batch, nheads, None, head_dim), cache.energy.device, None)
+    if cache.energy.dtype != operator.stat_dtype(w.dtype):
+        wanted = operator.stat_dtype(w.dtype)
         raise ValueError(f"tssa: cache must be {wanted} for {w.dtype} tokens, got {cache.energy.dtype}")
     if key_padding_mask is not None:
-        _checks.right_padded("tssa", key_padding_mask)
+        checks.right_padded("tssa", key_padding_mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _checks
+from crate_kernels._core import checks
 
 
 class TokenStatsCache:
@@ -41,7 +41,7 @@ class TokenStatsCache:
         device: torch.device | str | None = None,
     ) -> None:
         sizes = {"batch": batch, "nheads": nheads, "head_dim": head_dim}
-        _checks.cache_sizes("TokenStatsCache", sizes, dtype)
+        checks.cache_sizes("TokenStatsCache", sizes, dtype)
         self.energy = torch.zeros(batch, nheads, head_dim, dtype=dtype, device=device)
         self.weighted = torch.zeros_like(self.energy)
         self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
@@ -75,7 +75,7 @@ class TokenStatsCache:
         Args:
             index: integer (batch,) tensor on the cache's device.
         """
-        _checks.cache_index("TokenStatsCache.reorder", index, self.lengths)
+        checks.cache_index("TokenStatsCache.reorder", index, self.lengths)
         for tensor in self._tensors():
             tensor.copy_(tensor.index_select(0, index))
         self._refresh_bound()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _packing, _philox, _register
+from crate_kernels._core import operator, packing, philox
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -28,10 +28,10 @@ def _channels_dot(tokens: Tensor, row: Tensor) -> Tensor:
 def _channel_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """Return the dropout factor of each channel, (batch, nheads, head_dim)."""
     batch, nheads, _, head_dim = w.shape
-    heads = _philox.head_counter(batch, nheads, w.device)[..., 0]
+    heads = philox.head_counter(batch, nheads, w.device)[..., 0]
     zero = torch.zeros((), dtype=torch.int64, device=w.device)
     channels = torch.arange(head_dim, device=w.device)
-    return _philox.keep_factor(seed, dropout_p, heads, zero, channels, dtype)
+    return philox.keep_factor(seed, dropout_p, heads, zero, channels, dtype)
 
 
 def forward(
@@ -46,9 +46,9 @@ def forward(
     """Return out, membership, the column energies c and the second moments M."""
     where = None
     if cu_seqlens is not None:
-        w, where = _packing.pad(w, cu_seqlens, max_seqlen)
+        w, where = packing.pad(w, cu_seqlens, max_seqlen)
         key_padding_mask = where.mask
-    squares = w.to(_register.stat_dtype(w.dtype)).square()
+    squares = w.to(operator.stat_dtype(w.dtype)).square()
     counted = squares if key_padding_mask is None else squares * key_padding_mask[:, None, :, None]
     energy = counted.sum(2).clamp_min_(_FULL_FLOOR)
     similarity = _channels_dot(squares, energy.reciprocal())
@@ -66,7 +66,7 @@ def forward(
     out = torch.mul(w, membership.unsqueeze(-1), out=squares).mul_(attention.neg_().unsqueeze(2))
     if where is not None:
         return where.pack(out).to(w.dtype), where.pack_rows(membership), energy, moment
-    return _register.merged_layout(out.to(w.dtype)), membership, energy, moment
+    return operator.merged_layout(out.to(w.dtype)), membership, energy, moment
 
 
 def backward(
@@ -86,11 +86,11 @@ def backward(
     """Return dw and dtemp."""
     where, dtype = None, w.dtype
     if cu_seqlens is not None:
-        where = _packing.layout(cu_seqlens, max_seqlen, w.shape[0])
+        where = packing.layout(cu_seqlens, max_seqlen, w.shape[0])
         key_padding_mask = where.mask
         w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
-    squares = w.to(_register.stat_dtype(w.dtype)).square()
+    squares = w.to(operator.stat_dtype(w.dtype)).square()
     similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
@@ -127,7 +127,7 @@ def backward(
     dw.sub_(torch.mul(grad, membership.unsqueeze(-1), out=grad_w).mul_(attention.unsqueeze(2)))
     if where is not None:
         return where.pack(dw).to(dtype), dtemp
-    return _register.merged_layout(dw.to(dtype)), dtemp
+    return operator.merged_layout(dw.to(dtype)), dtemp
 
 
 def _scan_(x: Tensor, reverse: bool = False) -> Tensor:
@@ -159,7 +159,7 @@ def _scan_(x: Tensor, reverse: bool = False) -> Tensor:
 
 def _running_energy(w: Tensor, mask: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return w^2 and c, its floored running sum over kept tokens."""
-    squares = w.to(_register.stat_dtype(w.dtype)).square()
+    squares = w.to(operator.stat_dtype(w.dtype)).square()
     energy = _scan_(squares.clone() if mask is None else squares * mask[:, None, :, None])
     if start is not None:
         energy += start.unsqueeze(2)
@@ -190,9 +190,9 @@ def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor
 def _element_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """Return the dropout factor of each element, in w's shape."""
     batch, nheads, seqlen, head_dim = w.shape
-    heads = _philox.head_counter(batch, nheads, w.device)
+    heads = philox.head_counter(batch, nheads, w.device)
     rows = torch.arange(seqlen, device=w.device)[:, None]
-    return _philox.keep_factor(seed, dropout_p, heads, rows, torch.arange(head_dim, device=w.device), dtype)
+    return philox.keep_factor(seed, dropout_p, heads, rows, torch.arange(head_dim, device=w.device), dtype)
 
 
 def forward_causal(
@@ -208,7 +208,7 @@ def forward_causal(
     """Return out and membership of the causal form."""
     where = None
     if cu_seqlens is not None:
-        w, where = _packing.pad(w, cu_seqlens, max_seqlen)
+        w, where = packing.pad(w, cu_seqlens, max_seqlen)
         key_padding_mask = where.mask
     bias = None if denom_bias is None else denom_bias[None]
     squares, energy = _running_energy(w, key_padding_mask, None)
@@ -222,7 +222,7 @@ def forward_causal(
     out = _causal_output(w, membership, weighted, mass, factor)
     if where is not None:
         return where.pack(out).to(w.dtype), where.pack_rows(membership)
-    return _register.merged_layout(out.to(w.dtype)), membership
+    return operator.merged_layout(out.to(w.dtype)), membership
 
 
 def backward_causal(
@@ -241,7 +241,7 @@ def backward_causal(
     """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved."""
     where, dtype = None, w.dtype
     if cu_seqlens is not None:
-        where = _packing.layout(cu_seqlens, max_seqlen, w.shape[0])
+        where = packing.layout(cu_seqlens, max_seqlen, w.shape[0])
         key_padding_mask = where.mask
         w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
@@ -285,7 +285,7 @@ def backward_causal(
     dw.sub_(attention.mul_(grad).mul_(membership.unsqueeze(-1)))
     if where is not None:
         return where.pack(dw).to(dtype), dtemp, ddenom_bias
-    return _register.merged_layout(dw.to(dtype)), dtemp, ddenom_bias
+    return operator.merged_layout(dw.to(dtype)), dtemp, ddenom_bias
 
 
 def decode(
@@ -319,4 +319,4 @@ def decode(
     weighted.copy_(sums[:, :, -1])
     mass.copy_(masses[:, :, -1])
     out = _causal_output(w, membership, sums, masses, None)
-    return _register.merged_layout(out.to(w.dtype)), membership
+    return operator.merged_layout(out.to(w.dtype)), membership

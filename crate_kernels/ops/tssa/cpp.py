@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels import _extension, _packing, _register
+from crate_kernels._core import operator, packing
+from crate_kernels._native import extension
 
-_extension.load()
+extension.load()
 _fwd = torch.ops.crate_kernels_C.tssa_fwd.default
 _bwd = torch.ops.crate_kernels_C.tssa_bwd.default
 _causal_fwd = torch.ops.crate_kernels_C.tssa_causal_fwd.default
@@ -24,12 +25,12 @@ def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | Non
 
 
 def _like(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _packing.clear_uncovered(_register.empty_out(w), cu_seqlens, 0)
+    return packing.clear_uncovered(operator.empty_out(w), cu_seqlens, 0)
 
 
 def _membership(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
-    return _packing.clear_uncovered(w.new_empty(rows, dtype=torch.float32), cu_seqlens, 1)
+    return packing.clear_uncovered(w.new_empty(rows, dtype=torch.float32), cu_seqlens, 1)
 
 
 def forward(
@@ -136,7 +137,7 @@ def decode(
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place."""
-    out, membership = _register.empty_out(w), w.new_empty(w.shape[:3], dtype=torch.float32)
+    out, membership = operator.empty_out(w), w.new_empty(w.shape[:3], dtype=torch.float32)
     state = energy, weighted, mass, lengths
     _decode(w, _plain(temp), _plain(denom_bias), *state, key_padding_mask, out, membership)
     lengths += w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1)

@@ -13,9 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crate_kernels import _backend, _extension, _register
+from crate_kernels._core import backends, operator
+from crate_kernels._native import extension
 
-_extension.load_cuda()
+extension.load_cuda()
 _chunks = torch.ops.crate_kernels_C.cuda_tssa_chunks.default
 _fwd = torch.ops.crate_kernels_C.cuda_tssa_fwd.default
 _bwd = torch.ops.crate_kernels_C.cuda_tssa_bwd.default
@@ -30,9 +31,9 @@ def _cut(count: Callable, w: Tensor, dout: Tensor | None, cu_seqlens: Tensor | N
     if nchunks < 0:
         got = f"got nheads * head_dim = {w.shape[1]} * {w.shape[-1]}"
         if not w.shape[1] * w.shape[-1]:
-            raise _backend.Refused(f"takes tokens with channels, {got}")
+            raise backends.Refused(f"takes tokens with channels, {got}")
         direction = "forward" if dout is None else "backward"
-        raise _backend.Refused(f"takes tokens that fit this GPU's shared memory in its {direction} pass, {got}")
+        raise backends.Refused(f"takes tokens that fit this GPU's shared memory in its {direction} pass, {got}")
     return nchunks
 
 
@@ -69,7 +70,7 @@ def forward(
     """Return out, membership, the column energies c and the second moments M."""
     options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_chunks, w, None, cu_seqlens, max_seqlen)
-    out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
+    out, membership = operator.empty_out(w), _rows(w, cu_seqlens)
     energy = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], w.shape[-1], dtype=torch.float32)
     moment = torch.empty_like(energy)
     sums = [_sums(w, cu_seqlens, nchunks) if nchunks else None for _ in range(2)]
@@ -94,7 +95,7 @@ def backward(
     """Return dw and dtemp."""
     options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_chunks, w, dout, cu_seqlens, max_seqlen)
-    dw = _register.empty_out(w)
+    dw = operator.empty_out(w)
     dtemp = w.new_empty(_sequences(w, cu_seqlens), w.shape[1], dtype=torch.float32)
     dlogit = _rows(w, cu_seqlens) if nchunks else None
     sums = [_sums(w, cu_seqlens, nchunks) if nchunks else None for _ in range(2)]
@@ -116,7 +117,7 @@ def forward_causal(
     """Return out and membership of the causal form."""
     options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_causal_chunks, w, None, cu_seqlens, max_seqlen)
-    out, membership = _register.empty_out(w), _rows(w, cu_seqlens)
+    out, membership = operator.empty_out(w), _rows(w, cu_seqlens)
     sums = [_sums(w, cu_seqlens, nchunks) if nchunks > 1 else None for _ in range(2)]
     _causal_fwd(w, _plain(temp), _plain(denom_bias), *options, out, membership, *sums, None, None, None, None)
     return out, membership
@@ -138,7 +139,7 @@ def backward_causal(
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     options = key_padding_mask, _plain(cu_seqlens, torch.int32), max_seqlen, seed, dropout_p
     nchunks = _cut(_causal_chunks, w, dout, cu_seqlens, max_seqlen)
-    dw, dlogit, bias = _register.empty_out(w), _rows(w, cu_seqlens), _plain(denom_bias)
+    dw, dlogit, bias = operator.empty_out(w), _rows(w, cu_seqlens), _plain(denom_bias)
     ddenom_bias = None if bias is None else torch.empty_like(bias)
     if nchunks > 1:
         dtemp, totals = None, _sums(w, cu_seqlens, nchunks, by_channel=2)
@@ -173,7 +174,7 @@ def decode(
     sums then are the state.
     """
     nchunks = _cut(_causal_chunks, w, None, None, 0)
-    out, membership = _register.empty_out(w), _rows(w, None)
+    out, membership = operator.empty_out(w), _rows(w, None)
     sums = [_sums(w, None, nchunks) if nchunks > 1 else None for _ in range(2)]
     options, state = (key_padding_mask, None, 0, None, 0.0), (energy, weighted, mass, lengths)
     _causal_fwd(w, _plain(temp), _plain(denom_bias), *options, out, membership, *sums, *state)

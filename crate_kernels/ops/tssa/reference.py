@@ -39,7 +39,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from crate_kernels import _philox
+from crate_kernels._core import philox
 
 
 def _floor(value: float, dtype: torch.dtype) -> float:
@@ -140,10 +140,10 @@ def forward(
 def _dropout(w: Tensor, seed: Tensor, first: int, is_causal: bool, dropout_p: float) -> Tensor:
     """Return the factor on 1 / (1 + M): one a channel, or one an element in the causal form."""
     batch, nheads, seqlen, head_dim = w.shape
-    heads = first * nheads + _philox.head_counter(batch, nheads, w.device)
+    heads = first * nheads + philox.head_counter(batch, nheads, w.device)
     rows = torch.arange(seqlen if is_causal else 1, device=w.device)[:, None]
     channels = torch.arange(head_dim, device=w.device)
-    return _philox.keep_factor(seed, dropout_p, heads, rows, channels, w.dtype)
+    return philox.keep_factor(seed, dropout_p, heads, rows, channels, w.dtype)
 
 
 def decode(

@@ -2,7 +2,7 @@
 
 import torch
 
-from crate_kernels import _packing, _philox, _register
+from crate_kernels._core import operator, packing, philox
 from crate_kernels.ops.mssa import composite
 
 
@@ -21,8 +21,8 @@ def _factor(w, seed, dropout_p):
     if seed is None:
         return 1.0
     position = torch.arange(w.shape[2], device=w.device)
-    heads = _philox.head_counter(w.shape[0], w.shape[1], w.device)
-    return _philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
+    heads = philox.head_counter(w.shape[0], w.shape[1], w.device)
+    return philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
 
 
 def _lay_out(x, dtype):
@@ -30,9 +30,9 @@ def _lay_out(x, dtype):
 
 
 def forward(w, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi, threshold):
-    x, where = w.to(_register.stat_dtype(w.dtype)), None
+    x, where = w.to(operator.stat_dtype(w.dtype)), None
     if cu_seqlens is not None:
-        x, where = _packing.pad(x, cu_seqlens, max_seqlen)
+        x, where = packing.pad(x, cu_seqlens, max_seqlen)
         mask = where.mask
     probs, lse = _probabilities(x, mask, causal, scale)
     if phi == "threshold":
@@ -44,10 +44,10 @@ def forward(w, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi
 
 
 def backward(dout, dlse, w, out, lse, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi, threshold):
-    x, where = w.to(_register.stat_dtype(w.dtype)), None
+    x, where = w.to(operator.stat_dtype(w.dtype)), None
     grad = torch.zeros_like(x) if dout is None else dout.to(x.dtype)
     if cu_seqlens is not None:
-        where = _packing.layout(cu_seqlens, max_seqlen, w.shape[0])
+        where = packing.layout(cu_seqlens, max_seqlen, w.shape[0])
         mask, x, grad = where.mask, where.pad(x), where.pad(grad)
         dlse = None if dlse is None else where.pad_rows(dlse)
     probs, _ = _probabilities(x, mask, causal, scale)

@@ -2,14 +2,14 @@
 
 from contextlib import contextmanager
 
-from crate_kernels import _backend
+from crate_kernels._core import backends
 
 
 @contextmanager
 def registered(name="emulated-plain"):
     """Put the plain kernels behind the op of mssa, for every dtype and head_dim."""
-    _backend.register(_backend.Backend(name, "tests.cuda.plain.{op}", ("cpu",), _backend._BACKENDS["cpp"].dtypes))
+    backends.register(backends.Backend(name, "tests.cuda.plain.{op}", ("cpu",), backends._BACKENDS["cpp"].dtypes))
     try:
         yield name
     finally:
-        _backend.unregister(name)
+        backends.unregister(name)

@@ -1,0 +1,237 @@
+"""What is installed, what ``backend=None`` means, and why a backend is unavailable.
+
+A backend is a name and a package that holds one module an operator. A kernel module defines
+``forward`` and ``backward`` (and ``decode`` where the operator has a cache); adding the file
+``ops/<op>/<backend>.py`` is all it takes to offer one. ``cpp`` is two: C++ for CPU tensors in ``cpp.py``, CUDA C++ for
+CUDA tensors in ``cuda.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._native import extension
+
+OPS = ("mssa", "tssa", "ista")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# The interpreter runs Triton kernels on CPU tensors; it is read once, as Triton itself does.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the operators.
+
+    Attributes:
+        name: the string users pass as ``backend=``.
+        package: where the kernel modules are, with ``{op}`` standing for the operator.
+        devices: device types it takes; None means any.
+        dtypes: dtypes it takes; None means any floating dtype.
+        missing: why nothing of it can run in this process, None if it can.
+        remedy: what the user can do about it, for messages.
+        on_cuda: what serves CUDA tensors under this name, where that is something else.
+    """
+
+    name: str
+    package: str
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    missing: str | None = None
+    remedy: str = "use backend='composite'"
+    on_cuda: Backend | None = None
+
+    def serving(self, device_type: str) -> Backend:
+        """Return what serves tensors on such a device: itself, but for ``on_cuda``."""
+        return self.on_cuda if self.on_cuda is not None and device_type == "cuda" else self
+
+    def variants(self) -> tuple[Backend, ...]:
+        """List itself and what else serves under its name."""
+        return (self,) if self.on_cuda is None else (self, self.on_cuda)
+
+
+def _cuda_missing() -> str | None:
+    """Say why the CUDA library cannot run, and what to do about it."""
+    if torch.version.cuda is None:
+        return "this PyTorch has no CUDA (install one that has)"
+    if not extension.CUDA_PATHS:
+        return "the CUDA library is not built (python -m crate_kernels build, with a GPU and nvcc)"
+    return None
+
+
+_BACKENDS = {
+    b.name: b
+    for b in (
+        Backend(
+            "triton",
+            "crate_kernels.ops.{op}.triton",
+            devices=("cuda", "cpu") if _INTERPRETED else ("cuda",),
+            dtypes=_FLOATS,
+            missing=None if find_spec("triton") else "Triton is not installed (pip install triton)",
+        ),
+        Backend(
+            "cpp",
+            "crate_kernels.ops.{op}.cpp",
+            devices=("cpu",),
+            dtypes=_FLOATS,
+            missing=None if extension.PATH else "the C++ extension is not built (python -m crate_kernels build)",
+            on_cuda=Backend(
+                "cpp on cuda",
+                "crate_kernels.ops.{op}.cuda",
+                devices=("cuda",),
+                dtypes=_FLOATS,
+                missing=_cuda_missing(),
+            ),
+        ),
+        Backend("composite", "crate_kernels.ops.{op}.composite"),
+        Backend("reference", "crate_kernels.ops.{op}.reference"),
+    )
+}
+_PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
+# The ``backend`` of an op whose caller named none: its body chooses, where it runs, and may substitute. Users cannot
+# ask for it.
+AUTO = "auto"
+_kernels: dict[tuple[str, str], ModuleType] = {}
+
+
+def _is_there(package: str) -> bool:
+    """Whether a kernel module exists; ours by its file or folder, so that nothing is imported."""
+    root, _, rest = package.partition(".")
+    if root == "crate_kernels":
+        place = Path(__file__).parents[1].joinpath(*rest.split("."))
+        return place.is_dir() or place.with_suffix(".py").exists()
+    return find_spec(package) is not None
+
+
+# Probed once: a call must cost no look at the disk, and compile cannot trace one.
+_has_kernel = {
+    (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
+}
+
+
+def names() -> tuple[str, ...]:
+    """List the backends that can be asked for."""
+    return tuple(_BACKENDS)
+
+
+def serving(name: str, device_type: str = "cpu") -> Backend:
+    """Return what computes for tensors on such a device under a name that users know."""
+    return _BACKENDS[name].serving(device_type)
+
+
+def register(backend: Backend) -> None:
+    """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
+    _BACKENDS[backend.name] = backend
+    _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
+
+
+def unregister(name: str) -> None:
+    """Remove a backend added with ``register``."""
+    del _BACKENDS[name]
+    for op in OPS:
+        del _has_kernel[op, name]
+        _kernels.pop((op, name), None)
+
+
+def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
+    """Import, once, the module that computes ``op`` on ``backend`` for tensors on such a device."""
+    serving = _BACKENDS[backend].serving(device_type)
+    module = _kernels.get((op, serving.name))
+    if module is None:
+        module = importlib.import_module(serving.package.format(op=op))
+        _kernels[op, serving.name] = module
+    return module
+
+
+class Refused(Exception):
+    """What a kernel raises, before it writes anything, for a shape that it cannot take; says what it takes and got."""
+
+
+def of_op(name: str, requested: str | None) -> str:
+    """Return what an op gets as its ``backend`` where ``requested`` was resolved to ``name``."""
+    return AUTO if requested is None and name != "composite" else name
+
+
+def chosen(op: str, backend: str, of: Tensor) -> str:
+    """Return the backend that an op's body runs on a tensor: the one that was named, or the best for none."""
+    return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
+
+
+def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
+    """Call a function of the kernel module of ``backend``; only where none was named may composite take its place.
+
+    Raises:
+        NotImplementedError: the backend was named, and its kernel refuses the shape.
+        MemoryError: there is no memory for what a kernel needs beside its results.
+        RuntimeError: none was named where the call was traced, and here is no kernel.
+    """
+    name = chosen(op, backend, of)
+    body = getattr(kernel(op, name, of.device.type), function, None)
+    if body is None:
+        here = f"{of.device.type} tensors of {of.dtype}"
+        raise RuntimeError(f"{op}: no kernel takes {here} here; what is to run anywhere must name backend='composite'")
+    try:
+        return body(*args)
+    except Refused as reason:
+        if backend != AUTO:
+            raise NotImplementedError(f"{op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
+    except MemoryError as error:
+        raise MemoryError(f"{op}: backend={name!r} ran out of memory for its workspace in {function}") from error
+    return getattr(kernel(op, "composite"), function)(*args)
+
+
+def why_not(op: str, name: str, device_type: str = "cpu") -> str | None:
+    """Say why ``op`` cannot run on backend ``name`` in this process, on such a device; None if it can.
+
+    That a backend does not take the device at all is for ``resolve`` to say.
+    """
+    return lacking(op, serving(name, device_type))
+
+
+def lacking(op: str, backend: Backend) -> str | None:
+    """Say what a backend, itself or as a variant, lacks to compute ``op`` in this process; None if nothing."""
+    if not _has_kernel[op, backend.name]:
+        return f"{backend.name} has no {op} kernel yet"
+    return backend.missing
+
+
+def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose the backend of one call: the one requested, or the best available for None.
+
+    Raises:
+        TypeError: ``requested`` is neither None nor a string.
+        ValueError: no backend has that name.
+        RuntimeError: the backend is unavailable, here or on that device.
+        NotImplementedError: the backend does not take that dtype.
+    """
+    if requested is None:
+        home = device.type
+        for name in _PREFERENCE.get(home, ()):
+            backend = _BACKENDS[name].serving(home)
+            usable = home in (backend.devices or ()) and dtype in (backend.dtypes or ())
+            if usable and why_not(op, name, home) is None:
+                return name
+        return "composite"
+    if not isinstance(requested, str):
+        raise TypeError(f"{op}: backend must be None or a string, got {type(requested).__name__}")
+    if requested not in _BACKENDS:
+        raise ValueError(f"{op}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
+    backend = _BACKENDS[requested].serving(device.type)
+    reason = why_not(op, requested, device.type)
+    if reason is not None:
+        raise RuntimeError(f"{op}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
+    if backend.devices is not None and device.type not in backend.devices:
+        wanted = " or ".join(d for v in _BACKENDS[requested].variants() for d in v.devices or ())
+        raise RuntimeError(f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}")
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        wanted = ", ".join(str(d) for d in backend.dtypes)
+        raise NotImplementedError(f"{op}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}")
+    return requested

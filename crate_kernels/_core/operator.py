@@ -1,0 +1,274 @@
+"""The one way to define an op, and to make it differentiable.
+
+``torch.library.define``/``impl`` with a fake and an outer ``autograd.Function`` costs less a call
+than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake is not the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import backends, imports
+
+_LIB = torch.library.Library("crate_kernels", "DEF")
+_twins: dict[type, type] = {}
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+}
+
+
+def schema_of(record: type[tuple]) -> str:
+    """Return the fields of a NamedTuple, the options of an operator, as the arguments of a schema."""
+    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
+
+
+def body(op: str, function: str, record: Any, of: int) -> Callable:
+    """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
+
+    It runs ``function(*tensors, record)`` of the backend's kernel module.
+
+    Args:
+        op: the operator.
+        function: name of the function of a kernel module.
+        record: the NamedTuple of the operator's options.
+        of: which of the tensors says the device and dtype.
+    """
+    count = len(record._fields)
+
+    def run(*args: Any) -> Any:
+        tensors, options, backend = args[: -count - 1], args[-count - 1 : -1], args[-1]
+        return backends.run(op, function, backend, tensors[of], *tensors, record(*options))
+
+    return run
+
+
+def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
+    """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
+
+    Args:
+        schema: the op's schema, without the namespace.
+        body: what runs; called without gradient and with autocast off.
+        fake: shapes, dtypes and strides of the outputs, for compile, export and meta tensors.
+        flops: formula for ``torch.utils.flop_counter``, taking the shapes of the arguments.
+    """
+    name = schema.partition("(")[0]
+    arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def run(*args: Any) -> Any:
+        result = body(*args)
+        if written:
+            # Autograd refuses a saved tensor of another version; a kernel that is given an address raises none.
+            torch.autograd.graph.increment_version([args[i] for i in written])
+        return _base(result) if isinstance(result, Tensor) else tuple(map(_base, result))
+
+    def guarded(*args: Any) -> Any:
+        # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
+        with torch.no_grad():
+            device_type = next(a.device.type for a in args if isinstance(a, Tensor))
+            if autocast_dtype(device_type) is not None:
+                with torch.autocast(device_type, enabled=False):
+                    return run(*args)
+            return run(*args)
+
+    def call(*args: Any) -> Any:
+        return run(*args) if _nothing_intercepts(args) else overload(*args)
+
+    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIB.impl(name, guarded, "CompositeExplicitAutograd")
+    _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
+    packet = getattr(torch.ops.crate_kernels, name)
+    if flops is not None:
+        # Importing the counter would import Triton, or log a warning where there is none.
+        counter = "torch.utils.flop_counter"
+        imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
+    overload, call.__name__ = packet.default, name
+    return call
+
+
+def _base(t: Tensor) -> Tensor:
+    """Return ``t`` itself: an output that is a view of the body's memory could not be changed in place."""
+    return t if t._base is None else t.detach()
+
+
+# Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.
+_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
+_TENSORS = (Tensor, torch.nn.Parameter)
+_SCALARS = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+def _nothing_intercepts(args: tuple) -> bool:
+    """Whether the dispatcher would only hand ``args`` on to the body: on a tiny tensor it is half of the time."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    graph = torch.is_grad_enabled()
+    for a in args:
+        kind = type(a)
+        if kind in _TENSORS:
+            if graph and a.requires_grad:
+                return False
+        elif kind not in _SCALARS:  # a subclass, a symbol
+            return False
+    return True
+
+
+def traced_by_autograd(function: type) -> type:
+    """Have torch.compile trace an autograd.Function by running it, as a decorator.
+
+    Autograd then sees a saved tensor that was changed in place, and refuses it. What Dynamo makes of a Function by
+    itself goes on with the changed value (PyTorch 2.13).
+    """
+    imports.when_imported("torch._dynamo", lambda _: torch.compiler.allow_in_graph(function))
+    return function
+
+
+def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: tuple, backend: str) -> None:
+    """Save what a backward pass reads: ``tensors``, the options of the call, and its backend as ``ctx.backend``."""
+    ctx.save_for_backward(*tensors, *(x if isinstance(x, Tensor) else None for x in call))
+    ctx.scalars = [None if isinstance(x, Tensor) else x for x in call]
+    ctx.record, ctx.backend = type(call), backend
+
+
+def saved(op: str, ctx: Any) -> tuple[list[Any], Any]:
+    """Return the tensors and the options that ``save`` saved."""
+    every, count = saved_tensors(op, ctx), len(ctx.scalars)
+    held = zip(every[-count:], ctx.scalars, strict=True)
+    return list(every[:-count]), ctx.record(*(scalar if tensor is None else tensor for tensor, scalar in held))
+
+
+def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
+    """Return what a Function saved; where it was changed in place since, an error says what to do."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{op}: an input or output of this call was changed in place before the backward pass, which reads it; "
+            "change a copy instead: out = out + x, or out.clone()"
+        ) from error
+
+
+def functorch_twin(function: type, op: Callable) -> None:
+    """Give an autograd.Function a twin that functorch transforms accept.
+
+    ``function`` has static methods ``save(ctx, inputs, outputs)`` and ``backward``; ``op`` maps its
+    inputs to its outputs. The twin's separate ``setup_context`` costs an ``inspect`` bind a call,
+    so it serves only while a transform is active.
+    """
+    body = {
+        "generate_vmap_rule": True,
+        "forward": staticmethod(op),
+        "setup_context": staticmethod(function.save),  # pyright: ignore[reportAttributeAccessIssue]
+        "backward": staticmethod(function.backward),  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    _twins[function] = type(f"{function.__name__}Functorch", (torch.autograd.Function,), body)
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """Apply an autograd.Function, or its twin while a functorch transform is active."""
+    if _transformed():
+        function = _twins[function]
+    return function.apply(*args)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether any of ``tensors`` wants a gradient from this call, or may: a batched tensor does not say."""
+    return torch.is_grad_enabled() and (any(t is not None and t.requires_grad for t in tensors) or _transformed())
+
+
+def _transformed() -> bool:
+    """Whether a functorch transform is active; compile traces those by itself."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """Identity on a gradient whose own derivative is an error with advice."""
+
+    generate_vmap_rule = True  # torch.func.grad builds this graph too; jacrev maps over it
+
+    @staticmethod
+    def forward(op: str, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            f"{ctx.op}: double backward is not supported by this backend; use backend='reference'"
+        )
+
+
+def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tensor:
+    """Return ``grad``; under ``create_graph=True``, one that refuses to be differentiated again.
+
+    ``sources`` are what the gradient depends on: without one that requires a gradient, autograd
+    would take the result for a constant and a second derivative for zero.
+    """
+    if not torch.is_grad_enabled():
+        return grad
+    return _RefuseDoubleBackward.apply(op, grad, *(s for s in sources if s is not None))  # pyright: ignore
+
+
+def with_contiguous(body: Callable, *written: Tensor) -> Any:
+    """Call ``body`` on small tensors that it writes, contiguous as kernels take them, and write back what was not."""
+    given = [t.contiguous() for t in written]
+    result = body(*given)
+    for t, changed in zip(written, given, strict=True):
+        if t is not changed:
+            t.copy_(changed)
+    return result
+
+
+def empty_out(w: Tensor) -> Tensor:
+    """Allocate an output of w's shape such that merging heads for the output projection is a view."""
+    if w.dim() == 3:
+        return w.new_empty(w.shape)
+    _, nheads, seqlen, head_dim = w.shape
+    return w.new_empty_strided(w.shape, (seqlen * nheads * head_dim, head_dim, nheads * head_dim, 1))
+
+
+def merged_layout(out: Tensor) -> Tensor:
+    """Return ``out`` such that merging its heads is a view: itself if it is one already."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return autocast's dtype where autocast is on, else None; meta and some other devices have none."""
+    if not torch._C._is_any_autocast_enabled():  # a quarter of the time of the question for one device
+        return None
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics beside tensors of ``dtype``: float32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw the dropout seed of one call from torch's generator: an int64 scalar on ``device``."""
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)

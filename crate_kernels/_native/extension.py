@@ -1,0 +1,94 @@
+"""Loads the C++ extension and the CUDA library where they were built: beside the package, or in the user's cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch  # whose libraries the extension links against
+
+from crate_kernels._native import build
+
+# Looked for once: a call must cost no look at the disk.
+PATH = build.find()
+# A CPU or ROCm PyTorch lacks what the CUDA library calls.
+CUDA_PATHS = build.find_cuda() if torch.version.cuda else ()
+_loaded: list[Path] = []
+_cuda_loaded: list[Path] = []
+
+
+def load() -> Path:
+    """Register ``torch.ops.crate_kernels_C.*`` of CPU tensors and return the library that has them."""
+    if not _loaded:
+        if PATH is None:
+            raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
+        torch.ops.load_library(PATH)
+        _loaded.append(PATH)
+    return _loaded[0]
+
+
+def build_info() -> dict[str, str]:
+    """Say how the extension was compiled: sources, compiler, standard, torch_abi, cpu_capabilities."""
+    load()
+    return _lines(torch.ops.crate_kernels_C.cpu_build_info())
+
+
+def cpu_capability() -> str:
+    """Name the instruction-set level that the CPU kernels use."""
+    load()
+    return torch.ops.crate_kernels_C.cpu_capability()
+
+
+def set_cpu_capability(level: str) -> None:
+    """Use another level, of those that this machine has. For tests."""
+    load()
+    torch.ops.crate_kernels_C.set_cpu_capability(level)
+
+
+def load_cuda() -> Path:
+    """Register ``torch.ops.crate_kernels_C.cuda_*`` and return the library that has them: that of this GPU if any."""
+    if not _cuda_loaded:
+        if not CUDA_PATHS:
+            raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
+        path = CUDA_PATHS[0]
+        if len(CUDA_PATHS) > 1 and torch.cuda.is_available():
+            own = "-{}{}".format(*torch.cuda.get_device_capability())
+            path = next((p for p in CUDA_PATHS if own in p.name), path)
+        torch.ops.load_library(path)
+        _cuda_loaded.append(path)
+    return _cuda_loaded[0]
+
+
+def cuda_build_info() -> dict[str, str]:
+    """Say how the CUDA library was compiled: sources, compiler, archs, torch_abi."""
+    load_cuda()
+    return _lines(torch.ops.crate_kernels_C.cuda_build_info())
+
+
+def kernel_names() -> list[str]:
+    """List every kernel of the CUDA library by its name in C++."""
+    load_cuda()
+    return sorted(torch.ops.crate_kernels_C.cuda_kernel_names().splitlines())
+
+
+def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
+    """Say what a CUDA kernel takes of the current GPU.
+
+    Args:
+        name: one of ``kernel_names``.
+        threads: threads of a block, 128 by default.
+        shared_bytes: dynamic shared memory of a block, none by default.
+
+    Returns:
+        registers, static_shared_bytes and local_bytes (where spilled registers go) a thread or block; max_threads a
+        block; ptx and binary, the architectures compiled for; blocks_per_multiprocessor of that size.
+
+    Raises:
+        RuntimeError: there is no such kernel, or no GPU.
+    """
+    load_cuda()
+    found = _lines(torch.ops.crate_kernels_C.cuda_kernel_attributes(name, threads, shared_bytes))
+    return {key: int(value) for key, value in found.items()}
+
+
+def _lines(text: str) -> dict[str, str]:
+    return dict(line.split(" ", 1) for line in text.splitlines())

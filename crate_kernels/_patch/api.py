@@ -1,0 +1,263 @@
+"""Swap published modules for fused ones, in place and reversibly.
+
+A patched module stays the same object: only its class changes, to one derived from its own whose
+``forward`` calls the fused operator. Parameters, state_dict keys, hooks, optimizers, ``isinstance`` and
+replicas are what they were, and ``unpatch`` gives the class back. (An instance-level ``forward`` would
+stay bound to the original module in ``DataParallel``'s replicas, on another device.)
+
+Structure only nominates a module, since CRATE-MAE's decoder looks like ISTA and is a plain product; the
+probes of ``probe`` decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels import nn as fused
+from crate_kernels._core import backends
+from crate_kernels._patch import probe
+from crate_kernels._patch.kinds import Form, readings
+
+__all__ = ["PatchReport", "patch", "unpatch"]
+
+_OURS = (fused.MSSA, fused.TSSA, fused.CausalMSSA, fused.CausalTSSA, fused.ISTA, fused.OvercompleteISTA)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``patch`` did, by qualified module name; the model itself is ``""``.
+
+    Attributes:
+        replaced: the operator that each replaced module now calls.
+        left: why each module that looks like one was left as it is, and which calls of a replaced one run the
+            published forward because of their mask.
+    """
+
+    replaced: Mapping[str, str]
+    left: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"replaced {name or '(model)'}: {op}" for name, op in self.replaced.items()]
+        lines += [f"left {name or '(model)'}: {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines) or "nothing to replace"
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """What a patched module's class remembers."""
+
+    base: type[nn.Module]
+    form: Form
+    backend: str | None
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple:
+    """Pickle and copy as the published class, patched again on the other side."""
+    mark: _Patch = type(self)._crate_kernels  # pyright: ignore[reportAttributeAccessIssue]
+    reduced: tuple[Any, ...] = mark.base.__reduce_ex__(self, max(2, protocol))  # pyright: ignore
+    function, _, *state = reduced
+    if function.__name__ != "__newobj__":
+        raise pickle.PicklingError(f"patch: {mark.base.__name__} pickles itself; call unpatch first")
+    return _rebuild, (mark,), *state
+
+
+def _rebuild(mark: _Patch) -> nn.Module:
+    module = mark.base.__new__(mark.base)
+    module.__class__ = _class(mark)
+    return module
+
+
+def _refuse_script(self: nn.Module) -> nn.Module:
+    """Refuse torch.jit.script, which would compile the published forward's source under another's variables."""
+    name = type(self)._crate_kernels.base.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    raise RuntimeError(
+        f"patch: torch.jit.script does not take a patched {name}; call unpatch first, or torch.compile it"
+    )
+
+
+def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
+    """Return what reads a call's tokens and mask; tokens of None are a call that only ``published`` can answer.
+
+    Every other argument must have its default, which is what the probes ran with.
+    """
+    try:
+        parameters = list(inspect.signature(published).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    defaults = {p.name: p.default for p in parameters}
+    mask = None if form.mask is None else form.mask.name
+    alone = mask is None or defaults[mask] is not inspect.Parameter.empty
+
+    def read(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+        if len(args) == 1 and not kwargs and alone:
+            return (args[0] if isinstance(args[0], Tensor) else None), None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != len(args) + len(kwargs) or not names:  # named twice, or without a name
+            return None, None
+        x = given.pop(names[0], None)
+        value = given.pop(mask, defaults[mask]) if mask is not None else None
+        if mask is not None and not isinstance(value, Tensor) and alone:
+            if not _same(value, defaults[mask]):
+                return None, None
+            value = None
+        if not isinstance(x, Tensor) or value is inspect.Parameter.empty:
+            return None, None
+        if not all(name in defaults and _same(other, defaults[name]) for name, other in given.items()):
+            return None, None
+        return x, value
+
+    return read
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether an argument is its default: not merely equal, as 0 and False are."""
+    plain = type(value) is type(default) and isinstance(value, (bool, int, float, str))
+    return value is default or (plain and value == default)
+
+
+@functools.cache
+def _class(mark: _Patch) -> type[nn.Module]:
+    """Derive the patched class of a published one."""
+    form, published = mark.form, mark.base.forward
+    read = _reader(published, form)
+
+    @functools.wraps(published)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x, mask = read(args, kwargs)
+        if x is not None and form.ready(self, x) and not torch.jit.is_tracing():  # pyright: ignore
+            options = form.options(x, mask)
+            if options is not None:
+                return form.run(self, x, mark.backend, options)
+        return published(self, *args, **kwargs)
+
+    body = {
+        "forward": forward,
+        "__reduce_ex__": _reduce,
+        "__prepare_scriptable__": _refuse_script,
+        "_crate_kernels": mark,
+        "__module__": mark.base.__module__,
+    }
+    return types.new_class(f"Fused{mark.base.__name__}", (mark.base,), exec_body=lambda space: space.update(body))
+
+
+def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
+    """Replace the published attention and ISTA modules of a model by fused ones, in place.
+
+    Recognised by structure, in any model: the attention of CRATE, CRATE-MAE, CRATE-alpha and causal CRATE
+    (MSSA), their ISTA, plain or overcomplete, and ToST's vision and causal attention (TSSA), under the
+    published names and common others. A module is replaced only if probes find outputs, gradients and the
+    places of dropout equal. Parameters are shared, the projection still runs as a submodule, and a call runs
+    the published forward if any argument beside the tokens and a mask is not its default
+    (``return_attention=True``), or while a hook watches a bypassed ``attend``, ``dropout`` or ``relu``.
+
+    A mask argument is passed on where a probe finds that it drops keys; a query without any key then gives 0,
+    where a softmax gives NaN. A mask of pairs of tokens is recognised as the causal one if it is on the CPU, as
+    its values must be read; other masks run the published forward. With dropout the masks are drawn differently.
+    Nothing is printed. ``torch.jit.trace`` records the published forward; ``torch.jit.script`` refuses.
+
+    Args:
+        model: any module; modules of ``crate_kernels`` and those patched already are left.
+        backend: of the operators; default None, the best available at each call.
+
+    Returns:
+        What was replaced, and what looked like it but was left, with the reason.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``backend`` no string.
+        ValueError: no backend has that name.
+        RuntimeError: the backend is unavailable, here or on a module's device; nothing is changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a Module, got {type(model).__name__}")
+    if backend is not None and backend not in backends.names():
+        known = ", ".join(backends.names())
+        raise ValueError(f"patch: backend must be None or one of {known}, got {backend!r}")
+    verdicts: dict[int, tuple[nn.Module, _Patch | None, str | None]] = {}
+    replaced, left, found = {}, {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in verdicts:
+            verdicts[id(module)] = (module, *_judge(module, backend, found))
+        _, mark, reason = verdicts[id(module)]
+        if mark is not None:
+            replaced[name] = mark.form.kind
+        if reason is not None:
+            left[name] = reason
+    for module, mark, _ in verdicts.values():
+        if mark is not None:
+            module.__class__ = _class(mark)
+    return PatchReport(replaced, left)
+
+
+def unpatch(model: nn.Module) -> tuple[str, ...]:
+    """Give every patched module of ``model`` its published class back.
+
+    Returns:
+        The names of the modules that were patched; none if ``patch`` was never called.
+
+    Raises:
+        RuntimeError: something derived another class from a patched one; nothing is changed then.
+    """
+    patched = {name: module for name, module in model.named_modules() if hasattr(type(module), "_crate_kernels")}
+    for name, module in patched.items():
+        if "_crate_kernels" not in vars(type(module)):
+            raise RuntimeError(
+                f"unpatch: {name or 'the model'} must have the class patch gave it, got {type(module).__name__}: "
+                "undo what was done to it after patch first"
+            )
+    for module in patched.values():
+        module.__class__ = vars(type(module))["_crate_kernels"].base
+    return tuple(patched)
+
+
+def _judge(
+    module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[Form | None, str | None]]
+) -> tuple[_Patch | None, str | None]:
+    """Decide on one module: how to patch it, or why not; neither if it looks like none.
+
+    ``found`` keeps what the probe of the function found for modules of one signature.
+    """
+    base = type(module)
+    if hasattr(base, "_crate_kernels"):
+        return None, "already patched; unpatch first to change the backend"
+    if isinstance(module, _OURS):
+        return None, "already fused: a module of crate_kernels.nn"
+    if base.__module__.startswith("crate_kernels.models."):  # calls the operators by itself where there is one for it
+        return None, None
+    if isinstance(module, torch.jit.ScriptModule):
+        return None, None
+    forms, reason = readings(module)
+    if "forward" in vars(module) and (forms or reason):
+        return None, "its forward is set on the instance, which would hide a patched one"
+    if not forms:
+        return None, reason
+    with torch.inference_mode(False):
+        try:
+            signature = probe.signature(module)
+        except Exception:  # what a module holds may have no shape or bytes yet
+            signature = None
+        form, reason = found[signature] if signature in found else probe.find(module, forms)
+        if signature is not None:
+            found[signature] = form, reason
+        if form is None:
+            return None, reason
+        mark = _Patch(base, form, backend)
+        try:
+            patched = _class(mark)
+        except Exception as error:  # whatever the class does when it is derived from
+            return None, f"its class cannot be derived from: {error}"
+        reason = probe.same_numbers(module, form, backend, patched)
+    if reason is not None:
+        return None, reason
+    if form.mask is not None and not form.mask.masks:
+        return mark, f"runs its published forward with a {form.mask.name}, which is none that the operator has"
+    return mark, None

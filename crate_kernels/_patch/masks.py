@@ -1,0 +1,117 @@
+"""The mask of a published attention: what a tensor given there may mean, and what the operator is told.
+
+Which masks a forward takes differs between re-implementations: of keys or of pairs of tokens, True for kept or
+for dropped. A probe tries every ``Mask``; a call with none of those that it proved runs the published forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crate_kernels._core import checks
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One meaning of a mask.
+
+    Attributes:
+        rank: 2 to 4.
+        pairs: (..., seqlen, seqlen), the causal mask; otherwise (batch, ..., seqlen), which keys there are.
+        dtype: "bool", "int" or "float"; of numbers only whether they are 0 counts.
+        keep: whether True is attended to, not dropped.
+        empty: whether a query without any key agrees as well; where it does not, such calls are published ones.
+    """
+
+    rank: int
+    pairs: bool
+    dtype: str
+    keep: bool
+    empty: bool = False
+
+    def draw(self, allowed: Tensor) -> Tensor:
+        """Write which keys (batch, seqlen), or pairs (seqlen, seqlen), are attended to as such a mask."""
+        seqlen, middle = allowed.shape[-1], (1,) * (self.rank - 2)
+        shape = (*middle, seqlen, seqlen) if self.pairs else (allowed.shape[0], *middle, seqlen)
+        value = (allowed if self.keep else ~allowed).reshape(shape)
+        if self.dtype == "bool":
+            return value
+        # Not only ones: a forward that multiplies by them, or asks which are above a half, is another function.
+        numbers = torch.tensor([1, -1, 2, 3] if self.dtype == "int" else [1.0, -1.0, 0.01, 3.0])
+        return value * numbers.repeat(seqlen)[:seqlen]
+
+    def fits(self, value: Tensor, batch: int, seqlen: int) -> bool:
+        """Whether a tensor is such a mask, by its rank, shape and dtype."""
+        dtype = "bool" if value.dtype == torch.bool else "float" if value.is_floating_point() else "int"
+        if value.dim() != self.rank or dtype != self.dtype:
+            return False
+        *leading, rows, columns = value.shape
+        if not self.pairs:
+            return columns == seqlen and (*leading, rows) == (batch, *(1,) * (self.rank - 2))
+        return (
+            rows == columns == seqlen and all(size == 1 for size in leading[1:]) and leading[:1] in ([], [1], [batch])
+        )
+
+    def read(self, value: Tensor, causal: bool) -> dict[str, Any] | None:
+        """Return the operator's options; None where they cannot be told without waiting for a device."""
+        kept = value if value.dtype == torch.bool else value != 0
+        kept = kept if self.keep else ~kept
+        readable = checks._values_readable(value)
+        if self.pairs:
+            if not readable:
+                return None
+            lower = torch.ones(kept.shape[-2:], dtype=torch.bool).tril()
+            return {"causal": True} if torch.equal(kept, lower.expand_as(kept)) else None
+        kept = kept.reshape(value.shape[0], value.shape[-1])
+        if not self.empty:
+            first = kept[:, :1] if causal else kept
+            if not readable or not bool(first.any(1).all()):
+                return None
+        return {"key_padding_mask": kept}
+
+
+CANDIDATES = tuple(
+    Mask(rank, pairs, dtype, keep)
+    for pairs, rank, dtype, keep in itertools.product((False, True), (2, 3, 4), ("bool", "int", "float"), (True, False))
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The argument of a forward that takes a mask.
+
+    Attributes:
+        name: of the argument.
+        absent: whether a call without it, or with None, is the operator without a mask.
+        masks: what a tensor there is proven to mean.
+    """
+
+    name: str
+    absent: bool = True
+    masks: tuple[Mask, ...] = ()
+
+    def options(self, value: Any, x: Tensor, causal: bool) -> dict[str, Any] | None:
+        """Return what the mask of a call asks of the operator; None if only the published forward knows."""
+        if value is None:
+            return {} if self.absent else None
+        if not isinstance(value, Tensor):
+            return None
+        # Several fit where batch and seqlen are equal and the forward tells keys from pairs by the shape.
+        found = [mask for mask in self.masks if mask.fits(value, x.shape[0], x.shape[1])]
+        return found[0].read(value, causal) if len(found) == 1 else None
+
+
+def argument(module: nn.Module) -> Argument | None:
+    """Find the argument beside the tokens that a forward calls a mask."""
+    try:
+        names = list(inspect.signature(type(module).forward).parameters)[2:]
+    except (TypeError, ValueError):
+        return None
+    name = next((name for name in names if "mask" in name), None)
+    return None if name is None else Argument(name)

@@ -1,0 +1,330 @@
+"""Which form of a module computes what the module computes: probes on shadows of it.
+
+``find`` draws every parameter, and every number that a form reads, anew in float64 on the CPU: zero-initialised
+biases, stop-gradients, numbers that happen to be equal and attributes that the forward never reads cannot hide
+there. A short sequence is compared with its gradients, large tokens show clamps and a long sequence windows; masks of
+dropout are compared one by one; and both must leave the module in the same state. ``same_numbers`` then runs the
+chosen backend with the module's own parameters, dtype and device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from crate_kernels._core import backends
+from crate_kernels._patch.kinds import DROPOUTS, PLAIN, TENSORS, Attention, Form, Sparse, number, tensor, with_dropout
+from crate_kernels._patch.masks import CANDIDATES, Mask
+from crate_kernels._patch.shadow import KnownMasks, quiet, same_state, shadow_of
+
+# A module may do part of its work in float32: some dozen roundings of 1.2e-7. Another function differs by
+# far more: the smallest published constant, a threshold of 0.01 on tokens of size 1, is a thousand times that.
+_SAME_FUNCTION = 1e-5
+# Scores of large tokens are hundreds, and a rounding of them is as many times one of the output.
+_SAME_LARGE = 1e-3
+# Roundings to the module's dtype between input and output, published (about ten) and fused together.
+_ROUNDINGS = 16
+_SEQLEN = 7
+_LONG_SPARSE, _LONG, _LONG_MOST = 17, 129, 1100  # tokens of the long sequence; the most for an attribute's sake
+_SIZE, _LARGE = 2.0, 16.0  # of tokens
+# What the numbers that a form reads are set to, whatever the module has: no two alike, and no published ones.
+_NUMBERS = (0.15, 0.25)
+_RATES = (0.2, 0.025)  # of the first dropout, and what each further one adds
+_ATTRIBUTE_RATE = 0.15
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+# From (batch, seqlen) to what the published forward is called with beside the tokens, and the form's options.
+_Call = Callable[[int, int], tuple[dict[str, Any], dict[str, Any]]]
+
+
+class _Difference(Exception):
+    """What a form does not do as the module does."""
+
+
+class _Refused(Exception):
+    """The published forward raised the cause."""
+
+
+def signature(module: nn.Module) -> tuple | None:
+    """Return what, besides its parameters' values, a module's function depends on; None if that cannot be told.
+
+    Layers of one model share it, and so share one ``find``.
+    """
+    plain = {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    if not all(isinstance(value, PLAIN) for value in plain.values()) or len(names) != len(list(module.parameters())):
+        return None
+    children = [None if child is None else signature(child) or () for child in module._modules.values()]
+    if () in children:
+        return None
+    buffers = [None if b is None else (b.shape, b.dtype, b.cpu().numpy().tobytes()) for b in module._buffers.values()]
+    shapes = [None if p is None else p.shape for p in module._parameters.values()]
+    held = (*module._parameters, *shapes, *module._buffers, *buffers, *module._modules, *children)
+    return type(module), *plain.items(), *map(type, plain.values()), *held
+
+
+def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]:
+    """Return the first form that computes what a module computes, or why none does."""
+    reasons: list[str] = []
+    with quiet(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        pair = _Pair(module)
+        for form in forms:
+            try:
+                return pair.proven(form).assuming(module), None
+            except _Difference as error:
+                reasons.append(f"looks like {form.kind}, but {error}")
+            except _Refused as error:
+                reasons.append(_failure(error.__cause__ or error))
+            except Exception as error:
+                reasons.append(_failure(error))
+    return None, min(reasons, key=lambda reason: reason.startswith("the probe failed"))
+
+
+class _Pair:
+    """A module's published forward beside its forms, on shadows whose parameters are drawn once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.generator = torch.Generator().manual_seed(0)
+        self.drawn: dict[int, Tensor] = {}
+        self.tokens: dict[tuple[int, ...], Tensor] = {}
+
+    def proven(self, form: Form) -> Form:
+        """Return a form with its dropout and its masks as probes found them; raises what speaks against it."""
+        call = _plain
+        if form.mask is not None:
+            required = inspect.signature(type(self.module).forward).parameters[form.mask.name]
+            given = {} if required.default is not required.empty else {form.mask.name: None}
+            call = lambda batch, seqlen: (given, {})  # noqa: E731
+        try:
+            self.compare(form, call)
+        except _Refused:
+            masks = () if form.mask is None else tuple(self.masks(form))
+            if form.mask is None or not masks:
+                raise
+            form = replace(form, mask=replace(form.mask, absent=False))
+            call = masked(form, masks[0])
+            self.compare(form, call)
+        if form.mask is not None:
+            form = replace(form, mask=replace(form.mask, masks=tuple(self.masks(form))))
+        return self.place_dropout(form, call)
+
+    def compare(self, form: Form, call: _Call) -> None:
+        """Raise _Difference unless a form computes what the module computes, gradients included."""
+        x = self.short(form)
+        for training in (False, True):
+            expected, actual = self.run(form, x, call, training)
+            _hold(expected, actual, _SAME_FUNCTION)
+        leaves = [x, *(leaf for leaf in self.drawn.values() if leaf.requires_grad)]
+        dout = torch.randn(actual.shape, generator=self.generator, dtype=actual.dtype)
+        grads = (
+            torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
+            for out in (expected, actual)
+        )
+        for published, fused in zip(*grads, strict=True):
+            _hold(published, fused, _SAME_FUNCTION, "gradient")
+        with torch.no_grad():
+            large = self.x(form, 3, x.shape[1], _LARGE)  # clamps show there
+            _hold(*self.run(form, large, call, False), _SAME_LARGE, "output of large tokens")
+            self.compare_long(form, call)
+
+    def compare_long(self, form: Form, call: _Call) -> None:
+        """Compare a long sequence: windows and tables of positions show there."""
+        seqlen = _LONG_SPARSE
+        if isinstance(form, Attention):
+            sizes = {size for p in self.drawn.values() for size in p.shape}
+            counts = {n: v for n, v in vars(self.module).items() if type(v) is int and v < _LONG_MOST}
+            windows = (v + 1 for n, v in counts.items() if "win" in n or v not in sizes)
+            seqlen = max(_LONG, *windows, 0)
+        while seqlen > _SEQLEN:
+            try:
+                expected, actual = self.run(form, self.x(form, 1, seqlen, _SIZE), call, False)
+            except _Refused:  # longer than the module takes
+                seqlen //= 2
+            else:
+                return _hold(expected, actual, _SAME_FUNCTION, "output of a long sequence")
+
+    def place_dropout(self, form: Form, call: _Call) -> Form:
+        """Find where a form drops out what the module does, mask by mask."""
+        ways = list(with_dropout(self.module, form))
+        if len(ways) == 1 and not any(isinstance(m, _DropoutNd) for m in self.module.modules()):
+            return ways[0]
+        for way in ways:
+            with contextlib.suppress(_Difference, _Refused), KnownMasks(), torch.no_grad():
+                _hold(*self.run(way, self.short(form), call, True, _RATES), _SAME_FUNCTION)
+                return way
+        raise _Difference("its dropout is not the operator's")
+
+    def masks(self, form: Form) -> Iterator[Mask]:
+        """Yield what a tensor given as the mask means to the module."""
+        for mask in CANDIDATES:
+            if mask.pairs and (form.op != "mssa" or (isinstance(form, Attention) and form.causal)):
+                continue
+            with contextlib.suppress(Exception), torch.no_grad():
+                x = self.short(form)
+                _hold(*self.run(form, x, masked(form, mask), False), _SAME_FUNCTION)
+                if not mask.pairs:
+                    expected, actual = self.run(form, x, masked(form, mask, empty=True), False)
+                    expected = torch.where(expected.isnan(), actual, expected)
+                    mask = replace(mask, empty=_difference(expected, actual, _SAME_FUNCTION) is None)
+                yield mask
+
+    def run(
+        self, form: Form, x: Tensor, call: _Call, training: bool, rates: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[Any, Tensor]:
+        """Return the published output and the form's."""
+        arguments, options = call(*x.shape[:2])
+        shadows = []
+        for _ in range(2):
+            shadow = shadow_of(self.module, self.drawing(), training, itertools.count(*rates))
+            vars(shadow).update(zip(form.numbers, _NUMBERS, strict=False))
+            vars(shadow).update((name, rates[0] and _ATTRIBUTE_RATE) for name in DROPOUTS if number(shadow, name))
+            shadows.append(shadow)
+        torch.default_generator.manual_seed(0)
+        try:
+            expected = shadows[0].forward(x, **arguments)
+        except Exception as error:
+            raise _Refused from error
+        torch.default_generator.manual_seed(0)
+        actual = form.run(shadows[1], x, "reference", options)
+        if not same_state(*shadows):
+            raise _Difference("its forward changes attributes of the module, which a fused one would not")
+        return expected, actual
+
+    def drawing(self) -> Callable[[str, Tensor], Tensor]:
+        """Return what gives one shadow its tensors: parameters are those of every shadow, the rest is its own."""
+        own: dict[int, Tensor] = {}
+
+        def draw(name: str, tensor: Tensor) -> Tensor:
+            learned = isinstance(tensor, nn.Parameter) or name in TENSORS
+            known = self.drawn if learned else own
+            if id(tensor) not in known:  # tied parameters stay tied
+                if learned:
+                    known[id(tensor)] = nn.Parameter(_weights(tensor.shape, self.generator))
+                elif tensor.is_meta:
+                    raise _Difference(f"its {name} has no values on the meta device: patch where it has")
+                else:
+                    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+                    known[id(tensor)] = tensor.detach().to("cpu", dtype, copy=True)
+            return known[id(tensor)]
+
+        return draw
+
+    def short(self, form: Form) -> Tensor:
+        return self.x(form, 2, _seqlen(self.module), _SIZE)
+
+    def x(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
+        """Return tokens, the same at each call."""
+        shape = (batch, seqlen, form.token_dim(self.module))
+        if shape not in self.tokens:
+            x = size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            self.tokens[shape] = x.requires_grad_()
+        return self.tokens[shape]
+
+
+def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: type) -> str | None:
+    """Say why the backend cannot stand in for a module as it is, its parameters, dtype and device; None if it can."""
+    weight = form.weight(module)
+    device, dtype = weight.device, weight.dtype
+    generator = torch.Generator().manual_seed(0)
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        if type(tensor) is nn.Parameter:
+            return tensor
+        # Sharded: no process has all of it.
+        return tensor.clone() if type(tensor) is Tensor else _weights(tensor.shape, generator).to(device, tensor.dtype)
+
+    shadow = shadow_of(module, own, False, itertools.repeat(0.0))
+    try:
+        shadow.__class__ = patched
+    except TypeError as error:
+        return f"its class cannot be replaced: {error}"
+    if device.type == "meta":
+        return None
+    try:
+        backends.resolve(form.op, backend, device, dtype)
+    except NotImplementedError as error:
+        return str(error)
+    threshold = abs(vars(module)[form.numbers[1]]) if isinstance(form, Sparse) else 0.0
+    shape = (2, _seqlen(module), form.token_dim(module))
+    call = _plain if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
+    try:
+        devices = [device] if device.type == "cuda" else []
+        cast = torch.autocast(device.type, enabled=False)
+        with quiet(), torch.random.fork_rng(devices=devices), torch.no_grad(), cast:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+            x = (1.0 + 4.0 * threshold) * x
+            with torch.device(device):
+                arguments, options = call(*x.shape[:2])
+            expected = type(module).forward(shadow, x, **arguments)
+            actual = form.run(shadow, x, backend, options)
+    except Exception as error:
+        return _failure(error)
+    rounding = torch.finfo(dtype).eps * (x.shape[-1] ** 0.5 if dtype.itemsize > 2 else 1)
+    if dtype == torch.float32 and device.type != "cpu":
+        rounding = 2.0**-10  # products may run in TF32, as the user has set it
+    reason = _difference(expected, actual, max(_SAME_FUNCTION, _ROUNDINGS * rounding))
+    return reason and f"looks like {form.kind}, but its numbers differ: {reason}"
+
+
+def _plain(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {}, {}
+
+
+def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
+    """Call with a mask that drops some keys, or all of one sequence; one of pairs is causal."""
+    assert form.mask is not None
+    name = form.mask.name
+
+    def call(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        if mask.pairs:
+            return {name: mask.draw(torch.ones(seqlen, seqlen, dtype=torch.bool).tril())}, {"causal": True}
+        kept = torch.ones(batch, seqlen, dtype=torch.bool)
+        kept[0, seqlen // 2 :: 2] = False
+        kept[-1, 1 : seqlen // 2] = False
+        if empty:
+            kept[-1] = False
+        return {name: mask.draw(kept)}, {"key_padding_mask": kept}
+
+    return call
+
+
+def _weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Draw a parameter whose products keep the size of tokens, about."""
+    fan_in = shape[-1] if shape else 1
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn * 0.5 / max(1, fan_in) ** 0.5
+
+
+def _seqlen(module: nn.Module) -> int:
+    positions = tensor(module, "denom_bias")
+    return _SEQLEN if positions is None else min(_SEQLEN, positions.shape[1])
+
+
+def _hold(expected: Any, actual: Tensor, tolerance: float, what: str = "output") -> None:
+    reason = _difference(expected, actual, tolerance, what)
+    if reason is not None:
+        raise _Difference(f"computes something else: {reason}")
+
+
+def _difference(expected: Any, actual: Tensor, tolerance: float, what: str = "output") -> str | None:
+    """Say how far two tensors are apart, relative to the larger; None if within ``tolerance``."""
+    if not isinstance(expected, Tensor):
+        return f"{what} is a {type(expected).__name__}"
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return f"{what} is {expected.dtype} {tuple(expected.shape)}, not {actual.dtype} {tuple(actual.shape)}"
+    size = max(expected.abs().max().item(), actual.abs().max().item())
+    error = (expected - actual).abs().max().item()
+    return None if error <= tolerance * size else f"{what} differs by {error / size:.1e} of its size"
+
+
+def _failure(error: BaseException) -> str:
+    return f"the probe failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,214 @@
+"""How Triton kernels are launched: which configuration on which GPU, and what every launch shares.
+
+A launch table maps (GPU architecture, head_dim, seqlen, causal, half precision) to the tile sizes, warps and
+stages of one kernel. It is a list of rows for each architecture, of which the first that fits is taken; nothing is
+ever timed at import or in a call. ``python -m crate_kernels tune`` times the candidates on the user's GPU and writes
+rows that come before the shipped ones. Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from crate_kernels._core import files
+
+Config = Mapping[str, int]
+INTERPRETER = "interpreter"  # the row of tables for CPU tensors
+_CUDA = ("sm_80", "sm_89", "sm_90", "sm_100")
+_HIP = ("gfx942",)
+LONGEST = 1 << 20  # the last bucket of sequence lengths
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a launch table; a condition that is None always holds.
+
+    Attributes:
+        config: constexpr arguments of the kernel by name, with num_warps and num_stages.
+        head_dim: the largest head_dim it is for.
+        seqlen: the longest sequence it is for.
+        causal: the causal or the full form only.
+        half: 16-bit or fp32 tokens only.
+    """
+
+    config: Config
+    head_dim: int | None = None
+    seqlen: int | None = None
+    causal: bool | None = None
+    half: bool | None = None
+
+    @property
+    def conditions(self) -> tuple[int | None, int | None, bool | None, bool | None]:
+        """What a call must be for the row to be taken."""
+        return self.head_dim, self.seqlen, self.causal, self.half
+
+    def fits(self, head_dim: int, seqlen: int, causal: bool, half: bool) -> bool:
+        """Whether the row is for such a call."""
+        return (
+            (self.head_dim is None or head_dim <= self.head_dim)
+            and (self.seqlen is None or seqlen <= self.seqlen)
+            and self.causal in (None, causal)
+            and self.half in (None, half)
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """The launch table of one kernel.
+
+    Attributes:
+        name: unique; the key of its rows in the user's cache.
+        rows: by architecture, each list ending in a row without conditions.
+        candidates: what ``tune`` times.
+    """
+
+    name: str
+    rows: Mapping[str, tuple[Row, ...]]
+    candidates: tuple[Config, ...] = ()
+
+    def config(self, device: torch.device, head_dim: int, seqlen: int, causal: bool, dtype: torch.dtype) -> Config:
+        """Return the configuration of a call on ``device``."""
+        if self.name in _forced:
+            return _forced[self.name]
+        half = dtype != torch.float32
+        return _find(self, arch(device), _gpu_name(device), head_dim, bucket(seqlen), causal, half)
+
+    def shipped(self, device: torch.device, head_dim: int, seqlen: int, causal: bool, dtype: torch.dtype) -> Config:
+        """Return the configuration of a call on ``device`` where nothing was tuned."""
+        return _find(self, arch(device), "", head_dim, bucket(seqlen), causal, dtype != torch.float32)
+
+    def __hash__(self) -> int:
+        """Hash by name: rows are mappings."""
+        return hash(self.name)
+
+
+_forced: dict[str, Config] = {}
+
+
+@contextmanager
+def forced(table: Table, config: Config) -> Iterator[None]:
+    """Make ``table`` answer ``config`` to every call; ``tune`` and the tests of single configurations use it."""
+    before = dict(_forced)
+    _forced[table.name] = config
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: bool, half: bool) -> Config:
+    """Return the first row that fits: the user's own before the shipped ones."""
+    rows = (*user_rows(gpu).get(table.name, ()), *table.rows[_nearest(key, tuple(table.rows))])
+    return next(row.config for row in rows if row.fits(head_dim, seqlen, causal, half))
+
+
+def bucket(seqlen: int) -> int:
+    """Round a length up to the power of two that stands for it in tables; lengths are many, choices few."""
+    return min(1 << max(seqlen - 1, 0).bit_length(), LONGEST)
+
+
+@functools.lru_cache(maxsize=64)
+def arch(device: torch.device) -> str:
+    """Return the key of a device's architecture, as "sm_90" or "gfx942"; CPU tensors are the interpreter's."""
+    if device.type != "cuda":
+        return INTERPRETER
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    # Consumer Blackwell has the shared memory and the products of Ada, not those of its namesake.
+    return "sm_89" if major == 12 else f"sm_{major}{minor}"
+
+
+def _nearest(key: str, known: tuple[str, ...]) -> str:
+    """Return ``key`` if a table has it, else the newest architecture below it of the same vendor, else the oldest."""
+    if key in known:
+        return key
+    same = [k for k in (_CUDA if key.startswith("sm_") else _HIP) if k in known]
+    below = [k for k in same if _number(k) <= _number(key)]
+    return below[-1] if below else same[0]
+
+
+def _number(key: str) -> int:
+    return int(re.sub(r"\D", "", key) or 0)
+
+
+@functools.lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs a device runs side by side, at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def user_table(gpu: str) -> Path:
+    """Return where ``tune`` keeps the rows of a GPU."""
+    return Path.home() / ".cache" / "crate_kernels" / "tune" / (re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".json")
+
+
+@functools.lru_cache(maxsize=16)
+def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
+    """Read the rows that ``tune`` wrote for a GPU, by table; none where there is no file of this library."""
+    if not gpu:
+        return {}
+    try:
+        tables = json.loads(user_table(gpu).read_text())["tables"]
+        return {name: tuple(Row(**row) for row in rows) for name, rows in tables.items()}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        # No home, no file, or one from another version: the shipped table serves.
+        return {}
+
+
+def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
+    """Add what ``tune`` found to what it wrote before; a row replaces the one with its conditions, at once."""
+    user_rows.cache_clear()
+    rows = dict(user_rows(gpu))
+    for name, found in tables.items():
+        every = {row.conditions: row for row in (*rows.get(name, ()), *found)}
+        # The first that fits is taken, so the narrowest come first.
+        rows[name] = tuple(sorted(every.values(), key=lambda r: (r.head_dim or math.inf, r.seqlen or math.inf)))
+    path = user_table(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {"gpu": gpu, "tables": {name: [asdict(row) for row in own] for name, own in rows.items()}}
+    files.put(path, f"{json.dumps(body, indent=1)}\n".encode())
+    user_rows.cache_clear()
+    _find.cache_clear()
+    return path
+
+
+def guard(device: torch.device) -> AbstractContextManager:
+    """Make ``device`` current: Triton launches on the current device's current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return ``input_precision`` of ``tl.dot``, which is TF32 by default, from torch's setting for fp32 products.
+
+    Nothing set (or "highest") is exact products, "ieee". ``torch.set_float32_matmul_precision("high")`` is "tf32x3",
+    three TF32 products; "medium", or ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, is plain "tf32".
+    """
+    if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32" or torch.version.hip:
+        return "ieee"
+    try:
+        setting = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through the newer interface, which the older one cannot express
+        return "tf32"
+    return "tf32x3" if setting == "high" else "tf32"
+
+
+def drop_last(dropout_p: float) -> int:
+    """Return the largest Philox word that dropout drops, less 2^31: an int32 for every p in (0, 1)."""
+    return math.ceil(dropout_p * 2**32) - 1 - 2**31

@@ -1,0 +1,181 @@
+"""Figures of a file of results."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from crate_kernels.bench.drawing import BLUE, GREEN, GREY, ORANGE, PINK, SKY, axes
+from crate_kernels.bench.rows import Results
+from crate_kernels.bench.scaling import Series, series
+
+_STYLES = {
+    "eager": (GREY, "o"),
+    "compile": (PINK, "v"),
+    "sdpa": (ORANGE, "s"),
+    "composite": (SKY, "^"),
+    "cpp": (BLUE, "D"),
+    "triton": (GREEN, "P"),
+}
+_LABELS = {
+    "eager": "published form, eager",
+    "compile": "torch.compile of it",
+    "sdpa": "SDPA(w, w, w)",
+    "flex": "FlexAttention",
+}
+_TITLES = {
+    "mssa": "mssa: 1 x 8 heads of 64",
+    "tssa": "tssa: 1 x 12 heads of 64",
+    "ista": "ista: 768 x 768 dictionary",
+}
+_SIZES = {"seqlen": "tokens", "batch": "batch", "dim": "width"}
+_OURS = ("triton", "cpp", "composite")
+
+
+def _style(provider: str) -> dict[str, Any]:
+    color, marker = _STYLES.get(provider, (GREY, "x"))
+    return {"color": color, "marker": marker, "markersize": 4, "linewidth": 2.2 if provider in _OURS[:2] else 1.2}
+
+
+def _name(provider: str) -> str:
+    return _LABELS.get(provider, provider)
+
+
+def sweep(results: Results, over: str, direction: str = "both") -> Figure:
+    """Draw time and memory of every operator against a size, with fitted exponents."""
+    ops = [op for op in _TITLES if series(results, op, over, direction)]
+    figure, grid = axes(3.8 * len(ops), 6.2, 2, len(ops))
+    for column, op in enumerate(ops):
+        lines = series(results, op, over, direction)
+        _lines(grid[0, column], lines, lambda s: s.seconds, 1e3, "ms")
+        _lines(grid[1, column], lines, lambda s: s.memory, 2**-20, "MiB beyond inputs")
+        grid[0, column].set_title(f"{_TITLES[op]}\n" if over == "seqlen" else f"{op}\n", fontsize=10)
+        grid[1, column].set_xlabel(_SIZES[over])
+    what = {"both": "forward and backward", "forward": "forward"}[direction]
+    figure.suptitle(f"{what}, fp32; {results.machine['device']}. In brackets: fitted exponent", fontsize=9)
+    return figure
+
+
+def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[float]], unit: float, label: str) -> None:
+    for line in lines:
+        values = values_of(line)
+        exponent = line.exponent(values)
+        name = _name(line.provider) + ("" if exponent is None else f" [{exponent:.1f}]")
+        ax.plot(line.sizes, [unit * v for v in values], label=name, **_style(line.provider))
+        if line.exhausted is not None:
+            ax.annotate(
+                "out of\nmemory",
+                (line.exhausted, unit * values[-1]),
+                color=_style(line.provider)["color"],
+                fontsize=7,
+                ha="center",
+                va="bottom",
+            )
+            ax.plot([line.exhausted], [unit * values[-1]], "X", color=_style(line.provider)["color"], markersize=8)
+    ax.set(xscale="log", yscale="log", ylabel=label)
+    ax.set_xscale("log", base=2)
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top * (top / bottom) ** 0.3)  # room for the legend: every line rises
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=7, frameon=False, loc="upper left")
+
+
+def rates(results: Results, direction: str = "both") -> Figure:
+    """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of the library's own product."""
+    ops = [op for op in ("mssa", "ista") if series(results, op, "seqlen", direction)]
+    figure, grid = axes(4.6 * len(ops), 3.4, 1, len(ops))
+    for ax, op in zip(grid[0], ops, strict=True):
+        for line in series(results, op, "seqlen", direction):
+            ax.plot(
+                line.sizes,
+                [(row.flops or 0) / row.time / 1e12 for row in line.rows],
+                label=_name(line.provider),
+                **_style(line.provider),
+            )
+        ax.axhline(results.machine["product_flops"]["fp32"] / 1e12, color="black", linestyle=":", linewidth=1)
+        ax.annotate(
+            "a product of PyTorch's",
+            (0.02, results.machine["product_flops"]["fp32"] / 1e12),
+            fontsize=7,
+            va="bottom",
+            xycoords=("axes fraction", "data"),
+        )
+        ax.set(title=_TITLES[op], xlabel="tokens", ylabel="TFLOP/s of the customary count", ylim=(0, None))
+        ax.set_xscale("log", base=2)
+        ax.grid(alpha=0.25)
+        ax.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def roofline(results: Results, dtype: str = "fp32") -> Figure:
+    """Draw every forward of a dtype by the FLOP a byte that it needs and the FLOP/s that it reached."""
+    figure, grid = axes(6.4, 4.2)
+    ax = grid[0, 0]
+    product, copy = results.machine["product_flops"][dtype], results.machine["copy_bytes"]
+    intensity = np.logspace(0, 4, 100)
+    ax.plot(intensity, np.minimum(intensity * copy, product) / 1e12, color="black", linewidth=1)
+    ax.annotate("copy", (2, 2 * copy / 1e12), fontsize=8, rotation=30, va="bottom")
+    ax.annotate("product of PyTorch's", (1e4, product / 1e12), fontsize=8, ha="right", va="bottom")
+    rows = [
+        r for r in results.rows if r.dtype == dtype and r.direction == "forward" and r.flops and r.bytes and r.times
+    ]
+    rows = [r for r in rows if r.bench in ("mssa", "ista")]
+    for provider in dict.fromkeys(row.provider for row in rows):
+        own = [row for row in rows if row.provider == provider]
+        places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.time / 1e12) for row in own]
+        style = _style(provider) | {"linewidth": 0}
+        ax.plot(*zip(*places, strict=True), label=_name(provider), alpha=0.8, **style)
+    ax.set(xscale="log", yscale="log", xlabel="least FLOP a byte", ylabel="TFLOP/s of the customary count")
+    ax.set_title(f"mssa and ista, forward, {dtype}; {results.machine['device']}", fontsize=9)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def heatmap(results: Results, direction: str = "both") -> Figure:
+    """Draw how many times as long each baseline takes as the default backend, case by case."""
+    rows = [r for r in results.rows if r.bench in ("mssa", "tssa", "ista") and r.direction == direction]
+    cases = list(dict.fromkeys((r.op, r.case, r.dtype) for r in rows))
+    names = [n for n in dict.fromkeys(r.provider for r in rows if r.times) if n not in _OURS]
+    table = np.full((len(cases), len(names)), np.nan)
+    for row in rows:
+        ours = results.best(row)
+        if row.provider in names and row.times and ours is not None:
+            table[cases.index((row.op, row.case, row.dtype)), names.index(row.provider)] = row.time / ours.time
+    figure, grid = axes(1.9 + 1.15 * len(names), 1.2 + 0.24 * len(cases))
+    ax = grid[0, 0]
+    ax.imshow(np.log2(table), cmap="PuOr", norm=TwoSlopeNorm(0, -2, 4), aspect="auto")
+    for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
+        dark = abs(np.log2(table[i, j])) > 2
+        ax.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    ax.set_xticks(range(len(names)), [textwrap.fill(_name(n), 14, break_long_words=False) for n in names], fontsize=7)
+    ax.set_yticks(range(len(cases)), [f"{op} {case} {dtype}" for op, case, dtype in cases], fontsize=7)
+    what = {"both": "forward and backward", "forward": "forward", "backward": "backward"}[direction]
+    ax.set_title(f"times as long as ours: {what}", fontsize=9)
+    ax.spines[:].set_visible(False)
+    return figure
+
+
+def every(results: Results) -> dict[str, Figure]:
+    """Return the figures that these results have rows for, by file name."""
+    found: dict[str, Figure] = {}
+    for over in ("seqlen", "batch", "dim"):
+        if any(series(results, op, over, "both") for op in _TITLES):
+            found[f"scaling_{over}"] = sweep(results, over)
+    if any(series(results, op, "seqlen", "both") for op in ("mssa", "ista")):
+        found["rates_seqlen"] = rates(results)
+    for dtype in results.machine["product_flops"]:
+        if any(
+            r.bench in ("mssa", "ista") and r.dtype == dtype and r.direction == "forward" and r.times
+            for r in results.rows
+        ):
+            found[f"roofline_{dtype}"] = roofline(results, dtype)
+    for direction in ("forward", "both"):
+        if any(r.bench in ("mssa", "tssa", "ista") and r.direction == direction and r.times for r in results.rows):
+            found[f"speedup_{direction}"] = heatmap(results, direction)
+    return found

@@ -1,0 +1,98 @@
+"""One row from beginning to end: the gate, the clock, the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from crate_kernels.bench import clock, memory, providers, work
+from crate_kernels.bench.gate import Verdict, gate, upstream
+from crate_kernels.bench.providers import Provider
+from crate_kernels.bench.rows import DTYPES, Row
+from crate_kernels.testing import Timed
+
+# Takes a call and what prepares its arguments, returns the seconds of single calls: pytest-benchmark's or ours.
+Timer = Callable[[clock.Call, clock.Prepare], list[float]]
+
+
+def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, sweep: str = "") -> Row:
+    """Return the row of a case before anything is known of it."""
+    case = timed.case
+    options = dict(case.options)
+    row = Row(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
+    row.flops = work.flops(case, direction)
+    row.bytes = work.least_bytes(case, direction, DTYPES[dtype])
+    return row
+
+
+def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, timer: Timer) -> Row:
+    """Fill in ``row``: a reason for having no time, or errors, times and memory."""
+    dtype = DTYPES[row.dtype]
+    reason = provider.why_not(timed.case, dtype, device)
+    if row.direction != "forward" and device.type in provider.inference_only:
+        reason = f"{provider.name} has no backward pass on this device"
+    if reason is not None:
+        row.skipped = reason
+        return row
+    try:
+        with memory.limited(device):
+            held = gate(timed.case, dtype, device)
+            function = provider.make(timed.case)
+            verdict = held.hold(function, row.direction != "forward")
+            fill(row, verdict)
+            if verdict.passed:
+                call, prepare = _call(function, held.args, row.direction)
+                observe(row, call, prepare, device, timer)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.is_exhaustion(error):
+            raise
+        row.skipped = "out of memory"
+        row.seconds, row.device_seconds = [], []
+    return row
+
+
+def fill(row: Row, verdict: Verdict) -> None:
+    """Take over what the gate found."""
+    row.error, row.times_eager, row.share = verdict.error, verdict.times_eager, verdict.share
+    if not verdict.passed:
+        row.skipped = f"wrong: {verdict.output} has {verdict.share:.1f} times the error it may have against float64"
+
+
+def observe(
+    row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
+) -> None:
+    """Time a call that was found right, and watch its memory unless that is of no interest."""
+    row.seconds = timer(call, prepare)
+    row.device_seconds = clock.device_seconds(call, prepare, device, len(row.seconds)) or []
+    if not watch:
+        return
+    args = prepare()
+    row.peak_bytes = memory.peak_bytes(lambda: call(*args), device)
+    if device.type == "cpu":
+        args = prepare()
+        row.resident_bytes = memory.resident_bytes(lambda: call(*args))
+
+
+def _call(function: providers.Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
+    """Return what to time, and what makes its arguments outside of the time."""
+    if direction == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return function(*args)
+
+        return forward, tuple
+    g = upstream(function(*args).detach())
+
+    def backward(out: torch.Tensor) -> object:
+        return torch.autograd.grad(out, args, g)
+
+    def both() -> object:
+        return torch.autograd.grad(function(*args), args, g)
+
+    def graph() -> tuple[Any, ...]:
+        return (function(*args),)
+
+    return (backward, graph) if direction == "backward" else (both, tuple)

@@ -1,0 +1,237 @@
+"""Whole models: forward passes and training steps, against the same model on the published forms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crate_kernels import models
+from crate_kernels.bench import measuring, memory, published
+from crate_kernels.bench.gate import Verdict
+from crate_kernels.bench.rows import DTYPES, Row
+from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
+from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
+
+PROVIDERS = ("eager", "compile", "timm-vit", "composite", "default")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model worth timing.
+
+    Attributes:
+        name: as ``models.create`` has it.
+        unit: what it takes, for rates.
+        cpu_batch, gpu_batch: images or sequences a step; None where it is not timed.
+        seqlen: tokens a sequence of a language model.
+        brief: whether the default run times it.
+        vit: (width, depth, heads) of the transformer of the same size.
+    """
+
+    name: str
+    unit: str
+    cpu_batch: int | None
+    gpu_batch: int | None
+    seqlen: int = 0
+    brief: bool = False
+    vit: tuple[int, int, int] | None = None
+
+
+NETWORKS = (
+    Network("crate_small", "images", 8, 256, brief=True, vit=(576, 12, 12)),
+    Network("crate_base", "images", 2, 256, vit=(768, 12, 12)),
+    Network("tost_small_12", "images", 8, 256, vit=(384, 12, 8)),
+    Network("crate_lm_base", "tokens", 1, 16, seqlen=1024),
+    Network("tost_lm_base", "tokens", 1, 16, seqlen=1024),
+)
+
+
+class _Plain(nn.Module):
+    """A module of the library on the published form: the same parameters, eager PyTorch."""
+
+    def __init__(self, source: nn.Module, form: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.source, self.form = source, form
+
+    def heads(self, project: nn.Module, x: Tensor, heads: int) -> Tensor:
+        return project(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        source = cast(Any, self.source)
+        if isinstance(source, ISTA):
+            return self.form(x, source.weight, source.step_size, source.lambd)
+        if isinstance(source, OvercompleteISTA):
+            return self.form(x, source.D, source.D1, source.step_size, source.lambd)
+        if isinstance(source, (MSSA, TSSA)):
+            w = self.heads(source.qkv, x, source.heads)
+            out = self.form(w) if isinstance(source, MSSA) else self.form(w, source.temp)
+            return source.to_out(out.transpose(1, 2).flatten(2))
+        w = self.heads(source.c_attn, x, source.n_head)
+        out = self.form(w) if isinstance(source, CausalMSSA) else self.form(w, source.temp, source.denom_bias)
+        return source.resid_dropout(source.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+_FORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    ISTA: published.ista,
+    OvercompleteISTA: published.ista_overcomplete,
+    MSSA: published.mssa,
+    TSSA: published.tssa,
+    CausalMSSA: lambda w: published.mssa(w, causal=True),
+    CausalTSSA: published.tssa_causal,
+}
+
+
+def published_form(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in which every operator is the published form."""
+    plain = copy.deepcopy(model)
+    for parent in list(plain.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in _FORMS and not isinstance(parent, _Plain):
+                setattr(parent, name, _Plain(child, _FORMS[type(child)]))
+    return plain
+
+
+def why_not(network: Network, provider: str) -> str | None:
+    """Say why a provider cannot run a network; None if it can."""
+    if provider == "timm-vit":
+        if network.vit is None:
+            return "timm's ViT is no language model"
+        if find_spec("timm") is None:
+            return "timm is not installed"
+    return None
+
+
+def _model(network: Network, provider: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    if provider == "timm-vit":
+        from timm.models.vision_transformer import VisionTransformer  # pyright: ignore[reportMissingImports]
+
+        assert network.vit is not None
+        width, depth, heads = network.vit
+        return VisionTransformer(embed_dim=width, depth=depth, num_heads=heads).to(device, dtype)
+    model = models.create(network.name, backend="composite" if provider == "composite" else None).to(device)
+    model = published_form(model) if provider in ("eager", "compile") else model
+    return model.to(dtype)
+
+
+def _batch(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    size = network.cpu_batch if device.type == "cpu" else network.gpu_batch
+    assert size is not None
+    if network.seqlen:
+        text = torch.randint(50257, (size, network.seqlen + 1), generator=generator)
+        return text[:, :-1].to(device), text[:, 1:].to(device)
+    images = torch.randn(size, 3, 224, 224, generator=generator)
+    return images.to(device, dtype), torch.randint(1000, (size,), generator=generator).to(device)
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    result = model(x)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(_logits(model, x).flatten(0, -2).float(), y.flatten())
+
+
+def _outcome(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return logits and all gradients, in float64; in evaluation mode, where nothing is drawn."""
+    training = model.training
+    model.eval()
+    logits = _logits(model, x)
+    loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
+    used = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, used, allow_unused=True)
+    flat = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(used, grads, strict=True)]
+    model.train(training)
+    return [logits.detach().double(), torch.cat(flat).double()]
+
+
+_last: dict[tuple[Network, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+
+
+def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what the published form gives in float64 and in ``dtype``; the last are kept, for all providers."""
+    if (network, dtype, device) not in _last:
+        _last.clear()
+        x, y = _two(network, dtype, device)
+        exact = x.double() if x.is_floating_point() else x
+        _last[network, dtype, device] = (
+            _outcome(_model(network, "eager", torch.float64, device), exact, y),
+            _outcome(_model(network, "eager", dtype, device), x, y),
+        )
+    return _last[network, dtype, device]
+
+
+def _two(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two samples of a batch, a text's first tokens."""
+    x, y = _batch(network, dtype, device)
+    return (x[:2, :128], y[:2, :128]) if network.seqlen else (x[:2], y[:2])
+
+
+def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Hold logits and gradients of two samples against the published form in float64, by norm."""
+    exact, eager = _exact_and_eager(network, dtype, device)
+    actual = _outcome(model, *_two(network, dtype, device))
+    share, times_eager, error, output = 0.0, 0.0, 0.0, "logits"
+    names = (("logits", FORWARD_FACTOR), ("gradients", GRADIENT_FACTOR))
+    for (name, factor), a, e, t in zip(names, actual, eager, exact, strict=True):
+        off, eager_off, size = (torch.linalg.vector_norm(v).item() for v in (a - t, e - t, t))
+        error, times_eager = max(error, off / size), max(times_eager, off / eager_off if eager_off else 0.0)
+        here = off / (factor * (eager_off + torch.finfo(dtype).eps * size))
+        share, output = max((share, output), (here, name))
+    return Verdict(error, times_eager, share, output)
+
+
+def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
+    """Return the row of a network before anything is known of it; ``direction`` is "forward" or "step"."""
+    return Row("models", "model", network.name, dtype, direction, provider, unit=network.unit)
+
+
+def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
+    """Time a forward pass, or a training step, which has the loss, the gradients and AdamW."""
+    reason = why_not(network, row.provider)
+    if reason is not None:
+        row.skipped = reason
+        return row
+    try:
+        with memory.limited(device):
+            _fill(row, network, DTYPES[row.dtype], device, timer)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.is_exhaustion(error):
+            raise
+        row.skipped, row.seconds, row.device_seconds = "out of memory", [], []
+    return row
+
+
+def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer) -> None:
+    model = _model(network, row.provider, dtype, device).train(row.direction == "step")
+    x, y = _batch(network, dtype, device)
+    row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))
+    if row.provider != "timm-vit":  # another model: there is nothing to hold it against
+        verdict = _verdict(network, model, dtype, device)
+        measuring.fill(row, verdict)
+        if not verdict.passed:
+            return
+    if row.provider == "compile":
+        torch._dynamo.reset()
+        model = cast(nn.Module, torch.compile(model, dynamic=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def forward() -> None:
+        with torch.no_grad():
+            _logits(model, x)
+
+    def step() -> None:
+        _loss(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, and so out of the peak
+
+    measuring.observe(row, step if row.direction == "step" else forward, tuple, device, timer)

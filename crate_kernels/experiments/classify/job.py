@@ -1,0 +1,80 @@
+"""The experiment: train every model alike, and say how well each reads digits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from crate_kernels.experiments.classify import figures
+from crate_kernels.experiments.classify.models import BUILDERS, fresh
+from crate_kernels.experiments.classify.settings import Settings
+from crate_kernels.experiments.common.fit import Fit, decayed, train
+from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.demo.training import Settings as DemoSettings
+from crate_kernels.experiments.demo.training import batch, steps_per_epoch
+
+
+def run(trial: Trial, settings: Settings) -> int:
+    """Train, test and draw."""
+    digits = data.load()
+    neighbours = data.nearest_neighbours(digits)
+    trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    fits = [_fit(name, trial, settings, digits) for name in settings.models or BUILDERS]
+    rows, found = [], {}
+    for fit in fits:
+        train(fit, trial)
+        accuracy = fit.watched[-1][1]
+        seconds = "-" if fit.seconds is None else f"{fit.seconds:.0f} s"
+        rows.append([fit.label, BUILDERS[fit.label].paper, f"{accuracy:.4f}", f"{fit.parameters:,}", seconds])
+        found[fit.label] = {
+            "accuracy": accuracy,
+            "accuracies": fit.watched,
+            "losses": fit.losses,
+            "parameters": fit.parameters,
+            "seconds": fit.seconds,
+        }
+    rows.append(["3 nearest neighbours, on pixels", "-", f"{neighbours:.4f}", "-", "-"])
+    header = ("", "paper, ImageNet", "measured, digits", "parameters", "training")
+    trial.compare(rows, header)
+    trial.say("Other images, other sizes, other training: the columns are not to be compared with each other")
+    trial.write(
+        {"classify": figures.classify(fits, neighbours)},
+        {"digits": digits.name, "nearest_neighbours": neighbours, "models": found},
+        settings,
+    )
+    return 0
+
+
+def _fit(name: str, trial: Trial, settings: Settings, digits: data.Digits) -> Fit:
+    model = fresh(name, settings, digits, trial.backend, trial.seed).to(trial.device)
+    drawing = DemoSettings(seed=trial.seed, batch_size=settings.batch_size)
+
+    def loss(step: int) -> Tensor:
+        images, labels = batch(drawing, digits, step)
+        return F.cross_entropy(model(images.to(trial.device)), labels.to(trial.device), label_smoothing=0.1)
+
+    def accuracy() -> float:
+        parts = zip(digits.crop(digits.test_images).split(250), digits.test_labels.split(250), strict=True)
+        right = sum(int((model(x.to(trial.device)).argmax(-1).cpu() == y).sum()) for x, y in parts)
+        return right / len(digits.test_labels)
+
+    each, rate = steps_per_epoch(drawing, digits), BUILDERS[name].pace * settings.rate
+    return Fit(
+        "".join(c if c.isalnum() else "-" for c in name.lower()),
+        name,
+        model,
+        torch.optim.AdamW(decayed(model, settings.weight_decay), lr=rate),
+        loss,
+        settings.epochs * each,
+        rate,
+        settings.warmup,
+        {**asdict(settings), "models": [], "model": name, "seed": trial.seed, "digits": digits.name},
+        accuracy,
+        "accuracy",
+        each,
+        clip=1.0,
+    )

@@ -1,0 +1,97 @@
+"""Options, refusals and exit status of an experiment; what it needs beyond PyTorch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from crate_kernels.bench import load
+from crate_kernels.experiments.common import machine
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+
+
+def missing_packages() -> str | None:
+    """Say which packages are not installed and what brings them; None if all are."""
+    missing = [package for module, package in NEEDS.items() if find_spec(module) is None]
+    if not missing:
+        return None
+    return f"not installed: {', '.join(missing)}; pip install 'crate-kernels[demo]' brings them"
+
+
+def refuse(verb: str, reason: str) -> int:
+    """Print why nothing was done; return the exit status."""
+    print(f"{verb}: {reason}", file=sys.stderr)
+    return 2
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One verb that measures something and draws it.
+
+    Attributes:
+        name: of the verb; its room is ``crate_kernels/experiments/<name>``, with ``job.run(trial, settings)`` in it.
+        presets: settings by name; ``"default"`` finishes in minutes on a small CPU, ``"paper"`` is what was
+            published, ``"quick"`` shows every part.
+        lasts: how long ``"default"`` took on one core, for ``--help``.
+        ops: the operators it needs, for refusing a backend that lacks one.
+    """
+
+    name: str
+    presets: Mapping[str, Any]
+    lasts: str
+    ops: tuple[str, ...] = ()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        folder = Path(f"{self.name}-output")
+        parser.add_argument("--output", type=Path, default=folder, help="folder to write (%(default)s)")
+        sizes = f"size of the experiment (%(default)s: {self.lasts} on one core of a Zen 4 processor)"
+        parser.add_argument("--preset", choices=list(self.presets), default="default", help=sizes)
+        parser.add_argument("--fresh", action="store_true", help="start anew, whatever was trained in that folder")
+        parser.add_argument("--seed", type=int, default=0, help="of every draw (%(default)s)")
+        if self.ops:
+            parser.add_argument("--backend", help="of the operators; by default the best available")
+        parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run it.
+
+        Returns:
+            0; 1 if a check that the experiment itself makes fails; 2 if it cannot run as asked; 130 if interrupted.
+        """
+        if lacking := missing_packages():
+            return refuse(self.name, lacking)
+        if args.seed < 0:
+            return refuse(self.name, f"--seed must be >= 0, got {args.seed}")
+        backend = args.backend if self.ops else None
+        try:
+            device = machine.choose(args.device, self.ops, backend)
+        except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+            return refuse(self.name, str(error).partition("\n")[0])
+        load.share_cores(device, print)
+
+        from crate_kernels.experiments.common.checkpoints import Unusable
+        from crate_kernels.experiments.common.trial import Trial
+
+        job = import_module(f"crate_kernels.experiments.{self.name}.job")
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+            trial = Trial(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
+            return job.run(trial, self.presets[args.preset])
+        except Unusable as error:
+            return refuse(self.name, f"{error}; --fresh starts anew, --output writes elsewhere")
+        except OSError as error:
+            return refuse(self.name, str(error))
+        except KeyboardInterrupt:
+            saved, again = any(args.output.glob("*checkpoint*")), " without --fresh" if args.fresh else ""
+            went_on = f" The same command{again} goes on from {args.output}." if saved else ""
+            print(f"\nInterrupted.{went_on}")
+            return INTERRUPTED

@@ -1,0 +1,47 @@
+"""Where a run can take place, and where it did."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from crate_kernels import __version__
+from crate_kernels._core import backends as _backend
+
+
+def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> torch.device:
+    """Return the device asked for (a GPU where there is one, by default) once it has been seen to work.
+
+    Raises:
+        RuntimeError, ValueError, NotImplementedError, AssertionError: there is none, or ``backend`` cannot compute
+            ``ops`` there.
+    """
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.empty(1, device=found).item()
+    for op in ops:
+        _backend.resolve(op, backend, found, torch.float32)
+    return found
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Say where the numbers come from."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{device.type}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "crate_kernels": __version__,
+    }
+
+
+def backends(ops: tuple[str, ...], backend: str | None, device: torch.device) -> str:
+    """Name the backend that computes ``ops``, or each operator's where they differ."""
+    found = {op: _backend.resolve(op, backend, device, torch.float32) for op in ops}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{op} {name}" for op, name in found.items())

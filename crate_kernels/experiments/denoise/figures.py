@@ -1,0 +1,59 @@
+"""The figures of ``denoise``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from crate_kernels.bench.drawing import CYCLE, GREY, axes
+from crate_kernels.experiments.denoise.settings import Mixture
+
+
+def theorem(entries: Sequence[dict[str, Any]], backend: str) -> Figure:
+    """Draw the SNR against the theorem's line, and how far it is from it."""
+    figure, ((curve, off),) = axes(10, 3.8, 1, 2)
+    for entry, colour in zip(entries, CYCLE, strict=False):
+        mixture: Mixture = entry["mixture"]
+        assert mixture.threshold is not None
+        means = entry["ratios"].mean((0, 2))
+        layers = range(len(means))
+        growth = 1 + mixture.eta * mixture.threshold
+        name = f"N={mixture.tokens}, K={mixture.clusters}, p={mixture.rank}"
+        curve.plot(layers, [means[0] * growth**layer for layer in layers], "--", color=colour, linewidth=1)
+        curve.plot(layers, means, "o", color=colour, markersize=4, label=name)
+        off.plot(layers[1:], entry["departure"][1:], "o-", color=colour, markersize=4, label=f"{name}, float64")
+        rough = entry["kernel_departure"][1:]
+        off.plot(layers[1:], rough, "x:", color=colour, markersize=5, label=f"{name}, float32 ({backend})")
+        for ax in (curve, off):
+            ax.axvline(mixture.exact + 0.5, color=colour, linewidth=0.8, alpha=0.4)
+    curve.plot([], [], "--", color=GREY, linewidth=1, label=r"Theorem 3.1: $(1+\eta\tau)^\ell$")
+    curve.plot([], [], color=GREY, linewidth=0.8, alpha=0.4, label="to its left, checked to rounding")
+    curve.set(xlabel="layer", ylabel="SNR", yscale="log")
+    off.set(xlabel="layer", ylabel="largest relative departure from the line", yscale="log")
+    for ax in (curve, off):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curve.legend(frameon=False, fontsize=8)
+    off.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
+    """Draw the SNR of every layer under softmax, a panel a form, the spread over draws and clusters shaded."""
+    forms = list(dict.fromkeys(mixture.form for mixture in mixtures))
+    noises = list(dict.fromkeys(mixture.noise for mixture in mixtures))
+    figure, (panels,) = axes(3.6 * len(forms), 3.6, 1, len(forms), sharey=True)
+    for mixture, ratios in zip(mixtures, found, strict=True):
+        every = ratios.transpose(1, 2).flatten(0, 1)  # (draws * clusters, layers + 1)
+        layers, colour = range(every.shape[1]), CYCLE[noises.index(mixture.noise)]
+        ax = panels[forms.index(mixture.form)]
+        ax.plot(layers, every.mean(0), "o-", color=colour, markersize=3, label=f"noise {mixture.noise}")
+        ax.fill_between(layers, every.amin(0), every.amax(0), color=colour, alpha=0.2, linewidth=0)
+        ax.set(xlabel="layer", title=f"softmax, {mixture.form}")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].set(ylabel="SNR", ylim=(0, None))  # once all is drawn: a limit stays where it is set
+    panels[0].legend(frameon=False)
+    return figure

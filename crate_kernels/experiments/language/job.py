@@ -1,0 +1,149 @@
+"""The experiment: train every model alike, draw the losses, let each write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import files
+from crate_kernels.experiments.common.draws import generator
+from crate_kernels.experiments.common.fit import Fit, train
+from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.experiments.language import figures, text
+from crate_kernels.experiments.language.settings import Settings
+from crate_kernels.models import CRATELM, CRATELMConfig, ToSTLM, ToSTLMConfig
+from crate_kernels.models._language import LanguageModel
+from crate_kernels.models.aot import AoTLM, AoTLMConfig
+
+_TRAINING, _WRITING = 0, 1
+_BYTES = 256
+_PROMPT = "The "
+
+# What the papers report, nats a GPT-2 token, on OpenWebText or, as said, on LAMBADA without training on it: Buchanan,
+# Pai, Wang and Ma (Learning Deep Representations of Data Distributions, 2025), "Causal Language Modeling", "Linear Time
+# Complexity Transformers" (as ToST's repository, tost_lang/README.md) and "Attention-Only Transformers".
+MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
+    "causal CRATE": (lambda sizes: CRATELM(CRATELMConfig(**sizes)), "3.37 (base, 60M)"),
+    "causal CRATE, overcomplete": (lambda sizes: CRATELM(CRATELMConfig(**sizes, overcomplete=True)), "-"),
+    # The published layer scales start at 1e-5 for far longer trainings; small models start at 1.
+    "ToST": (lambda sizes: ToSTLM(ToSTLMConfig(**sizes, bias=False, eta=1.0)), "3.20 (base, 110M)"),
+    "AoT, MSSA": (lambda sizes: AoTLM(AoTLMConfig(**sizes, bias=False)), "LAMBADA 4.70 (base, 102M)"),
+    "AoT, MHSA": (
+        lambda sizes: AoTLM(AoTLMConfig(**sizes, bias=False, attention="mhsa")),
+        "LAMBADA 4.42 (base, 122M)",
+    ),
+    "GPT-2": (
+        lambda sizes: AoTLM(AoTLMConfig(**sizes, bias=False, attention="mhsa", mlp=True)),
+        "2.84, LAMBADA 4.32 (base, 124M)",
+    ),
+}
+
+
+def run(trial: Trial, settings: Settings) -> int:
+    """Train, test, write and draw."""
+    source = text.load()
+    trial.say(f"{source.name}: the last tenth to be tested on")
+    rows, found, samples, fits = [], {}, {}, []
+    for name, (_, paper) in MODELS.items():
+        fit = _fit(name, trial, settings, source)
+        train(fit, trial)
+        written, rates = _write(fit, trial, settings)
+        samples[name] = written
+        fits.append(fit)
+        bits = fit.watched[-1][1]
+        rows.append([name, paper, f"{bits:.3f}", f"{fit.parameters:,}", f"{rates[0]:.0f}, {rates[1]:.0f}"])
+        found[name] = {
+            "bits_per_byte": bits,
+            "watched": fit.watched,
+            "losses": fit.losses,
+            "parameters": fit.parameters,
+            "seconds": fit.seconds,
+            "tokens_per_second": {"cached": rates[0], "recomputing": rates[1]},
+            "sample": written,
+        }
+    header = ("", "paper, nats a token", "measured, bits a byte", "parameters", "bytes a second, cached and not")
+    trial.compare(rows, header)
+    trial.say("Other text, other tokens, other sizes: the columns are not to be compared with each other")
+    shown = "\n\n".join(f"{name}:\n{written}" for name, written in samples.items())
+    files.put(trial.folder / "samples.txt", (shown + "\n").encode())
+    trial.write({"language": figures.language(fits)}, {"text": source.name, "models": found}, settings)
+    trial.say(f"What each writes is in {trial.folder / 'samples.txt'}")
+    return 0
+
+
+def fresh(trial: Trial, settings: Settings, name: str) -> LanguageModel:
+    """Build a model as it is before the first step."""
+    sizes = {
+        "vocab_size": _BYTES,
+        "block_size": settings.block,
+        "n_layer": settings.layers,
+        "n_head": settings.heads,
+        "n_embd": settings.dim,
+        "backend": trial.backend,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(trial.seed)
+        return MODELS[name][0](sizes).to(trial.device)
+
+
+def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
+    model = fresh(trial, settings, name)
+
+    def loss(drawn: int) -> Tensor:
+        size = (settings.block, settings.batch_size)
+        inputs, targets = text.batch(source.train, *size, trial.seed, _TRAINING, drawn)
+        _, value = model(inputs.to(trial.device), targets.to(trial.device))
+        assert value is not None
+        return value
+
+    def bits() -> float:
+        """Return the mean loss over the test text, in bits a byte; the first of each stretch has no context."""
+        inputs, targets = text.stretches(source.test, settings.block)
+        total = 0.0
+        for x, y in zip(inputs.split(64), targets.split(64), strict=True):
+            _, value = model(x.to(trial.device), y.to(trial.device))
+            assert value is not None
+            total += value.item() * len(x)
+        return total / len(inputs) / math.log(2)
+
+    return Fit(
+        "".join(c if c.isalnum() else "-" for c in name.lower()),
+        name,
+        model,
+        torch.optim.AdamW(model.parameter_groups(settings.weight_decay), lr=settings.rate, betas=(0.9, 0.95)),
+        loss,
+        settings.steps,
+        settings.rate,
+        settings.warmup,
+        {**asdict(settings), "model": name, "seed": trial.seed, "text": source.name},
+        bits,
+        "bits a byte",
+        max(1, settings.steps // 5),
+        clip=1.0,
+        pieces=settings.pieces,
+    )
+
+
+def _write(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
+    """Let a model go on from a prompt; return the text, and bytes a second with a cache and without.
+
+    Speed is measured within the model's context, where the cache serves.
+    """
+    model: Any = fit.model
+    prompt = torch.tensor([list(_PROMPT.encode())], device=trial.device)
+    rates = []
+    for cached in (True, False):
+        count = max(1, settings.block - prompt.shape[1])
+        start = perf_counter()
+        model.generate(prompt, count, temperature=0, use_cache=cached)
+        rates.append(count / (perf_counter() - start))
+    draws = torch.Generator(trial.device)
+    draws.manual_seed(generator(trial.seed, _WRITING).initial_seed())
+    written = model.generate(prompt, settings.sample, temperature=settings.temperature, generator=draws)
+    return text.readable(written[0].cpu()), (rates[0], rates[1])

@@ -1,0 +1,87 @@
+"""The figures of ``layers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from crate_kernels.bench.drawing import axes, bare
+from crate_kernels.experiments.layers.watching import Tokens
+
+
+def epochs(seen: dict[int, dict[str, Any]]) -> Figure:
+    """Draw coding rate and nonzeros by layer, a line for each epoch that was looked at."""
+    figure, ((rate, nonzeros),) = axes(9.5, 3.6, 1, 2)
+    colours = matplotlib.colormaps["viridis_r"]
+    for index, (epoch, found) in enumerate(sorted(seen.items())):
+        colour = colours((index + 0.5) / len(seen))
+        layers = range(1, len(found["coding_rate"]) + 1)
+        name = "before training" if epoch == 0 else f"epoch {epoch}"
+        rate.plot(layers, found["coding_rate"], "o-", color=colour, markersize=4, label=name)
+        nonzeros.plot(layers, found["nonzeros"], "o-", color=colour, markersize=4, label=name)
+    rate.set(xlabel="layer", ylabel="coding rate $R^c$ after MSSA (nats)", ylim=(0, None))
+    nonzeros.set(xlabel="layer", ylabel="share of nonzeros after ISTA", ylim=(0, None))
+    for ax in (rate, nonzeros):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(*rate.get_legend_handles_labels(), frameon=False, loc="outside right center")
+    return figure
+
+
+def heatmaps(seen: Tokens) -> Figure:
+    """Draw the code of each token of one digit, in every layer."""
+    depth = len(seen.codes)
+    figure, (row,) = axes(2.1 * depth + 1, 3.4, 1, depth)
+    for layer, ax in enumerate(row):
+        codes = seen.codes[layer].abs()
+        # Each layer to its own scale: they differ by more than a colour bar could show.
+        ax.imshow((codes / codes.max().clamp(min=1e-12)).numpy(), cmap="magma", aspect="auto", vmin=0, vmax=1)
+        share = float((seen.codes[layer] != 0).double().mean())
+        ax.set_title(f"layer {layer + 1}\n{100 * share:.0f}% nonzero", fontsize=10)
+        ax.set_xlabel("channel")
+        if layer == 0:
+            ax.set_ylabel(f"token (digit {seen.labels[0]})")
+        else:
+            ax.set_yticks([])
+    figure.colorbar(ScalarMappable(Normalize(0, 1), "magma"), ax=row, label="code / largest of the layer", shrink=0.9)
+    return figure
+
+
+def subspaces(seen: Tokens, heads: int) -> Figure:
+    """Draw ``|[U_1 .. U_K]^T [U_1 .. U_K]|`` of every layer, the columns of unit norm."""
+    depth, size = seen.gram.shape[:2]
+    columns = min(depth, 6)
+    rows = -(-depth // columns)
+    figure, grid = axes(2.3 * columns + 1, 2.6 * rows, rows, columns)
+    ticks = [size // heads * head - 0.5 for head in range(heads + 1)]
+    for layer, ax in enumerate(grid.flat):
+        if layer >= depth:
+            ax.set_visible(False)
+            continue
+        ax.imshow(seen.gram[layer].numpy(), cmap="magma", vmin=0, vmax=1)
+        ax.set(title=f"layer {layer + 1}", xticks=ticks, yticks=ticks)
+        ax.set_xticklabels([])
+        ax.set_yticklabels([])
+    figure.colorbar(
+        ScalarMappable(Normalize(0, 1), "magma"), ax=grid, label="absolute cosine; a block is a head", shrink=0.9
+    )
+    return figure
+
+
+def principal(seen: Tokens) -> Figure:
+    """Draw each digit, and beside it the first three principal components of its tokens as red, green and blue."""
+    depth, digits = seen.colours.shape[:2]
+    figure, grid = axes(1.35 * (depth + 1), 1.4 * digits + 0.4, digits, depth + 1)
+    for digit, row in enumerate(grid):
+        row[0].imshow(seen.images[digit].numpy(), cmap="gray")
+        for layer, ax in enumerate(row[1:]):
+            ax.imshow(seen.colours[layer, digit].numpy(), interpolation="nearest")
+            if digit == 0:
+                ax.set_title(f"layer {layer + 1}\n{100 * seen.explained[layer]:.0f}% of variance", fontsize=8)
+        for ax in row:
+            bare(ax)
+    return figure

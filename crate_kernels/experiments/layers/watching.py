@@ -1,0 +1,115 @@
+"""Training that is looked at on the way, and what its tokens look like at the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import files
+from crate_kernels.experiments.common import checkpoints, interrupts
+from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.experiments.demo import checkpoint, whitebox
+from crate_kernels.experiments.demo.data import Digits
+from crate_kernels.experiments.demo.training import Training, steps_per_epoch
+
+_SEEN = "seen.json"
+
+
+def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    """Train to the end, from wherever the folder is; return what was measured, by epoch.
+
+    Raises:
+        checkpoints.Unusable: the checkpoint is of another run, or cannot be read.
+        KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
+    """
+    seen: dict[int, dict[str, Any]] = {}
+    path, epoch = trial.folder / _SEEN, steps_per_epoch(training.settings, training.digits)
+    if not trial.fresh and checkpoint.resume(training, trial.folder):
+        trial.say(f"Going on from step {training.done} of {training.total}")
+        seen = _read(path)
+    with interrupts.deferred() as received, trial.progress("training", training.total, training.done) as advance:
+        while True:
+            done, rest = divmod(training.done, epoch)
+            if rest == 0 and done in looks and done not in seen:
+                seen[done] = whitebox.measure(training.model, training.digits, trial.device).summary()
+                seen[done]["accuracy"] = training.evaluate()
+                files.put(path, json.dumps(seen).encode())
+                checkpoint.save(training, trial.folder)
+            if received:
+                checkpoint.save(training, trial.folder)
+                raise KeyboardInterrupt
+            if training.done == training.total:
+                return seen
+            advance(f"loss {training.step():.3f}")
+
+
+def _read(path: Path) -> dict[int, dict[str, Any]]:
+    try:
+        return {int(epoch): found for epoch, found in json.loads(path.read_text()).items()}
+    except (OSError, ValueError) as error:
+        raise checkpoints.Unusable(f"{path} cannot be read ({error})") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of a few digits in every layer.
+
+    Attributes:
+        images: (n, side, side), as the model saw them. labels: (n,).
+        codes: what ISTA returned for the first, (depth, tokens, dim), class token first.
+        colours: the first three principal components of the projected patch tokens of all digits, a layer's together,
+            each scaled to [0, 1]: (depth, n, rows, columns, 3).
+        explained: the share of the variance that the three explain, (depth,).
+        gram: absolute cosines of the learned directions, (depth, heads * dim_head, heads * dim_head).
+    """
+
+    images: Tensor
+    labels: Tensor
+    codes: Tensor
+    colours: Tensor
+    explained: list[float]
+    gram: Tensor
+
+
+@torch.no_grad()
+def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens:
+    """Look at the first test image of each of ``shown``: chosen by position, not by how they look."""
+    model: Any = training.model.eval()
+    chosen = torch.tensor([int((digits.test_labels == each).nonzero()[0]) for each in shown])
+    images = digits.crop(digits.test_images[chosen])
+    codes: list[Tensor] = []
+    hooks = [
+        layer[1].register_forward_hook(lambda _module, _args, out: codes.append(out[0].cpu()))
+        for layer in model.transformer.layers
+    ]
+    try:
+        model(images.to(training.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    depth, side = model.config.depth, digits.image_size // digits.patch_size
+    found = [_components(model.get_last_key(images.to(training.device), depth=i)[:, 1:].cpu()) for i in range(depth)]
+    return Tokens(
+        images[:, 0],
+        digits.test_labels[chosen],
+        torch.stack(codes),
+        torch.stack([colours.unflatten(1, (side, side)) for colours, _ in found]),
+        [explained for _, explained in found],
+        whitebox.measure(model, digits, training.device).gram,
+    )
+
+
+def _components(patches: Tensor) -> tuple[Tensor, float]:
+    """Return the first three principal components of (n, patches, dim), each in [0, 1], and their share."""
+    rows = patches.flatten(0, 1).double()
+    rows = rows - rows.mean(0)
+    left, singular, _ = torch.linalg.svd(rows, full_matrices=False)
+    parts = left[:, :3] * singular[:3]
+    low, high = parts.amin(0), parts.amax(0)
+    scaled = (parts - low) / (high - low).clamp(min=torch.finfo(parts.dtype).tiny)
+    return scaled.unflatten(0, patches.shape[:2]), float(singular[:3].square().sum() / singular.square().sum())

@@ -1,0 +1,230 @@
+"""One product of tokens with a matrix, and everything that a sparse-coding step does to it.
+
+``product`` computes ``act(base + gate * gated + scale * left @ right)``, in one of two ways:
+
+======= ======== ======================================================================================
+way     launches passes over tensors of the tokens' size
+======= ======== ======================================================================================
+fused   1        reads ``left``, ``base``, ``gated`` and ``gate``, once each; writes the result
+library 2        the same, and the product is written and read once more; a ``base`` that is ``left`` is
+                 read twice
+======= ======== ======================================================================================
+
+The fused way is a Triton kernel with all that in its epilogue. For sums of up to some 2500 terms reading and writing
+the tokens takes a GPU so long beside multiplying them that the library's faster inner loop is expected to gain less
+than its passes cost (``tables.py``). float32 products are the library's: without tensor cores they take ten times
+as long as the passes, and PyTorch's setting for TF32 holds. There is no persistent and no TMA variant: nobody has
+measured that one gains.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._triton import launch
+from crate_kernels.ops.ista.triton.tables import PRODUCT
+
+_ELEMENTS = 2048  # of a program of the elementwise kernel
+_NONE, _RELU, _SOFT = 0, 1, 2
+
+
+@triton.jit
+def _finish(
+    acc,
+    base_ptr,
+    gated_ptr,
+    gate_ptr,
+    places,
+    mask,
+    threshold,
+    GATE_ALL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Add ``base``, and ``gated`` where ``gate`` is not zero, and take the threshold; each but ``acc`` may be None."""
+    if base_ptr is not None:
+        acc += tl.load(base_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if gate_ptr is not None:
+        closed = tl.load(gate_ptr + places, mask=mask, other=0.0) == 0
+    if gated_ptr is not None:
+        acc += tl.where(closed, 0.0, tl.load(gated_ptr + places, mask=mask, other=0.0).to(tl.float32))
+    if ACTIVATION == 1:
+        acc -= threshold
+        acc = tl.where(acc < 0, 0.0, acc)
+    elif ACTIVATION == 2:
+        size = tl.abs(acc) - threshold
+        acc = tl.where(size < 0, 0.0, tl.where(acc < 0, -size, size))
+    if GATE_ALL:
+        acc = tl.where(closed, 0.0, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _ista_product_kernel(
+    left_ptr,
+    right_ptr,
+    base_ptr,
+    gated_ptr,
+    gate_ptr,
+    out_ptr,
+    stride_rk,
+    stride_rn,
+    rows,
+    columns,
+    inner,
+    scale,
+    threshold,
+    GATE_ALL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute one (BLOCK_M, BLOCK_N) tile of a product; programs that share rows of ``left`` are neighbours."""
+    nblocks = tl.cdiv(columns, BLOCK_N)
+    pid = tl.program_id(0)
+    offs_m = (pid // nblocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = (pid % nblocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m, mask_n = offs_m[:, None] < rows, offs_n[None, :] < columns
+    left_ptrs = left_ptr + offs_m[:, None] * inner + offs_k[None, :]
+    right_ptrs = right_ptr + offs_k.to(tl.int64)[:, None] * stride_rk + offs_n.to(tl.int64)[None, :] * stride_rn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        if EVEN_K:
+            left = tl.load(left_ptrs, mask=mask_m, other=0.0)
+            right = tl.load(right_ptrs, mask=mask_n, other=0.0)
+        else:
+            left = tl.load(left_ptrs, mask=mask_m & (offs_k[None, :] < inner - k), other=0.0)
+            right = tl.load(right_ptrs, mask=mask_n & (offs_k[:, None] < inner - k), other=0.0)
+        acc = tl.dot(left.to(right.dtype), right, acc)
+        left_ptrs += BLOCK_K
+        right_ptrs += BLOCK_K * tl.cast(stride_rk, tl.int64)
+    places = offs_m[:, None] * columns + offs_n[None, :]
+    acc = _finish(acc * scale, base_ptr, gated_ptr, gate_ptr, places, mask_m & mask_n, threshold, GATE_ALL, ACTIVATION)
+    tl.store(out_ptr + places, acc, mask=mask_m & mask_n)
+
+
+@triton.jit(do_not_specialize=("elements",))
+def _ista_update_kernel(
+    product_ptr,
+    base_ptr,
+    gated_ptr,
+    gate_ptr,
+    out_ptr,
+    elements,
+    scale,
+    threshold,
+    GATE_ALL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Do to a product that is in memory what the epilogue of ``_ista_product_kernel`` does; all contiguous."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < elements
+    if product_ptr is None:
+        acc = tl.zeros((BLOCK,), tl.float32)
+    else:
+        acc = tl.load(product_ptr + places, mask=mask, other=0.0).to(tl.float32) * scale
+    acc = _finish(acc, base_ptr, gated_ptr, gate_ptr, places, mask, threshold, GATE_ALL, ACTIVATION)
+    tl.store(out_ptr + places, acc, mask=mask)
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    *,
+    scale: float = 1.0,
+    base: Tensor | None = None,
+    gated: Tensor | None = None,
+    gate: Tensor | None = None,
+    threshold: float | None = None,
+    nonnegative: bool = True,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``act(base + gated + scale * left @ right)``, accumulated in float32.
+
+    Args:
+        left: (rows, inner), contiguous; rounded to right's dtype for the product.
+        right: (inner, columns), any strides; its dtype is that of the product.
+        scale: factor of the product.
+        base: (rows, columns), contiguous as all that follow; added.
+        gated: (rows, columns), added where ``gate`` is not zero.
+        gate: (rows, columns); without ``gated`` it clears the whole result where it is zero.
+        threshold: of the activation; None for none.
+        nonnegative: ReLU, or the two-sided soft threshold.
+        out: where the result is put, contiguous; allocated by default.
+        dtype: of the result where ``out`` is None, right's by default.
+    """
+    rows, columns, inner = left.shape[0], right.shape[1], left.shape[1]
+    if out is None:
+        out = left.new_empty(rows, columns, dtype=dtype or right.dtype)
+    if out.numel() == 0:
+        return out
+    shared: dict[str, Any] = {
+        "base_ptr": base,
+        "gated_ptr": gated,
+        "gate_ptr": gate,
+        "scale": scale,
+        "threshold": threshold or 0.0,
+        "GATE_ALL": gate is not None and gated is None,
+        "ACTIVATION": _NONE if threshold is None else _RELU if nonnegative else _SOFT,
+    }
+    # The pointers of widths that 16-byte loads do not divide fill the registers: of a large tile, and of few threads.
+    even = inner % 16 == 0 and columns % 16 == 0
+    config = dict(PRODUCT.config(left.device, inner, rows if even else min(rows, 1024), False, left.dtype))
+    if not even:
+        config["num_warps"] = 8
+    with launch.guard(left.device):
+        if config.pop("LIBRARY") or right.dtype == torch.float32:
+            plain = library_product(left.to(right.dtype), right, scale, out if out.dtype == right.dtype else None)
+            if plain is not out or shared["ACTIVATION"] or base is not None or gate is not None:
+                _update(plain, out, {**shared, "scale": 1.0})
+            return out
+        grid = (triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"]),)
+        _ista_product_kernel[grid](
+            left_ptr=left,
+            right_ptr=right,
+            out_ptr=out,
+            stride_rk=right.stride(0),
+            stride_rn=right.stride(1),
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            EVEN_K=inner % config["BLOCK_K"] == 0,
+            **shared,
+            **config,
+        )
+    return out
+
+
+def library_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Return scale * left @ right by PyTorch, scaled before it is rounded."""
+    # Times zero, what is to be added is never read.
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale, out=out)
+
+
+def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``t`` where ``gate`` is not zero, rounded to ``dtype``; all contiguous."""
+    out = torch.empty_like(t, dtype=dtype)
+    shared = {"base_ptr": None, "gated_ptr": t, "gate_ptr": gate, "scale": 1.0, "threshold": 0.0}
+    with launch.guard(t.device):
+        _update(None, out, {**shared, "GATE_ALL": False, "ACTIVATION": _NONE})
+    return out
+
+
+def _update(plain: Tensor | None, out: Tensor, shared: dict[str, Any]) -> None:
+    grid = (triton.cdiv(out.numel(), _ELEMENTS),)
+    _ista_update_kernel[grid](
+        product_ptr=plain, out_ptr=out, elements=out.numel(), BLOCK=_ELEMENTS, num_warps=4, **shared
+    )

@@ -1,0 +1,75 @@
+"""Launch tables of ista's Triton kernels: tiles of a product, whose product it is, and which form a step takes.
+
+They are counted and compiled (tests/aot), not timed. ``python -m crate_kernels tune`` times the candidates on the
+user's GPU.
+"""
+
+from __future__ import annotations
+
+from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+
+
+def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) -> Config:
+    """LIBRARY takes PyTorch's product with one elementwise kernel behind it; the tile then goes unused."""
+    sizes = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+    return {**sizes, "LIBRARY": library}
+
+
+# The library's product costs 3 more passes over the result: it is written and read again, and no operand of the product
+# is at hand for the epilogue. That is 6 bytes an element, 2 ps at an H100's 3 TB/s. A kernel that multiplies at 80% of
+# the library's 700 TFLOP/s loses 0.7 fs an element for each of the ``inner`` it sums over: as much where inner is 2800.
+_LONGEST_FUSED = 2560
+_BY_LIBRARY = Row(_product(128, 128, 32, 8, 2, library=1))
+
+# Keyed by the length of the sums (inner) and by the number of tokens, in the places of head_dim and seqlen; half:
+# 16-bit tokens (float32 ones are rounded on the way to the product, and take twice the shared memory).
+PRODUCT = Table(
+    "ista_product",
+    {
+        INTERPRETER: (Row(_product(128, 64, 32, 4, 1)),),
+        "sm_80": (
+            Row(_product(16, 32, 64, 4, 4), _LONGEST_FUSED, seqlen=16),
+            Row(_product(64, 64, 64, 4, 3), _LONGEST_FUSED, seqlen=1024),
+            Row(_product(128, 128, 32, 8, 4), _LONGEST_FUSED, half=True),
+            Row(_product(128, 128, 32, 8, 3), _LONGEST_FUSED),
+            _BY_LIBRARY,
+        ),
+        "sm_90": (
+            Row(_product(16, 32, 128, 4, 4), _LONGEST_FUSED, seqlen=16),
+            Row(_product(64, 64, 64, 4, 4), _LONGEST_FUSED, seqlen=1024),
+            # Three stages leave shared memory for two programs a multiprocessor: one multiplies while one finishes.
+            Row(_product(128, 128, 64, 8, 3), _LONGEST_FUSED),
+            _BY_LIBRARY,
+        ),
+        "gfx942": (
+            Row(_product(16, 32, 64, 4, 2), _LONGEST_FUSED, seqlen=16),
+            Row(_product(64, 64, 64, 4, 2), _LONGEST_FUSED, seqlen=1024, half=True),
+            Row(_product(128, 128, 32, 8, 2), _LONGEST_FUSED),
+            _BY_LIBRARY,
+        ),
+    },
+    candidates=(
+        _product(128, 128, 32, 8, 2, library=1),
+        *(_product(16, n, k, 4, stages) for n in (32, 64) for k in (64, 128) for stages in (3, 5)),
+        *(
+            _product(m, n, k, warps, stages)
+            for m, n, warps in ((64, 64, 4), (64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
+            for k in (32, 64)
+            for stages in (2, 3, 4)
+        ),
+    ),
+)
+
+
+def _form(name: str) -> Table:
+    """Return the table of a choice between forms: of one product with the tokens, and K = W - W^T W, or of two.
+
+    ONE is the number of tokens from which it is one, in percent of that at which it is fewer FLOP.
+    """
+    always, by_flop, never = ({"ONE": percent} for percent in (0, 100, 1 << 40))
+    keys = ("sm_80", "sm_90", "gfx942", INTERPRETER)
+    return Table(name, dict.fromkeys(keys, (Row(by_flop),)), candidates=(always, never))
+
+
+FORWARD_FORM, BACKWARD_FORM = _form("ista_forward_form"), _form("ista_backward_form")
+TABLES = (PRODUCT, FORWARD_FORM, BACKWARD_FORM)

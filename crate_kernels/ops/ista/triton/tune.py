@@ -1,0 +1,90 @@
+"""What ``python -m crate_kernels tune`` times for ista: products by tile or by the library, and the forms of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from crate_kernels import testing
+from crate_kernels._triton.launch import Row, Table
+from crate_kernels._triton.tune import Workload
+from crate_kernels.ops.ista import composite
+from crate_kernels.ops.ista.triton import launch as kernels
+from crate_kernels.ops.ista.triton import tables
+from crate_kernels.ops.ista.triton.product import product
+
+_STEP, _THRESHOLD = 0.1, 0.01
+
+
+def _draw(*shape: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + shape[-1])
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # which the interpreter cannot do
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def _is_right(
+    run: Callable[[], dict[str, Tensor]], plain: Callable[[torch.dtype], dict[str, Tensor]], dtype: torch.dtype
+) -> Callable[[], bool]:
+    """Return the check of ``run`` by the budget of the tests; ``plain`` gives PyTorch's results in any dtype."""
+    eager, exact = plain(dtype), plain(torch.float64)
+    return lambda: all(m.passed for m in testing.measure(run(), eager, exact, dtype))
+
+
+def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable:
+    """Return what prepares the last product of a step, with all of its epilogue."""
+
+    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
+        left, base = _draw(tokens, inner, device=device), _draw(tokens, columns, device=device)
+        right = _draw(inner, columns, device=device) * inner**-0.5
+
+        def call() -> Tensor:
+            return product(left, right, base=base, scale=_STEP, threshold=_THRESHOLD)
+
+        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+            update = left.to(dtype) @ right.to(dtype)
+            return {"out": torch.relu(base.to(dtype) + _STEP * update - _THRESHOLD)}
+
+        return call, _is_right(lambda: {"out": call()}, plain, left.dtype)
+
+    return make
+
+
+def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable:
+    """Return what prepares a step, forward or backward as ``table`` has it."""
+
+    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
+        x, dy = _draw(tokens, dim, device=device), _draw(1, tokens, dim, device=device)[0]
+        weight = _draw(dim, dim, device=device) * dim**-0.5
+        options = (_STEP, _THRESHOLD / _STEP, True)
+        y = kernels.forward(x, weight, *options, x.dtype)
+
+        def step(on: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
+            tensors = [t.to(dtype) for t in (dy, x, weight, y)]
+            if table is tables.FORWARD_FORM:
+                return {"y": on.forward(*tensors[1:3], *options, dtype)}
+            return dict(zip(("dx", "dweight"), on.backward(*tensors, *options, dtype, True, True), strict=True))
+
+        call = partial(step, kernels, x.dtype)
+        return call, _is_right(call, partial(step, composite), x.dtype)
+
+    return make
+
+
+def workloads() -> list[Workload]:
+    """List what is timed: the widths of CRATE and of its overcomplete codes, from one token to a batch, in bf16."""
+    found = []
+    for inner, columns in ((384, 384), (768, 768), (1536, 384), (3072, 768)):
+        for tokens, bucket in ((1, 16), (788, 1024), (25216, None)):
+            row = Row({}, inner, bucket, half=True)
+            found.append(Workload(tables.PRODUCT, row, _product(tokens, inner, columns)))
+    # Around the number of tokens at which either form is as many FLOP.
+    for dim in (384, 576, 768, 1024):
+        for tokens in (256, 512, 1024, 2048):
+            for table in (tables.FORWARD_FORM, tables.BACKWARD_FORM):
+                row = Row({}, dim, tokens, half=True)
+                found.append(Workload(table, row, _form(table, tokens, dim)))
+    return found

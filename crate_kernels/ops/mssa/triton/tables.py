@@ -1,0 +1,168 @@
+"""Launch tables of mssa's Triton kernels: tile sizes, warps and stages by architecture.
+
+They are the largest tiles that compile without spilling (tests/aot) and keep a second block of warps busy; they have
+not been timed. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
+"""
+
+from __future__ import annotations
+
+from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+
+
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
+    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head.
+
+    PAIRS takes the pair form, with tiles of BLOCK_M, wherever it is for the call; the rest is for other calls.
+    """
+    sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+    return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
+
+
+_FORWARD_SINGLE = (
+    Row(_forward(64, 32, 8, 2), head_dim=64),
+    Row(_forward(32, 32, 8, 1), head_dim=128),
+    Row(_forward(32, 16, 8, 1)),
+)
+# The masks of a head_dim of 72, 88 or 104, which is padded, take the registers that 80, 96 and 112 have left.
+_FORWARD_AMPERE = (
+    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=80, half=True),
+    Row(_forward(64, 32, 8, 2, bounded=0), head_dim=104, half=True),
+    Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
+    Row(_forward(64, 32, 8, 2), half=True),
+    *_FORWARD_SINGLE,
+)
+_FORWARD_WIDE = (Row(_forward(128, 64, 8, 2, bounded=0), half=True), *_FORWARD_SINGLE)
+_FORWARD_HOPPER = (
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
+    Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=72, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
+    Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
+    *_FORWARD_WIDE,
+)
+# Its 512 columns of tensor memory hold two programs at a time, and so do its registers with tiles of 64 keys (127 of
+# them, and 254 with 128) and without the bounded softmax, which has the online one beside it (217 when causal, or 122).
+_FORWARD_BLACKWELL = (
+    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
+    *_FORWARD_WIDE,
+)
+FORWARD = Table(
+    "mssa_forward",
+    {
+        # Sides that differ, so that a confusion of them shows; what a test computes fits few of them.
+        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1, pairs=1)),),
+        "sm_80": _FORWARD_AMPERE,
+        "sm_89": _FORWARD_AMPERE,
+        "sm_90": _FORWARD_HOPPER,
+        "sm_100": _FORWARD_BLACKWELL,
+        "gfx942": (
+            Row(_forward(128, 64, 4, 1), head_dim=128, half=True),
+            Row(_forward(64, 32, 4, 1), half=True),
+            Row(_forward(32, 32, 4, 1)),
+        ),
+    },
+    candidates=(
+        *(
+            _forward(m, n, warps, stages, bounded, whole)
+            for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
+            for warps in (4, 8)
+            for stages in (2, 3)
+            for bounded in (0, 1)
+            for whole in (0, 1)
+        ),
+        *(_forward(m, m, warps, 2, whole=1, pairs=1) for m in (32, 64, 128) for warps in (4, 8)),
+    ),
+)
+
+
+def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Config:
+    """DERIVED takes the second exponential of a tile from the first where that is exact."""
+    return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
+
+
+_BACKWARD_SINGLE = (
+    Row(_backward(32, 16, 8, 1), head_dim=64),
+    Row(_backward(32, 16, 8, 1), head_dim=128),
+    Row(_backward(16, 16, 8, 1)),
+)
+_BACKWARD_AMPERE = (
+    Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 8, 2), head_dim=72, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=80, half=True),
+    Row(_backward(64, 16, 8, 2), head_dim=96, half=True),
+    Row(_backward(32, 16, 8, 2), head_dim=104, half=True),
+    Row(_backward(64, 16, 4, 2), head_dim=128, half=True),
+    Row(_backward(32, 32, 8, 1), half=True),
+    *_BACKWARD_SINGLE,
+)
+_BACKWARD_HOPPER = (
+    Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
+    Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
+    Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
+    Row(_backward(32, 32, 8, 2), half=True),
+    *_BACKWARD_SINGLE,
+)
+BACKWARD = Table(
+    "mssa_backward",
+    {
+        INTERPRETER: (Row(_backward(64, 32, 4, 1)),),
+        "sm_80": _BACKWARD_AMPERE,
+        "sm_89": _BACKWARD_AMPERE,
+        "sm_90": _BACKWARD_HOPPER,
+        "sm_100": _BACKWARD_HOPPER,
+        "gfx942": (
+            Row(_backward(64, 32, 4, 1), head_dim=128, half=True),
+            Row(_backward(32, 16, 4, 1)),
+        ),
+    },
+    candidates=tuple(
+        _backward(j, i, warps, stages, derived)
+        for j, i in ((64, 32), (64, 64), (128, 32), (128, 64))
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+        for derived in (0, 1)
+    ),
+)
+
+
+def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Config:
+    """RESIDENT is how many programs a multiprocessor is to hold: the splitting of sequences aims at that many."""
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
+
+
+_DECODE_AMPERE = (
+    Row(_decode(16, 64, 4, 3), head_dim=64, seqlen=16, half=True),
+    Row(_decode(16, 32, 4, 4), head_dim=128, seqlen=16, half=True),
+    Row(_decode(64, 64, 4, 2), head_dim=64, half=True),
+    Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
+    Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
+    Row(_decode(16, 32, 4, 2), half=True),
+    Row(_decode(16, 32, 4, 1)),
+)
+_DECODE_HOPPER = (Row(_decode(16, 128, 8, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
+DECODE = Table(
+    "mssa_decode",
+    {
+        INTERPRETER: (Row(_decode(16, 16, 4, 1, resident=16)),),
+        "sm_80": _DECODE_AMPERE,
+        "sm_89": _DECODE_AMPERE,
+        "sm_90": _DECODE_HOPPER,
+        "sm_100": _DECODE_HOPPER,
+        "gfx942": (Row(_decode(16, 32, 4, 1)),),
+    },
+    candidates=tuple(
+        _decode(16, n, warps, stages, resident)
+        for n in (32, 64, 128)
+        for warps in (2, 4, 8)
+        for stages in (2, 3, 4)
+        for resident in (1, 2, 4)
+    ),
+)
+TABLES = (FORWARD, BACKWARD, DECODE)

@@ -1,0 +1,233 @@
+"""The causal form in Triton, forward: running sums over tokens, in chunks that are summed first.
+
+One program goes through a chunk in tiles and carries the running sums in registers. With one chunk a sequence
+(short ones, very many, and decoding) that is all: w is read once. With several, their sums of w^2 come first, then
+the membership and the sums of Pi w^2, then the output; ``scan_chunks`` adds up what comes before each chunk.
+
+As (read, written), in passes of batch * nheads * seqlen * head_dim * itemsize bytes and in rows like the membership, of
+batch * nheads * seqlen * 4 bytes; nothing is a matrix product:
+
+====== ====== ===== ========
+way    passes rows  launches
+====== ====== ===== ========
+alone  1, 1   0, 1  1
+chunks 3, 1   1, 1  5
+====== ====== ===== ========
+
+In chunks there are beside them two sets of sums, 1 / CHUNK of a pass each, in fp32, each written twice and read twice.
+Nothing a token gets depends, in any bit, on a later one: every running sum is added in the order of the tokens.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_causal
+from crate_kernels.ops.tssa.triton.scan import before_chunk
+from crate_kernels.ops.tssa.triton.tile import (
+    CAUSAL_FLOOR,
+    MASS_FLOOR,
+    chunk_of,
+    clear_uncovered,
+    dropped,
+    floored,
+    heads_of,
+    kept,
+    load_channels,
+    load_heads,
+    load_rows,
+    load_tokens,
+    softmax_over_heads,
+    store_channels,
+    store_heads,
+    store_rows,
+    store_sums,
+    store_tokens,
+    sum_over_channels,
+)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_causal_fwd_kernel(
+    w_ptr,
+    temp_ptr,
+    bias_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    seed_ptr,
+    out_ptr,
+    membership_ptr,
+    energy_ptr,
+    weighted_ptr,
+    mass_ptr,
+    lengths_ptr,
+    sums_1_ptr,
+    sums_2_ptr,
+    parts_ptr,
+    stride_wb,
+    stride_ws,
+    stride_wh,
+    stride_wd,
+    stride_bh,
+    stride_bs,
+    stride_mb,
+    stride_ms,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    nchunks,
+    chunk_size,
+    seqlen,
+    total,
+    bias_tokens,
+    drop_last,
+    inverse_keep,
+    ENERGY: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do ENERGY, MEMBERS or OUTPUT on chunk ``pid % nchunks`` of a sequence, or the latter two on a whole one.
+
+    ``parts_ptr`` takes the sums of a chunk, of w^2 and of kept tokens, then of Pi w^2 and of Pi; ``sums_1_ptr`` and
+    ``sums_2_ptr`` have them added up to each chunk. The state of a cache, if any, comes before the first token;
+    where one program has the whole sequence, it also carries the state on.
+    """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    pid = tl.program_id(0)
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index64 = index.to(tl.int64)
+    heads = heads_of(DIMS)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
+    if mask_ptr is not None:
+        mask_ptr += index64 * stride_mb
+    by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # places in the state of a cache
+
+    energy, moment = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    mass, keys = tl.zeros((BLOCK_H,), tl.float32), 0.0
+    before_energy, before_moment, before_mass, before_keys = energy, moment, mass, mass
+    position = 0
+    if MEMBERS and sums_1_ptr is not None:
+        before_energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, DIMS)
+    if OUTPUT and sums_2_ptr is not None:
+        before_moment, before_mass = before_chunk(sums_2_ptr, pid, chunk, DIMS)
+    if lengths_ptr is not None:
+        position = tl.load(lengths_ptr + index)
+        before_keys += position
+        before_energy += load_channels(energy_ptr + by_channel, DIMS)
+        before_moment += load_channels(weighted_ptr + by_channel, DIMS)
+        before_mass += load_heads(mass_ptr + by_head, DIMS)
+    temp = load_heads(temp_ptr, DIMS)
+
+    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        rows = n + tl.arange(0, BLOCK_N)
+        w = load_tokens(w_at, rows, last, DIMS)
+        keep = kept(mask_ptr, rows, last, stride_ms)
+        squares = w * w
+        counted = squares * keep[:, None, None]
+        if MEMBERS:
+            running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
+            similarity = sum_over_channels(squares / floored(running, CAUSAL_FLOOR), DIMS)
+            if bias_ptr is not None:
+                # Past the end only for padded tokens, which nobody reads.
+                at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
+                there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
+                bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
+                similarity += HEAD_DIM * bias.to(tl.float64)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            if mask_ptr is not None:
+                # Before the first kept token, out and every gradient vanish with the membership.
+                seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0
+                members = tl.where(seen, members, 0.0)
+            store_rows(membership_at, members, rows, rows < last, DIMS)
+        elif OUTPUT:
+            members = load_rows(membership_at, rows, last, DIMS)
+        energy += tl.sum(counted, 0)
+        keys += tl.sum(keep, 0)
+        if MEMBERS or OUTPUT:
+            weights = members * keep[:, None]
+            weighted = weights[:, :, None] * squares
+            if OUTPUT:
+                masses = (before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + MASS_FLOOR)[:, :, None]
+                moments = before_moment[None, :, :] + (moment[None, :, :] + tl.cumsum(weighted, 0))
+                # A = 1 / (1 + M) without the division of M.
+                out = -w * members[:, :, None] * (masses / (masses + moments))
+                if seed_ptr is not None:
+                    out = dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+                store_tokens(out_at, out, rows, rows < last, DIMS)
+            moment += tl.sum(weighted, 0)
+            mass += tl.sum(weights, 0)
+
+    if ENERGY:
+        store_sums(parts_ptr, pid, energy, keys + tl.zeros((BLOCK_H,), tl.float32), DIMS)
+    elif MEMBERS and not OUTPUT:
+        store_sums(parts_ptr, pid, moment, mass, DIMS)
+    elif MEMBERS and lengths_ptr is not None:
+        # The state is replaced when every thread has read it.
+        tl.debug_barrier()
+        store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
+        store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
+        store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
+        tl.store(lengths_ptr + index, position + keys.to(tl.int32))
+    if PACKED and OUTPUT and chunk == 0:
+        out_at = (out_ptr, stride_os, stride_oh, 1)
+        membership_at = (membership_ptr, stride_ph)
+        clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+
+
+def causal_arguments(
+    call: Call, w: Tensor, temp: Tensor, denom_bias: Tensor | None, out: Tensor, membership: Tensor
+) -> dict[str, object]:
+    """Return what the forward and decoding give the kernel alike; no state."""
+    bias = (0, 0) if denom_bias is None else denom_bias.stride()
+    return {
+        "w_ptr": w,
+        "temp_ptr": temp.contiguous(),
+        "bias_ptr": denom_bias,
+        "out_ptr": out,
+        "membership_ptr": membership,
+        "energy_ptr": None,
+        "weighted_ptr": None,
+        "mass_ptr": None,
+        "lengths_ptr": None,
+        "stride_bh": bias[0],
+        "stride_bs": bias[1],
+        "bias_tokens": 0 if denom_bias is None else denom_bias.shape[1],
+        **call.arguments(),
+        **call.strides("w", w),
+        **call.strides("o", out, contiguous=True),
+    }
+
+
+def forward_causal(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return out and membership of the causal form."""
+    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
+    out, membership = operator.empty_out(w), call.empty_rows()
+    run_causal(_tssa_causal_fwd_kernel, call, causal_arguments(call, w, temp, denom_bias, out, membership))
+    return out, membership

@@ -1,0 +1,263 @@
+"""The causal form in Triton, backward: two scans from the last token to the first, over running sums summed again.
+
+A program has one chunk, with every head of its tokens, and goes through it in tiles. Where a step scans backwards, the
+running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Steps,
+each with what ``scan_chunks`` made of the one before; passes and rows as in ``causal.py``, (read, written):
+
+======= ====== ===== ===================================================
+step    passes rows  leaves
+======= ====== ===== ===================================================
+TOTALS  1, 0   1, 0  sums of Pi w^2, of Pi and of w^2
+DMOMENT 2, 0   1, 0  sums of dM / s, and V
+DLOGIT  2, 0   1, 1  the gradient of the logits; sums of dc / temp; dtemp
+DW      2, 1   2, 0  dw
+======= ====== ===== ===================================================
+
+7 reads and 1 write, in 7 launches (4 where a sequence is one chunk) and 1 for ddenom_bias, which reads a row more; so
+does the gradient of the membership. Beside them the chunks' sums, four sets of 1 / CHUNK of a pass in fp32, each
+written once and read once to three times, and read and written once by its scan. No atomics: every sum has one order.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels._triton import launch
+from crate_kernels.ops.tssa.triton.causal_bias import through_bias
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, causal_tile
+from crate_kernels.ops.tssa.triton.scan import (
+    add_tokens,
+    after_chunk,
+    before_chunk,
+    scan_chunks,
+    suffix_sums,
+    through_moment,
+)
+from crate_kernels.ops.tssa.triton.tables import CAUSAL_BACKWARD
+from crate_kernels.ops.tssa.triton.tile import (
+    CAUSAL_FLOOR,
+    chunk_of,
+    clear_uncovered,
+    dropped,
+    floored,
+    kept,
+    load_heads,
+    load_rows,
+    load_tokens,
+    softmax_backward,
+    store_rows,
+    store_sums,
+    store_tokens,
+)
+
+_STEPS = ("TOTALS", "DMOMENT", "DLOGIT", "DW")
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_causal_bwd_kernel(
+    dout_ptr,
+    dmembership_ptr,
+    w_ptr,
+    temp_ptr,
+    membership_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    seed_ptr,
+    dw_ptr,
+    dlogit_ptr,
+    totals_ptr,
+    energies_ptr,
+    dmoments_ptr,
+    denergies_ptr,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_gd,
+    stride_wb,
+    stride_ws,
+    stride_wh,
+    stride_wd,
+    stride_mb,
+    stride_ms,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    nchunks,
+    chunk_size,
+    seqlen,
+    total,
+    drop_last,
+    inverse_keep,
+    TOTALS: tl.constexpr,
+    DMOMENT: tl.constexpr,
+    DLOGIT: tl.constexpr,
+    DW: tl.constexpr,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do one step on chunk ``pid % nchunks`` of a sequence.
+
+    ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
+    V, ``denergies_ptr`` those of dc / temp: of a chunk where the step stores them, up to it or from it on afterwards.
+    """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    pid = tl.program_id(0)
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index64 = index.to(tl.int64)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    rows_at = index64 * stride_pb + origin
+    membership_at, dlogit_at = (membership_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
+    if mask_ptr is not None:
+        mask_ptr += index64 * stride_mb
+
+    moment, energy = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    mass = tl.zeros((BLOCK_H,), tl.float32)
+    dmoment, denergy, dmass, dtemp = moment, energy, mass, mass
+    if not TOTALS:
+        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
+        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+    sums = (moment, mass, energy)
+
+    if TOTALS:
+        moment, mass, energy = add_tokens(
+            sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
+        )
+        store_sums(totals_ptr, pid, moment, mass, DIMS)
+        store_sums(energies_ptr, pid, energy, dmass, DIMS)
+
+    if DMOMENT:
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+            _gate, slope, dmasses = through_moment(w, g, members, weights, moment, mass)
+            moment += tl.sum(w * w * weights[:, :, None], 0)
+            mass += tl.sum(weights, 0)
+            dmoment += tl.sum(slope, 0)
+            dmass += tl.sum(dmasses, 0)
+        store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
+
+    if DLOGIT or DW:
+        temp = load_heads(temp_ptr, DIMS)
+        dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, DIMS)
+        if DW:
+            denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, DIMS)
+        ntiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
+        for tile in tl.range(0, ntiles):
+            n = first + (ntiles - 1 - tile) * BLOCK_N
+            rows = n + tl.arange(0, BLOCK_N)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            if seed_ptr is not None:
+                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            keep = kept(mask_ptr, rows, last, stride_ms)
+            weights = members * keep[:, None]
+            tile_moment, tile_mass, tile_energy = add_tokens(
+                sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
+            )
+            gate, slope, dmasses = through_moment(w, g, members, weights, tile_moment, tile_mass)
+            dmoments = dmoment[None, :, :] + suffix_sums(slope)
+            squares = w * w
+            if DLOGIT:
+                later = tl.reshape(suffix_sums(dmasses[:, :, None]), (BLOCK_N, BLOCK_H))
+                shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
+                dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
+                if dmembership_ptr is not None:
+                    dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                dlogit = softmax_backward(members, dmembers)
+                store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+            else:
+                dlogit = load_rows(dlogit_at, rows, last, DIMS)
+            counted = squares * keep[:, None, None]
+            running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
+            energies = floored(running, CAUSAL_FLOOR)
+            above = running > CAUSAL_FLOOR
+            per_energy = dlogit[:, :, None] / energies
+            denergies = tl.where(above, per_energy * squares / energies, 0.0)
+            if DLOGIT:
+                dtemp += tl.sum(tl.sum(per_energy * squares, 2), 0)
+            else:
+                # The sums without the token itself: what it gets from itself, 1 / c - w^2 / c^2, is one term, in
+                # which a first token cancels exactly.
+                later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
+                own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
+                dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])
+                dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
+                store_tokens(dw_at, dw, rows, rows < last, DIMS)
+            denergy += tl.sum(denergies, 0)
+            dmoment += tl.sum(slope, 0)
+            dmass += tl.sum(dmasses, 0)
+        if DLOGIT:
+            store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
+    if PACKED and DW and chunk == 0:
+        dw_at = (dw_ptr, stride_os, stride_oh, 1)
+        clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+
+
+def backward_causal(
+    dout: Tensor,
+    dmembership: Tensor | None,
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    membership: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dw, dtemp and ddenom_bias (empty without a bias)."""
+    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
+    tile, nchunks = causal_tile(CAUSAL_BACKWARD, call)
+    dw, dlogit, temp_ = operator.empty_out(w), call.empty_rows(), temp.contiguous()
+    totals, dmoments, denergies = call.empty_sums(nchunks, 2), call.empty_sums(nchunks), call.empty_sums(nchunks)
+    arguments = {
+        "dout_ptr": dout,
+        "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
+        "w_ptr": w,
+        "temp_ptr": temp_,
+        "membership_ptr": membership.contiguous(),
+        "dw_ptr": dw,
+        "dlogit_ptr": dlogit,
+        "totals_ptr": totals[0],
+        "energies_ptr": totals[1],
+        "dmoments_ptr": dmoments,
+        "denergies_ptr": denergies,
+        **call.arguments(),
+        **call.strides("g", dout),
+        **call.strides("w", w),
+        **call.strides("o", dw, contiguous=True),
+        **tile,
+    }
+    with launch.guard(call.device):
+        for step, sums in zip(_STEPS, (totals, dmoments, denergies, None), strict=True):
+            _tssa_causal_bwd_kernel[(call.nsequences * nchunks,)](**arguments, **{s: s == step for s in _STEPS})
+            if sums is not None:
+                scan_chunks(sums, reverse=sums is not totals)
+        dtemp = denergies[:, 0, call.width :].sum(0)
+        if denom_bias is None:
+            return dw, dtemp.to(temp.dtype), temp.new_empty(0)
+        ddenom_bias, dtemp_of_bias = through_bias(call, dlogit, temp_, denom_bias)
+        dtemp += dtemp_of_bias
+    return dw, dtemp.to(temp.dtype), ddenom_bias

@@ -1,0 +1,44 @@
+"""Decoding in Triton: the causal forward, with the state of a cache before the first token and advanced by all.
+
+A step of one token is one launch. It reads the token and writes its output, (2 itemsize) head_dim bytes a head, reads
+and writes the state, 2 head_dim + 1 values in fp32, and writes the membership: (2 itemsize + 16) head_dim + 12 bytes a
+head and a step, however much has been decoded before. A long block, as a prompt, takes the forward's chunks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
+from crate_kernels.ops.tssa.triton.launch import Call, run_causal
+
+
+def decode(
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    energy: Tensor,
+    weighted: Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Advance the running sums over the new tokens; they are changed in place.
+
+    A step is one launch, which reads the sums and writes them back; no value is read by the host. A long block, as a
+    prompt, goes by chunks, and its sums are added to the state at the end.
+    """
+    call = Call(w, key_padding_mask, None, 0, None, 0.0)
+    out, membership = operator.empty_out(w), call.empty_rows()
+    arguments = causal_arguments(call, w, temp, denom_bias, out, membership)
+    state = {"energy_ptr": energy, "weighted_ptr": weighted, "mass_ptr": mass, "lengths_ptr": lengths}
+    added = run_causal(_tssa_causal_fwd_kernel, call, arguments | state)
+    if added is not None:
+        by_energy, by_moment = added
+        channels = call.width
+        energy += by_energy[:, :channels].view_as(energy)
+        weighted += by_moment[:, :channels].view_as(weighted)
+        mass += by_moment[:, channels:]
+        lengths += by_energy[:, channels].to(lengths.dtype)
+    return out, membership

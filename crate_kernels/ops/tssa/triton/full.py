@@ -1,0 +1,217 @@
+"""The full form in Triton, forward: three steps over the tokens, each with what the one before summed over all of them.
+
+A launch does all steps where one program has a whole sequence: it reads w from memory once, and again from the L2
+cache, which holds what the programs of one wave read. Longer sequences are cut into chunks: then each step is a launch
+of its own, with the chunks' sums added up in between. ``full_backward.py`` has the same two ways.
+
+A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize bytes; a row is the membership or
+scratch like it, batch * nheads * seqlen * 4 bytes. From memory, as (read, written), beside the least that can do, in
+passes (no sums from the producer of w), with nothing that is a matrix product:
+
+============== =============== ============== =============== ============== ======== =======
+way            forward passes  forward rows   backward passes backward rows  launches floors
+============== =============== ============== =============== ============== ======== =======
+whole sequence 1, 1            0, 1           2, 1            1, 2           1 + 1    2 and 3
+chunks         3, 1            1, 1           5, 1            5, 2           3 + 3    4 and 6
+============== =============== ============== =============== ============== ======== =======
+
+One row more is read for the gradient of the membership, where there is one. In chunks the sums at two boundaries, fp32,
+1 / CHUNK of a pass each, are written and read by one ``torch.sum`` a boundary. Energies and moments, (batch, nheads,
+head_dim) in fp32, are written and read back. There are no atomics: every sum has one order, whatever runs first.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels._triton.jit import keep_mask
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
+from crate_kernels.ops.tssa.triton.tile import (
+    FULL_FLOOR,
+    MASS_FLOOR,
+    channels_of,
+    chunk_of,
+    clear_uncovered,
+    floored,
+    heads_of,
+    kept,
+    load_heads,
+    load_rows,
+    load_sums,
+    load_tokens,
+    softmax_over_heads,
+    store_channels,
+    store_rows,
+    store_sums,
+    store_tokens,
+    sum_over_channels,
+)
+
+
+@triton.jit
+def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.constexpr):
+    """Return A = 1 / (1 + M), times the dropout factor of each channel, (BLOCK_H, BLOCK_D)."""
+    gate = 1.0 / (1.0 + moment)
+    if seed_ptr is not None:
+        heads = heads_of(DIMS)[:, None]
+        keep = keep_mask(tl.load(seed_ptr), index * DIMS[0] + heads, heads * 0, channels_of(DIMS)[None, :], drop_last)
+        gate = tl.where(keep, gate * inverse_keep, 0.0)
+    return gate
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_fwd_kernel(
+    w_ptr,
+    temp_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    seed_ptr,
+    out_ptr,
+    membership_ptr,
+    energy_ptr,
+    moment_ptr,
+    sums_1_ptr,
+    sums_2_ptr,
+    parts_ptr,
+    stride_wb,
+    stride_ws,
+    stride_wh,
+    stride_wd,
+    stride_mb,
+    stride_ms,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    nchunks,
+    chunk_size,
+    seqlen,
+    total,
+    drop_last,
+    inverse_keep,
+    ENERGY: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do the steps ENERGY, MEMBERS and OUTPUT, or one of them, on chunk ``pid % nchunks`` of a sequence.
+
+    Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum w^2 and the number of kept tokens, then
+    sum Pi w^2 and sum Pi. ``parts_ptr`` takes those of each chunk; ``sums_1_ptr``, ``sums_2_ptr`` have the sequence's.
+    """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    pid = tl.program_id(0)
+    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index64 = index.to(tl.int64)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
+    if mask_ptr is not None:
+        mask_ptr += index64 * stride_mb
+
+    if ENERGY:
+        acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
+        kept_tokens = tl.zeros((BLOCK_N,), tl.float32)
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w = load_tokens(w_at, rows, last, DIMS)
+            keep = kept(mask_ptr, rows, last, stride_ms)
+            acc += w * w * keep[:, None, None]
+            kept_tokens += keep
+        energy = tl.sum(acc, 0)
+        keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
+        if not MEMBERS:
+            store_sums(parts_ptr, pid, energy, keys, DIMS)
+
+    if MEMBERS:
+        if not ENERGY:
+            energy, keys = load_sums(sums_1_ptr, index, DIMS)
+        energy = floored(energy, FULL_FLOOR)
+        if chunk == 0:
+            store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
+        inverse = 1.0 / energy
+        temp = load_heads(temp_ptr, DIMS)
+        acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
+        masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w = load_tokens(w_at, rows, last, DIMS)
+            squares = w * w
+            similarity = sum_over_channels(squares * inverse[None, :, :], DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            if mask_ptr is not None:
+                # Where no token is left to sum over, out and every gradient vanish with the membership.
+                members = tl.where(keys[None, :] > 0, members, 0.0)
+            store_rows(membership_at, members, rows, rows < last, DIMS)
+            weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+            acc += weights[:, :, None] * squares
+            masses += weights
+        moment = tl.sum(acc, 0)
+        mass = tl.sum(masses, 0)
+        if not OUTPUT:
+            store_sums(parts_ptr, pid, moment, mass, DIMS)
+
+    if OUTPUT:
+        if not MEMBERS:
+            moment, mass = load_sums(sums_2_ptr, index, DIMS)
+        moment = moment / (mass + MASS_FLOOR)[:, None]
+        if chunk == 0:
+            store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
+        gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
+        if MEMBERS:
+            # The membership is read back, by other threads than those that stored it.
+            tl.debug_barrier()
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w = load_tokens(w_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
+        if PACKED and chunk == 0:
+            out_at = (out_ptr, stride_os, stride_oh, 1)
+            membership_at = (membership_ptr, stride_ph)
+            clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+
+
+def forward(
+    w: Tensor,
+    temp: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, membership, the column energies c and the second moments M."""
+    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
+    out, membership = operator.empty_out(w), call.empty_rows()
+    energy = w.new_empty(call.nsequences, call.nheads, call.head_dim, dtype=torch.float32)
+    moment = torch.empty_like(energy)
+    arguments = {
+        "w_ptr": w,
+        "temp_ptr": temp.contiguous(),
+        "out_ptr": out,
+        "membership_ptr": membership,
+        "energy_ptr": energy,
+        "moment_ptr": moment,
+        **call.arguments(),
+        **call.strides("w", w),
+        **call.strides("o", out, contiguous=True),
+    }
+    run_full(_tssa_fwd_kernel, FULL_FORWARD, ("ENERGY", "MEMBERS", "OUTPUT"), call, arguments)
+    return out, membership, energy, moment

@@ -1,0 +1,220 @@
+"""The full form in Triton, backward: three steps over the tokens, of which the second needs no upstream gradient.
+
+It is launched as ``full.py`` is, and counts its passes there. q is never computed again: the sum of dlogit q is
+sum_d (sum_n dlogit w^2) / c, whose inner sum dc needs as well.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels.ops.tssa.triton.full import channel_gate
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
+from crate_kernels.ops.tssa.triton.tile import (
+    FULL_FLOOR,
+    MASS_FLOOR,
+    chunk_of,
+    clear_uncovered,
+    floored,
+    kept,
+    load_channels,
+    load_heads,
+    load_rows,
+    load_sums,
+    load_tokens,
+    softmax_backward,
+    store_heads,
+    store_rows,
+    store_sums,
+    store_tokens,
+)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _tssa_bwd_kernel(
+    dout_ptr,
+    dmembership_ptr,
+    w_ptr,
+    temp_ptr,
+    membership_ptr,
+    energy_ptr,
+    moment_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    seed_ptr,
+    dw_ptr,
+    dtemp_ptr,
+    dgate_ptr,
+    dlogit_ptr,
+    sums_1_ptr,
+    sums_2_ptr,
+    parts_ptr,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_gd,
+    stride_wb,
+    stride_ws,
+    stride_wh,
+    stride_wd,
+    stride_mb,
+    stride_ms,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_pb,
+    stride_ph,
+    nsequences,
+    nchunks,
+    chunk_size,
+    seqlen,
+    total,
+    drop_last,
+    inverse_keep,
+    DGATE: tl.constexpr,
+    DLOGIT: tl.constexpr,
+    DW: tl.constexpr,
+    NHEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
+
+    Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
+    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. The latter and its
+    sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
+    """
+    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    pid = tl.program_id(0)
+    index, chunk, origin, count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index64 = index.to(tl.int64)
+    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    rows_at = index64 * stride_pb + origin
+    membership_at = (membership_ptr + rows_at, stride_ph)
+    dgate_at, dlogit_at = (dgate_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
+    if mask_ptr is not None:
+        mask_ptr += index64 * stride_mb
+    energy = floored(load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), FULL_FLOOR)
+    scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
+    moment = load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
+    gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
+
+    if DGATE:
+        acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
+        masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            product = load_tokens(dout_at, rows, last, DIMS) * load_tokens(w_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
+            acc += product * members[:, :, None]
+            masses += members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+        by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
+        if not DLOGIT:
+            store_sums(parts_ptr, pid, by_channel, mass, DIMS)
+    if not DGATE:
+        by_channel, mass = load_sums(sums_1_ptr, index, DIMS)
+
+    if DLOGIT or DW:
+        dmoment = by_channel * gate / (1.0 + moment) / (mass + MASS_FLOOR)[:, None]
+        dmass = -tl.sum(dmoment * moment, 1)
+    if DLOGIT:
+        if DGATE:
+            # What one step stored is read by other threads in the next.
+            tl.debug_barrier()
+        acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w = load_tokens(w_at, rows, last, DIMS)
+            squares = w * w
+            shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
+            dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None] - load_rows(dgate_at, rows, last, DIMS)
+            if dmembership_ptr is not None:
+                dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+            dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
+            store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+            acc += dlogit[:, :, None] * squares
+        denergy = tl.sum(acc, 0)
+        if not DW:
+            store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
+
+    if DW:
+        if not DLOGIT:
+            denergy, _ = load_sums(sums_2_ptr, index, DIMS)
+        else:
+            tl.debug_barrier()
+        # Twice by c, not once by c^2, which underflows as well.
+        similarity = denergy / energy / scale[:, None]
+        if chunk == 0:
+            store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
+        twice = 2.0 * load_heads(temp_ptr, DIMS)[:, None] / energy
+        # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
+        above, single = energy > FULL_FLOOR, count == 1
+        denergy = tl.where(above & (count != 1), -twice * similarity, 0.0)
+        twice = tl.where(above & single, 0.0, twice / scale[:, None])
+        for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            rows = n + tl.arange(0, BLOCK_N)
+            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            members = load_rows(membership_at, rows, last, DIMS)
+            dlogit = load_rows(dlogit_at, rows, last, DIMS)
+            keep = kept(mask_ptr, rows, last, stride_ms)
+            slope = (2.0 * members * keep[:, None])[:, :, None] * dmoment[None, :, :]
+            slope += dlogit[:, :, None] * twice[None, :, :] + keep[:, None, None] * denergy[None, :, :]
+            dw = w * slope - g * members[:, :, None] * gate[None, :, :]
+            store_tokens(dw_at, dw, rows, rows < last, DIMS)
+        if PACKED and chunk == 0:
+            dw_at = (dw_ptr, stride_os, stride_oh, 1)
+            clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+
+
+def backward(
+    dout: Tensor,
+    dmembership: Tensor | None,
+    w: Tensor,
+    temp: Tensor,
+    membership: Tensor,
+    energy: Tensor,
+    moment: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return dw and dtemp."""
+    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
+    dw, scratch = operator.empty_out(w), call.empty_rows(2)
+    dtemp = w.new_empty(call.nsequences, call.nheads, dtype=torch.float32)
+    arguments = {
+        "dout_ptr": dout,
+        "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
+        "w_ptr": w,
+        "temp_ptr": temp.contiguous(),
+        "membership_ptr": membership.contiguous(),
+        "energy_ptr": energy.contiguous(),
+        "moment_ptr": moment.contiguous(),
+        "dw_ptr": dw,
+        "dtemp_ptr": dtemp,
+        "dgate_ptr": scratch[0],
+        "dlogit_ptr": scratch[1],
+        **call.arguments(),
+        **call.strides("g", dout),
+        **call.strides("w", w),
+        **call.strides("o", dw, contiguous=True),
+    }
+    run_full(_tssa_bwd_kernel, FULL_BACKWARD, ("DGATE", "DLOGIT", "DW"), call, arguments)
+    return dw, dtemp.sum(0).to(temp.dtype)

@@ -1,0 +1,72 @@
+"""Launch tables of tssa's Triton kernels: tiles, chunks, and which sequences a program has to itself.
+
+They are counted and compiled (tests/aot), not timed. ``python -m crate_kernels tune`` times the candidates on the
+user's GPU.
+
+Keyed by the channels of a token, all heads together, in the place of head_dim. TILE counts the elements of a tile, of
+which one takes 16 fp32 registers of 256 threads; TOKENS its tokens; CHUNK the tokens of a program, at most, where it
+has not the whole sequence. It has where that is below WHOLE kB, whose program is done before further launches would
+have begun; or below CROWD kB, which every multiprocessor can keep in its share of the L2 cache (50 MB by 132 on an
+H100), if half of them get one. STAGES is the depth of the loads' pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+
+
+def _every_arch(config: Config, interpreter: Config, **others: Row) -> dict[str, tuple[Row, ...]]:
+    """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's.
+
+    ``others`` come first on their architecture, where the one spills.
+    """
+    rows = {**dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (Row(config),)), INTERPRETER: (Row(interpreter),)}
+    return rows | {arch: (row, *rows[arch]) for arch, row in others.items()}
+
+
+def _full(tile: int, chunk: int, stages: int, warps: int, whole: int = 256, crowd: int = 1024) -> Config:
+    return {"TILE": tile, "CHUNK": chunk, "WHOLE": whole, "CROWD": crowd, "STAGES": stages, "num_warps": warps}
+
+
+def _causal(tokens: int, chunk: int, stages: int) -> Config:
+    return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages}
+
+
+# A program a sequence wherever its share of the cache may hold it, or chunks always.
+_FULL_CANDIDATES = tuple(
+    _full(tile, chunk, stages, warps, whole, crowd)
+    for (whole, crowd, chunk), tile, stages, warps in itertools.product(
+        ((256, 4096, 256), (0, 0, 128), (0, 0, 256), (0, 0, 512)), (2048, 4096, 8192), (2, 3), (4, 8)
+    )
+)
+FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
+_SMALLER = _full(2048, 256, 2, 8)
+FULL_BACKWARD = Table(
+    "tssa_full_bwd",
+    _every_arch(
+        _full(4096, 256, 2, 8),
+        _full(1 << 14, 64, 1, 1),
+        sm_80=Row(_SMALLER, half=False),
+        sm_90=Row(_SMALLER, half=False),
+        sm_100=Row(_SMALLER, half=True),
+    ),
+    _FULL_CANDIDATES,
+)
+
+_CAUSAL_CANDIDATES = tuple(
+    _causal(tokens, chunk, stages)
+    for tokens, chunk, stages in itertools.product((1, 2, 4, 8), (16, 32, 64, 128), (2, 3))
+)
+CAUSAL_FORWARD = Table(
+    "tssa_causal_fwd",
+    _every_arch(_causal(4, 64, 3), _causal(128, 128, 1), sm_90=Row(_causal(2, 64, 3), half=True)),
+    _CAUSAL_CANDIDATES,
+)
+CAUSAL_BACKWARD = Table(
+    "tssa_causal_bwd",
+    _every_arch(_causal(2, 32, 3), _causal(128, 128, 1), sm_80=Row(_causal(2, 32, 2), half=True)),
+    _CAUSAL_CANDIDATES,
+)
+TABLES = (FULL_FORWARD, FULL_BACKWARD, CAUSAL_FORWARD, CAUSAL_BACKWARD)

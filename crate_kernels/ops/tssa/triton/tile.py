@@ -1,0 +1,214 @@
+"""What the kernels of both forms of token statistics do with a tile (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
+
+A tile has every head of a token, for the softmax over heads; heads and channels are padded to powers of two.
+Padding is loaded as zero. What lies outside a tensor costs lanes, never bytes.
+
+In the kernels ``at`` is (pointer to the first token, strides of tokens, heads and channels), and ``DIMS`` is
+(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D).
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from crate_kernels._triton.jit import keep_mask, sequence_bounds, uncovered
+
+FULL_FLOOR = tl.constexpr(1e-24)
+CAUSAL_FLOOR = tl.constexpr(1e-12)
+MASS_FLOOR = tl.constexpr(1e-8)
+
+
+@triton.jit
+def floored(x, FLOOR: tl.constexpr):
+    """Return max(x, FLOOR) that lets NaN through, which ``tl.maximum`` would not."""
+    return tl.where(x < FLOOR, FLOOR, x)
+
+
+@triton.jit
+def chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
+    """Return what a program works on: sequence, chunk, the sequence's first row and length, the chunk's tokens.
+
+    A chunk is the tokens from the last but one result to the last, counted within the sequence.
+    """
+    pid = tl.program_id(0)
+    index, chunk = pid // nchunks, pid % nchunks
+    start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
+    first = chunk * chunk_size
+    return index, chunk, start.to(tl.int64), count, first, tl.minimum(first + chunk_size, count)
+
+
+@triton.jit
+def heads_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's heads, (BLOCK_H,)."""
+    return tl.arange(0, DIMS[2])
+
+
+@triton.jit
+def channels_of(DIMS: tl.constexpr):
+    """Return the numbers of a tile's channels, (BLOCK_D,)."""
+    return tl.arange(0, DIMS[3])
+
+
+@triton.jit
+def _token_places(at, rows, DIMS: tl.constexpr):
+    """Return pointers to a tile's elements, (BLOCK_N, BLOCK_H, BLOCK_D)."""
+    places = rows.to(tl.int64)[:, None, None] * at[1] + heads_of(DIMS).to(tl.int64)[None, :, None] * at[2]
+    return at[0] + places + channels_of(DIMS).to(tl.int64)[None, None, :] * at[3]
+
+
+@triton.jit
+def _tokens_exist(there, DIMS: tl.constexpr):
+    """Return which of a tile's elements exist, given which tokens do."""
+    channels = (heads_of(DIMS) < DIMS[0])[:, None] & (channels_of(DIMS) < DIMS[1])[None, :]
+    return there[:, None, None] & channels[None, :, :]
+
+
+@triton.jit
+def load_tokens(at, rows, end, DIMS: tl.constexpr):
+    """Load a tile of tokens in fp32."""
+    inside = _tokens_exist(rows < end, DIMS)
+    return tl.load(_token_places(at, rows, DIMS), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
+    """Round a tile once and store the tokens that are ``there``."""
+    tl.store(_token_places(at, rows, DIMS), value, mask=_tokens_exist(there, DIMS))
+
+
+@triton.jit
+def load_rows(at, rows, end, DIMS: tl.constexpr):
+    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H); ``at`` is (pointer, stride of heads)."""
+    heads = heads_of(DIMS)
+    inside = (rows < end)[:, None] & (heads < DIMS[0])[None, :]
+    return tl.load(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(at, value, rows, there, DIMS: tl.constexpr):
+    """Store what a tile has by token and head, of the tokens that are ``there``."""
+    heads = heads_of(DIMS)
+    inside = there[:, None] & (heads < DIMS[0])[None, :]
+    tl.store(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], value, mask=inside)
+
+
+@triton.jit
+def kept(mask_ptr, rows, end, stride_ms):
+    """Return the 0/1 factor of each token in the sums over tokens, (BLOCK_N,)."""
+    inside = rows < end
+    if mask_ptr is None:
+        return inside.to(tl.float32)
+    else:
+        return tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_channels(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS, HEAD_DIM) of sums as (BLOCK_H, BLOCK_D)."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    return tl.load(ptr + heads * DIMS[1] + channels, mask=(heads < DIMS[0]) & (channels < DIMS[1]), other=0.0)
+
+
+@triton.jit
+def store_channels(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_channels`` loads."""
+    heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
+    tl.store(ptr + heads * DIMS[1] + channels, value, mask=(heads < DIMS[0]) & (channels < DIMS[1]))
+
+
+@triton.jit
+def load_heads(ptr, DIMS: tl.constexpr):
+    """Load a contiguous (NHEADS,) in fp32 as (BLOCK_H,)."""
+    return tl.load(ptr + heads_of(DIMS), mask=heads_of(DIMS) < DIMS[0], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_heads(ptr, value, DIMS: tl.constexpr):
+    """Store what ``load_heads`` loads."""
+    tl.store(ptr + heads_of(DIMS), value, mask=heads_of(DIMS) < DIMS[0])
+
+
+@triton.jit
+def load_sums(ptr, number, DIMS: tl.constexpr):
+    """Load sums over tokens: one a channel, and behind all of them one a head; ``number`` counts such rows."""
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    return load_channels(row, DIMS), load_heads(row + DIMS[0] * DIMS[1], DIMS)
+
+
+@triton.jit
+def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
+    """Store what ``load_sums`` loads."""
+    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    store_channels(row, by_channel, DIMS)
+    store_heads(row + DIMS[0] * DIMS[1], by_head, DIMS)
+
+
+@triton.jit
+def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
+    """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
+    head = (index * DIMS[0] + heads_of(DIMS))[None, :, None]
+    row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
+    keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
+    return tl.where(keep, x * inverse_keep, 0.0)
+
+
+@triton.jit
+def sum_over_channels(x, DIMS: tl.constexpr):
+    """Return the sums of a tile over its channels in float64, of which eight at a time are still added in float32.
+
+    Eight neighbours are in one thread; the exchange between threads is of one number a head. The few elements of one
+    token, as in decoding, are float64 from the start: they would go through shared memory to be grouped.
+    """
+    if x.shape[0] == 1:
+        return tl.sum(x.to(tl.float64), 2)
+    EIGHT: tl.constexpr = 8 if DIMS[3] > 8 else DIMS[3]
+    x = tl.reshape(x, (x.shape[0], DIMS[2], DIMS[3] // EIGHT, EIGHT))
+    return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
+
+
+@triton.jit
+def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
+    """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
+
+    Up to their difference from the largest, logits are float64: a token that dominates its channels has q near
+    head_dim, and in float32 the logits of all its heads would lose what tells them apart. It is one number a head.
+    Beyond the last token q is 0, and an infinite temp times 0 is no number.
+    """
+    logits = temp.to(tl.float64)[None, :] * similarity
+    logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
+    weights = tl.exp((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
+    return tl.where(there[:, None], weights / tl.sum(weights, 1)[:, None], 0.0)
+
+
+@triton.jit
+def softmax_backward(members, dmembers):
+    """Return the gradient of the logits, (BLOCK_N, BLOCK_H).
+
+    The mean is taken away twice. Of a head that has nearly all of its token, the first difference is mostly the
+    rounding of two large numbers, the membership's from 1 among it; of small ones the second sum is exact enough.
+    """
+    dmembers -= tl.sum(members * dmembers, 1)[:, None]
+    return members * (dmembers - tl.sum(members * dmembers, 1)[:, None])
+
+
+@triton.jit
+def clear_uncovered(
+    tokens_at, rows_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N: tl.constexpr, DIMS: tl.constexpr
+):
+    """Write zeros to the packed rows between sequence ``index`` and the next one, and to those before the first.
+
+    ``tokens_at`` and ``rows_at``, the latter possibly None, are of the whole tensors. Mostly there is no such row.
+    """
+    first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
+    start, _ = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
+    for n in tl.range(tl.where((index == 0) & (start > 0), 0, first), end, BLOCK_N):
+        rows = n + tl.arange(0, BLOCK_N)
+        outside = (rows < end) & ((rows < start) | (rows >= first))
+        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS[2], DIMS[3]), tl.float32), rows, outside, DIMS)
+        if rows_at is not None:
+            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS[2]), tl.float32), rows, outside, DIMS)

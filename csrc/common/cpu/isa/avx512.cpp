@@ -1,0 +1,21 @@
+// Every kernel at the level avx512.
+#include "../level_avx512.h"
+#if CRATE_X86_LEVELS
+
+#include "../../../ista/cpu/square.h"
+#include "../../../mssa/cpu/backward.h"
+#include "../../../mssa/cpu/decode.h"
+#include "../../../mssa/cpu/forward.h"
+#include "../../../tssa/cpu/table.h"
+
+namespace crate_kernels {
+namespace {
+const MssaKernels mssa_f32 = {mssa_forward<Float32>, mssa_backward<Float32>, mssa_combine, mssa_decode,
+                              mssa_decode_combine};
+}
+extern const MssaTables mssa_avx512 = {&mssa_f32, nullptr};
+extern const IstaKernels ista_avx512 = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+extern const TssaKernels tssa_avx512 = tssa::kKernels;
+}  // namespace crate_kernels
+
+#endif

@@ -1,0 +1,176 @@
+// What kernels of two operators share: shared memory, element types, sums over warps and blocks, wide loads.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifndef __CUDACC__
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+#endif
+
+#include "../dtype.h"
+
+#define CRATE_DEVICE __device__ __forceinline__
+
+namespace crate_kernels {
+
+constexpr unsigned kWarp = 32, kAllLanes = 0xffffffffu;
+
+// The dynamic shared memory of the block.
+CRATE_DEVICE unsigned char* shared_memory() {
+#ifdef __CUDACC__
+  extern __shared__ __align__(128) unsigned char crate_shared_memory[];
+  return crate_shared_memory;
+#else
+  return emulator::shared_memory();
+#endif
+}
+
+// Halves as they are stored; they are computed with in fp32.
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+CRATE_DEVICE float to_float(float v) {
+  return v;
+}
+
+CRATE_DEVICE float to_float(bf16 v) {
+  return __uint_as_float(static_cast<uint32_t>(v.bits) << 16);
+}
+
+CRATE_DEVICE float to_float(fp16 v) {
+#ifdef __CUDACC__
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+#else
+  return c10::detail::fp16_ieee_to_fp32_value(v.bits);
+#endif
+}
+
+CRATE_DEVICE uint16_t bf16_bits(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(v));
+  return static_cast<uint16_t>(pair);
+#else
+  const uint32_t bits = __float_as_uint(v);
+  if (v != v) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#endif
+}
+
+CRATE_DEVICE uint16_t fp16_bits(float v) {
+#ifdef __CUDACC__
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+#else
+  return c10::detail::fp16_ieee_from_fp32_value(v);
+#endif
+}
+
+// v rounded to the nearest T, ties to even.
+template <class T>
+CRATE_DEVICE T from_float(float v);
+template <>
+CRATE_DEVICE float from_float<float>(float v) {
+  return v;
+}
+template <>
+CRATE_DEVICE bf16 from_float<bf16>(float v) {
+  return {bf16_bits(v)};
+}
+template <>
+CRATE_DEVICE fp16 from_float<fp16>(float v) {
+  return {fp16_bits(v)};
+}
+
+// Two halves in a register, `low` in the low bits, as matrix fragments and wide stores take them.
+template <class T>
+CRATE_DEVICE uint32_t pack_pair(float low, float high);
+template <>
+CRATE_DEVICE uint32_t pack_pair<bf16>(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return bf16_bits(low) | static_cast<uint32_t>(bf16_bits(high)) << 16;
+#endif
+}
+template <>
+CRATE_DEVICE uint32_t pack_pair<fp16>(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return fp16_bits(low) | static_cast<uint32_t>(fp16_bits(high)) << 16;
+#endif
+}
+
+template <class T>
+CRATE_DEVICE float2 unpack_pair(uint32_t pair) {
+  const T low = {static_cast<uint16_t>(pair)}, high = {static_cast<uint16_t>(pair >> 16)};
+  return make_float2(to_float(low), to_float(high));
+}
+
+CRATE_DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
+  return v;
+}
+
+CRATE_DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, step));
+  return v;
+}
+
+// The block's sum, the same in every thread and every run. `scratch` is shared memory for a float a warp, and free to
+// be written again once the block has met a barrier.
+CRATE_DEVICE float block_sum(float v, float* scratch) {
+  const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  v = warp_sum(v);
+  if (lane == 0) scratch[warp] = v;
+  __syncthreads();
+  return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+}
+
+// 16 bytes of T in one access. The address must be aligned to them.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kCount = 16 / sizeof(T);
+  T at[kCount];
+};
+
+template <class T>
+CRATE_DEVICE Pack<T> load_pack(const T* from) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  Pack<T> pack;
+  memcpy(&pack, &bits, sizeof bits);
+  return pack;
+}
+
+template <class T>
+CRATE_DEVICE void store_pack(T* to, const Pack<T>& pack) {
+  uint4 bits;
+  memcpy(&bits, &pack, sizeof bits);
+  *reinterpret_cast<uint4*>(to) = bits;
+}
+
+// Calls f with a zero of the element type, whose type it is for: with_dtype(d, [&](auto zero) { using T = ... }).
+template <class F>
+void with_dtype(Dtype dtype, F&& f) {
+  if (dtype == Dtype::f32) return f(float{});
+  if (dtype == Dtype::bf16) return f(bf16{});
+  f(fp16{});
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,45 @@
+// What the instruction-set units offer to ista_cpu.cpp: plain structs and function pointers only.
+#pragma once
+
+#include <stdint.h>
+
+#include "../../common/dtype.h"
+
+namespace crate_kernels {
+
+// Contiguous elements of one dtype.
+struct IstaArray {
+  void* data;
+  Dtype dtype;
+};
+
+// out = shrink(base + step_size * product) where code is not zero, else 0; `data` is null of what there is not.
+struct IstaUpdate {
+  IstaArray product, base, code, out;
+  float step_size;
+  float threshold;
+  bool nonnegative;  // shrink(v) = max(v - threshold, 0), else sign(v) max(|v| - threshold, 0)
+};
+
+// Square matrices of fp32, `dim` rows without gaps; the results of any dtype.
+struct IstaSquare {
+  const float *a, *b;
+  IstaArray out;
+  int64_t dim;
+};
+
+// Rows of a square matrix that one task owns; products that leave out what symmetry gives are cut there too.
+constexpr int64_t kIstaBand = 16;
+
+struct IstaKernels {
+  // Elements [begin, end). The output may be any of the inputs.
+  void (*update)(const IstaUpdate&, int64_t begin, int64_t end);
+  // Band `band` of out = a - b, b symmetric and given from each band's own columns on.
+  void (*subtract_symmetric)(const IstaSquare&, int64_t band);
+  // Band `band` of out = a + a^T.
+  void (*add_transposed)(const IstaSquare&, int64_t band);
+};
+
+extern const IstaKernels ista_portable, ista_avx2, ista_avx512;
+
+}  // namespace crate_kernels

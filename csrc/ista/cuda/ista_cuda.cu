@@ -1,0 +1,69 @@
+// The CUDA ops of sparse coding: what PyTorch's products leave to do.
+#include <optional>
+
+#include "../../common/cuda/launch.cuh"
+#include "update.cuh"
+
+namespace crate_kernels {
+namespace {
+
+IstaOperand operand(const std::optional<Tensor>& t, const char* name, int64_t numel) {
+  if (!t.has_value()) return {};
+  STD_TORCH_CHECK(t->is_contiguous(), name, " must be contiguous");
+  STD_TORCH_CHECK(t->numel() == numel, name, " must have ", numel, " elements, got ", t->numel());
+  return {t->data_ptr(), dtype_of(*t)};
+}
+
+void update(std::optional<Tensor> product, std::optional<Tensor> base, std::optional<Tensor> gated,
+            std::optional<Tensor> gate, double scale, double threshold, bool nonnegative, bool gate_all, Tensor out) {
+  IstaUpdate u = {};
+  u.numel = out.numel();
+  u.product = operand(product, "product", u.numel);
+  u.base = operand(base, "base", u.numel);
+  u.gated = operand(gated, "gated", u.numel);
+  u.gate = operand(gate, "gate", u.numel);
+  u.out = operand(out, "out", u.numel);
+  u.scale = static_cast<float>(scale);
+  u.threshold = static_cast<float>(threshold);
+  u.gate_all = gate_all;
+  u.nonnegative = nonnegative;
+  STD_TORCH_CHECK(gate.has_value() || !(gated.has_value() || gate_all), "gate must be given where something is gated");
+  u.wide = true;
+  for (const IstaOperand& o : {u.product, u.base, u.gated, u.gate, u.out}) {
+    u.wide = u.wide && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
+  }
+  const int32_t device = out.get_device_index();
+  const OnDevice on(device);
+  constexpr int64_t kItems = kIstaThreads * kIstaItems;
+  launch<ista_update_kernel>({(u.numel + kItems - 1) / kItems, kIstaThreads, 0, 1, current_stream(device)}, u);
+}
+
+void symmetrize(Tensor a, Tensor both) {
+  const int64_t dim = a.size(0), tiles = (dim + kIstaTile - 1) / kIstaTile;
+  const IstaOperand from = operand(a, "a", dim * dim), to = operand(both, "both", dim * dim);
+  STD_TORCH_CHECK(from.dtype == to.dtype, "both must have the dtype of a");
+  const int32_t device = a.get_device_index();
+  const OnDevice on(device);
+  const Launch where = {tiles * tiles, kIstaTile * kIstaTileRows,
+                        static_cast<int64_t>(kIstaTile * (kIstaTile + 1) * sizeof(float)), 1, current_stream(device)};
+  with_dtype(to.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    launch<ista_symmetrize_kernel<T>>(where, static_cast<const T*>(from.data), static_cast<T*>(to.data), dim);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def(
+      "cuda_ista_update(Tensor? product, Tensor? base, Tensor? gated, Tensor? gate, float scale, float threshold, "
+      "bool nonnegative, bool gate_all, Tensor(a!) out) -> ()");
+  m.def("cuda_ista_symmetrize(Tensor a, Tensor(a!) both) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+  m.impl("cuda_ista_update", TORCH_BOX(&update));
+  m.impl("cuda_ista_symmetrize", TORCH_BOX(&symmetrize));
+}
+
+}  // namespace crate_kernels

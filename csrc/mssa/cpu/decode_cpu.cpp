@@ -1,0 +1,122 @@
+// The CPU op of decoding: append new tokens to a cache and attend over it, every head a task, or several where heads
+// are fewer than threads.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "../../common/cpu/parallel.h"
+#include "host.h"
+
+namespace crate_kernels {
+namespace {
+
+constexpr int64_t kLeastPart = 256;  // cached tokens: below, a task costs more than it spares
+
+// What one sequence keeps of its new tokens.
+struct Sequence {
+  int64_t start;     // cached tokens before
+  const bool* keep;  // null: every token
+  int64_t keep_stride;
+};
+
+void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,
+            const MssaProblem& p) {
+  const int64_t item = itemsize(p.dtype);
+  const auto at = [&](const MssaView& v, int64_t token, int64_t d) {
+    return static_cast<char*>(v.data) + (token * v.token_stride + d * v.dim_stride) * item;
+  };
+  const bool whole = w.dim_stride == 1 && keys.dim_stride == 1;
+  for (int64_t i = 0, end = s.start; i < tokens && end < capacity; ++i) {
+    if (s.keep != nullptr && !s.keep[i * s.keep_stride]) continue;
+    if (whole) {
+      std::memcpy(at(keys, end, 0), at(w, i, 0), p.head_dim * item);
+    } else {
+      for (int d = 0; d < p.head_dim; ++d) std::memcpy(at(keys, end, d), at(w, i, d), item);
+    }
+    ++end;
+  }
+}
+
+void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale, Tensor out,
+            Tensor lse) {
+  const MssaProblem p = problem(w, std::nullopt, true, scale, 0.0, -1.0);
+  const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
+  const int64_t heads = batch * nheads;
+  int32_t* const held = static_cast<int32_t*>(lengths.data_ptr());
+  std::vector<Sequence> sequences(batch);
+  std::vector<int32_t> visible(batch * tokens);
+  int64_t longest = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    Sequence& s = sequences[b];
+    s = {held[b], nullptr, 0};
+    if (key_padding_mask.has_value()) {
+      s.keep = static_cast<const bool*>(key_padding_mask->data_ptr()) + b * key_padding_mask->stride(0);
+      s.keep_stride = key_padding_mask->stride(1);
+    }
+    int64_t end = s.start;
+    for (int64_t i = 0; i < tokens; ++i) {
+      end += s.keep == nullptr || s.keep[i * s.keep_stride];
+      visible[b * tokens + i] = static_cast<int32_t>(std::min(end, capacity));
+    }
+    held[b] = static_cast<int32_t>(std::min(end, capacity));
+    longest = std::max<int64_t>(longest, held[b]);
+  }
+
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t wanted = heads == 0 || threads <= heads ? 1 : (threads + heads - 1) / heads;
+  const int64_t parts = std::clamp<int64_t>(longest / kLeastPart, 1, wanted);
+  const int64_t partial_size = tokens * mssa_decode_size(p.head_dim);  // of one part of one head
+  const std::unique_ptr<float, decltype(&std::free)> partial(
+      parts == 1 ? nullptr : static_cast<float*>(std::aligned_alloc(64, heads * parts * partial_size * sizeof(float))),
+      &std::free);
+  STD_TORCH_CHECK(parts == 1 || partial != nullptr, "out of memory for the parts of ", heads, " heads");
+
+  const auto head = [&](int64_t i) {
+    const int64_t b = i / nheads, h = i % nheads;
+    MssaDecode d = {};
+    d.w = view(w, false, b, h, 0);
+    d.keys = view(data, false, b, h, 0);
+    d.out = view(out, false, b, h, 0);
+    d.new_tokens = tokens;
+    d.visible = visible.data() + b * tokens;
+    d.lse = lse.numel() == 0 ? nullptr : static_cast<float*>(lse.data_ptr()) + i * tokens;
+    d.partial = partial.get() + i * parts * partial_size;
+    d.per_part = (longest + parts - 1) / parts;
+    return d;
+  };
+  const MssaKernels& k = kernels(p);
+  if (parts == 1) {
+    for_each_task(heads, [&](int64_t i, Arena&) {
+      const MssaDecode d = head(i);
+      append(sequences[i / nheads], d.w, d.keys, tokens, capacity, p);
+      k.decode(p, d, 0, 1);
+    });
+    return;
+  }
+  for (int64_t i = 0; i < heads; ++i) {
+    const MssaDecode d = head(i);
+    append(sequences[i / nheads], d.w, d.keys, tokens, capacity, p);
+  }
+  for_each_task(heads * parts, [&](int64_t i, Arena&) {
+    k.decode(p, head(i / parts), static_cast<int>(i % parts), static_cast<int>(parts));
+  });
+  for (int64_t i = 0; i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def(
+      "mssa_decode(Tensor w, Tensor(a!) data, Tensor(b!) lengths, Tensor? key_padding_mask, float scale, "
+      "Tensor(c!) out, Tensor(d!) lse) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+  m.impl("mssa_decode", TORCH_BOX(&decode));
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,57 @@
+// What the CPU ops of subspace attention share: from a call's arguments to the structs of kernels.h.
+#pragma once
+
+#include <cmath>
+#include <optional>
+
+#include "../../common/cpu/capability.h"
+#include "../../common/cpu/isa.h"
+#include "../../common/tensor.h"
+#include "kernels.h"
+
+namespace crate_kernels {
+
+inline const MssaKernels& kernels(const MssaProblem& p) {
+  const MssaKernels* f32 = mssa_portable.f32;
+#if CRATE_X86_LEVELS
+  const Capability level = capability();
+  if (level == Capability::avx512_bf16 && p.dtype == Dtype::bf16 && !p.dropout && !p.threshold) {
+    return *mssa_avx512_bf16.bf16;
+  }
+  if (level >= Capability::avx512) {
+    f32 = mssa_avx512.f32;
+  } else if (level == Capability::avx2) {
+    f32 = mssa_avx2.f32;
+  }
+#endif
+  return *f32;
+}
+
+inline MssaProblem problem(const Tensor& w, const std::optional<Tensor>& seed, bool causal, double scale,
+                           double dropout_p, double threshold) {
+  MssaProblem p = {};
+  p.dtype = dtype_of(w);
+  p.head_dim = static_cast<int>(w.size(w.dim() - 1));
+  STD_TORCH_CHECK(p.head_dim >= 1 && p.head_dim <= 256, "head_dim must be from 1 to 256, got ", p.head_dim);
+  p.scale = scale;
+  p.causal = causal;
+  p.threshold = threshold >= 0;
+  p.level = static_cast<float>(threshold);
+  p.dropout = seed.has_value();
+  if (p.dropout) {
+    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
+    p.keep_from = static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0));
+    p.keep_factor = static_cast<float>(1.0 / (1.0 - dropout_p));
+  }
+  return p;
+}
+
+// The view of one head: batch element or sequence, head and first token of it.
+inline MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, int64_t token) {
+  const int64_t offset = packed ? token * t.stride(0) + head * t.stride(1)
+                                : batch * t.stride(0) + head * t.stride(1) + token * t.stride(2);
+  char* const data = static_cast<char*>(t.data_ptr());
+  return {data + offset * static_cast<int64_t>(t.element_size()), t.stride(packed ? 0 : 2), t.stride(packed ? 2 : 3)};
+}
+
+}  // namespace crate_kernels

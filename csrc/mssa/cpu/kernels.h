@@ -1,0 +1,85 @@
+// What the instruction-set units offer to mssa_cpu.cpp: plain structs and function pointers only.
+#pragma once
+
+#include <stdint.h>
+
+#include "../../common/cpu/arena.h"
+#include "../../common/dtype.h"
+
+namespace crate_kernels {
+
+// A (tokens, head_dim) matrix of one head; strides in elements.
+struct MssaView {
+  void* data;
+  int64_t token_stride;
+  int64_t dim_stride;
+};
+
+// What every head of a call shares.
+struct MssaProblem {
+  Dtype dtype;
+  int head_dim;
+  double scale;
+  bool causal;
+  bool dropout;
+  bool threshold;  // phi = "threshold": probabilities above `level` become `level`, others 0
+  float level;
+  float keep_factor;   // 1 / (1 - dropout_p)
+  uint64_t keep_from;  // a weight is kept iff its random word is at least this
+  uint64_t seed;
+};
+
+// One head of one sequence. `keep` is null or says which tokens are keys.
+struct MssaHead {
+  int64_t seqlen;
+  uint32_t counter;  // batch * nheads + head, for dropout
+  MssaView w, out, dout, dw;
+  const bool* keep;
+  int64_t keep_stride;
+  float* lse;
+  const float* dlse;  // null: no gradient
+  int64_t dlse_stride;
+};
+
+// New tokens of one head against its cached ones, `visible[i]` of which the i-th new token may see.
+struct MssaDecode {
+  MssaView w, keys, out;
+  int64_t new_tokens;
+  const int32_t* visible;
+  float* lse;        // null: not wanted
+  float* partial;    // of a cache that is read in parts: mssa_decode_size floats a part and new token
+  int64_t per_part;  // cached tokens of a part
+};
+
+struct MssaKernels {
+  // Compute part `part` of `parts` of the rows of out and lse.
+  void (*forward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&);
+  // With parts == 1 write dw; else add up this part's share in partial + part * mssa_partial_size.
+  void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
+  // Sum the shares of rows [begin, end) and write dw.
+  void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
+  // Write out and lse; with parts > 1, write what part `part` of the cache gives to `partial`.
+  void (*decode)(const MssaProblem&, const MssaDecode&, int part, int parts);
+  // Sum the parts, in their order, and write out and lse.
+  void (*decode_combine)(const MssaProblem&, const MssaDecode&, int parts);
+};
+
+// One table a level; null where a level adds nothing for that element type.
+struct MssaTables {
+  const MssaKernels* f32;   // any dtype, converted to fp32
+  const MssaKernels* bf16;  // bf16 products; softmax without dropout only
+};
+extern const MssaTables mssa_portable, mssa_avx2, mssa_avx512, mssa_avx512_bf16;
+
+// Floats that one part of a cache leaves for one new token: out as it is before the division, largest score, sum.
+static inline int64_t mssa_decode_size(int head_dim) {
+  return (head_dim + 15) / 16 * 16 + 16;  // whole lines of the cache
+}
+
+// Floats that one part of one head accumulates into: rows as keys, then rows as queries.
+static inline int64_t mssa_partial_size(int64_t seqlen, int head_dim) {
+  const int64_t width = (head_dim + 15) / 16 * 16;  // of the widest vectors
+  return 2 * ((seqlen + 63) / 64 * 64) * width;
+}
+
+}  // namespace crate_kernels

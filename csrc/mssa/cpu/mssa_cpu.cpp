@@ -1,0 +1,153 @@
+// The CPU ops of subspace attention: tensors to heads, heads to threads.
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "../../common/cpu/parallel.h"
+#include "host.h"
+
+namespace crate_kernels {
+namespace {
+
+constexpr int64_t kBlock = 64;         // rows of a tile
+constexpr int64_t kCombineRows = 256;  // rows of a task that sums shares
+
+// The tensors of a call; those that a call does not have are null.
+struct Tensors {
+  const Tensor *w = nullptr, *out = nullptr, *lse = nullptr, *dout = nullptr, *dlse = nullptr, *dw = nullptr;
+  const Tensor *key_padding_mask = nullptr, *cu_seqlens = nullptr;
+};
+
+std::vector<MssaHead> list_heads(const Tensors& t) {
+  const bool packed = t.cu_seqlens != nullptr;
+  const int64_t nheads = t.w->size(1), total = packed ? t.w->size(0) : t.w->size(2);
+  const int64_t batch = packed ? t.cu_seqlens->size(0) - 1 : t.w->size(0);
+  const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.cu_seqlens->data_ptr()) : nullptr;
+  std::vector<MssaHead> heads;
+  heads.reserve(batch * nheads);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t first = packed ? std::clamp<int64_t>(bounds[b], 0, total) : 0;
+    const int64_t end = packed ? std::clamp<int64_t>(bounds[b + 1], first, total) : total;
+    if (end == first) continue;
+    for (int64_t h = 0; h < nheads; ++h) {
+      MssaHead head = {};
+      head.seqlen = end - first;
+      head.counter = static_cast<uint32_t>(b * nheads + h);
+      head.w = view(*t.w, packed, b, h, first);
+      if (t.out != nullptr) head.out = view(*t.out, packed, b, h, first);
+      if (t.dout != nullptr) head.dout = view(*t.dout, packed, b, h, first);
+      if (t.dw != nullptr) head.dw = view(*t.dw, packed, b, h, first);
+      if (t.key_padding_mask != nullptr) {
+        head.keep = static_cast<const bool*>(t.key_padding_mask->data_ptr()) + b * t.key_padding_mask->stride(0);
+        head.keep_stride = t.key_padding_mask->stride(1);
+      }
+      const int64_t row = packed ? h * total + first : (b * nheads + h) * total;  // lse is ours: contiguous
+      head.lse = static_cast<float*>(t.lse->data_ptr()) + row;
+      if (t.dlse != nullptr) {
+        const Tensor& d = *t.dlse;
+        const int64_t at = packed ? h * d.stride(0) + first * d.stride(1) : b * d.stride(0) + h * d.stride(1);
+        head.dlse = static_cast<const float*>(d.data_ptr()) + at;
+        head.dlse_stride = d.stride(packed ? 1 : 2);
+      }
+      heads.push_back(head);
+    }
+  }
+  return heads;
+}
+
+// Into how many parts every head is cut, so that no thread is without work.
+int parts_of(const std::vector<MssaHead>& heads) {
+  const int64_t threads = torch::stable::get_num_threads(), count = static_cast<int64_t>(heads.size());
+  if (threads <= count || count == 0) return 1;
+  int64_t blocks = 1;
+  for (const MssaHead& head : heads) blocks = std::max(blocks, (head.seqlen + kBlock - 1) / kBlock);
+  return static_cast<int>(std::min((threads + count - 1) / count, blocks));
+}
+
+const Tensor* get(const std::optional<Tensor>& t) {
+  return t.has_value() ? &*t : nullptr;
+}
+
+void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
+             std::optional<Tensor> seed, bool causal, double scale, double dropout_p, double threshold, Tensor out,
+             Tensor lse) {
+  const MssaProblem p = problem(w, seed, causal, scale, dropout_p, threshold);
+  Tensors t;
+  t.w = &w;
+  t.out = &out;
+  t.lse = &lse;
+  t.key_padding_mask = get(key_padding_mask);
+  t.cu_seqlens = get(cu_seqlens);
+  const std::vector<MssaHead> heads = list_heads(t);
+  const MssaKernels& k = kernels(p);
+  const int parts = parts_of(heads);
+  for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
+    k.forward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena);
+  });
+}
+
+void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse,
+              std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> seed,
+              bool causal, double scale, double dropout_p, double threshold, Tensor dw) {
+  const MssaProblem p = problem(w, seed, causal, scale, dropout_p, threshold);
+  Tensors t;
+  t.w = &w;
+  t.out = &out;
+  t.lse = &lse;
+  t.dout = get(dout);
+  t.dlse = get(dlse);
+  t.dw = &dw;
+  t.key_padding_mask = get(key_padding_mask);
+  t.cu_seqlens = get(cu_seqlens);
+  const std::vector<MssaHead> heads = list_heads(t);
+  const MssaKernels& k = kernels(p);
+  const int parts = parts_of(heads);
+  if (parts == 1) {
+    for_each_task(static_cast<int64_t>(heads.size()),
+                  [&](int64_t i, Arena& arena) { k.backward(p, heads[i], 0, 1, arena, nullptr); });
+    return;
+  }
+  // Every part has its own accumulator, and rows are summed in the order of the parts: the same for every run.
+  std::vector<int64_t> offsets = {0};
+  for (const MssaHead& head : heads) {
+    offsets.push_back(offsets.back() + parts * mssa_partial_size(head.seqlen, p.head_dim));
+  }
+  const std::unique_ptr<float, decltype(&std::free)> partial(
+      static_cast<float*>(std::aligned_alloc(64, offsets.back() * sizeof(float))), &std::free);
+  STD_TORCH_CHECK(partial != nullptr, "out of memory for ", offsets.back(), " floats of partial gradients");
+  for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
+    k.backward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena, partial.get() + offsets[i / parts]);
+  });
+  std::vector<std::pair<int64_t, int64_t>> rows;  // head, first row
+  for (int64_t h = 0; h < static_cast<int64_t>(heads.size()); ++h) {
+    for (int64_t row = 0; row < heads[h].seqlen; row += kCombineRows) rows.emplace_back(h, row);
+  }
+  for_each_task(static_cast<int64_t>(rows.size()), [&](int64_t i, Arena&) {
+    const auto [h, first] = rows[i];
+    const int64_t end = std::min(first + kCombineRows, heads[h].seqlen);
+    k.combine(p, heads[h], parts, partial.get() + offsets[h], first, end);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
+  m.def(
+      "mssa_fwd(Tensor w, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, "
+      "float dropout_p, float threshold, Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.def(
+      "mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
+      "Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, float dropout_p, float threshold, "
+      "Tensor(a!) dw) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+  m.impl("mssa_fwd", TORCH_BOX(&forward));
+  m.impl("mssa_bwd", TORCH_BOX(&backward));
+}
+
+}  // namespace crate_kernels

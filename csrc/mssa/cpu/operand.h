@@ -1,0 +1,198 @@
+// Packed operands of the tile products, and the micro-kernel.
+//
+// Operands are packed as 32-bit words: one float, or two bf16 neighbours along the summed index, which is what
+// one multiply-accumulate takes from each lane. Everything else is the same for both.
+#pragma once
+
+#include "../../common/cpu/convert.h"
+#include "../../common/cpu/vec.h"
+
+namespace {
+
+constexpr int kTile = 64;  // tokens a tile; four AVX-512 vectors
+static_assert(kTile % kLanes == 0, "a tile is whole vectors");
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+struct Float32 {
+  static constexpr int kPair = 1;  // elements a word
+  static CRATE_INLINE Vf broadcast(const float* word) { return splat(*word); }
+  static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return acc + a * b; }
+  static CRATE_INLINE Vf round(Vf v) { return v; }
+  // A row of `words` words from floats.
+  static CRATE_INLINE void pack(const float* in, int words, float* out) { memcpy(out, in, words * sizeof(float)); }
+  // Word n holds (even[n], odd[n]).
+  static CRATE_INLINE void interleave(const float* even, const float*, int words, float* out) {
+    memcpy(out, even, words * sizeof(float));
+  }
+};
+
+#if CRATE_BF16_DOT
+struct BFloat16 {
+  static constexpr int kPair = 2;
+  static CRATE_INLINE Vf broadcast(const float* word) {
+    int32_t bits;
+    memcpy(&bits, word, 4);
+    return as_float(splat(bits));
+  }
+  static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return (Vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+  // To nearest, as 16 bits in the low half of each lane.
+  static CRATE_INLINE Vi low(Vf v) { return (Vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+  static CRATE_INLINE Vf round(Vf v) { return as_float(low(v) << 16); }
+  static CRATE_INLINE void pack(const float* in, int words, float* out) {
+    for (int n = 0; n < words; n += kLanes) {
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(in + 2 * n + kLanes), (__m512)load(in + 2 * n));
+      memcpy(out + n, &both, sizeof both);
+    }
+  }
+  static CRATE_INLINE void interleave(const float* even, const float* odd, int words, float* out) {
+    for (int n = 0; n < words; n += kLanes) {
+      store(out + n, as_float(low(load(even + n)) | (low(load(odd + n)) << 16)));
+    }
+  }
+};
+#endif
+
+// Words a head's channels take, and rows of a panel with room for whole transposed blocks.
+template <class T>
+constexpr int channel_words(int head_dim) {
+  return (head_dim + T::kPair - 1) / T::kPair;
+}
+template <class T>
+constexpr int64_t panel_size(int head_dim) {
+  return round_up(channel_words<T>(head_dim), kLanes) * kTile;
+}
+
+CRATE_INLINE int padded_dim(int head_dim) {
+  return static_cast<int>(round_up(head_dim, kLanes));
+}
+
+// Transpose kLanes x kLanes words.
+CRATE_INLINE void transpose_block(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+#if CRATE_X86_LEVELS
+  Vf row[kLanes];
+  for (int r = 0; r < kLanes; ++r) row[r] = load(in + r * in_stride);
+  const Vi lane = iota();
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    // Exchange the off-diagonal blocks of each 2 x 2 arrangement of half x half blocks.
+    const Vi second = (lane & half) != 0;
+    const Vi upper = second ? lane - half + kLanes : lane;
+    const Vi lower = second ? lane + kLanes : lane + half;
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) {
+      if ((r & half) == 0) {
+        const Vf a = row[r], b = row[r + half];
+        row[r] = __builtin_shuffle(a, b, upper);
+        row[r + half] = __builtin_shuffle(a, b, lower);
+      }
+    }
+  }
+  for (int r = 0; r < kLanes; ++r) store(out + r * out_stride, row[r]);
+#else
+  for (int r = 0; r < kLanes; ++r) {
+    for (int c = 0; c < kLanes; ++c) out[c * out_stride + r] = in[r * in_stride + c];
+  }
+#endif
+}
+
+// Pack the first `count` of kTile rows of floats, `stride` apart and zero beyond head_dim, as a panel: word k of
+// token j at panel[k * kTile + j]. Whole vectors of tokens are packed.
+template <class T>
+void pack_panel(const float* rows, int64_t stride, int head_dim, int count, float* panel) {
+  const int words = static_cast<int>(round_up(channel_words<T>(head_dim), kLanes));
+  alignas(64) float packed[kLanes][256];
+  for (int j = 0; j < count; j += kLanes) {
+    const float* source = rows + j * stride;
+    int64_t source_stride = stride;
+    if (T::kPair == 2) {
+      for (int r = 0; r < kLanes; ++r) T::pack(source + r * stride, words, packed[r]);
+      source = packed[0];
+      source_stride = 256;
+    }
+    for (int k = 0; k < words; k += kLanes) {
+      transpose_block(source + k, source_stride, panel + k * kTile + j, kTile);
+    }
+  }
+}
+
+// Pack `count` rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word
+// (j / kPair) * width + d.
+template <class T>
+void pack_rows(const float* rows, int64_t stride, int width, int count, float* out) {
+  for (int j = 0; j < count; j += T::kPair) {
+    T::interleave(rows + j * stride, rows + (j + T::kPair - 1) * stride, width, out + j / T::kPair * width);
+  }
+}
+
+template <int N>
+struct Int {
+  static constexpr int value = N;
+};
+
+// acc[r][v] += sum_k left[r * kRowStride + k * kStride] * right[k * right_stride + v * kLanes ...].
+template <class T, int kRows, int kColumns, int kRowStride, int kStride>
+CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const float* right, int64_t right_stride,
+                           int words) {
+  for (int k = 0; k < words; ++k) {
+    Vf b[kColumns];
+#pragma GCC unroll 4
+    for (int v = 0; v < kColumns; ++v) b[v] = load(right + k * right_stride + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vf a = T::broadcast(left + r * kRowStride + k * kStride);
+#pragma GCC unroll 4
+      for (int v = 0; v < kColumns; ++v) acc[r][v] = T::dot(acc[r][v], a, b[v]);
+    }
+  }
+}
+
+// Rows of a micro-kernel that is `columns` vectors wide: what the registers hold beside operands.
+constexpr int group_rows(int columns) {
+  return CRATE_LANES == 16 ? (columns == 4 ? 6 : 8) : (columns == 2 ? (CRATE_LANES == 8 ? 6 : 4) : 8);
+}
+
+// Call body(Int<rows>, first row) until rows r .. rows - 1 are covered exactly.
+template <int kColumns, class Body>
+CRATE_INLINE void for_row_groups(int r, int rows, const Body& body) {
+  constexpr int kMost = group_rows(kColumns);
+  for (; r + kMost <= rows; r += kMost) body(Int<kMost>(), r);
+  if (kMost > 4 && r + 4 <= rows) {
+    body(Int<4>(), r);
+    r += 4;
+  }
+  if (r + 2 <= rows) {
+    body(Int<2>(), r);
+    r += 2;
+  }
+  if (r < rows) body(Int<1>(), r);
+}
+
+// Call body(Int<columns>, first vector) until vectors v .. vectors - 1 are covered, as evenly as they divide.
+template <class Body>
+CRATE_INLINE void for_column_groups(int v, int vectors, const Body& body) {
+  while (v < vectors) {
+    const int groups = (vectors - v + CRATE_MAX_COLUMNS - 1) / CRATE_MAX_COLUMNS;
+    const int columns = (vectors - v + groups - 1) / groups;
+    switch (columns) {
+#if CRATE_MAX_COLUMNS == 4
+      case 4:
+        body(Int<4>(), v);
+        break;
+      case 3:
+        body(Int<3>(), v);
+        break;
+#endif
+      case 2:
+        body(Int<2>(), v);
+        break;
+      default:
+        body(Int<1>(), v);
+    }
+    v += columns;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,189 @@
+// Tiles of tokens in shared memory, and the tensor cores' operands from them.
+//
+// A tile is rows of DIM halves, channels beyond head_dim being 0. One tile is key and value at once: its rows are the
+// right operand of w_i . w_j as they are, and that of P w transposed.
+#pragma once
+
+#include "../../common/cuda/mma.cuh"
+
+namespace crate_kernels::mssa {
+
+constexpr int kHalves = 8;  // of 16 bytes, which is what one lane of ldmatrix addresses: a chunk
+
+constexpr __host__ __device__ int swizzle_bits(int dim) {
+  int bits = 0;
+  for (int chunks = dim / kHalves; bits < 3 && chunks % 2 == 0; chunks /= 2) ++bits;
+  return bits;
+}
+
+// Where a chunk of a row is, in halves from the start of the tile. Eight rows are what ldmatrix reads at once, and the
+// banks are eight chunks wide: rows of an even number of chunks would meet in some of them, so the chunks that a power
+// of two divides into are permuted from row to row. Rows repeat after eight.
+template <int DIM>
+constexpr __host__ __device__ __forceinline__ int tile_offset(int row, int chunk) {
+  constexpr int kBits = swizzle_bits(DIM);
+  return row * DIM + (chunk ^ ((row >> (3 - kBits)) & ((1 << kBits) - 1))) * kHalves;
+}
+
+// One head of a tensor, from its first token on; strides in elements.
+template <class T>
+struct View {
+  T* data;
+  int64_t row, channel;
+};
+
+// Whether chunks of 16 bytes can be read and written: of tensors that are so aligned, and have no part of a chunk.
+struct Access {
+  int head_dim;
+  bool wide;
+};
+
+// Copies rows [first, first + rows) into a tile, rows from `length` on as zeros; done once the copies were waited for.
+template <class T, int DIM>
+CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int first, int length, const Access& access) {
+  constexpr int kChunks = DIM / kHalves;
+  const int count = rows * kChunks, step = static_cast<int>(blockDim.x);
+  if (access.wide) {
+#pragma unroll 4
+    for (int n = threadIdx.x; n < count; n += step) {
+      const int row = n / kChunks, chunk = n % kChunks;
+      const bool present = first + row < length && chunk * kHalves < access.head_dim;
+      const T* const at = from.data + (present ? (first + row) * from.row + chunk * kHalves : 0);
+      cp_async_16(tile + tile_offset<DIM>(row, chunk), at, present);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int n = threadIdx.x; n < count; n += step) {
+    const int row = n / kChunks, chunk = n % kChunks;
+    const int channels = first + row < length ? min(access.head_dim - chunk * kHalves, kHalves) : 0;
+    const T* const at = from.data + (first + row) * from.row + chunk * kHalves * from.channel;
+    Pack<T> pack = {};
+#pragma unroll
+    for (int c = 0; c < kHalves; ++c) {
+      if (c < channels) pack.at[c] = at[c * from.channel];
+    }
+    store_pack(tile + tile_offset<DIM>(row, chunk), pack);
+  }
+}
+
+// Writes a warp's `rows` of a tile to rows [first, ...) below `length`.
+template <class T, int DIM>
+CRATE_DEVICE void store_tile(const View<T>& to, const T* tile, int rows, int first, int length, const Access& access) {
+  constexpr int kChunks = DIM / kHalves;
+#pragma unroll 1
+  for (int n = threadIdx.x % kWarp; n < rows * kChunks; n += kWarp) {
+    const int row = n / kChunks, chunk = n % kChunks, channel = chunk * kHalves;
+    if (first + row >= length || channel >= access.head_dim) continue;
+    const Pack<T> pack = load_pack(tile + tile_offset<DIM>(row, chunk));
+    T* const at = to.data + (first + row) * to.row;
+    if (access.wide) {
+      store_pack(at + channel, pack);
+    } else {
+      for (int c = 0; c < kHalves && channel + c < access.head_dim; ++c) at[(channel + c) * to.channel] = pack.at[c];
+    }
+  }
+}
+
+// The operands below are of a tile from a row that is a multiple of 8 on; k counts 16 channels.
+
+// Rows 0 to 15 as left operand.
+template <int DIM, class T>
+CRATE_DEVICE void left(uint32_t (&a)[4], const T* tile, int k) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_x4(a, tile + tile_offset<DIM>(lane % 16, 2 * k + lane / 16));
+}
+
+// The transpose of rows 0 to 15 as left operand: its rows are channels.
+template <int DIM, class T>
+CRATE_DEVICE void left_transposed(uint32_t (&a)[4], const T* tile, int k) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_x4_trans(a, tile + tile_offset<DIM>(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+}
+
+// The transpose of rows 0 to 7 and of rows 8 to 15 as two right operands: their columns are rows of the tile.
+template <int DIM, class T>
+CRATE_DEVICE void right_transposed(uint32_t (&b)[2][2], const T* tile, int k) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t r[4];
+  ldmatrix_x4(r, tile + tile_offset<DIM>(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+  b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// Rows 0 to 15 as two right operands, of 8 channels each.
+template <int DIM, class T>
+CRATE_DEVICE void right(uint32_t (&b)[2][2], const T* tile, int k) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t r[4];
+  ldmatrix_x4_trans(r, tile + tile_offset<DIM>(lane % 16, 2 * k + lane / 16));
+  b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// A warp's own 16 ROWS16 rows as left operand: in registers where they fit, else read again for every product.
+template <class T, int DIM, int ROWS16, bool HELD>
+struct Own {
+  const T* tile;
+  uint32_t held[HELD ? ROWS16 : 1][HELD ? DIM / 16 : 1][4];
+
+  CRATE_DEVICE void load(const T* from) {
+    tile = from;
+    if constexpr (HELD) {
+#pragma unroll
+      for (int m = 0; m < ROWS16; ++m) {
+#pragma unroll
+        for (int k = 0; k < DIM / 16; ++k) left<DIM>(held[m][k], tile + m * 16 * DIM, k);
+      }
+    }
+  }
+
+  CRATE_DEVICE void get(uint32_t (&a)[4], int m, int k) const {
+    if constexpr (HELD) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = held[m][k][i];
+    } else {
+      left<DIM>(a, tile + m * 16 * DIM, k);
+    }
+  }
+};
+
+// acc += p w of 16 rows of w: p is packed, two products side by side.
+template <class T, int DIM>
+CRATE_DEVICE void add_product(float (&acc)[DIM / 8][4], const uint32_t (&p)[4], const uint32_t (&b)[2][2], int k) {
+  mma_16816<T>(acc[2 * k], p, b[0]);
+  mma_16816<T>(acc[2 * k + 1], p, b[1]);
+}
+
+// Two products side by side, rounded, as left operand.
+template <class T>
+CRATE_DEVICE void pack_left(uint32_t (&a)[4], const float (&first)[4], const float (&second)[4]) {
+  a[0] = pack_pair<T>(first[0], first[1]);
+  a[1] = pack_pair<T>(first[2], first[3]);
+  a[2] = pack_pair<T>(second[0], second[1]);
+  a[3] = pack_pair<T>(second[2], second[3]);
+}
+
+// Writes 16 rows of an accumulator, each times its factor, to 16 rows of a tile.
+template <class T, int DIM>
+CRATE_DEVICE void round_rows(T* tile, const float (&acc)[DIM / 8][4], float upper, float lower) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < DIM / 8; ++n) {
+    const uint32_t a = pack_pair<T>(acc[n][0] * upper, acc[n][1] * upper);
+    const uint32_t b = pack_pair<T>(acc[n][2] * lower, acc[n][3] * lower);
+    memcpy(tile + tile_offset<DIM>(g, n) + 2 * t, &a, sizeof a);
+    memcpy(tile + tile_offset<DIM>(g + 8, n) + 2 * t, &b, sizeof b);
+  }
+}
+
+// The sum, or the largest, of the four lanes that share a row of a product.
+CRATE_DEVICE float row_sum(float v) {
+  v += __shfl_xor_sync(kAllLanes, v, 1);
+  return v + __shfl_xor_sync(kAllLanes, v, 2);
+}
+
+CRATE_DEVICE float row_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, 1));
+  return fmaxf(v, __shfl_xor_sync(kAllLanes, v, 2));
+}
+
+}  // namespace crate_kernels::mssa

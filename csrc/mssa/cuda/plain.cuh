@@ -1,0 +1,98 @@
+// Subspace attention by fp32 products of the CUDA cores, for what no matrix product of tensor cores takes: fp32 tokens,
+// GPUs before sm_80, and everything else that another kernel refuses.
+//
+// A block of kThreads owns kOwned rows of one head and walks over tiles of kTile rows. Both are staged in shared memory
+// as fp32, kChunk channels at a time, so that the same shared memory, less than Turing's 64 KB, serves every head_dim;
+// a tile is key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, columns 8 apart,
+// which with these pitches is free of bank conflicts. Of the output a block has up to CHUNKS chunks, as many as there
+// are registers for: heads wider than that are cut into groups of chunks, whose blocks find the scores each for itself.
+#pragma once
+
+#include <cmath>
+
+#include "../../common/cuda/device.cuh"
+#include "../../common/cuda/philox.cuh"
+#include "rows.cuh"
+
+namespace crate_kernels {
+namespace plain {
+
+constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunk = 64;
+constexpr int kPart = 4;                 // rows and columns of a thread
+constexpr int kColumnLanes = 8;          // lanes of a warp along a row
+constexpr int kWarpRows = 16;            // rows of a warp
+constexpr int kWeightPitch = kTile + 8;  // floats between rows of weights in shared memory
+
+constexpr int kPitch = kChunk + 4;               // floats between staged rows: odd in units of 16 bytes
+constexpr int kColumns = kChunk / kColumnLanes;  // of a chunk of the output, of a thread
+
+// A call; the tensors that a kernel does not have are null.
+struct Call {
+  Rows w, keys, out, g, dw;  // keys is w, or a cache
+  float *lse, *delta;
+  const float* dlse;
+  const bool* keep;           // (batch, seqlen) of key padding
+  const int32_t* cu_seqlens;  // packed: row 0 of sequence b is cu_seqlens[b]
+  const int64_t* seed;
+  int64_t total;  // packed rows
+  uint64_t keep_from;
+  Dtype dtype;
+  int sequences, nheads, seqlen, head_dim;
+  int blocks, groups;                   // of rows, and of chunks of the output
+  float scale, threshold, keep_factor;  // threshold < 0: softmax
+  bool causal, values, products, scores;
+  const int32_t* held;  // tokens in the cache, of each sequence, before the `seqlen` new ones; then keep is of those
+  int capacity;
+};
+
+// What a block is for. Every block of rows comes with all its groups.
+struct Place {
+  int head, block, group;
+};
+
+CRATE_DEVICE Place place_of(const Call& c) {
+  const int rows = blockIdx.x / c.groups;
+  return {rows / c.blocks, rows % c.blocks, static_cast<int>(blockIdx.x) % c.groups};
+}
+
+// One head of one sequence: its first row where packed, and the number of its rows.
+struct Head {
+  int batch, head, length;
+  int64_t first;
+};
+
+CRATE_DEVICE int64_t clamped_offset(const Call& c, int index) {
+  const int64_t offset = c.cu_seqlens[index];
+  return offset < 0 ? 0 : offset > c.total ? c.total : offset;
+}
+
+CRATE_DEVICE Head head_of(const Call& c, int index) {
+  Head h = {index / c.nheads, index % c.nheads, c.seqlen, 0};
+  if (c.cu_seqlens != nullptr) {
+    h.first = clamped_offset(c, h.batch);
+    const int64_t length = clamped_offset(c, h.batch + 1) - h.first;
+    h.length = static_cast<int>(length < 0 ? 0 : length > c.seqlen ? c.seqlen : length);
+  }
+  return h;
+}
+
+// Where a number a row begins: lse and its like are contiguous.
+CRATE_DEVICE int64_t number_of(const Call& c, const Head& h) {
+  return c.cu_seqlens != nullptr ? h.head * c.total + h.first
+                                 : (static_cast<int64_t>(h.batch) * c.nheads + h.head) * c.seqlen;
+}
+
+// The rows of one head.
+struct HeadRows {
+  char* data;
+  int64_t row, channel;
+  bool wide;
+};
+
+CRATE_DEVICE HeadRows rows_of(const Call& c, const Rows& t, const Head& h) {
+  const int64_t offset = (c.cu_seqlens != nullptr ? 0 : h.batch * t.batch) + h.head * t.head + h.first * t.row;
+  return {static_cast<char*>(t.data) + offset * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
+}
+
+}  // namespace plain
+}  // namespace crate_kernels
