@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # whose libraries the extension links against
 
@@ -88,6 +90,29 @@ def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> d
     load_cuda()
     found = _lines(torch.ops.crate_kernels_C.cuda_kernel_attributes(name, threads, shared_bytes))
     return {key: int(value) for key, value in found.items()}
+
+
+class Library:
+    """The operators ``torch.ops.crate_kernels_C`` of one kind of device, as attributes: those of CUDA have a prefix.
+
+    Attributes:
+        cuda: whether these are the operators of the CUDA library.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        load_cuda() if cuda else load()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.ops.crate_kernels_C, f"cuda_{name}" if self.cuda else name).default
+        setattr(self, name, found)
+        return found
+
+
+@cache
+def library(device_type: str) -> Library:
+    """Return the operators for tensors on such a device; their library is loaded at the first call."""
+    return Library(device_type == "cuda")
 
 
 def _lines(text: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
@@ -62,6 +63,18 @@ def register():
     """Offer what computes for CUDA tensors under the name "cpp" for CPU tensors under the name "emulated"."""
     floats = backends._BACKENDS["cpp"].dtypes
     backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.cuda", ("cpu",), floats))
+    for op in backends.OPS:
+        if find_spec(f"crate_kernels.ops.{op}.native"):
+            backends._kernels[op, "emulated"] = on_cuda(op)
+
+
+def on_cuda(op):
+    """Import the native module of an operator a second time, as one that takes every tensor for one on a GPU."""
+    spec = find_spec(f"crate_kernels.ops.{op}.native")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.library = lambda device_type: extension.library("cuda")
+    return module
 
 
 def build(folder):
