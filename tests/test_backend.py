@@ -279,7 +279,7 @@ sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 """
 REASON = """
 import re
-from crate_kernels import backends, extension
+from crate_kernels._core import backends
 try:
     crate_kernels.mssa(w, backend="triton")
 except RuntimeError as error:
@@ -328,7 +328,7 @@ assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
 def test_no_environment_variable_steers_the_choice():
     script = """
 import crate_kernels, torch
-from crate_kernels import backends, extension
+from crate_kernels._core import backends
 print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
 """
     steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}

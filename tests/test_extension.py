@@ -249,7 +249,7 @@ def test_drawn_calls_are_within_budget(shape, causal, dropout_p, dtype, padding,
 @pytest.mark.parametrize("name", ["portable", "avx512_bf16"])
 def test_instruction_set_units_share_no_symbol(name, tmp_path):
     """A weak symbol would be linked once, and a machine without the instructions could get the copy that has them."""
-    source = build.source_folder() / "isa" / f"{name}.cpp"
+    source = build.source_folder() / "common" / "cpu" / "isa" / f"{name}.cpp"
     subprocess.run(["c++", *build._FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
     symbols = subprocess.run(["nm", tmp_path / "unit.o"], check=True, capture_output=True, text=True).stdout
     # DW.ref. is the address of the unwinder's routine: data, the same everywhere.

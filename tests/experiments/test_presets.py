@@ -24,7 +24,7 @@ META = SimpleNamespace(seed=0, backend=None, device=torch.device("meta"))
 
 
 def presets(verb):
-    return import_module(f"crate_kernels.cli.{verb}.settings").PRESETS
+    return import_module(f"crate_kernels.experiments.{verb}.settings").PRESETS
 
 
 def built(verb, settings, digits) -> dict[str, Any]:
