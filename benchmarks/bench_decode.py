@@ -5,6 +5,7 @@ import pytest
 from benchmarks.common import What, grid
 from crate_kernels.bench import decoding
 
+PROVIDERS = list(dict.fromkeys(name for step in decoding.STEPS for name in decoding.providers_of(step.op)))
 STEPS = [What(f"{s.op}-{s}", s, s.devices, s.brief) for s in decoding.STEPS]
 TEXTS = {
     dtype: [What(str(t), t, (t.device,), False) for t in decoding.TEXTS if t.dtype == dtype]
@@ -12,10 +13,10 @@ TEXTS = {
 }
 
 
-@grid(STEPS, ["forward"], decoding.PROVIDERS["mssa"])
+@grid(STEPS, ["forward"], PROVIDERS)
 def test_decode(timed, what, dtype, direction, provider):
     step = what.subject
-    if provider not in decoding.PROVIDERS[step.op]:
+    if provider not in decoding.providers_of(step.op):
         pytest.skip(f"{provider} has no {step.op}")
     timed(decoding.blank(step, dtype, provider), lambda row, device, timer: decoding.measure(row, step, device, timer))
 

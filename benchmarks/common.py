@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from crate_kernels import testing
-from crate_kernels.bench import measuring, providers, work
+from crate_kernels._core.spec import Provider
+from crate_kernels.bench import measuring, providers
 
 DTYPES = ("fp32", "bf16")
 _LONG = 1024  # tokens
@@ -64,10 +65,10 @@ def operator_grid(*ops: str):
         for t in testing.TIMED_CASES
         if t.case.op in ops
     ]
-    return grid(cases, work.DIRECTIONS, [p.name for p in providers.of(ops[0])])
+    return grid(cases, measuring.DIRECTIONS, [p.name for p in providers.of(ops[0])])
 
 
-def provider(op: str, name: str) -> providers.Provider:
+def provider(op: str, name: str) -> Provider:
     """Return a provider of an operator by its name."""
     return next(p for p in providers.of(op) if p.name == name)
 

@@ -14,7 +14,7 @@ from crate_kernels._core import backends
 from crate_kernels.cli import info, main
 from crate_kernels.ops.ista import composite
 
-CASE = next(c for c in testing.ISTA_CASES if c.name == "few-tokens")
+CASE = next(c for c in testing.cases("ista") if c.name == "few-tokens")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_verifying_nothing_is_no_success(name, words, one_case, away, capsys):
 
 
 def test_verify_counts_what_it_leaves_out(monkeypatch, capsys):
-    case = next(c for c in testing.MSSA_CASES if c.name == "dropout")
+    case = next(c for c in testing.cases("mssa") if c.name == "dropout")
     monkeypatch.setattr(testing, "CASES", (CASE, case))
     assert verify() == 0
     assert "excluded, 1 cases: PyTorch's attention draws its own dropout mask" in capsys.readouterr().out

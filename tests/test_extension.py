@@ -50,7 +50,7 @@ def test_every_level_is_within_budget(name, dtype, level):
     level(name)
     wrong = [
         (str(case), m)
-        for case in testing.MSSA_CASES
+        for case in testing.cases("mssa")
         if case.options.get("phi") not in ("relu", "identity")
         for m in failures(case, dtype)
     ]

@@ -27,7 +27,7 @@ def failures(case, dtype):
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_level_is_within_budget(name, dtype, level):
     level(name)
-    assert [(str(case), m) for case in testing.ISTA_CASES for m in failures(case, dtype)] == []
+    assert [(str(case), m) for case in testing.cases("ista") for m in failures(case, dtype)] == []
 
 
 @pytest.mark.parametrize("name", LEVELS)

@@ -48,7 +48,7 @@ def assert_together_within_budget(cases, dtype):
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_level_is_within_budget(name, dtype, level):
     level(name)
-    assert [(str(case), m) for case in testing.TSSA_CASES for m in failures(case, dtype)] == []
+    assert [(str(case), m) for case in testing.cases("tssa") for m in failures(case, dtype)] == []
 
 
 @FORMS

@@ -55,7 +55,7 @@ def test_only_what_pytorch_does_otherwise_is_excluded():
         for backend in ("composite", "triton", "cpp", "plain")
         if testing.excluded(case, backend, torch.bfloat16, "cuda") is not None
     }
-    names = [case.name for case in testing.MSSA_CASES if "dropout" in case.name]
+    names = [case.name for case in testing.cases("mssa") if "dropout" in case.name]
     assert len(names) == 6
     assert left == {(f"mssa-{name}", "composite") for name in names}
     in_float32 = {c.name for c in testing.CASES if testing.excluded(c, "composite", torch.float32) is not None}
@@ -77,7 +77,7 @@ def test_promotion_changes_no_value(case, dtype):
         assert torch.equal(tensor, inputs.differentiable[name].double())
 
 
-@pytest.mark.parametrize("case", [c for c in testing.ISTA_CASES if c.op == "ista"], ids=str)
+@pytest.mark.parametrize("case", [c for c in testing.cases("ista") if c.op == "ista"], ids=str)
 def test_no_activation_is_within_rounding_of_its_threshold(case):
     x, weight = (t.double() for t in testing.make_inputs(case, torch.bfloat16).differentiable.values())
     step_size, lambd = case.options.get("step_size", 0.1), case.options.get("lambd", 0.1)

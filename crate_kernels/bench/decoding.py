@@ -3,78 +3,42 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from crate_kernels import SubspaceCache, TokenStatsCache, models, mssa, tssa
-from crate_kernels._core import backends
-from crate_kernels.bench import measuring, memory, networks, published
+from crate_kernels import models
+from crate_kernels._core.spec import Decoding, Step
+from crate_kernels.bench import measuring, memory, networks
 from crate_kernels.bench.gate import Verdict
-from crate_kernels.bench.providers import OURS
+from crate_kernels.bench.providers import OURS, unavailable_reason
 from crate_kernels.bench.rows import DTYPES, Row
-from crate_kernels.testing import FORWARD_FACTOR
+from crate_kernels.testing import FORWARD_FACTOR, SPECS
+
+STEPS = tuple(step for spec in SPECS.values() if spec.decoding for step in spec.decoding.steps)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One token of every sequence, with ``cached`` before it.
-
-    Attributes:
-        op: "mssa" or "tssa".
-        shape: (batch, nheads, cached, head_dim).
-        devices: where it is timed.
-        brief: whether the default run times it.
-    """
-
-    op: str
-    shape: tuple[int, int, int, int]
-    devices: tuple[str, ...]
-    brief: bool = False
-
-    def __str__(self) -> str:
-        batch, nheads, cached, head_dim = self.shape
-        return f"{batch}x{nheads}x{head_dim}-cached-{cached}"
+def _of(op: str) -> Decoding:
+    decoding = SPECS[op].decoding
+    if decoding is None:
+        raise ValueError(f"{op} has no cache")
+    return decoding
 
 
-STEPS = (
-    Step("mssa", (1, 12, 64, 64), ("cpu",)),
-    Step("mssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
-    Step("mssa", (8, 12, 1024, 64), ("cpu",)),
-    Step("mssa", (1, 12, 8192, 64), ("cpu",)),
-    Step("mssa", (64, 12, 4096, 64), ("cuda",)),
-    Step("mssa", (16, 16, 16384, 128), ("cuda",)),
-    Step("mssa", (1, 16, 65536, 128), ("cuda",)),
-    Step("tssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
-    Step("tssa", (8, 12, 1024, 64), ("cpu",)),
-    Step("tssa", (64, 12, 1024, 64), ("cuda",)),
-)
-PROVIDERS = {
-    "mssa": ("eager", "sdpa", "flash-attn", *OURS),
-    "tssa": ("eager", *OURS),
-}
-# Returns (step, rewind): the step gives the new token's output, rewind takes it out of the cache again.
-Stepper = tuple[Callable[[], Tensor], Callable[[], Any]]
+def providers_of(op: str) -> tuple[str, ...]:
+    """Return the names of those that decode for an operator."""
+    return *_of(op).providers, *OURS
 
 
-def _why_not(step: Step, provider: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def _unavailable_reason(step: Step, provider: str, dtype: torch.dtype, device: torch.device) -> str | None:
     if provider == "flash-attn":
         if find_spec("flash_attn") is None:
             return "flash-attn is not installed"
         return None if device.type == "cuda" and dtype != torch.float32 else "flash-attn takes half precision on GPUs"
-    if provider == "triton" and device.type == "cpu":
-        return "Triton's kernels are for GPUs; its interpreter is not worth timing"
-    if provider in OURS:
-        try:
-            backends.resolve(step.op, provider, device, dtype)
-        except (RuntimeError, NotImplementedError) as error:
-            return str(error)
-    return None
+    return unavailable_reason(step.op, dtype, device, provider) if provider in OURS else None
 
 
 def _draw(step: Step, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -84,71 +48,11 @@ def _draw(step: Step, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
     return w[:, :, :cached].contiguous(), w[:, :, cached:].contiguous()
 
 
-def _subspace_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper:
-    batch, nheads, cached, head_dim = step.shape
-    scale = head_dim**-0.5
-    room = past.new_zeros(batch, nheads, cached + 1, head_dim)
-    room[:, :, :cached] = past
-    if provider == "eager":  # what a user without a cache of fixed size writes
-
-        def grow() -> Tensor:
-            every = torch.cat([past, new], 2)
-            return (new @ every.transpose(-1, -2) * scale).softmax(-1) @ every
-
-        return grow, tuple
-    if provider == "sdpa":  # two caches, as everywhere where key and value differ
-        keys, values = room, room.clone()
-
-        def attend() -> Tensor:
-            keys[:, :, cached:] = new
-            values[:, :, cached:] = new
-            return F.scaled_dot_product_attention(new, keys, values)
-
-        return attend, tuple
-    if provider == "flash-attn":
-        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
-
-        keys, values = (room.transpose(1, 2).contiguous() for _ in range(2))
-        token = new.transpose(1, 2).contiguous()
-        lengths = torch.full((batch,), cached, dtype=torch.int32, device=new.device)
-
-        def flash() -> Tensor:
-            return flash_attn_with_kvcache(token, keys, values, token, token, cache_seqlens=lengths).transpose(1, 2)
-
-        return flash, tuple
-    cache = SubspaceCache(batch, nheads, cached + 1, head_dim, past.dtype, past.device)
-    mssa(past, causal=True, cache=cache, backend="composite")
-    return lambda: mssa(new, causal=True, cache=cache, backend=provider), lambda: cache.truncate(cached) or ()
-
-
-def _stats_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper:
-    batch, nheads, cached, head_dim = step.shape
-    temp = torch.ones(nheads, 1, dtype=new.dtype, device=new.device)
-    bias = torch.zeros(nheads, cached + 1, 1, dtype=new.dtype, device=new.device)
-    if provider == "eager":  # the published generation runs the whole window again
-        every = torch.cat([past, new], 2)
-        return lambda: published.tssa_causal(every, temp, bias)[:, :, -1:], tuple
-    state = TokenStatsCache(batch, nheads, head_dim, device=new.device)
-    tssa(past, temp, causal=True, denom_bias=bias, cache=state, backend="composite")
-    cache = state.clone()
-
-    def rewind() -> tuple[()]:
-        # In place: a CUDA graph reads and writes what it was captured with.
-        for held, before in zip(cache._tensors(), state._tensors(), strict=True):
-            held.copy_(before)
-        cache._bound = state._bound
-        return ()
-
-    return lambda: tssa(new, temp, causal=True, denom_bias=bias, cache=cache, backend=provider), rewind
-
-
 def blank(step: Step, dtype: str, provider: str) -> Row:
     """Return the row of a step before anything is known of it."""
     row = Row("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
-    batch, nheads, cached, head_dim = step.shape
-    tokens = cached if step.op == "mssa" else 4  # tssa reads and writes two sums of fp32, whatever is cached
-    row.bytes = float(batch * nheads * tokens * head_dim * (DTYPES[dtype].itemsize if step.op == "mssa" else 4))
-    row.unit, row.amount = "tokens", float(batch)
+    row.bytes = _of(step.op).least_bytes(step, DTYPES[dtype])
+    row.unit, row.amount = "tokens", float(step.shape[0])
     return row
 
 
@@ -156,11 +60,11 @@ def blank(step: Step, dtype: str, provider: str) -> Row:
 def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) -> Row:
     """Time one decoding step, its output held against float64."""
     dtype, provider = DTYPES[row.dtype], row.provider
-    reason = _why_not(step, provider, dtype, device)
+    reason = _unavailable_reason(step, provider, dtype, device)
     if reason is not None:
         row.skipped = reason
         return row
-    make = _subspace_step if step.op == "mssa" else _stats_step
+    make = _of(step.op).make
     past, new = _draw(step, dtype, device)
     call, rewind = make(step, provider, past, new)
     exact = make(step, "eager", past.double(), new.double())[0]()

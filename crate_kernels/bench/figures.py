@@ -10,9 +10,11 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from crate_kernels._core import backends
 from crate_kernels.bench.drawing import BLUE, GREEN, GREY, ORANGE, PINK, SKY, axes
 from crate_kernels.bench.rows import Results
 from crate_kernels.bench.scaling import Series, series
+from crate_kernels.testing import SPECS
 
 _STYLES = {
     "eager": (GREY, "o"),
@@ -28,11 +30,8 @@ _LABELS = {
     "sdpa": "SDPA(w, w, w)",
     "flex": "FlexAttention",
 }
-_TITLES = {
-    "mssa": "mssa: 1 x 8 heads of 64",
-    "tssa": "tssa: 1 x 12 heads of 64",
-    "ista": "ista: 768 x 768 dictionary",
-}
+_SWEEPS = {op: spec.sweep for op, spec in SPECS.items() if spec.sweep is not None}
+_MULTIPLYING = [op for op, sweep in _SWEEPS.items() if SPECS[op].work(sweep.image.case).flops is not None]
 _SIZES = {"seqlen": "tokens", "batch": "batch", "dim": "width"}
 _OURS = ("triton", "cpp", "composite")
 
@@ -48,13 +47,13 @@ def _name(provider: str) -> str:
 
 def sweep(results: Results, over: str, direction: str = "both") -> Figure:
     """Draw time and memory of every operator against a size, with fitted exponents."""
-    ops = [op for op in _TITLES if series(results, op, over, direction)]
+    ops = [op for op in _SWEEPS if series(results, op, over, direction)]
     figure, grid = axes(3.8 * len(ops), 6.2, 2, len(ops))
     for column, op in enumerate(ops):
         lines = series(results, op, over, direction)
         _lines(grid[0, column], lines, lambda s: s.seconds, 1e3, "ms")
         _lines(grid[1, column], lines, lambda s: s.memory, 2**-20, "MiB beyond inputs")
-        grid[0, column].set_title(f"{_TITLES[op]}\n" if over == "seqlen" else f"{op}\n", fontsize=10)
+        grid[0, column].set_title(f"{_SWEEPS[op].title}\n" if over == "seqlen" else f"{op}\n", fontsize=10)
         grid[1, column].set_xlabel(_SIZES[over])
     what = {"both": "forward and backward", "forward": "forward"}[direction]
     figure.suptitle(f"{what}, fp32; {results.machine['device']}. In brackets: fitted exponent", fontsize=9)
@@ -87,7 +86,7 @@ def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[floa
 
 def rates(results: Results, direction: str = "both") -> Figure:
     """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of the library's own product."""
-    ops = [op for op in ("mssa", "ista") if series(results, op, "seqlen", direction)]
+    ops = [op for op in _MULTIPLYING if series(results, op, "seqlen", direction)]
     figure, grid = axes(4.6 * len(ops), 3.4, 1, len(ops))
     for ax, op in zip(grid[0], ops, strict=True):
         for line in series(results, op, "seqlen", direction):
@@ -105,7 +104,7 @@ def rates(results: Results, direction: str = "both") -> Figure:
             va="bottom",
             xycoords=("axes fraction", "data"),
         )
-        ax.set(title=_TITLES[op], xlabel="tokens", ylabel="TFLOP/s of the customary count", ylim=(0, None))
+        ax.set(title=_SWEEPS[op].title, xlabel="tokens", ylabel="TFLOP/s of the customary count", ylim=(0, None))
         ax.set_xscale("log", base=2)
         ax.grid(alpha=0.25)
         ax.legend(fontsize=7, frameon=False)
@@ -124,14 +123,14 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
     rows = [
         r for r in results.rows if r.dtype == dtype and r.direction == "forward" and r.flops and r.bytes and r.times
     ]
-    rows = [r for r in rows if r.bench in ("mssa", "ista")]
+    rows = [r for r in rows if r.bench in _MULTIPLYING]
     for provider in dict.fromkeys(row.provider for row in rows):
         own = [row for row in rows if row.provider == provider]
         places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.time / 1e12) for row in own]
         style = _style(provider) | {"linewidth": 0}
         ax.plot(*zip(*places, strict=True), label=_name(provider), alpha=0.8, **style)
     ax.set(xscale="log", yscale="log", xlabel="least FLOP a byte", ylabel="TFLOP/s of the customary count")
-    ax.set_title(f"mssa and ista, forward, {dtype}; {results.machine['device']}", fontsize=9)
+    ax.set_title(f"{' and '.join(_MULTIPLYING)}, forward, {dtype}; {results.machine['device']}", fontsize=9)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=7, frameon=False)
     return figure
@@ -139,7 +138,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
 
 def heatmap(results: Results, direction: str = "both") -> Figure:
     """Draw how many times as long each baseline takes as the default backend, case by case."""
-    rows = [r for r in results.rows if r.bench in ("mssa", "tssa", "ista") and r.direction == direction]
+    rows = [r for r in results.rows if r.bench in backends.OPS and r.direction == direction]
     cases = list(dict.fromkeys((r.op, r.case, r.dtype) for r in rows))
     names = [n for n in dict.fromkeys(r.provider for r in rows if r.times) if n not in _OURS]
     table = np.full((len(cases), len(names)), np.nan)
@@ -165,17 +164,16 @@ def every(results: Results) -> dict[str, Figure]:
     """Return the figures that these results have rows for, by file name."""
     found: dict[str, Figure] = {}
     for over in ("seqlen", "batch", "dim"):
-        if any(series(results, op, over, "both") for op in _TITLES):
+        if any(series(results, op, over, "both") for op in _SWEEPS):
             found[f"scaling_{over}"] = sweep(results, over)
-    if any(series(results, op, "seqlen", "both") for op in ("mssa", "ista")):
+    if any(series(results, op, "seqlen", "both") for op in _MULTIPLYING):
         found["rates_seqlen"] = rates(results)
     for dtype in results.machine["product_flops"]:
         if any(
-            r.bench in ("mssa", "ista") and r.dtype == dtype and r.direction == "forward" and r.times
-            for r in results.rows
+            r.bench in _MULTIPLYING and r.dtype == dtype and r.direction == "forward" and r.times for r in results.rows
         ):
             found[f"roofline_{dtype}"] = roofline(results, dtype)
     for direction in ("forward", "both"):
-        if any(r.bench in ("mssa", "tssa", "ista") and r.direction == direction and r.times for r in results.rows):
+        if any(r.bench in backends.OPS and r.direction == direction and r.times for r in results.rows):
             found[f"speedup_{direction}"] = heatmap(results, direction)
     return found

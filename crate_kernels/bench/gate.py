@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crate_kernels.bench import providers
-from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Case, make_inputs
-
-_ROWS = 1024  # of scores at a time: float64 scores of 16384 tokens would not fit
+from crate_kernels._core.spec import Case, Function
+from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR, SPECS, make_inputs
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,11 @@ class Verdict:
 
 def arguments(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Draw the differentiable arguments of a case, in the order of the public function's."""
-    if case.op not in ("ista", "ista_overcomplete"):
+    spec = SPECS[case.op]
+    if spec.arguments is None:
         tensors = list(make_inputs(case, dtype, device).differentiable.values())
-    else:  # tests draw tokens away from their thresholds; here a norm is compared, so any will do
-        generator = torch.Generator().manual_seed(0)
-        batch, seqlen, dim = case.shape[:3]
-        weights = [(dim, dim)] if case.op == "ista" else 2 * [(dim, case.shape[3])]
-        tensors = [torch.randn(batch, seqlen, dim, generator=generator)]
-        tensors += [torch.randn(*shape, generator=generator) * dim**-0.5 for shape in weights]
-        tensors = [t.to(device, dtype) for t in tensors]
+    else:
+        tensors = [t.to(device, dtype) for t in spec.arguments(case, torch.Generator().manual_seed(0))]
     return [t.requires_grad_() for t in tensors]
 
 
@@ -61,32 +55,33 @@ class Gate:
     Budget and factors are the tests', which hold the largest entry of an error on small cases. Here it is the Frobenius
     norm: a wrong tile stands out as much, and of millions of entries the largest error is luck. An activation within
     rounding of a threshold may fall on either side in any form, and running sums of few tokens may be near zero.
-    Heads of ``mssa`` are independent, so its first and last are compared.
+    Where a spec says so, a part of the result stands for all of it.
     """
 
     def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
         self.case, self.dtype, self.device = case, dtype, device
+        self.sampling = SPECS[case.op].sampling
         self.args = arguments(case, dtype, device)
         self.exact = self._results(torch.float64)
         eager = self._results(dtype)
         self.eager_errors = [self._error(e, x) for e, x in zip(eager, self.exact, strict=True)]
 
     def _sample(self, tensor: Tensor) -> Tensor:
-        """Return what of a result is compared: (2, seqlen, head_dim) of ``mssa``, else everything."""
-        return torch.stack([tensor[0, 0], tensor[-1, -1]]) if self.case.op == "mssa" else tensor
+        """Return what of a result is compared."""
+        return tensor if self.sampling is None else self.sampling.part(tensor)
 
     def _results(self, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in self.args]
-        if self.case.op != "mssa":
-            out = providers.eager(self.case)(*leaves)
+        if self.sampling is None:
+            out = SPECS[self.case.op].published(self.case)(*leaves)
             return [out.detach(), *torch.autograd.grad(out, leaves, upstream(out))]
         g = self._sample(upstream(self.args[0].detach()).to(dtype))
-        return _attention_by_rows(self._sample(leaves[0]).detach(), g, bool(self.case.options.get("causal")))
+        return self.sampling.results(self._sample(leaves[0]).detach(), g, self.case)
 
     def _error(self, actual: Tensor, exact: Tensor) -> float:
         return torch.linalg.vector_norm(actual.double() - exact).item()
 
-    def hold(self, function: providers.Function, gradients: bool) -> Verdict:
+    def hold(self, function: Function, gradients: bool) -> Verdict:
         """Run a provider and hold what comes out; its gradients too, if those are to be timed."""
         worst, largest, times_eager = (0.0, "out"), 0.0, 0.0
         if gradients:
@@ -96,8 +91,7 @@ class Gate:
             with torch.no_grad():
                 results = [function(*self.args)]
         names = ["out", *(f"gradient {i}" for i in range(len(self.args)))]
-        if self.case.op == "mssa":
-            results = [self._sample(r) for r in results]
+        results = [self._sample(r) for r in results]
         for name, actual, exact, eager in zip(names, results, self.exact, self.eager_errors, strict=False):
             error, size = self._error(actual, exact), torch.linalg.vector_norm(exact).item()
             factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR
@@ -106,24 +100,6 @@ class Gate:
             worst = max(worst, (share, name))
             largest, times_eager = max(largest, error / size), max(times_eager, error / eager if eager else 0.0)
         return Verdict(largest, times_eager, *worst)
-
-
-def _attention_by_rows(w: Tensor, g: Tensor, causal: bool) -> list[Tensor]:
-    """Return ``[out, dw]`` of (heads, seqlen, head_dim) tokens by autograd, some rows of scores at a time."""
-    leaf = w.requires_grad_()
-    seqlen = w.shape[-2]
-    outs, dw = [], torch.zeros_like(w)
-    for start in range(0, seqlen, _ROWS):
-        rows = leaf[:, start : start + _ROWS]
-        scores = rows @ leaf.transpose(-1, -2) * w.shape[-1] ** -0.5
-        if causal:
-            place = torch.arange(seqlen, device=w.device)
-            scores = scores.masked_fill(place[start : start + _ROWS, None] < place, float("-inf"))
-        out = scores.softmax(-1) @ leaf
-        (grad,) = torch.autograd.grad(out, leaf, g[:, start : start + _ROWS])
-        outs.append(out.detach())
-        dw += grad
-    return [torch.cat(outs, 1), dw]
 
 
 _last: list[Gate] = []

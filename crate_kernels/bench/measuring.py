@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from crate_kernels.bench import clock, memory, providers, work
+from crate_kernels._core.spec import Function, Provider
+from crate_kernels.bench import clock, memory
 from crate_kernels.bench.gate import Verdict, gate, upstream
-from crate_kernels.bench.providers import Provider
 from crate_kernels.bench.rows import DTYPES, Row
-from crate_kernels.testing import Timed
+from crate_kernels.testing import SPECS, Timed
 
+DIRECTIONS = ("forward", "backward", "both")
 # Takes a call and what prepares its arguments, returns the seconds of single calls: pytest-benchmark's or ours.
 Timer = Callable[[clock.Call, clock.Prepare], list[float]]
 
@@ -22,15 +23,21 @@ def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, s
     case = timed.case
     options = dict(case.options)
     row = Row(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
-    row.flops = work.flops(case, direction)
-    row.bytes = work.least_bytes(case, direction, DTYPES[dtype])
+    work = SPECS[case.op].work(case)
+    row.flops = None if work.flops is None else _in(direction, work.flops)
+    row.bytes = DTYPES[dtype].itemsize * _in(direction, work.elements)
     return row
+
+
+def _in(direction: str, amounts: tuple[float, float]) -> float:
+    forward, backward = amounts
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
 def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, timer: Timer) -> Row:
     """Fill in ``row``: a reason for having no time, or errors, times and memory."""
     dtype = DTYPES[row.dtype]
-    reason = provider.why_not(timed.case, dtype, device)
+    reason = provider.unavailable_reason(timed.case, dtype, device)
     if row.direction != "forward" and device.type in provider.inference_only:
         reason = f"{provider.name} has no backward pass on this device"
     if reason is not None:
@@ -75,7 +82,7 @@ def observe(
         row.resident_bytes = memory.resident_bytes(lambda: call(*args))
 
 
-def _call(function: providers.Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
+def _call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
     """Return what to time, and what makes its arguments outside of the time."""
     if direction == "forward":
 

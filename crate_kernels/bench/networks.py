@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels import models
-from crate_kernels.bench import measuring, memory, published
+from crate_kernels.bench import measuring, memory
 from crate_kernels.bench.gate import Verdict
 from crate_kernels.bench.rows import DTYPES, Row
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
+from crate_kernels.ops.ista import spec as ista
+from crate_kernels.ops.mssa import spec as mssa
+from crate_kernels.ops.tssa import spec as tssa
 from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 
 PROVIDERS = ("eager", "compile", "timm-vit", "composite", "default")
@@ -79,12 +82,12 @@ class _Plain(nn.Module):
 
 
 _FORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
-    ISTA: published.ista,
-    OvercompleteISTA: published.ista_overcomplete,
-    MSSA: published.mssa,
-    TSSA: published.tssa,
-    CausalMSSA: lambda w: published.mssa(w, causal=True),
-    CausalTSSA: published.tssa_causal,
+    ISTA: ista.published,
+    OvercompleteISTA: ista.published_overcomplete,
+    MSSA: mssa.published,
+    TSSA: tssa.published,
+    CausalMSSA: lambda w: mssa.published(w, causal=True),
+    CausalTSSA: tssa.published_causal,
 }
 
 

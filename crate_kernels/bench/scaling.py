@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crate_kernels._core import spec
 from crate_kernels.bench.rows import Results, Row
+from crate_kernels.testing import SPECS
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,7 @@ class Series:
 
 def size_of(row: Row) -> int:
     """Return the size that a row's sweep varies."""
-    shape = row.shape
-    attention = row.op in ("mssa", "tssa")
-    if row.sweep == "batch":
-        return shape[0]
-    if row.sweep == "seqlen":
-        return shape[2] if attention else shape[1]
-    return shape[1] * shape[3] if attention else shape[2]
+    return spec.size_of(row.shape, SPECS[row.op].axes, row.sweep)
 
 
 def series(results: Results, op: str, sweep: str, direction: str) -> list[Series]:

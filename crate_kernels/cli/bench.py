@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="a table in under a minute: fp32, no torch.compile")
     size.add_argument("--full", action="store_true", help="every case that has a size for this device")
-    parser.add_argument("--op", choices=("mssa", "tssa", "ista", "ista_overcomplete"), action="append")
+    parser.add_argument("--op", choices=list(testing.SPECS), action="append")
     parser.add_argument("--dtype", choices=list(rows.DTYPES), action="append", help="fp32 and bf16 by default")
     parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
     parser.add_argument("--output", type=Path, help="JSON file to write, which plot and compare read")

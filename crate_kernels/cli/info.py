@@ -65,7 +65,7 @@ def _extension_facts() -> dict[str, Any]:
 
 def _cuda_facts() -> dict[str, Any]:
     """Say what the CUDA library is, or why there is none."""
-    reason = _backend.why_not("ista", "cpp", "cuda")
+    reason = _backend.serving("cpp", "cuda").missing
     if reason is not None:
         return {"path": None, "reason": reason}
     path = _extension.load_cuda()

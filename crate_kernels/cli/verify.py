@@ -74,12 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _backends(case: testing.Case, dtype: torch.dtype, device: str, only: list[str] | None) -> Iterator[str]:
     """Yield the backends that can run ``case``; ``reference`` is what the others are held against."""
-    op = "ista" if case.op.startswith("ista") else case.op
     for name in only or backends.names():
         if name == "reference":
             continue
         try:
-            yield backends.resolve(op, name, torch.device(device), dtype)
+            yield backends.resolve(testing.SPECS[case.op].room, name, torch.device(device), dtype)
         except (RuntimeError, NotImplementedError):
             continue  # not here, not on this device, or not in this dtype
 

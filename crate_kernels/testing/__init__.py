@@ -4,6 +4,8 @@ A case says what is computed; ``make_inputs`` draws its tensors, ``run`` calls t
 and takes its gradients, and ``measure`` holds the result against float64.
 """
 
+from crate_kernels._core.draw import padding_mask
+from crate_kernels._core.spec import Case, Inputs, Timed
 from crate_kernels.testing.budget import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -12,22 +14,19 @@ from crate_kernels.testing.budget import (
     measure,
     run,
 )
-from crate_kernels.testing.cases import CASES, ISTA_CASES, MSSA_CASES, TSSA_CASES, Case, excluded
-from crate_kernels.testing.inputs import Inputs, make_inputs, padding_mask
-from crate_kernels.testing.timed import TIMED_CASES, Timed
+from crate_kernels.testing.specs import CASES, SPECS, TIMED_CASES, cases, excluded, make_inputs
 
 __all__ = [
     "CASES",
     "FORWARD_FACTOR",
     "GRADIENT_FACTOR",
-    "ISTA_CASES",
-    "MSSA_CASES",
+    "SPECS",
     "TIMED_CASES",
-    "TSSA_CASES",
     "Case",
     "Inputs",
     "Measurement",
     "Timed",
+    "cases",
     "check_cu_seqlens",
     "excluded",
     "make_inputs",

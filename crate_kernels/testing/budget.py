@@ -11,8 +11,8 @@ from torch import Tensor
 
 import crate_kernels
 from crate_kernels._core import checks
-from crate_kernels.testing.cases import Case
-from crate_kernels.testing.inputs import Inputs
+from crate_kernels._core.spec import Case, Inputs
+from crate_kernels.testing.specs import SPECS
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 
@@ -30,7 +30,7 @@ def run(case: Case, inputs: Inputs, backend: str | None, seed: int = 0) -> dict[
     torch.manual_seed(seed)
     result = getattr(crate_kernels, case.op)(**leaves, **inputs.others, **case.options, backend=backend)
     outputs = result if isinstance(result, tuple) else (result,)
-    names = ("out", "lse" if case.op == "mssa" else "membership")[: len(outputs)]
+    names = SPECS[case.op].outputs[: len(outputs)]
     generator = torch.Generator().manual_seed(seed + 1)
     losses = []
     for output in outputs:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from crate_kernels.bench import clock, decoding
+from crate_kernels.testing import SPECS
 
 GPU = SimpleNamespace(type="cuda")
 CPU = torch.device("cpu")
@@ -89,8 +90,7 @@ def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monk
         decoding, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
     )
     step = decoding.Step(op, (2, 3, 20, 16), ("cuda",))
-    make = decoding._subspace_step if op == "mssa" else decoding._stats_step
-    call, rewind = make(step, "composite", *decoding._draw(step, torch.float32, CPU))
+    call, rewind = SPECS[op].decoding.make(step, "composite", *decoding._draw(step, torch.float32, CPU))
     outs = [call().clone()]
     caches.clear()
     clock.device_seconds(lambda: outs.append(call().clone()), lambda: rewind() or (), GPU, 3)

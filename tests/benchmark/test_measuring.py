@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from crate_kernels import models
-from crate_kernels.bench import clock, decoding, measuring, memory, networks, providers, published, work
+from crate_kernels._core.spec import Provider
+from crate_kernels.bench import clock, decoding, measuring, memory, networks, providers
 from crate_kernels.bench.gate import Gate
+from crate_kernels.ops.mssa import spec
 from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ def test_published_form_is_the_reference(case):
 
 
 @small
-@pytest.mark.parametrize("direction", work.DIRECTIONS)
+@pytest.mark.parametrize("direction", measuring.DIRECTIONS)
 def test_row_of_a_right_provider(case, direction):
     row = measure(case, next(p for p in providers.of(case.op) if p.name == "composite"), direction)
     assert row.skipped == ""
@@ -73,7 +75,7 @@ def test_wrong_provider_gets_no_time(case, wrong):
         changed = 0.9 * tail if wrong == "last token" else torch.full_like(tail, torch.nan)
         return torch.cat([out[..., :-1, :], changed], -2)
 
-    row = measure(case, providers.Provider("composite", (case.op,), lambda _: function, lambda *_: None))
+    row = measure(case, Provider("composite", lambda _: function))
     assert row.times == []
     assert row.skipped.startswith("wrong")
 
@@ -82,9 +84,9 @@ def test_forward_is_not_held_to_gradients():
     case = SMALL["mssa"]
 
     def function(w):
-        return published.mssa(w.detach())
+        return spec.published(w.detach())
 
-    row = measure(case, providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None), "forward")
+    row = measure(case, Provider("eager", lambda _: function), "forward")
     assert row.times != []
 
 
@@ -99,7 +101,7 @@ def test_out_of_memory_is_a_row():
     def function(w):
         torch.empty(1 << 50, dtype=torch.int8)
 
-    provider = providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None)
+    provider = Provider("eager", lambda _: function)
     assert measure(SMALL["mssa"], provider).skipped == "out of memory"
 
 
@@ -108,12 +110,12 @@ def test_other_errors_are_not_hidden():
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        measure(SMALL["mssa"], providers.Provider("eager", ("mssa",), lambda _: function, lambda *_: None))
+        measure(SMALL["mssa"], Provider("eager", lambda _: function))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_oracle_by_rows_is_autograd(causal, monkeypatch):
-    monkeypatch.setattr("crate_kernels.bench.gate._ROWS", 32)
+    monkeypatch.setattr("crate_kernels.ops.mssa.baselines._ROWS", 32)
     case = Case("mssa", "rows", (1, 1, 70, 16), {"causal": causal})
     gate = Gate(case, torch.float64, CPU)
     out = providers.eager(case)(*gate.args)
@@ -130,11 +132,11 @@ def test_work_is_counted_as_the_flop_counter_does():
     case = SMALL["mssa"]
     gate = Gate(case, torch.float32, CPU)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        published.mssa(gate.args[0])
-    assert work.flops(case, "forward") == counter.get_total_flops()
-    assert work.flops(SMALL["mssa-causal"], "both") == 3.5 * work.flops(case, "forward") / 2
-    assert work.flops(SMALL["tssa"], "both") is None
-    assert work.least_bytes(case, "forward", torch.bfloat16) == 2 * 2 * 2 * 3 * 70 * 16
+        spec.published(gate.args[0])
+    assert blank(case, "eager", "forward").flops == counter.get_total_flops()
+    assert blank(SMALL["mssa-causal"], "eager", "both").flops == 3.5 * blank(case, "eager", "forward").flops / 2
+    assert blank(SMALL["tssa"], "eager", "both").flops is None
+    assert blank(case, "eager", "forward").bytes == 4 * 2 * 2 * 3 * 70 * 16
 
 
 def test_peak_memory_counts_what_is_held_at_once():
@@ -174,7 +176,9 @@ def test_published_form_of_a_model_is_the_model(name):
         torch.testing.assert_close(networks._logits(plain, x), networks._logits(model, x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("op", "provider"), [(op, name) for op in ("mssa", "tssa") for name in decoding.PROVIDERS[op]])
+@pytest.mark.parametrize(
+    ("op", "provider"), [(op, name) for op in ("mssa", "tssa") for name in decoding.providers_of(op)]
+)
 def test_decoding_step(op, provider):
     step = decoding.Step(op, (2, 3, 20, 16), ("cpu",))
     row = decoding.measure(decoding.blank(step, "fp32", provider), step, CPU, timer)

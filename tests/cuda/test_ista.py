@@ -11,7 +11,7 @@ FUNCTIONS = pytest.mark.parametrize("function", [ista, ista_overcomplete])
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("case", testing.ISTA_CASES, ids=str)
+@pytest.mark.parametrize("case", testing.cases("ista"), ids=str)
 def test_within_budget(case, dtype, backend):
     assert over_budget(case, dtype, backend, "cpu") == []
 

@@ -11,7 +11,7 @@ from tests.ops.common import keep_mask, offsets, over_budget, randn
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 DTYPES = pytest.mark.parametrize("dtype", HALVES)
-CASES = [c for c in testing.MSSA_CASES if c.options.get("phi") not in ("relu", "identity")]
+CASES = [c for c in testing.cases("mssa") if c.options.get("phi") not in ("relu", "identity")]
 CALLS = {
     "plain": {},
     "causal": {"causal": True},

@@ -10,7 +10,7 @@ from tests.cuda.plain import registered
 from tests.ops import test_mssa as common
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 
-CASES = [case for case in testing.MSSA_CASES if case.options.get("phi") not in ("relu", "identity")]
+CASES = [case for case in testing.cases("mssa") if case.options.get("phi") not in ("relu", "identity")]
 LSE = {"return_lse": True}
 
 

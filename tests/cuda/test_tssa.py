@@ -52,7 +52,7 @@ def bias(nheads, seqlen):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.TSSA_CASES, ids=str)
+@pytest.mark.parametrize("case", testing.cases("tssa"), ids=str)
 def test_within_budget(case, dtype, backend):
     assert over_budget(case, dtype, backend, "cpu") == []
 

@@ -100,7 +100,10 @@ def revision():
     return git.stdout.strip()
 
 
-BUILD = "from crate_kernels import cli; from crate_kernels._native import extension; extension.CUDA_PATHS or cli.main(['build', '--cuda'])"
+BUILD = """from crate_kernels import cli
+from crate_kernels._native import extension
+extension.CUDA_PATHS or cli.main(["build", "--cuda"])
+"""
 
 
 def build():

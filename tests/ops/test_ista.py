@@ -88,7 +88,7 @@ def test_overcomplete_gradcheck(tied):
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.ISTA_CASES, ids=str)
+@pytest.mark.parametrize("case", testing.cases("ista"), ids=str)
 def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 

@@ -114,7 +114,7 @@ def test_second_derivatives_of_the_reference():
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.MSSA_CASES, ids=str)
+@pytest.mark.parametrize("case", testing.cases("mssa"), ids=str)
 def test_within_budget(case, dtype, backend, device):
     with channels_in_order(backend, device):
         assert over_budget(case, dtype, backend, device) == []
@@ -260,7 +260,7 @@ def test_autocast_leaves_float64_alone(backend):
 
 
 def test_autocast_leaves_the_sums_of_identity_alone():
-    case = next(c for c in testing.MSSA_CASES if c.name == "identity-large")
+    case = next(c for c in testing.cases("mssa") if c.name == "identity-large")
     w = testing.make_inputs(case, torch.float16).differentiable["w"]
     options = {"phi": "identity", "scale": case.options["scale"], "backend": "composite"}
 

@@ -31,7 +31,7 @@ def test_integers_and_meta_tensors_are_left_alone():
 
 
 def test_an_output_that_a_kernel_leaves_unwritten_is_over_budget(monkeypatch):
-    case = next(c for c in testing.TSSA_CASES if c.name == "n65")
+    case = next(c for c in testing.cases("tssa") if c.name == "n65")
     assert over_budget(case, torch.float32, "composite", "cpu") == []
     forward = composite.forward
 

@@ -188,7 +188,7 @@ def test_sequences_are_split_until_the_device_is_full(blocks, processors, tiles,
 
 
 def test_a_head_of_a_vit_in_one_program_equals_blocks_of_it():
-    case = next(c for c in testing.MSSA_CASES if c.name == "vit")
+    case = next(c for c in testing.cases("mssa") if c.name == "vit")
     w = testing.make_inputs(case, torch.float32, DEVICE).differentiable["w"].repeat(2, 1, 1, 1)
     whole, blocks = (run(w, tables.FORWARD, WHOLE=whole, PAIRS=0) for whole in (1, 0))
     torch.testing.assert_close(whole, blocks, rtol=1e-5, atol=1e-6)

@@ -103,7 +103,7 @@ def test_every_width(dim, dtype, backend, device):
 @pytest.mark.parametrize("name", ["few-tokens", "many-tokens", "two-sided", "two-sided-few"])
 def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend, device):
     """Tuning may take either form of a step, and either way of a product, for any number of tokens."""
-    case = next(c for c in testing.ISTA_CASES if c.name == name)
+    case = next(c for c in testing.cases("ista") if c.name == name)
     with going(library), launch.forced(tables.FORWARD_FORM, form), launch.forced(tables.BACKWARD_FORM, form):
         assert over_budget(case, dtype, backend, device) == []
 
@@ -111,7 +111,7 @@ def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend
 @EACH
 @pytest.mark.parametrize("name", ["two-steps", "tied"])
 def test_the_librarys_products_serve_the_overcomplete_form(name, backend, device):
-    case = next(c for c in testing.ISTA_CASES if (c.op, c.name) == ("ista_overcomplete", name))
+    case = next(c for c in testing.cases("ista") if (c.op, c.name) == ("ista_overcomplete", name))
     with going(1):
         assert over_budget(case, half(backend, device), backend, device) == []
 

@@ -251,5 +251,5 @@ def test_the_bias_ends_with_the_sequence_not_with_the_tensor(backend, device):
 
 def test_bfloat16_is_not_interpreted():
     assert interpreted("triton", "cpu")
-    case = testing.TSSA_CASES[0]
+    case = testing.cases("tssa")[0]
     assert testing.excluded(case, "triton", torch.bfloat16) is not None

@@ -129,7 +129,7 @@ def test_second_derivatives_of_the_reference(causal):
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.TSSA_CASES, ids=str)
+@pytest.mark.parametrize("case", testing.cases("tssa"), ids=str)
 def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 

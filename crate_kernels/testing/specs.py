@@ -1,0 +1,47 @@
+"""Every operator's spec, and what is drawn from it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from crate_kernels._core import backends
+from crate_kernels._core.spec import Case, Inputs, Spec
+
+SPECS: dict[str, Spec] = {
+    spec.op: spec for op in backends.OPS for spec in import_module(f"crate_kernels.ops.{op}.spec").SPECS
+}
+CASES = tuple(case for spec in SPECS.values() for case in spec.cases)
+TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
+
+
+def cases(room: str) -> tuple[Case, ...]:
+    """Return the cases of the operators whose kernels are in one room."""
+    return tuple(case for case in CASES if SPECS[case.op].room == room)
+
+
+def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
+    """Say why ``case`` cannot be held to the budget on ``backend``; None if it can.
+
+    The reasons are properties of what a backend is made of, and of Triton's interpreter, which runs its kernels on CPU
+    tensors.
+    """
+    if backend == "triton" and dtype == torch.bfloat16 and torch.device(device).type == "cpu":
+        return "Triton's interpreter computes bfloat16 wrong: make test-gpu runs it"
+    return SPECS[case.op].excluded(case, backend, dtype)
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+    """Draw the tensors of ``case`` in ``dtype``, so that a promotion to float64 changes no value.
+
+    Args:
+        case: which call.
+        dtype: dtype of the drawn tensors; temp, denom_bias and weights have it too.
+        device: where they are put; they are drawn on the CPU, the same everywhere.
+        seed: seed of the draw.
+
+    Raises:
+        ValueError: an ista case in which nearly every token has an activation at its threshold.
+    """
+    return SPECS[case.op].draw(case, dtype, torch.device(device), torch.Generator().manual_seed(seed))
