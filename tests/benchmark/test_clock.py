@@ -1,5 +1,6 @@
 """The clock of a GPU, with stand-ins for its streams, events and graphs: what is called, when, and after what."""
 
+import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -85,9 +86,10 @@ def test_there_is_no_device_time_on_a_cpu():
 @pytest.mark.parametrize("op", ["mssa", "tssa"])
 def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monkeypatch):
     """There is one free place, and a graph goes on writing to the addresses that it was captured with."""
-    function, caches = getattr(decoding, op), []
+    room, caches = sys.modules[SPECS[op].decoding.make.__module__], []
+    function = getattr(room, op)
     monkeypatch.setattr(
-        decoding, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
+        room, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
     )
     step = decoding.Step(op, (2, 3, 20, 16), ("cuda",))
     call, rewind = SPECS[op].decoding.make(step, "composite", *decoding._draw(step, torch.float32, CPU))
