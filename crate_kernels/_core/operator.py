@@ -32,10 +32,16 @@ def schema_of(record: type[tuple]) -> str:
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
 
 
+def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
+    """Split the arguments of an op: tensors, the record of its options and the backend."""
+    count = len(record._fields)
+    return args[: -count - 1], record(*args[-count - 1 : -1]), args[-1]
+
+
 def body(op: str, function: str, record: Any, of: int) -> Callable:
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 
-    It runs ``function(*tensors, record)`` of the backend's kernel module.
+    It runs ``function(*tensors, record)`` of the backend's kernel module, with tensors among the options contiguous.
 
     Args:
         op: the operator.
@@ -46,7 +52,8 @@ def body(op: str, function: str, record: Any, of: int) -> Callable:
     count = len(record._fields)
 
     def run(*args: Any) -> Any:
-        tensors, options, backend = args[: -count - 1], args[-count - 1 : -1], args[-1]
+        tensors, backend = args[: -count - 1], args[-1]
+        options = [x.contiguous() if isinstance(x, Tensor) else x for x in args[-count - 1 : -1]]
         return backends.run(op, function, backend, tensors[of], *tensors, record(*options))
 
     return run

@@ -2,6 +2,7 @@
 
 import torch
 
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.triton import launch as kernels
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -11,15 +12,14 @@ def _empty(batch, nheads, seqlen, head_dim, dtype):
     return torch.empty(batch, seqlen, nheads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
 
 
-def _options(batch, seqlen, options):
-    """Return the arguments that follow w (and out and lse), as the op passes them."""
+def _call(batch, seqlen, options):
+    """Return the options of a call, as the op passes them."""
     causal, head_dim = options.get("causal", False), options["head_dim"]
-    dropout_p, threshold = options.get("dropout_p", 0.0), options.get("threshold", 0.0)
+    dropout_p, threshold = options.get("dropout_p", 0.0), options.get("threshold")
     mask = torch.empty(batch, seqlen, dtype=torch.bool, device="meta") if options.get("padded") else None
     offsets = torch.empty(9, dtype=torch.int32, device="meta") if options.get("packed") else None
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
-    phi = "threshold" if threshold else "softmax"
-    return mask, offsets, seqlen, seed, causal, options.get("scale", head_dim**-0.5), dropout_p, phi, threshold
+    return Call(mask, offsets, seqlen, seed, causal, options.get("scale", head_dim**-0.5), dropout_p, threshold)
 
 
 def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):
@@ -27,7 +27,7 @@ def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):
     shape = (batch, nheads, seqlen, head_dim)
     w = torch.empty(seqlen * 4, nheads, head_dim, dtype=dtype, device="meta")
     w = w if options.get("packed") else _empty(*shape, dtype)
-    return lambda: kernels.forward(w, *_options(batch, seqlen, {**options, "head_dim": head_dim}))
+    return lambda: kernels.forward(w, _call(batch, seqlen, {**options, "head_dim": head_dim}))
 
 
 def backward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, dout=True, dlse=False, **options):
@@ -38,7 +38,7 @@ def backward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, dout=True, dlse=
         w, lse = _empty(batch, nheads, seqlen, head_dim, dtype), (batch, nheads, seqlen)
     lse = torch.empty(lse, device="meta")
     grads = (w if dout else None, lse if dlse else None)
-    return lambda: kernels.backward(*grads, w, w, lse, *_options(batch, seqlen, {**options, "head_dim": head_dim}))
+    return lambda: kernels.backward(*grads, w, w, lse, _call(batch, seqlen, {**options, "head_dim": head_dim}))
 
 
 def decode(new, head_dim, dtype=HALF, batch=8, nheads=12, padded=False):
@@ -46,4 +46,4 @@ def decode(new, head_dim, dtype=HALF, batch=8, nheads=12, padded=False):
     w, cache = _empty(batch, nheads, new, head_dim, dtype), _empty(batch, nheads, 8192, head_dim, dtype)
     lengths = torch.empty(batch, dtype=torch.int32, device="meta")
     mask = torch.empty(batch, new, dtype=torch.bool, device="meta") if padded else None
-    return lambda: kernels.decode(w, cache, lengths, mask, 4096, True, head_dim**-0.5, True)
+    return lambda: kernels.decode(w, cache, lengths, DecodeCall(mask, 4096, True, head_dim**-0.5, True))

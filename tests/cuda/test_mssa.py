@@ -1,12 +1,14 @@
 """mssa's tensor-core kernels under the emulator: every argument, within the budget of every backend."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels._core import backends
+from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import keep_mask, offsets, over_budget, randn
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
@@ -164,22 +166,20 @@ def test_dropout_mask_is_philox(backend):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dtype, backend):
     kernels, w = backends.kernel("mssa", backend), randn(50, 2, 32, dtype=dtype)
-    options = (24, None, causal, 0.2, 0.0, "softmax", 0.0)
+    call = partial(Call, None, max_seqlen=24, seed=None, causal=causal, scale=0.2, dropout_p=0.0, threshold=None)
     wrong = torch.tensor(
         [3, 10, 40, 47, 99], dtype=torch.int32
     )  # the second is longer than 24, the first rows no one's
-    out, lse = kernels.forward(w, None, wrong, *options)
-    dw = kernels.backward(out, lse.clone(), w, out, lse, None, wrong, *options)
+    out, lse = kernels.forward(w, call(wrong))
+    dw = kernels.backward(out, lse.clone(), w, out, lse, call(wrong))
     covered = torch.zeros(50, dtype=torch.bool)
     for start, end in ((3, 10), (10, 34), (40, 47), (47, 50)):
         covered[start:end] = True
         one = offsets((end - start,))
-        expected, expected_lse = kernels.forward(w[start:end], None, one, *options)
+        expected, expected_lse = kernels.forward(w[start:end], call(one))
         assert torch.equal(out[start:end], expected)
         assert torch.equal(lse[:, start:end], expected_lse)
-        gradient = kernels.backward(
-            expected, expected_lse.clone(), w[start:end], expected, expected_lse, None, one, *options
-        )
+        gradient = kernels.backward(expected, expected_lse.clone(), w[start:end], expected, expected_lse, call(one))
         assert torch.equal(dw[start:end], gradient)
     for result in (out[~covered], lse[:, ~covered], dw[~covered]):
         assert not result.any()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa, testing
+from crate_kernels.ops.mssa.call import Call
 from tests.cuda.plain import registered
 from tests.ops import test_mssa as common
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
@@ -209,9 +210,9 @@ def test_offsets_are_clamped_on_the_device(plain, bounds, covered):
 
     longest = 64 if bounds[1] == 10 else 90
     w, g = (randn(90, 2, 16, seed=s, dtype=torch.float32) for s in (0, 1))
-    options = (None, torch.tensor(bounds, dtype=torch.int32), longest, None, False, 0.25, 0.0, "softmax", 0.0)
-    out, lse = cuda_plain.forward(w, *options)
-    dw = cuda_plain.backward(g, None, w, out, lse, *options)
+    call = Call(None, torch.tensor(bounds, dtype=torch.int32), longest, None, False, 0.25, 0.0, None)
+    out, lse = cuda_plain.forward(w, call)
+    dw = cuda_plain.backward(g, None, w, out, lse, call)
     outside = torch.ones(90, dtype=torch.bool)
     for first, stop in covered:
         outside[first:stop] = False

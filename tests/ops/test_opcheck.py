@@ -8,6 +8,7 @@ from crate_kernels import testing
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
+from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import home, kernels, leaves
 
@@ -28,7 +29,7 @@ def _mssa_forward_args(name, backend, seed=None, dropout_p=0.0):
     inputs = saved("mssa", name, backend)
     others = inputs.others
     masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
-    options = ("causal" in name, 0.25, dropout_p, "softmax", 0.0, backend)
+    options = ("causal" in name, 0.25, dropout_p, None, backend)
     seed = None if seed is None else seed.to(home(backend))
     return inputs.differentiable["w"], *masks, seed, *options
 
@@ -41,9 +42,10 @@ def _mssa_backward_args(name, backend, **kwargs):
 
 def _lse_args(causal, backward=False):
     w, mask = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.arange(5) < torch.tensor([[5], [2]])
-    lse = logsumexp._lse_fwd(w, mask, causal, 0.3)
+    call = Call(mask, None, 0, None, causal, 0.3, 0.0, None)
+    lse = logsumexp._lse_fwd(w, *call)
     w.requires_grad_()
-    return (torch.randn_like(lse), w, lse, mask, causal, 0.3) if backward else (w, mask, causal, 0.3)
+    return (torch.randn_like(lse), w, lse, *call) if backward else (w, *call)
 
 
 def _mssa_decode_args(ragged, backend):

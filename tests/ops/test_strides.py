@@ -10,6 +10,7 @@ from crate_kernels import SubspaceCache, TokenStatsCache
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
+from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import home, interpreted, kernels, offsets, randn
 
@@ -39,7 +40,7 @@ def mssa(lay, shape, device, packed):
     shape = (shape[0] * shape[2], *shape[1::2]) if packed else shape
     w, dout = (draw(lay, device, *shape, seed=seed) for seed in (0, 1))
     bounds = offsets((shape[0] // 2, shape[0] - shape[0] // 2)).to(device) if packed else None
-    options = (None, bounds, shape[0] if packed else 0, None, True, 0.3, 0.0, "softmax", 0.0)
+    options = (None, bounds, shape[0] if packed else 0, None, True, 0.3, 0.0, None)
     out, lse = yield mssa_op.mssa_fwd, (w, *options)
     for one, other in ((dout, None), (dout, draw(lay, device, *lse.shape, seed=2)), (None, lse)):
         yield mssa_op.mssa_bwd, (one, other, w, out, lse, *options)
@@ -48,8 +49,9 @@ def mssa(lay, shape, device, packed):
 def mssa_lse(lay, shape, device, masked):
     w = draw(lay, device, *shape)
     mask = lay(torch.ones(shape[0], shape[2], dtype=torch.bool, device=device)) if masked else None
-    lse = yield logsumexp._lse_fwd, (w, mask, True, 0.3)
-    yield logsumexp._lse_bwd, (draw(lay, device, *lse.shape, seed=1), w, lse, mask, True, 0.3)
+    call = Call(mask, None, 0, None, True, 0.3, 0.0, None)
+    lse = yield logsumexp._lse_fwd, (w, *call)
+    yield logsumexp._lse_bwd, (draw(lay, device, *lse.shape, seed=1), w, lse, *call)
 
 
 def mssa_decode(lay, shape, device, packed):

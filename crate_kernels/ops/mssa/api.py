@@ -10,6 +10,7 @@ from torch import Tensor
 from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.mssa import composite, op, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 
 _PHI = ("softmax", "threshold", "relu", "identity")
 _PLAIN_PHI = ("relu", "identity")
@@ -138,22 +139,23 @@ def mssa(
     if cache is not None:
         _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
         if w.shape[2] > 0:  # no token: nothing to append, and the result is as empty without a cache
-            return _decode(w, cache, key_padding_mask, factor, return_lse, backends.of_op(name, backend))
+            step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
+            return _decode(w, cache, step, backends.of_op(name, backend))
 
-    masks = (key_padding_mask, cu_seqlens)
-    numbers = (causal, factor, dropout_p, phi, threshold or 0.0)
     if name != "reference":
         checks.transforms("mssa", name, w)
+    # PyTorch's own attention draws from the generator itself.
+    seed = operator.draw_seed(w.device) if dropout_p and name != "composite" else None
+    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)
+    plain = phi if phi in _PLAIN_PHI else None
     if name == "composite":
-        out, lse = composite.mssa(w, *masks, max_seqlen or 0, *numbers, return_lse)
-        return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
-    seed = operator.draw_seed(w.device) if dropout_p else None
-    if name == "reference":
-        out, lse = reference.forward(w, *masks, seed, *numbers)
+        out, lse = composite.mssa(w, call, plain, return_lse)
+    elif name == "reference":
+        out, lse = reference.forward(w, call, plain)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        out, lse = op.mssa(w, *masks, max_seqlen or 0, seed, *numbers, backends.of_op(name, backend))
-    return (out, lse) if return_lse else out
+        out, lse = op.mssa(w, call, backends.of_op(name, backend))
+    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
 def _autocast(w: Tensor) -> Tensor:
@@ -206,15 +208,12 @@ def _check_cache(
         checks.right_padded("mssa", key_padding_mask)
 
 
-def _decode(
-    w: Tensor, cache: SubspaceCache, key_padding_mask: Tensor | None, scale: float, return_lse: bool, name: str
-) -> Tensor | tuple[Tensor, Tensor]:
+def _decode(w: Tensor, cache: SubspaceCache, call: DecodeCall, name: str) -> Tensor | tuple[Tensor, Tensor]:
     """Append to the cache and attend over it."""
-    args = (w, cache.data, cache.lengths, key_padding_mask, cache._bound, cache._uniform, scale, return_lse)
     if name == "reference":
-        out, lse = reference.decode(*args)
+        out, lse = reference.decode(w, cache.data, cache.lengths, call)
         lse = lse.to(operator.stat_dtype(w.dtype))
     else:
-        out, lse = op.mssa_decode(*args, name)
-    cache._advance(w.shape[2], ragged=key_padding_mask is not None)
-    return (out, lse) if return_lse else out
+        out, lse = op.mssa_decode(w, cache.data, cache.lengths, *call, name)
+    cache._advance(w.shape[2], ragged=call.key_padding_mask is not None)
+    return (out, lse) if call.need_lse else out

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 
 
@@ -80,83 +81,58 @@ def _without_autocast(w: Tensor) -> AbstractContextManager:
     return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
 
 
-def _dense(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> Tensor:
+def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
-    allowed, has_key = _allowed(key_padding_mask, causal, w.shape[2], w.device)
-    if phi == "softmax":
+    causal, scale, dropout_p = call.causal, call.scale, call.dropout_p
+    allowed, has_key = _allowed(call.key_padding_mask, causal, w.shape[2], w.device)
+    if plain is None and call.threshold is None:
         out = _attend(w, w, allowed, causal, scale, dropout_p)
-    elif phi == "identity" and not causal and not dropout_p:
+    elif plain == "identity" and not causal and not dropout_p:
         with _without_autocast(w):
-            return operator.merged_layout(_linear(w, key_padding_mask, scale))
+            return operator.merged_layout(_linear(w, call.key_padding_mask, scale))
     else:
         scores = scale * (w @ w.transpose(-1, -2))
         if causal and allowed is None:
             allowed = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
-        if phi == "threshold":
+        if call.threshold is not None:
             scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-            weights = (scores.softmax(-1) > threshold).to(w.dtype) * threshold
+            weights = (scores.softmax(-1) > call.threshold).to(w.dtype) * call.threshold
         else:
-            weights = scores.relu() if phi == "relu" else scores
+            weights = scores.relu() if plain == "relu" else scores
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
         out = F.dropout(weights, dropout_p) @ w
     out = out if has_key is None else torch.where(has_key, out, 0.0)
     return operator.merged_layout(out)
 
 
-def mssa(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``out`` and, if asked for, ``lse``; differentiable by PyTorch."""
+def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return ``out`` and, if asked for, ``lse``; differentiable by PyTorch.
+
+    ``plain`` is "relu" or "identity" where they take the place of the softmax.
+    """
     if operator.needs_grad(w):
         w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
 
-    def dense(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out = _dense(w, mask, causal, scale, dropout_p, phi, threshold)
-        return out, logsumexp(w, mask, causal, scale) if return_lse else None
+    def dense(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+        return _dense(w, call, plain), logsumexp(w, call) if return_lse else None
 
-    if cu_seqlens is None:
-        return dense(w, key_padding_mask)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if call.cu_seqlens is None:
+        return dense(w, call)
+    if call.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         # The offsets are free to read, so each sequence costs no more than its own length.
-        bounds = cu_seqlens.tolist()
-        parts = [
-            dense(one.transpose(0, 1)[None], None) for one in w.split([b - a for a, b in itertools.pairwise(bounds)])
-        ]
+        bounds, one = call.cu_seqlens.tolist(), call.batched(None)
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        parts = [dense(sequence.transpose(0, 1)[None], one) for sequence in w.split(lengths)]
         out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
         return out, torch.cat([lse[0] for _, lse in parts], dim=1) if return_lse else None  # pyright: ignore
-    padded, layout = packing.pad(w, cu_seqlens, max_seqlen)
-    out, lse = dense(padded, layout.mask)
+    padded, layout = packing.pad(w, call.cu_seqlens, call.max_seqlen)
+    out, lse = dense(padded, call.batched(layout.mask))
     return layout.pack(out), None if lse is None else layout.pack_rows(lse)
 
 
-def decode(
-    w: Tensor,
-    data: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-    bound: int,
-    uniform: bool,
-    scale: float,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``uniform``: every length is ``bound``."""
+    key_padding_mask, bound, uniform, scale, need_lse = call
     new = w.shape[2]
     end = min(bound + new, data.shape[2])
     keys = data[:, :, :end]

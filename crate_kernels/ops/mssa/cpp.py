@@ -10,6 +10,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator, packing
 from crate_kernels._native import extension
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 
 extension.load()
 _fwd = torch.ops.crate_kernels_C.mssa_fwd.default
@@ -17,9 +18,9 @@ _bwd = torch.ops.crate_kernels_C.mssa_bwd.default
 _decode = torch.ops.crate_kernels_C.mssa_decode.default
 
 
-def _level(phi: str, threshold: float) -> float:
+def _level(threshold: float | None) -> float:
     """Return the threshold, or -1 for the softmax."""
-    return threshold if phi == "threshold" else -1.0
+    return -1.0 if threshold is None else threshold
 
 
 def _output(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -27,62 +28,30 @@ def _output(w: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return packing.clear_uncovered(operator.empty_out(w), cu_seqlens, 0)
 
 
-def forward(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
+    key_padding_mask, cu_seqlens, _, seed, causal, scale, dropout_p, threshold = call
     out = _output(w, cu_seqlens)
     rows = (w.shape[1], w.shape[0]) if cu_seqlens is not None else w.shape[:3]
     lse = packing.clear_uncovered(torch.empty(rows, dtype=torch.float32, device=w.device), cu_seqlens, 1)
-    level = _level(phi, threshold)
+    level = _level(threshold)
     _fwd(w, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, out, lse)
     return out, lse
 
 
-def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    w: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> Tensor:
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``."""
+    key_padding_mask, cu_seqlens, _, seed, causal, scale, dropout_p, threshold = call
     dw = _output(w, cu_seqlens)
-    level = _level(phi, threshold)
+    level = _level(threshold)
     lse = lse.contiguous()
     _bwd(dout, dlse, w, out, lse, key_padding_mask, cu_seqlens, seed, causal, scale, dropout_p, level, dw)
     return dw
 
 
-def decode(
-    w: Tensor,
-    data: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-    bound: int,
-    uniform: bool,
-    scale: float,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; the lengths alone say where, whatever ``bound`` is."""
+    key_padding_mask, _, _, scale, need_lse = call
     out = operator.empty_out(w)
     lse = w.new_empty(w.shape[:3] if need_lse else (0,), dtype=torch.float32)
     _decode(w, data, lengths, key_padding_mask, scale, out, lse)

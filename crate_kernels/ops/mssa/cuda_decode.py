@@ -11,6 +11,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._native import extension
 from crate_kernels._triton import launch
+from crate_kernels.ops.mssa.call import DecodeCall
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 extension.load_cuda()
@@ -27,17 +28,9 @@ _LEAST_STRETCH = 64  # cached tokens: below, a stretch is no work for a block
 _RESIDENT = 4  # blocks that a multiprocessor should have, to have enough reads under way
 
 
-def decode(
-    w: Tensor,
-    data: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-    bound: int,
-    uniform: bool,
-    scale: float,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
+    key_padding_mask, bound, _, scale, need_lse = call
     batch, nheads, new, head_dim = w.shape
     out = operator.empty_out(w)
     lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)

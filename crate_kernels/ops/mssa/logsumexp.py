@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.mssa.call import Call, empty_lse
 
 # Rows of scores alive at once: 64 MB in fp32, beside which a launch is free.
 _CHUNK_ELEMENTS = 1 << 24
@@ -24,34 +25,33 @@ def _chunks(w: Tensor) -> list[slice]:
     return [slice(start, min(start + size, seqlen)) for start in range(0, max(seqlen, 1), size)]
 
 
-def _scores(w: Tensor, rows: slice, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
     """Return the masked scores of some rows."""
-    scores = scale * (w[:, :, rows] @ w.transpose(-1, -2))
-    if key_padding_mask is not None:
-        scores = scores.masked_fill(~key_padding_mask[:, None, None, :], -torch.inf)
-    if causal:
+    scores = call.scale * (w[:, :, rows] @ w.transpose(-1, -2))
+    if call.key_padding_mask is not None:
+        scores = scores.masked_fill(~call.key_padding_mask[:, None, None, :], -torch.inf)
+    if call.causal:
         position = torch.arange(w.shape[2], device=w.device)
         scores = scores.masked_fill(position > position[rows, None], -torch.inf)
     return scores
 
 
-def _forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    w = w.to(operator.stat_dtype(w.dtype))
-    return torch.cat([_scores(w, rows, key_padding_mask, causal, scale).logsumexp(-1) for rows in _chunks(w)], dim=2)
+def _forward(w: Tensor, *options: Any) -> Tensor:
+    w, call = w.to(operator.stat_dtype(w.dtype)), Call(*options)
+    return torch.cat([_scores(w, rows, call).logsumexp(-1) for rows in _chunks(w)], dim=2)
 
 
-def _backward(
-    dlse: Tensor, w: Tensor, lse: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float
-) -> Tensor:
+def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
     # dS = P * dlse, and w is the query of a row and the key of a column.
+    call = Call(*options)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)
     for rows in _chunks(x):
-        ds = (_scores(x, rows, key_padding_mask, causal, scale) - lse[:, :, rows, None]).exp_()
+        ds = (_scores(x, rows, call) - lse[:, :, rows, None]).exp_()
         ds *= dlse[:, :, rows, None]
         dw[:, :, rows] += ds @ x
         dw += ds.transpose(-1, -2) @ x[:, :, rows]
-    return dw.mul_(scale).to(w.dtype)
+    return dw.mul_(call.scale).to(w.dtype)
 
 
 def _product(w_shape: tuple[int, ...]) -> int:
@@ -61,13 +61,13 @@ def _product(w_shape: tuple[int, ...]) -> int:
 
 
 _lse_fwd = operator.define(
-    "mssa_lse_fwd(Tensor w, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
+    f"mssa_lse_fwd(Tensor w, {operator.schema_of(Call)}) -> Tensor",
     _forward,
-    lambda w, *_: w.new_empty(w.shape[:3], dtype=operator.stat_dtype(w.dtype)),
+    lambda w, *_: empty_lse(w),
     flops=lambda w_shape, *_, **__: _product(w_shape),
 )
 _lse_bwd = operator.define(
-    "mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, Tensor? key_padding_mask, bool causal, float scale) -> Tensor",
+    f"mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, {operator.schema_of(Call)}) -> Tensor",
     _backward,
     lambda dlse, w, *_: w.new_empty(w.shape),
     flops=lambda dlse_shape, w_shape, *_, **__: 3 * _product(w_shape),
@@ -81,25 +81,24 @@ class LogSumExp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    def forward(w: Tensor, *options: Any) -> Tensor:
         """Return lse (batch, nheads, seqlen)."""
-        return _lse_fwd(w, key_padding_mask, causal, scale)
+        return _lse_fwd(w, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Save w and lse."""
-        w, key_padding_mask, ctx.causal, ctx.scale = inputs
-        ctx.save_for_backward(w, key_padding_mask, output)
+        w, *options = inputs
+        operator.save(ctx, (w, output), Call(*options), "composite")
 
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of w."""
-        w, key_padding_mask, lse = operator.saved_tensors("mssa", ctx)
-        dw = _lse_bwd(dlse, w, lse, key_padding_mask, ctx.causal, ctx.scale)
-        return operator.once_differentiable("mssa", dw, dlse, w), None, None, None
+        (w, lse), call = operator.saved("mssa", ctx)
+        dw = _lse_bwd(dlse, w, lse, *call)
+        return operator.once_differentiable("mssa", dw, dlse, w), *(None for _ in call)
 
 
-def logsumexp(w: Tensor, key_padding_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def logsumexp(w: Tensor, call: Call) -> Tensor:
     """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
-    options = (key_padding_mask, causal, scale)
-    return LogSumExp.apply(w, *options) if operator.needs_grad(w) else _lse_fwd(w, *options)  # pyright: ignore
+    return LogSumExp.apply(w, *call) if operator.needs_grad(w) else _lse_fwd(w, *call)  # pyright: ignore

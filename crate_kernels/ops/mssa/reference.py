@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import philox
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 
 
 def _allowed(w: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -56,77 +57,47 @@ def _softmax(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Te
     return scores.softmax(-1).masked_fill(~has_key, 0.0), lse, has_key
 
 
-def forward(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and ``lse``; shapes as in the public function."""
-    if cu_seqlens is None:
-        return _dense(w, key_padding_mask, seed, 0, causal, scale, dropout_p, phi, threshold)
+def forward(w: Tensor, call: Call, plain: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; ``plain`` is "relu" or "identity" where they take the place of the softmax."""
+    if call.cu_seqlens is None:
+        return _dense(w, call, plain, 0)
     outs, lses = [], []
-    bounds = cu_seqlens.tolist()
+    bounds = call.cu_seqlens.tolist()
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
-        one = w[start:end].transpose(0, 1).unsqueeze(0)
-        out, lse = _dense(one, None, seed, index, causal, scale, dropout_p, phi, threshold)
+        out, lse = _dense(w[start:end].transpose(0, 1).unsqueeze(0), call, plain, index)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def _dense(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    seed: Tensor | None,
-    first: int,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> tuple[Tensor, Tensor]:
+def _dense(w: Tensor, call: Call, plain: str | None, first: int) -> tuple[Tensor, Tensor]:
     """Attend within each batch element; ``first`` is the index of the first, for dropout."""
     batch, nheads, seqlen, _ = w.shape
     factor = None
-    if seed is not None:
+    if call.seed is not None:
         position = torch.arange(seqlen, device=w.device)
         heads = first * nheads + philox.head_counter(batch, nheads, w.device)
-        factor = philox.keep_factor(seed, dropout_p, heads, position[:, None], position, w.dtype)
-    scores = scale * (w @ w.transpose(-1, -2))
-    allowed = _allowed(w, causal, key_padding_mask)
-    if phi == "softmax":
-        return _attend(scores, w, allowed, factor)
-    if phi == "threshold":
-        probs, lse, _ = _softmax(scores, allowed)
-        weights = (probs > threshold).to(w.dtype) * threshold
-    else:
-        weights = scores.relu() if phi == "relu" else scores
+        factor = philox.keep_factor(call.seed, call.dropout_p, heads, position[:, None], position, w.dtype)
+    scores = call.scale * (w @ w.transpose(-1, -2))
+    allowed = _allowed(w, call.causal, call.key_padding_mask)
+    if plain is not None:
+        weights = scores.relu() if plain == "relu" else scores
         weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
         lse = w.new_empty(batch, nheads, 0)  # there is no softmax
+    elif call.threshold is not None:
+        probs, lse, _ = _softmax(scores, allowed)
+        weights = (probs > call.threshold).to(w.dtype) * call.threshold
+    else:
+        return _attend(scores, w, allowed, factor)
     return (weights if factor is None else weights * factor) @ w, lse
 
 
-def decode(
-    w: Tensor,
-    data: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-    bound: int,
-    uniform: bool,
-    scale: float,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append the kept tokens of ``w`` to the cache and attend, one sequence at a time."""
     outs, lses = [], []
     for b in range(w.shape[0]):
         start = int(lengths[b])
-        keep = w.new_ones(w.shape[2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask[b]
+        keep = w.new_ones(w.shape[2], dtype=torch.bool) if call.key_padding_mask is None else call.key_padding_mask[b]
         new = w[b][:, keep][:, : data.shape[2] - start]
         end = start + new.shape[1]
         data[b, :, start:end] = new
@@ -134,7 +105,7 @@ def decode(
         keys = data[b, :, :end]
         visible = start + keep.cumsum(0)  # (seqlen,): all cached tokens and the new ones up to this
         allowed = torch.arange(end, device=w.device) < visible[:, None]
-        out, lse = _attend(scale * (w[b] @ keys.transpose(-1, -2)), keys, allowed[None], None)
+        out, lse = _attend(call.scale * (w[b] @ keys.transpose(-1, -2)), keys, allowed[None], None)
         outs.append(out)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)

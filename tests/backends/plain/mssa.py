@@ -29,13 +29,14 @@ def _lay_out(x, dtype):
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def forward(w, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi, threshold):
+def forward(w, call):
+    mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, threshold = call
     x, where = w.to(operator.stat_dtype(w.dtype)), None
     if cu_seqlens is not None:
         x, where = packing.pad(x, cu_seqlens, max_seqlen)
         mask = where.mask
     probs, lse = _probabilities(x, mask, causal, scale)
-    if phi == "threshold":
+    if threshold is not None:
         probs = torch.where(probs > threshold, threshold, 0.0).to(x.dtype)
     out = (probs * _factor(x, seed, dropout_p)) @ x
     if where is not None:
@@ -43,7 +44,8 @@ def forward(w, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi
     return _lay_out(out, w.dtype), lse
 
 
-def backward(dout, dlse, w, out, lse, mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, phi, threshold):
+def backward(dout, dlse, w, out, lse, call):
+    mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, threshold = call
     x, where = w.to(operator.stat_dtype(w.dtype)), None
     grad = torch.zeros_like(x) if dout is None else dout.to(x.dtype)
     if cu_seqlens is not None:
@@ -52,7 +54,7 @@ def backward(dout, dlse, w, out, lse, mask, cu_seqlens, max_seqlen, seed, causal
         dlse = None if dlse is None else where.pad_rows(dlse)
     probs, _ = _probabilities(x, mask, causal, scale)
     factor = _factor(x, seed, dropout_p)
-    if phi == "threshold":
+    if threshold is not None:
         dprobs, weights = torch.zeros_like(probs), torch.where(probs > threshold, threshold, 0.0).to(x.dtype) * factor
     else:
         dprobs, weights = factor * (grad @ x.mT), probs * factor

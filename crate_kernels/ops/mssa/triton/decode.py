@@ -21,6 +21,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
+from crate_kernels.ops.mssa.call import DecodeCall
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.rows import attend_tiles
@@ -180,17 +181,9 @@ def _mssa_combine_kernel(
 _COMBINED_ROWS = 16
 
 
-def decode(
-    w: Tensor,
-    data: Tensor,
-    lengths: Tensor,
-    key_padding_mask: Tensor | None,
-    bound: int,
-    uniform: bool,
-    scale: float,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
+    key_padding_mask, bound, _, scale, need_lse = call
     batch, nheads, new, head_dim = w.shape
     out = operator.empty_out(w)
     lse = w.new_empty((batch, nheads, new) if need_lse else (0,), dtype=torch.float32)

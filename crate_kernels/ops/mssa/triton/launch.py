@@ -13,6 +13,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
+from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import tables
 from crate_kernels.ops.mssa.triton.backward import _mssa_bwd_kernel
@@ -24,19 +25,9 @@ from crate_kernels.ops.mssa.triton.shape import row_strides, shape, strides, tai
 from crate_kernels.ops.mssa.triton.tile import parts
 
 
-def forward(
-    w: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
+    key_padding_mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, threshold = call
     sequences, nheads, seqlen, total = shape(w, cu_seqlens, max_seqlen)
     out = operator.empty_out(w)
     lse = w.new_empty((nheads, total) if cu_seqlens is not None else w.shape[:3], dtype=torch.float32)
@@ -46,13 +37,13 @@ def forward(
     # fp16 holds weights down to 2^-24 only: they are small in the bounded form, and never in the online one.
     # A padded query is no key of its own, so that its row has no lower bound.
     bounded = config.pop("BOUNDED") and w.dtype != torch.float16 and scale > 0 and key_padding_mask is None
-    softmax = "threshold" if phi == "threshold" else "bounded" if bounded else "online"
+    softmax = "threshold" if threshold is not None else "bounded" if bounded else "online"
     many = sequences * nheads >= 2 * launch.multiprocessors(w.device)
     packed, padded = cu_seqlens is not None, key_padding_mask is not None
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     num_m = max(cdiv(seqlen, block_m), 1)
     dims = (w.shape[-1], *parts(w.shape[-1]))
-    plain = scale > 0 and phi == "softmax" and not (causal or packed or padded or dropout_p)
+    plain = scale > 0 and threshold is None and not (causal or packed or padded or dropout_p)
     if config.pop("PAIRS") and plain and many and num_m <= MOST_TILES:
         with launch.guard(w.device):
             _mssa_fwd_pairs_kernel[(sequences * nheads,)](
@@ -95,7 +86,7 @@ def forward(
             *sizes,
             launch.drop_last(dropout_p) if dropout_p else 0,
             1.0 / (1.0 - dropout_p),
-            threshold,
+            threshold or 0.0,
             *dims,
             TAIL_M=block_m if packed else tail(seqlen, block_m),
             TAIL_N=block_n if packed or causal else tail(seqlen, block_n),
@@ -115,28 +106,14 @@ def forward(
 _DELTA_ROWS = 32  # of the kernel that reads each row once, whose products grow with its blocks
 
 
-def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    w: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    phi: str,
-    threshold: float,
-) -> Tensor:
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
+    key_padding_mask, cu_seqlens, max_seqlen, seed, causal, scale, dropout_p, threshold = call
     sequences, nheads, seqlen, total = shape(w, cu_seqlens, max_seqlen)
     dw = operator.empty_out(w)
     if dw.numel() == 0:
         return dw
-    packed, padded, select = cu_seqlens is not None, key_padding_mask is not None, phi == "threshold"
+    packed, padded, select = cu_seqlens is not None, key_padding_mask is not None, threshold is not None
     # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
     products = dout is not None and not select
     scores = products or dlse is not None
@@ -202,7 +179,7 @@ def backward(
             *(nheads, seqlen, total, num_j, num_m, abs(scale)),
             *dropout,
             scale,
-            threshold,
+            threshold or 0.0,
             *dims,
             TAIL_J=block_j if packed else tail(seqlen, block_j),
             TAIL_I=block_i if packed or causal else tail(seqlen, block_i),

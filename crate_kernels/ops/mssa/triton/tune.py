@@ -11,11 +11,15 @@ from torch import Tensor
 from crate_kernels._triton.launch import Row
 from crate_kernels._triton.tune import Workload
 from crate_kernels.ops.mssa import composite, reference
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.triton import launch as kernels
 from crate_kernels.ops.mssa.triton import tables
 
 _TOKENS = 1 << 16  # of each timed call, over batch and heads
-_NOTHING = (None, None)
+
+
+def _call(head_dim: int, causal: bool) -> Call:
+    return Call(None, None, 0, None, causal, head_dim**-0.5, 0.0, None)
 
 
 def _draw(batch: int, nheads: int, seqlen: int, head_dim: int) -> Tensor:
@@ -33,12 +37,12 @@ def _close(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
 def _forward(seqlen: int, head_dim: int, causal: bool) -> Callable:
     def make() -> tuple[Callable[[], object], Callable[[], bool]]:
         w = _draw(max(_TOKENS // (12 * seqlen), 1), 12, seqlen, head_dim)
-        options = (causal, head_dim**-0.5, 0.0, "softmax", 0.0)
+        options = _call(head_dim, causal)
         small = w[:1, :1]
-        eager, exact = (reference.forward(x, *_NOTHING, None, *options)[0] for x in (small, small.double()))
+        eager, exact = (reference.forward(x, options)[0] for x in (small, small.double()))
 
         def call(x: Tensor = w) -> Tensor:
-            return kernels.forward(x, *_NOTHING, 0, None, *options)[0]
+            return kernels.forward(x, options)[0]
 
         return call, lambda: _close(call()[:1, :1], eager, exact)
 
@@ -48,20 +52,20 @@ def _forward(seqlen: int, head_dim: int, causal: bool) -> Callable:
 def _backward(seqlen: int, head_dim: int, causal: bool) -> Callable:
     def make() -> tuple[Callable[[], object], Callable[[], bool]]:
         w = _draw(max(_TOKENS // (12 * seqlen), 1), 12, seqlen, head_dim)
-        options = (causal, head_dim**-0.5, 0.0, "softmax", 0.0)
+        options = _call(head_dim, causal)
         g = w.flip(2)
-        out, lse = kernels.forward(w, *_NOTHING, 0, None, *options)
+        out, lse = kernels.forward(w, options)
 
         def gradient(x: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                result, _ = reference.forward(x, *_NOTHING, None, *options)
+                result, _ = reference.forward(x, options)
                 return torch.autograd.grad(result, x, g[:1, :1].to(x.dtype))[0]
 
         eager, exact = gradient(w[:1, :1]), gradient(w[:1, :1].double())
 
         def call() -> Tensor:
-            return kernels.backward(g, None, w, out, lse, *_NOTHING, 0, None, *options)
+            return kernels.backward(g, None, w, out, lse, options)
 
         return call, lambda: _close(call()[:1, :1], eager, exact)
 
@@ -72,17 +76,17 @@ def _decode(cached: int, head_dim: int) -> Callable:
     def make() -> tuple[Callable[[], object], Callable[[], bool]]:
         data, w = _draw(16, 12, cached + 1, head_dim).contiguous(), _draw(16, 12, 1, head_dim)
         lengths = torch.full((16,), cached, dtype=torch.int32, device="cuda")
-        scale = head_dim**-0.5
+        step = DecodeCall(None, cached, True, head_dim**-0.5, False)
 
         def call() -> Tensor:
             lengths.fill_(cached)  # every step is the same step
-            return kernels.decode(w, data, lengths, None, cached, True, scale, False)[0]
+            return kernels.decode(w, data, lengths, step)[0]
 
         call()
 
         def plain(dtype: torch.dtype) -> Tensor:
             held = lengths.clone().fill_(cached)
-            return composite.decode(w.to(dtype), data.to(dtype), held, None, cached, True, scale, False)[0]
+            return composite.decode(w.to(dtype), data.to(dtype), held, step)[0]
 
         eager, exact = plain(w.dtype), plain(torch.float64)
         return call, lambda: _close(call(), eager, exact)

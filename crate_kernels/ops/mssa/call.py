@@ -1,0 +1,77 @@
+"""The options of a call of subspace attention: the one list of them, from which the ops take their schemas."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from crate_kernels._core import operator
+
+
+class Call(NamedTuple):
+    """Options of a forward and of its backward.
+
+    Attributes:
+        key_padding_mask: (batch, seqlen) bool, True = keep; None keeps every key.
+        cu_seqlens: (sequences + 1,) int32, offsets of packed sequences; None for a batch.
+        max_seqlen: length of the longest packed sequence, 0 for a batch.
+        seed: int64 scalar that dropout draws from; None without dropout.
+        causal: each token attends to itself and those before it only.
+        scale: factor of the scores.
+        dropout_p: probability with which a weight is dropped.
+        threshold: weights above it become it, others 0; None keeps the softmax.
+    """
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+    seed: Tensor | None
+    causal: bool
+    scale: float
+    dropout_p: float
+    threshold: float | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.cu_seqlens is not None
+
+    @property
+    def padded(self) -> bool:
+        """Whether keys may be masked."""
+        return self.key_padding_mask is not None
+
+    def batched(self, key_padding_mask: Tensor | None) -> Call:
+        """Return the same call for sequences that were packed and are a batch now."""
+        return self._replace(key_padding_mask=key_padding_mask, cu_seqlens=None, max_seqlen=0)
+
+
+class DecodeCall(NamedTuple):
+    """Options of a step with a cache.
+
+    Attributes:
+        key_padding_mask: (batch, new tokens) bool, right-padded, True = keep; None keeps every token.
+        bound: length that no cached sequence exceeds; it says where nothing is written, for lengths do.
+        uniform: every cached sequence is ``bound`` long.
+        scale: factor of the scores.
+        need_lse: compute lse too; it has no element otherwise.
+    """
+
+    key_padding_mask: Tensor | None
+    bound: int
+    uniform: bool
+    scale: float
+    need_lse: bool
+
+
+def empty_lse(w: Tensor) -> Tensor:
+    """Allocate lse for the tokens ``w``: (batch, nheads, seqlen), or (nheads, total) if they are packed."""
+    rows = (w.shape[1], w.shape[0]) if w.dim() == 3 else w.shape[:3]
+    return w.new_empty(rows, dtype=operator.stat_dtype(w.dtype))
+
+
+def empty_decoded(w: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of the new tokens ``w``."""
+    lse = w.new_empty(w.shape[:3] if call.need_lse else (0,), dtype=operator.stat_dtype(w.dtype))
+    return operator.empty_out(w), lse
