@@ -21,7 +21,7 @@ test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 
 # Every kernel for every GPU and head_dim; the suite compiles a covering set of them. No GPU is needed.
 aot: .venv/test.stamp
-	$(BIN)/python -m pytest tests/aot tests/aot/exhaustive*.py $(ARGS)
+	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.
@@ -31,7 +31,7 @@ test-gpu:
 
 # Every test of the operators on the CUDA kernels, which g++ compiles and a CPU runs; the suite has tests of their own.
 test-emulated: .venv/test.stamp
-	$(BIN)/python -m pytest -p tests.cuda.plugin tests/ops -k emulated $(ARGS)
+	$(BIN)/python -m pytest -p tests.tools.emulator.plugin tests/ops -k emulated $(ARGS)
 
 # Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
 fuzz: .venv/test.stamp .venv/extension.stamp
@@ -51,15 +51,14 @@ test-sanitize: .venv/test.stamp
 	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
-		$(BIN)/python -m pytest tests/ops tests/test_extension.py tests/test_extension_tssa.py tests/test_extension_ista.py \
-		-k "cpp or extension" $(ARGS)
+		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
 
 # The variable spares pyright its question for a newer release, which needs a network.
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard tests/cuda/*.cpp tests/cuda/*.h tests/cuda/*.cu))
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard $(addprefix tests/tools/emulator/*.,cpp h cu)))
 	$(SPHINX)
 
 # The pages of docs/ and the reference of the public names, in docs/_build/index.html.

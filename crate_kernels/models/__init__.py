@@ -16,19 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import (
-    _modules,
-    _official,
-    _pretrained,
-    aot,
-    crate,
-    crate_alpha,
-    crate_lm,
-    crate_mae,
-    redunet,
-    tost,
-    tost_lm,
-)
+from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, redunet, tost, tost_lm
+from crate_kernels.models._shared import modules, official, pretrained
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
@@ -71,7 +60,7 @@ _FAMILIES: tuple[ModuleType, ...] = (
     redunet.fourier2d,
 )
 _OWNERS: dict[str, Any] = {name: family for family in _FAMILIES for name in family.SIZES}
-_SYSTEMS = {name: system for room in (*_FAMILIES, _modules) for name, system in room.SYSTEMS.items()}
+_SYSTEMS = {name: system for room in (*_FAMILIES, modules) for name, system in room.SYSTEMS.items()}
 
 
 def names() -> tuple[str, ...]:
@@ -96,7 +85,7 @@ def create(name: str, **overrides: Any) -> nn.Module:
     if checks.text("create", "name", name) not in _OWNERS:
         raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
     family: Any = _OWNERS[name]
-    overrides = _official.arguments("create", overrides, [field.name for field in fields(family.Config)])
+    overrides = official.arguments("create", overrides, [field.name for field in fields(family.Config)])
     return family.Model(replace(family.SIZES[name], **overrides))
 
 
@@ -115,7 +104,7 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
         ValueError: a config that is of no model here or cannot be, or weights that do not fit it.
         TypeError: a field of the wrong type.
     """
-    name, _ = _pretrained.read_config(Path(folder))
+    name, _ = pretrained.read_config(Path(folder))
     classes = {family.Model.__name__: family.Model for family in _FAMILIES}
     if name not in classes:
         raise ValueError(f"from_pretrained: model_type must be one of {', '.join(classes)}, got {name!r}")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official, _vision
-from crate_kernels.models._base import PreNorm, run
+from crate_kernels.models._shared import fields, official, vision
+from crate_kernels.models._shared.base import PreNorm, run
 from crate_kernels.nn import ISTA, MSSA, _heads
 
 __all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
@@ -54,8 +54,8 @@ class CRATEConfig:
     depth: int
     heads: int
     dim_head: int = 64
-    image_size: _vision.Size = 224
-    patch_size: _vision.Size = 16
+    image_size: vision.Size = 224
+    patch_size: vision.Size = 16
     num_classes: int = 1000
     pool: str = "cls"
     channels: int = 3
@@ -72,8 +72,8 @@ class CRATEConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        _fields.check_types("CRATE", self)
-        _vision.grid("CRATE", self.image_size, self.patch_size)
+        fields.check_types("CRATE", self)
+        vision.grid("CRATE", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels"):
             checks.integer("CRATE", name, getattr(self, name), minimum=1)
         checks.integer("CRATE", "num_classes", self.num_classes, minimum=0)
@@ -216,17 +216,17 @@ def _residual(config: CRATEConfig) -> tuple[float, float]:
 class Patchify(nn.Module):
     """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
 
-    def __init__(self, owner: str, channels: int, patch_size: _vision.Size) -> None:
+    def __init__(self, owner: str, channels: int, patch_size: vision.Size) -> None:
         super().__init__()
         self.owner, self.channels = owner, channels
-        self.patch_size = _vision.pair(owner, "patch_size", patch_size)
+        self.patch_size = vision.pair(owner, "patch_size", patch_size)
 
     def forward(self, img: Tensor) -> Tensor:
-        _vision.check_images(self.owner, img, self.channels, self.patch_size)
-        return _vision.patchify(img, self.patch_size)
+        vision.check_images(self.owner, img, self.channels, self.patch_size)
+        return vision.patchify(img, self.patch_size)
 
 
-class CRATE(_vision.Classifier):
+class CRATE(vision.Classifier):
     """Classify images with a white-box transformer.
 
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
@@ -244,8 +244,8 @@ class CRATE(_vision.Classifier):
     def __init__(self, config: CRATEConfig) -> None:
         super().__init__(config)
         dim = config.dim
-        rows, columns = _vision.grid("CRATE", config.image_size, config.patch_size)
-        ph, pw = _vision.pair("CRATE", "patch_size", config.patch_size)
+        rows, columns = vision.grid("CRATE", config.image_size, config.patch_size)
+        ph, pw = vision.pair("CRATE", "patch_size", config.patch_size)
         patches, patch_dim = rows * columns, config.channels * ph * pw
         self.to_patch_embedding = nn.Sequential(
             Patchify("CRATE", config.channels, config.patch_size),
@@ -258,12 +258,12 @@ class CRATE(_vision.Classifier):
         self.dropout = nn.Dropout(config.emb_dropout)
         self.transformer = Transformer(config)
         self.pool = config.pool
-        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), _vision.head(dim, config.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), vision.head(dim, config.num_classes))
 
     def _embed(self, img: Tensor) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
         x = self.to_patch_embedding(img)
-        _vision.check_size("CRATE", img, self.config.image_size)
+        vision.check_size("CRATE", img, self.config.image_size)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         return self.dropout(x + self.pos_embedding)
 
@@ -287,4 +287,4 @@ class CRATE(_vision.Classifier):
 
 
 Config, Model = CRATEConfig, CRATE
-SYSTEMS = {"crate": _official.family(Config, Model)}
+SYSTEMS = {"crate": official.family(Config, Model)}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official, _vision
-from crate_kernels.models._base import PreNorm, run
+from crate_kernels.models._shared import fields, official, vision
+from crate_kernels.models._shared.base import PreNorm, run
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
 __all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
@@ -52,8 +52,8 @@ class CRATEAlphaConfig:
     depth: int
     heads: int
     dim_head: int = 64
-    image_size: _vision.Size = 224
-    patch_size: _vision.Size = 16
+    image_size: vision.Size = 224
+    patch_size: vision.Size = 16
     num_classes: int = 1000
     channels: int = 3
     dropout: float = 0.0
@@ -67,8 +67,8 @@ class CRATEAlphaConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        _fields.check_types("CRATEAlpha", self)
-        _vision.grid("CRATEAlpha", self.image_size, self.patch_size)
+        fields.check_types("CRATEAlpha", self)
+        vision.grid("CRATEAlpha", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels", "overcomplete_ratio", "steps"):
             checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
         checks.integer("CRATEAlpha", "num_classes", self.num_classes, minimum=0)
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         return x
 
 
-class CRATEAlpha(_vision.Classifier):
+class CRATEAlpha(vision.Classifier):
     """Classify images with a white-box transformer of overcomplete dictionaries.
 
     B/16 has 72,328,936 parameters and L/14 253,650,920, with 1000 classes.
@@ -153,14 +153,14 @@ class CRATEAlpha(_vision.Classifier):
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__(config)
         dim = config.dim
-        self.grid = _vision.grid("CRATEAlpha", config.image_size, config.patch_size)
-        self.patch_size = _vision.pair("CRATEAlpha", "patch_size", config.patch_size)
+        self.grid = vision.grid("CRATEAlpha", config.image_size, config.patch_size)
+        self.patch_size = vision.pair("CRATEAlpha", "patch_size", config.patch_size)
         self.conv1 = nn.Conv2d(config.channels, dim, self.patch_size, self.patch_size)
         self.pos_embedding = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + 1, dim))
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
         self.transformer = Transformer(config)
-        self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), _vision.head(dim, config.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), vision.head(dim, config.num_classes))
         self._initialise()
 
     def _initialise(self) -> None:
@@ -185,8 +185,8 @@ class CRATEAlpha(_vision.Classifier):
 
     def _embed(self, img: Tensor) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        _vision.check_images("CRATEAlpha", img, self.config.channels, self.patch_size)
-        _vision.check_size("CRATEAlpha", img, self.config.image_size)
+        vision.check_images("CRATEAlpha", img, self.config.channels, self.patch_size)
+        vision.check_size("CRATEAlpha", img, self.config.image_size)
         x = self.conv1(img).flatten(2).transpose(1, 2)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
         return self.dropout(x + self.pos_embedding)
@@ -254,7 +254,7 @@ def _weights(bare: dict[str, Any]) -> dict[str, Any]:
 
 Config, Model = CRATEAlphaConfig, CRATEAlpha
 SYSTEMS = {
-    "crate_alpha": _official.family(
+    "crate_alpha": official.family(
         Config, Model, weights=_weights, implied=lambda bare: {"head_eps": 1e-6} if _vision_tower(bare) else {}
     )
 }

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _official
-from crate_kernels.models._language import LanguageConfig, LanguageModel
+from crate_kernels.models._shared import official
+from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
 from crate_kernels.nn import ISTA, CausalMSSA
 from crate_kernels.ops.ista import ista_overcomplete
 from crate_kernels.ops.mssa import SubspaceCache
@@ -173,7 +173,7 @@ def _masks(model: CRATELM) -> dict[str, Tensor]:
 
 
 Config, Model = CRATELMConfig, CRATELM
-_read = partial(_official.family, Config, Model, required=("n_head",), weights=_without_masks)
+_read = partial(official.family, Config, Model, required=("n_head",), weights=_without_masks)
 SYSTEMS = {
     "crate_lm": _read(fixed={"overcomplete": False}, buffers=_masks),
     "crate_lm_overcomplete": _read(fixed={"overcomplete": True}),

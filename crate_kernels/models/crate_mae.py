@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official, _vision
-from crate_kernels.models._base import PreNorm, ReferenceModel, run
+from crate_kernels.models._shared import fields, official, vision
+from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
 from crate_kernels.nn import ISTA, MSSA
 
 __all__ = ["CRATEMAE", "SIZES", "SYSTEMS", "CRATEMAEConfig"]
@@ -56,8 +56,8 @@ class CRATEMAEConfig:
     decoder_embed_dim: int
     decoder_depth: int
     decoder_num_heads: int
-    img_size: _vision.Size = 224
-    patch_size: _vision.Size = 16
+    img_size: vision.Size = 224
+    patch_size: vision.Size = 16
     in_chans: int = 3
     norm_pix_loss: bool = False
     mask_ratio: float = 0.75
@@ -70,8 +70,8 @@ class CRATEMAEConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        _fields.check_types("CRATEMAE", self)
-        _vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
+        fields.check_types("CRATEMAE", self)
+        vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
         for name in ("embed_dim", "depth", "num_heads", "decoder_depth", "decoder_num_heads", "in_chans"):
             checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
         if self.decoder_embed_dim != self.embed_dim:
@@ -160,14 +160,14 @@ class CRATEMAE(ReferenceModel):
     def __init__(self, config: CRATEMAEConfig) -> None:
         super().__init__(config)
         dim = config.embed_dim
-        self.grid = _vision.grid("CRATEMAE", config.img_size, config.patch_size, "img_size")
-        self.patch_size = _vision.pair("CRATEMAE", "patch_size", config.patch_size)
+        self.grid = vision.grid("CRATEMAE", config.img_size, config.patch_size, "img_size")
+        self.patch_size = vision.pair("CRATEMAE", "patch_size", config.patch_size)
         patch_dim = config.in_chans * self.patch_size[0] * self.patch_size[1]
         projection = nn.Conv2d(config.in_chans, dim, self.patch_size, self.patch_size)
         self.patch_embed = nn.ModuleDict({"proj": projection})
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
-        positions = _vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
+        positions = vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
         self.pos_embed = nn.Parameter(positions, requires_grad=False)
         self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
@@ -190,8 +190,8 @@ class CRATEMAE(ReferenceModel):
 
     def patchify(self, imgs: Tensor) -> Tensor:
         """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
-        _vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
-        return _vision.patchify(imgs, self.patch_size)
+        vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
+        return vision.patchify(imgs, self.patch_size)
 
     def unpatchify(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """Put (batch, patches, ph * pw * channels) back together.
@@ -210,7 +210,7 @@ class CRATEMAE(ReferenceModel):
         wanted = (rows * columns, self.decoder_pred.out_features)
         if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
             raise ValueError(f"CRATEMAE: x must be (batch, patches, pixels) = (batch, {wanted}), got {tuple(x.shape)}")
-        return _vision.unpatchify(x, self.patch_size, (rows, columns))
+        return vision.unpatchify(x, self.patch_size, (rows, columns))
 
     def random_mask(
         self, batch: int, patches: int, mask_ratio: float | None = None, generator: torch.Generator | None = None
@@ -234,9 +234,9 @@ class CRATEMAE(ReferenceModel):
 
     def _embed(self, imgs: Tensor, mask: Tensor | None) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        _vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
+        vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
         x = self.patch_embed["proj"](imgs)
-        positions = _vision.resize_positions(self.decoder_pos_embed, self.grid, (x.shape[2], x.shape[3]))
+        positions = vision.resize_positions(self.decoder_pos_embed, self.grid, (x.shape[2], x.shape[3]))
         x = x.flatten(2).transpose(1, 2)
         if mask is not None:
             if tuple(mask.shape) != tuple(x.shape[:2]):
@@ -325,5 +325,5 @@ def _norm_eps(norm_layer: Any) -> dict[str, Any]:
 Config, Model = CRATEMAEConfig, CRATEMAE
 # mlp_ratio belongs to the ordinary transformer that the published class can also be; a note says how a case was saved.
 SYSTEMS = {
-    "crate_mae": _official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": _norm_eps})
+    "crate_mae": official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": _norm_eps})
 }

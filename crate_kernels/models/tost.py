@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official, _vision
-from crate_kernels.models._base import run
+from crate_kernels.models._shared import fields, official, vision
+from crate_kernels.models._shared.base import run
 from crate_kernels.nn import TSSA, _heads
 
 __all__ = ["SIZES", "SYSTEMS", "ToST", "ToSTConfig"]
@@ -60,7 +60,7 @@ class ToSTConfig:
     embed_dim: int = 768
     depth: int = 12
     num_heads: int = 12
-    img_size: _vision.Size = 224
+    img_size: vision.Size = 224
     patch_size: int = 16
     in_chans: int = 3
     num_classes: int = 1000
@@ -79,8 +79,8 @@ class ToSTConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        _fields.check_types("ToST", self)
-        _vision.grid("ToST", self.img_size, self.patch_size, "img_size")
+        fields.check_types("ToST", self)
+        vision.grid("ToST", self.img_size, self.patch_size, "img_size")
         if self.patch_size not in (8, 16):
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
         for name in ("embed_dim", "depth", "num_heads", "in_chans"):
@@ -253,7 +253,7 @@ class ClassAttentionBlock(_Scaled):
         return x + torch.cat((self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]), dim=1)
 
 
-class ToST(_vision.Classifier):
+class ToST(vision.Classifier):
     """Classify images with token-statistics attention.
 
     Parameters, under their published names: ``patch_embed.proj.{0,2,4[,6]}.{0,1}`` (convolution, SyncBatchNorm),
@@ -276,7 +276,7 @@ class ToST(_vision.Classifier):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.cls_attn_blocks = nn.ModuleList(ClassAttentionBlock(config) for _ in range(config.cls_attn_layers))
         self.norm = nn.LayerNorm(dim, 1e-6)
-        self.head = _vision.head(dim, config.num_classes)
+        self.head = vision.head(dim, config.num_classes)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -299,7 +299,7 @@ class ToST(_vision.Classifier):
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the normalised tokens after the last block, (batch, patches + 1, embed_dim), class token first."""
         size = self.config.patch_size
-        _vision.check_images("ToST", img, self.config.in_chans, (size, size))
+        vision.check_images("ToST", img, self.config.in_chans, (size, size))
         x = self.patch_embed(img)
         if self.config.use_pos:
             x = x + self.pos_embeder(x.shape[2], x.shape[3])
@@ -335,4 +335,4 @@ class ToST(_vision.Classifier):
 
 
 Config, Model = ToSTConfig, ToST
-SYSTEMS = {"tost_vision": _official.family(Config, Model, ignored=("patch_proj",))}
+SYSTEMS = {"tost_vision": official.family(Config, Model, ignored=("patch_proj",))}

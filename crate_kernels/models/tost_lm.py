@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels.models import _official
-from crate_kernels.models._language import LanguageConfig, LanguageModel
+from crate_kernels.models._shared import official
+from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
 from crate_kernels.nn import CausalTSSA
 from crate_kernels.ops.tssa import TokenStatsCache
 
@@ -103,4 +103,4 @@ class ToSTLM(LanguageModel):
 
 
 Config, Model = ToSTLMConfig, ToSTLM
-SYSTEMS = {"tost_lm": _official.family(Config, Model, only={"TSSA": True})}
+SYSTEMS = {"tost_lm": official.family(Config, Model, only={"TSSA": True})}

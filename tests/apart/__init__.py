@@ -2,5 +2,5 @@
 
 ``python -m tests.apart`` makes thousands of calls of the public functions and modules. Each is drawn from one integer,
 is a few lines of Python that can be run alone, and is judged against equations written here in float64. Nothing of
-``crate_kernels.testing``, ``tests/naive`` or the reference backend is used, so that a mistake there cannot hide here.
+``crate_kernels.testing``, of the naive loops or of the reference backend is used: a mistake there cannot hide here.
 """

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tests.gpu.conftest import DEVICE, DRY
+from tests.gpu.fixtures import DEVICE, DRY
 
 HALF = torch.float16 if DRY else torch.bfloat16
 DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]

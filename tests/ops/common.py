@@ -8,9 +8,13 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import operator
-from tests.naive import philox4x32_10
+from tests.ops.naive_philox import philox4x32_10
 
-KERNELS = ("triton", "cpp", "emulated")  # the last is cpp's CUDA kernels on the CPU: tests/cuda/plugin.py offers it
+KERNELS = (
+    "triton",
+    "cpp",
+    "emulated",
+)  # emulated: tests/tools/emulator/plugin.py
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 DTYPES = [

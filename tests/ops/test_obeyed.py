@@ -150,7 +150,7 @@ def test_an_exported_program_takes_the_kernel_of_the_machine_it_runs_on(monkeypa
             return crate_kernels.mssa(w) + crate_kernels.tssa(w, torch.ones(3))
 
     w = randn(1, 3, 5, 8, dtype=torch.float32)
-    _backend.register(_backend.Backend("plain", "tests.backends.plain.{op}", ("cpu",), (torch.float32,)))
+    _backend.register(_backend.Backend("plain", "tests.ops.{op}.plain", ("cpu",), (torch.float32,)))
     monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("plain",)})
     try:
         program = torch.export.export(Model(), (w,)).module()

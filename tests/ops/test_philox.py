@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels._core import operator, philox
-from tests.naive import philox4x32_10
+from tests.ops.naive_philox import philox4x32_10
 
 COUNTER = (3, 1, 2)
 

@@ -12,8 +12,9 @@ if "triton" not in kernels("tssa") or home("triton") != "cpu":
 from crate_kernels.ops.ista.triton import launch as ista
 from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
-from tests.ops import test_triton_ista, test_triton_tssa  # how a way is forced
-from tests.ops.traffic import Traffic
+from tests.ops.ista import test_triton as test_triton_ista
+from tests.ops.tssa import test_triton as test_triton_tssa  # how a way is forced
+from tests.tools.traffic import Traffic
 
 HALF = torch.float16
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 3, 40, 16  # three chunks of 16, the last of 8

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 
 from crate_kernels._core.files import put
-from crate_kernels.models._official import first_names
+from crate_kernels.models._shared.official import first_names
 
 
 class Unusable(Exception):

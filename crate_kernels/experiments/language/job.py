@@ -18,7 +18,7 @@ from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.language import figures, text
 from crate_kernels.experiments.language.settings import Settings
 from crate_kernels.models import CRATELM, CRATELMConfig, ToSTLM, ToSTLMConfig
-from crate_kernels.models._language import LanguageModel
+from crate_kernels.models._shared.language import LanguageModel
 from crate_kernels.models.aot import AoTLM, AoTLMConfig
 
 _TRAINING, _WRITING = 0, 1

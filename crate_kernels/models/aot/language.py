@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from crate_kernels.models._language import LanguageConfig, LanguageModel
+from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
 from crate_kernels.models.aot.layers import Layer, check_step, init_language
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields
+from crate_kernels.models._shared import fields
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
 
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, heads: str) -> None:
     """Require the sizes ``names`` of a config to be positive, its heads to divide its width, and what all have."""
-    _fields.check_types(owner, config)
+    fields.check_types(owner, config)
     for name in names:
         checks.integer(owner, name, getattr(config, name), minimum=1)
     width, count = getattr(config, dim), getattr(config, heads)

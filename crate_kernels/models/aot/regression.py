@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models._base import ReferenceModel, run
+from crate_kernels.models._shared.base import ReferenceModel, run
 from crate_kernels.models.aot.layers import Layer, check_shape, init_language
 
 

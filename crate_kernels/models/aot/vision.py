@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import _vision
-from crate_kernels.models._base import run
+from crate_kernels.models._shared import vision
+from crate_kernels.models._shared.base import run
 from crate_kernels.models.aot.layers import Layer, check_shape
 from crate_kernels.models.crate import Patchify
 
@@ -67,7 +67,7 @@ SIZES = {
 }
 
 
-class AoTVision(_vision.Classifier):
+class AoTVision(vision.Classifier):
     """Classify images with attention alone.
 
     No code was published; the stem and head are CRATE's, and so are their parameters' names. Parameters:
@@ -94,12 +94,12 @@ class AoTVision(_vision.Classifier):
         self.cls_token = nn.Parameter(torch.randn(1, 1, c.dim))
         options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
-        self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), _vision.head(c.dim, c.num_classes))
+        self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), vision.head(c.dim, c.num_classes))
 
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
         x = self.to_patch_embedding(img)
-        _vision.check_size("AoTVision", img, self.config.image_size)
+        vision.check_size("AoTVision", img, self.config.image_size)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
         for layer in self.layers:
             x = run(self.config.grad_checkpointing, layer, x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official
-from crate_kernels.models._base import ReferenceModel
+from crate_kernels.models._shared import fields, official
+from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier1D
 from crate_kernels.models.redunet.network import ReduNet
 from crate_kernels.models.redunet.pairs import complex_operators
@@ -36,7 +36,7 @@ class ReduNet1DConfig:
     lmbda: float = 500.0
 
     def __post_init__(self) -> None:
-        _fields.check_types("ReduNet", self)
+        fields.check_types("ReduNet", self)
         checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
@@ -54,4 +54,4 @@ class ReduNet1D(ReferenceModel, ReduNet):
 # The book's digits in polar coordinates: 15 radii, 200 angles.
 SIZES = {"redunet_polar": ReduNet1DConfig(num_classes=10, num_layers=40, channels=15, timesteps=200)}
 Config, Model = ReduNet1DConfig, ReduNet1D
-SYSTEMS = {"redunet_1d": _official.family(Config, Model, weights=complex_operators)}
+SYSTEMS = {"redunet_1d": official.family(Config, Model, weights=complex_operators)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official
-from crate_kernels.models._base import ReferenceModel
+from crate_kernels.models._shared import fields, official
+from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier2D
 from crate_kernels.models.redunet.network import ReduNet
 from crate_kernels.models.redunet.pairs import complex_operators
@@ -37,7 +37,7 @@ class ReduNet2DConfig:
     lmbda: float = 500.0
 
     def __post_init__(self) -> None:
-        _fields.check_types("ReduNet", self)
+        fields.check_types("ReduNet", self)
         checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
@@ -54,4 +54,4 @@ class ReduNet2D(ReferenceModel, ReduNet):
 
 SIZES: dict[str, ReduNet2DConfig] = {}
 Config, Model = ReduNet2DConfig, ReduNet2D
-SYSTEMS = {"redunet_2d": _official.family(Config, Model, weights=complex_operators)}
+SYSTEMS = {"redunet_2d": official.family(Config, Model, weights=complex_operators)}

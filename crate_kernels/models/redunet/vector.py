@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crate_kernels._core import checks
-from crate_kernels.models import _fields, _official
-from crate_kernels.models._base import ReferenceModel
+from crate_kernels.models._shared import fields, official
+from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models.redunet.layers import Vector
 from crate_kernels.models.redunet.network import ReduNet
 
@@ -33,7 +33,7 @@ class ReduNetVectorConfig:
     lmbda: float = 500.0
 
     def __post_init__(self) -> None:
-        _fields.check_types("ReduNet", self)
+        fields.check_types("ReduNet", self)
         checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
@@ -51,4 +51,4 @@ class ReduNetVector(ReferenceModel, ReduNet):
 # The book's three Gaussians in R^3, 500 samples each.
 SIZES = {"redunet_gaussians": ReduNetVectorConfig(num_classes=3, num_layers=2000, d=3)}
 Config, Model = ReduNetVectorConfig, ReduNetVector
-SYSTEMS = {"redunet_vector": _official.family(Config, Model)}
+SYSTEMS = {"redunet_vector": official.family(Config, Model)}

@@ -22,7 +22,7 @@ constexpr bool kTensorCores = true;
 }  // namespace crate_kernels
 
 #ifndef __CUDACC__
-#include "../../../tests/cuda/emulator_mma.h"  // what stands in for these instructions on the CPU
+#include "../../../tests/tools/emulator/emulator_mma.h"  // what stands in for these instructions on the CPU
 #else
 
 namespace crate_kernels {

@@ -1,6 +1,6 @@
 """Launch tables of ista's Triton kernels: tiles of a product, whose product it is, and which form a step takes.
 
-They are counted and compiled (tests/aot), not timed. ``python -m crate_kernels tune`` times the candidates on the
+They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
 user's GPU.
 """
 

@@ -1,6 +1,6 @@
 """Launch tables of mssa's Triton kernels: tile sizes, warps and stages by architecture.
 
-They are the largest tiles that compile without spilling (tests/aot) and keep a second block of warps busy; they have
+They are the largest tiles that compile without spilling (``make aot``) and keep a second block of warps busy; they have
 not been timed. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 

@@ -1,6 +1,6 @@
 """Launch tables of tssa's Triton kernels: tiles, chunks, and which sequences a program has to itself.
 
-They are counted and compiled (tests/aot), not timed. ``python -m crate_kernels tune`` times the candidates on the
+They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
 user's GPU.
 
 Keyed by the channels of a token, all heads together, in the place of head_dim. TILE counts the elements of a tile, of

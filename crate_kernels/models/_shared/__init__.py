@@ -1,0 +1,1 @@
+"""Everything that more than one model is made of."""

@@ -1,0 +1,119 @@
+"""What every reference model has: a config, weight-decay groups, and a folder to be kept in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from crate_kernels._core import checks
+from crate_kernels.models._shared import pretrained
+
+Self = TypeVar("Self", bound="ReferenceModel")
+Output = TypeVar("Output")
+
+
+class ReferenceModel(pretrained.Configured):
+    """A published model.
+
+    Args:
+        config: what to build; kept as ``self.config``.
+    """
+
+    decays_vectors = False  # whether published training decays biases and norms too
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters, beside vectors, that published training does not decay."""
+        return set()
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Sort the trainable parameters into two groups for an optimiser: decayed, and not.
+
+        Not decayed are vectors (biases, norms, layer scales), except in CRATE, whose published training
+        decays all, and what ``no_weight_decay`` names. A parameter with two names, as a tied head, is there
+        once.
+
+        Args:
+            weight_decay: of the first group, at least 0.
+
+        Returns:
+            Two dicts of ``params`` and ``weight_decay``, as ``torch.optim`` takes them.
+        """
+        weight_decay = checks.number(self._name, "weight_decay", weight_decay, minimum=0.0)
+        kept = self.no_weight_decay()
+        decayed, plain = [], []
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                vector = parameter.dim() < 2 and not self.decays_vectors
+                (plain if vector or name in kept else decayed).append(parameter)
+        return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> Path:
+        """Write ``config.json`` and ``model.safetensors`` into a folder, made if it is not there.
+
+        A process of a sharded model (``fully_shard``, tensor parallelism) has only parts of the weights. Gather
+        them in all processes and save them in one::
+
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(model, options=options)
+            if torch.distributed.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=state)
+
+        Args:
+            folder: where; files of these names in it are replaced, each in one move.
+            state_dict: the weights, whole, where the model's own are sharded; by default the model's own.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: sharded weights, or a ``state_dict`` that is not of this model.
+        """
+        return pretrained.save(self, Path(folder), state_dict)
+
+    @classmethod
+    def from_pretrained(cls: type[Self], folder: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Build the model that ``save_pretrained`` wrote.
+
+        Args:
+            folder: where it is.
+            **overrides: fields of its config to change, such as ``backend`` or ``dropout``.
+
+        Returns:
+            The model, on torch's default device.
+
+        Raises:
+            FileNotFoundError: the folder lacks a file.
+            ValueError: a config that is of another model or cannot be, or weights that do not fit it.
+            TypeError: a field of the wrong type.
+        """
+        return pretrained.load(cls, Path(folder), overrides)
+
+
+def run(recompute: bool, function: Callable[..., Output], *args: Any) -> Output:
+    """Call ``function``; with ``recompute`` its activations are made again in the backward instead of kept."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(function, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    return function(*args)
+
+
+class PreNorm(nn.Module):
+    """Apply ``fn`` to layer-normalised tokens; parameters ``norm.*`` and ``fn.*``."""
+
+    def __init__(self, dim: int, fn: nn.Module, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, eps)
+        self.fn = fn
+
+    def forward(self, x: Tensor, **kwargs: bool) -> Tensor:
+        """Return ``fn(norm(x), **kwargs)``."""
+        return self.fn(self.norm(x), **kwargs)

@@ -1,0 +1,133 @@
+"""Continuing prompts token by token, on caches that hold one tensor a layer or a constant state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import checks
+
+Model = Any  # a LanguageModel: its module imports this one
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    tokens: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+    use_cache: bool,
+) -> Tensor | list[Tensor]:
+    """Do what ``LanguageModel.generate`` says."""
+    owner = f"{type(model).__name__}.generate"
+    prompts, lengths, ragged = _prompts(owner, tokens)
+    checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
+    _check_sampling(owner, temperature, top_k, top_p)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        text = prompts.new_zeros(prompts.shape[0], prompts.shape[1] + max_new_tokens)
+        text[:, : prompts.shape[1]] = prompts
+        step = _Cached(model, lengths, ragged) if use_cache else _Windowed(model)
+        for longest in range(prompts.shape[1], text.shape[1]):
+            if longest > model.config.block_size:
+                step = _Windowed(model)
+            logits = model.lm_head(step(text, longest, lengths))
+            chosen = _choose(logits, temperature, top_k, top_p, generator)
+            text.scatter_(1, lengths[:, None], chosen.to(text.dtype))
+            lengths = lengths + 1
+    finally:
+        for module, training in modes:
+            module.training = training
+    if isinstance(tokens, Tensor):
+        return text
+    return [row[:length] for row, length in zip(text, lengths.tolist(), strict=True)]
+
+
+class _Windowed:
+    """Run the last tokens of each sequence, as many as there are positions, for every new one."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, text: Tensor, longest: int, lengths: Tensor) -> Tensor:
+        """Return the hidden state (batch, n_embd) of each sequence's last token."""
+        size = min(longest, self.model.config.block_size)
+        start = (lengths - size).clamp(min=0)
+        # A shorter sequence's window runs over its end, where attention does not look back from.
+        window = text.gather(1, start[:, None] + torch.arange(size, device=text.device))
+        return _at(self.model.hidden(window), lengths - start - 1)
+
+
+class _Cached:
+    """Run the prompts once, then each new token alone."""
+
+    def __init__(self, model: Model, lengths: Tensor, ragged: bool) -> None:
+        self.model, self.ragged = model, ragged
+        self.caches = None
+
+    def __call__(self, text: Tensor, longest: int, lengths: Tensor) -> Tensor:
+        """Return the hidden state (batch, n_embd) of each sequence's last token."""
+        if self.caches is not None:
+            last = text.gather(1, lengths[:, None] - 1)
+            return self.model.hidden(last, caches=self.caches, offsets=lengths - 1)[:, 0]
+        self.caches = self.model.new_caches(text.shape[0], min(text.shape[1], self.model.config.block_size))
+        mask = torch.arange(longest, device=text.device) < lengths[:, None] if self.ragged else None
+        return _at(self.model.hidden(text[:, :longest], key_padding_mask=mask, caches=self.caches), lengths - 1)
+
+
+def _at(hidden: Tensor, index: Tensor) -> Tensor:
+    """Take one token of each sequence: (batch, seqlen, n_embd), (batch,) -> (batch, n_embd)."""
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), index]
+
+
+def _prompts(owner: str, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
+    """Return prompts padded on the right, their lengths, and whether these differ."""
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype != torch.int64:
+            got = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(f"{owner}: tokens must be int64 (batch, seqlen > 0), got {got}")
+        return tokens, tokens.new_full(tokens.shape[:1], tokens.shape[1]), False
+    if not isinstance(tokens, Sequence) or not tokens or not all(isinstance(row, Tensor) for row in tokens):
+        raise TypeError(f"{owner}: tokens must be a Tensor or a list of Tensors, got {type(tokens).__name__}")
+    for row in tokens:
+        if row.dim() != 1 or row.shape[0] == 0 or row.dtype != torch.int64:
+            got = f"{row.dtype} {tuple(row.shape)}"
+            raise ValueError(f"{owner}: every prompt must be int64 (seqlen > 0,), got {got}")
+    sizes = [row.shape[0] for row in tokens]
+    padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True)
+    return padded, torch.tensor(sizes, device=padded.device), len(set(sizes)) > 1
+
+
+def _check_sampling(owner: str, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    checks.number(owner, "temperature", temperature, minimum=0.0)
+    if top_k is not None:
+        checks.integer(owner, "top_k", top_k, minimum=1)
+    if top_p is not None and not 0 < checks.number(owner, "top_p", top_p) <= 1:
+        raise ValueError(f"{owner}: top_p must be in (0, 1], got {top_p}")
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw a token (batch, 1) from logits (batch, vocab_size)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float()
+    # A small temperature overflows below, not above; one that fp32 does not hold would divide 0 by 0.
+    temperature = max(temperature, torch.finfo(logits.dtype).smallest_normal)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p is not None:
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it and always stays
+        logits = logits.masked_fill(torch.zeros_like(before).scatter(1, order, before) >= top_p, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

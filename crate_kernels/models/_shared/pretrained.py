@@ -1,0 +1,118 @@
+"""Folders that hold a model: ``config.json`` and ``model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from crate_kernels._core import files
+from crate_kernels.models._shared import official
+from crate_kernels.nn import _heads
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_TYPE = "model_type"
+
+
+class Configured(nn.Module):
+    """A module made from a config alone.
+
+    Attributes:
+        config_class: the dataclass of its config.
+        config: the config that it was made from.
+    """
+
+    config_class: type[Any]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self._name = type(self).__name__  # what wraps a model (fully_shard) gives it another class
+
+
+Model = TypeVar("Model", bound="Configured")
+
+
+def _whole_weights(model: Configured, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """Return the weights to be saved, none of which may be sharded."""
+    if given is not None:
+        official.check("save_pretrained", model._name, model, given)
+    state = model.state_dict() if given is None else given
+    sharded = [name for name, tensor in state.items() if _heads.is_sharded(tensor)]
+    if sharded:
+        raise ValueError(
+            f"save_pretrained: weights must be whole, got {len(sharded)} sharded ones, {sharded[0]} the first. Gather "
+            "them in all processes, state = torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and save them in one, "
+            "model.save_pretrained(folder, state_dict=state)"
+        )
+    return state
+
+
+def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | None) -> Path:
+    """Write a model; ``backend`` is left out, since the next machine may have a better one."""
+    from safetensors.torch import save_file  # a checkout without what an install brings runs all else
+
+    weights = _whole_weights(model, state_dict)
+    config = {name: value for name, value in asdict(model.config).items() if name != "backend"}
+    folder.mkdir(parents=True, exist_ok=True)
+    first = official.first_names(model)
+    state = {name: tensor.contiguous() for name, tensor in weights.items() if first[name] == name}
+    with files.replacing(folder / WEIGHTS) as path:
+        save_file(state, path, {"format": "pt"})
+    text = json.dumps({_TYPE: model._name, **config}, indent=2) + "\n"
+    files.put(folder / CONFIG, text.encode())
+    return folder
+
+
+def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the class name and the config fields in a folder."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"from_pretrained: {path} must be JSON, {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get(_TYPE), str):
+        raise ValueError(f"from_pretrained: {path} must be an object with a {_TYPE!r}")
+    return config.pop(_TYPE), config
+
+
+def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Model:
+    """Build the model of a config file whose fields ``overrides`` change."""
+    known = fields(model_class.config_class)
+    required = [field.name for field in known if field.default is MISSING]
+    given = official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
+    try:
+        return model_class(model_class.config_class(**given))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        changed = f" with {', '.join(overrides)} given" if overrides else ""
+        raise kind(f"from_pretrained: {path}{changed}: {error}") from None
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """Return what a safetensors file holds."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"from_pretrained: {path} must be a whole safetensors file, {error}") from None
+
+
+def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -> Model:
+    """Build the model of a folder, which must be of ``model_class``, and load its weights, strictly."""
+    name, config = read_config(folder)
+    if name != model_class.__name__:
+        raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS}")
+    model = _build(model_class, folder / CONFIG, config, overrides)
+    state = _read_weights(folder / WEIGHTS)
+    tied = {name: state[first] for name, first in official.first_names(model).items() if first in state}
+    return official.load(name, model, {**state, **tied}, owner="from_pretrained")

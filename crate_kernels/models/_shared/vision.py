@@ -1,0 +1,127 @@
+"""What the image models share: sizes, patches and their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crate_kernels._core import checks
+from crate_kernels.models._shared.base import ReferenceModel
+
+Size = int | Sequence[int]
+
+
+class Classifier(ReferenceModel):
+    """An image model that reads its classes off the class token, or off the mean of all tokens.
+
+    ``model(img)`` is ``forward_head(forward_features(img))``. Without classes (``num_classes=0``) there is no last
+    layer, and ``model(img)`` is what it would read.
+    """
+
+    pool = "cls"
+    mlp_head: nn.Sequential
+
+    def forward_features(self, img: Tensor) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (batch, num_classes) of what ``forward_features`` gives.
+
+        Args:
+            x: tokens (batch, patches + 1, dim).
+            pre_logits: return what the last layer reads instead, (batch, dim); default False.
+        """
+        pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
+        return self.mlp_head[0](pooled) if pre_logits else self.mlp_head(pooled)
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        return self.forward_head(self.forward_features(img))
+
+
+def head(dim: int, num_classes: int) -> nn.Module:
+    """Return the last layer of a classifier; none for 0 classes."""
+    return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+
+
+def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
+    """Return (height, width) of an int or a pair."""
+    height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    return (
+        checks.integer(owner, name, height, minimum=1),
+        checks.integer(owner, name, width, minimum=1),
+    )
+
+
+def grid(owner: str, image_size: Size, patch_size: Size, name: str = "image_size") -> tuple[int, int]:
+    """Return how many patches an image has (down, across); its size must be a multiple of theirs."""
+    height, width = pair(owner, name, image_size)
+    ph, pw = pair(owner, "patch_size", patch_size)
+    if height % ph or width % pw:
+        raise ValueError(f"{owner}: {name} must be a multiple of patch_size, got {height}x{width} by {ph}x{pw}")
+    return height // ph, width // pw
+
+
+def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, int]) -> None:
+    """Require (batch, channels, height, width) images that are made of whole patches."""
+    ph, pw = patch_size
+    wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
+    checks.tensor(owner, "img", img, 4, wanted)
+    if img.shape[1] != channels or img.shape[2] % ph or img.shape[3] % pw:
+        raise ValueError(f"{owner}: img must be {wanted}, got {tuple(img.shape)}")
+
+
+def check_size(owner: str, img: Tensor, image_size: Size) -> None:
+    """Require images of the size that the positions are learned for.
+
+    As many patches in another arrangement would get the positions of other places, as in the published code.
+    """
+    height, width = pair(owner, "image_size", image_size)
+    if tuple(img.shape[2:]) != (height, width):
+        raise ValueError(f"{owner}: img must have {height}x{width} pixels, got {tuple(img.shape)}")
+
+
+def patchify(img: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
+    ph, pw = patch_size
+    patches = img.unflatten(3, (-1, pw)).unflatten(2, (-1, ph))  # (b, c, h, ph, w, pw)
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Undo ``patchify`` for images of ``grid`` patches (down, across)."""
+    ph, pw = patch_size
+    img = patches.unflatten(2, (ph, pw, -1)).unflatten(1, grid)  # (b, h, w, ph, pw, c)
+    return img.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
+    """Return the fixed positions of MAE's code, (1, patches + 1, dim), zeros for the class token.
+
+    The first half of the channels encodes the column and the second the row, each as sines and then
+    cosines of frequencies ``10000^(-4 i / dim)``.
+    """
+    omega = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64, device="cpu") / (dim // 4))
+    rows, columns = (torch.arange(n, dtype=torch.float64, device="cpu") for n in grid)
+    across = columns.repeat(grid[0])[:, None] * omega
+    down = rows.repeat_interleave(grid[1])[:, None] * omega
+    patches = torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
+    return torch.cat([torch.zeros(1, dim, dtype=torch.float64, device="cpu"), patches])[None].float()
+
+
+def resize_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Bring (1, 1 + old patches, dim) positions to a grid of another size, bicubically; the class token keeps its."""
+    if old == new:
+        return positions
+    patches = positions[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
+    # bicubic has no half-precision kernel on every device
+    resized = F.interpolate(patches.float(), size=new, mode="bicubic", align_corners=False).to(positions.dtype)
+    return torch.cat([positions[:, :1], resized.flatten(2).mT], dim=1)

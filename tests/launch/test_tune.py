@@ -1,0 +1,306 @@
+"""Tuning: the fastest right configuration of each workload becomes a row that comes before the shipped ones."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+
+from crate_kernels import cli
+from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import tune as _tune
+from crate_kernels._triton.launch import Row, Table
+from crate_kernels.cli import tune
+
+SHIPPED = {"BLOCK": 1, "num_warps": 4}
+CANDIDATES = ({"BLOCK": 2, "num_warps": 4}, {"BLOCK": 3, "num_warps": 4}, {"BLOCK": 4, "num_warps": 8})
+# What each takes, by BLOCK: 3 is wrong and 4 does not run, though they would be the fastest.
+SECONDS, WRONG, BROKEN = {1: 5.0, 2: 2.0, 3: 1.0, 4: 0.5}, 3, 4
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Pretend that there is a GPU, and an empty home."""
+    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(_launch, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(_launch, "_gpu_name", lambda device: "Fake GPU (80 GB)")
+    _launch.user_rows.cache_clear()
+    _launch._find.cache_clear()
+    yield "Fake GPU (80 GB)"
+    _launch.user_rows.cache_clear()
+    _launch._find.cache_clear()
+
+
+@pytest.fixture
+def fake():
+    table = Table("fake", {"sm_90": (Row(SHIPPED),)}, CANDIDATES)
+
+    def block():
+        return table.config(CUDA, 64, 100, False, torch.bfloat16)["BLOCK"]
+
+    def make():
+        return block, lambda: block() != WRONG
+
+    def clock(call):
+        if call() == BROKEN:
+            raise RuntimeError("out of resource: shared memory")
+        return SECONDS[call()]
+
+    return table, make, clock
+
+
+def test_the_fastest_that_is_right_is_found(gpu, fake):
+    table, make, clock = fake
+    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), SHIPPED, clock)
+    assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, 5.0)
+
+
+def test_what_is_written_is_what_later_calls_get(gpu, fake):
+    table, make, clock = fake
+    for head_dim, seqlen in ((64, None), (64, 256)):
+        workload = _tune.Workload(table, Row({}, head_dim, seqlen, half=True), make)
+        found = _tune.search(workload, SHIPPED, clock)
+        path = _launch.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
+    assert path.name == "Fake-GPU-80-GB-.json"
+    assert [(row.head_dim, row.seqlen) for row in _launch.user_rows(gpu)["fake"]] == [(64, 256), (64, None)]
+
+    def got(head_dim, dtype):
+        return table.config(CUDA, head_dim, 197, False, dtype)["BLOCK"]
+
+    assert (got(64, torch.float16), got(64, torch.float32), got(128, torch.float16)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": {"fake": [{"unknown": 1}]}}', '{"tables": 3}'])
+def test_a_file_of_another_version_is_ignored(gpu, fake, text):
+    _launch.user_table(gpu).parent.mkdir(parents=True)
+    _launch.user_table(gpu).write_text(text)
+    assert fake[0].config(CUDA, 64, 197, False, torch.float16) == SHIPPED
+
+
+def test_what_was_found_before_stays(gpu):
+    """Of other tables, and of the same one but for the row with the same conditions."""
+    old, new = {"BLOCK": 1}, {"BLOCK": 2}
+    _launch.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
+    _launch.write_user_rows(gpu, {"fake": [Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
+    assert _launch.user_rows(gpu) == {
+        "other": (Row(old, 64),),
+        "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True)),
+    }
+
+
+@pytest.mark.parametrize("block", [WRONG, BROKEN])
+def test_a_shipped_configuration_that_fails_gives_way(gpu, fake, block):
+    table, make, clock = fake
+    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock)
+    assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, None)
+
+
+def test_nothing_that_runs_is_an_error(gpu, fake):
+    table, make, clock = fake
+    told, lost = [], {0, 1}
+    with pytest.raises(RuntimeError, match="no configuration runs and is right"):
+        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, lost, told.append, lambda: told.append("ok"))
+    assert told == [2, 3, "ok"]  # the wrong one, then the broken one, after which the device is asked
+
+
+def test_a_device_that_is_lost_ends_the_search(gpu, fake):
+    def check_device():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    table, make, clock = fake
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, check_device=check_device)
+
+
+FOUND = ("found", {"BLOCK": 2}, 1.0, 3.0)
+RESULT = _tune.Result(*FOUND[1:])
+ENDS = "the process ended as it prepared the call"
+RUNS = {
+    # What each start sends before it ends; what comes of it; what each was asked to do.
+    "nothing-dies": ([[("trying", 0), FOUND, ("failed", "why")]], [RESULT, "why"], [(0, set())]),
+    "candidates-die": (
+        [[("trying", 0), ("trying", 1)], [("trying", 0), ("trying", 2)], [("trying", 0), FOUND, FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (0, {1}), (0, {1, 2})],
+    ),
+    "both-die": (
+        [[("trying", 1)], [FOUND, ("trying", 2)], [FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (0, {1}), (1, {2})],
+    ),
+    "the-second-dies": (
+        [[FOUND, ("trying", 0)], [("trying", 1), FOUND]],
+        [RESULT, RESULT],
+        [(0, set()), (1, {0})],
+    ),
+    "dies-as-it-prepares": ([[], [FOUND]], [ENDS, RESULT], [(0, set()), (1, set())]),
+    "dies-between": ([[("trying", 5), FOUND]], [RESULT, ENDS], [(0, set())]),
+}
+
+
+@pytest.mark.parametrize(("starts", "results", "asked"), RUNS.values(), ids=RUNS)
+def test_what_ends_its_process_loses_only_itself(starts, results, asked):
+    waiting, seen = iter(starts), []
+
+    def start(first, lost):
+        seen.append((first, set(lost)))
+        yield ("ready",)
+        yield from next(waiting)
+
+    assert list(_tune.supervise(2, start)) == results
+    assert seen == asked
+
+
+def test_a_process_that_never_begins_is_an_error():
+    with pytest.raises(RuntimeError, match="tune: the process that times ended before it began"):
+        list(_tune.supervise(1, lambda first, lost: iter(())))
+
+
+def test_a_process_may_abort(capfd):
+    from tests.launch.worker import dying
+
+    results = list(_tune.supervise(2, partial(_tune.in_process, dying)))
+    assert results == [_tune.Result({"BLOCK": 1}, 1.0, 2.0), "wrong"]
+
+
+@pytest.fixture
+def command(gpu, fake, monkeypatch, tmp_path):
+    """Pretend that there are workloads of 64, 32 and 16 channels and a GPU to time them on; return the workloads."""
+    table, make, clock = fake
+    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
+    monkeypatch.setattr(tune, "workloads", lambda ops: every)
+    monkeypatch.setattr(tune.backends, "why_not", lambda op, name: None)
+    monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
+    for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    return every
+
+
+class Sink(list):
+    """The sending end of a pipe."""
+
+    send = list.append
+
+
+def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, capsys):
+    def in_process(target, ops, first, lost):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, ops, first, lost)
+        if first == 0:  # ends after the first workload, whose row is there by then
+            yield from messages[: messages.index(("trying", 0), 2) + 1]
+            assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [64]
+            return
+        assert lost == {0}
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
+    assert cli.main(["tune", "--op", "mssa"]) == 0
+    assert set(_launch.user_rows(gpu)) == {"fake", "other"}
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [
+        (16, 2),
+        (32, 2),
+        (64, 2),
+    ]
+    printed = capsys.readouterr().out
+    assert "fake head_dim 64 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+    assert "fake head_dim 32 seqlen longer: 2000000 us, as shipped fails" in printed
+    assert "fake head_dim 16 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+
+
+def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out of resource: shared memory")
+
+    command[0] = replace(command[0], make=broken)
+
+    def in_process(target, *args):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune"]) == 1
+    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [16, 32]
+    assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
+
+
+def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
+    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
+    assert command[0].table.config(CUDA, 64, 100, False, torch.bfloat16) == CANDIDATES[0]
+    assert tune._shipped(command[0], CUDA) == SHIPPED
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_tuning_says_so(capsys):
+    assert cli.main(["tune"]) == 1
+    assert "tune: needs a CUDA or HIP GPU, and PyTorch sees none" in capsys.readouterr().out
+
+
+def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert cli.main(["tune"]) == 1
+    assert "tune: the user's cache cannot be written: [Errno 20] Not a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
+def test_workloads_are_rows_of_the_tables(op):
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    tables = import_module(f"crate_kernels.ops.{op}.triton.tables").TABLES
+    workloads = import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
+    assert {w.table for w in workloads} == set(tables)
+    for workload in workloads:
+        keys = set(workload.table.rows["sm_90"][0].config)
+        assert all(set(candidate) == keys for candidate in workload.table.candidates)
+        # A length that is no power of two would stand for shorter ones than its own.
+        assert workload.row.seqlen in (None, _launch.bucket(workload.row.seqlen or 1))
+    assert len({str(w) for w in workloads}) == len(workloads)
+
+
+def launched(call):
+    """Return the names of what ``call`` launches on the pretended GPU."""
+    from tests.tools.aot import harness
+
+    return [launch.function.__name__ for launch in harness.launches(call, "sm_90")]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="looks at launches: needs TRITON_INTERPRET unset")
+def test_launches_follow_what_was_tuned(gpu):
+    """One program a sequence or chunks, whose product, which form: each is taken from the row that was written."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    from crate_kernels.ops.ista.triton import tables as ista_tables
+    from crate_kernels.ops.tssa.triton import tables as tssa_tables
+    from tests.ops.ista import aot as ista
+    from tests.ops.tssa import aot as tssa
+
+    image, step = tssa.full(197, 8, 48, backward=False), ista.step(1024, 768)
+    assert launched(image) == ["_tssa_fwd_kernel"]
+    assert launched(step) == ["_ista_product_kernel", "_ista_update_kernel", "_ista_product_kernel"]
+    chunks = next(c for c in tssa_tables.FULL_FORWARD.candidates if not c["WHOLE"])
+    library = next(c for c in ista_tables.PRODUCT.candidates if c["LIBRARY"])
+    never = ista_tables.BACKWARD_FORM.candidates[-1]
+    rows = {
+        "tssa_full_fwd": [Row(chunks, 384, 256, half=True)],
+        "ista_product": [Row(library, 768, 1024, half=True)],
+        "ista_backward_form": [Row(never, 768, 1024, half=True)],
+    }
+    _launch.write_user_rows(gpu, rows)
+    assert launched(image) == ["_tssa_fwd_kernel"] * 3
+    # Forward still one product; back the masked gradient, dx and the residual, dr having no epilogue.
+    assert launched(step) == ["_ista_update_kernel"] * 4
+    longer = tssa.full(785, 8, 48, backward=False), ista.step(2048, 768)
+    assert [launched(call) for call in longer] == [
+        ["_tssa_fwd_kernel"],
+        ["_ista_product_kernel", "_ista_update_kernel", "_ista_product_kernel"],
+    ]

@@ -1,0 +1,36 @@
+"""Every kind of kernel of ista compiles for every kind of GPU, within its budget; Hopper's has its own products."""
+
+import pytest
+
+from tests.tools.aot import harness
+
+harness.needs_compiler()
+
+from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
+
+ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
+FORWARD, BACKWARD = slice(0, 1), slice(1, None)
+# name: (call, targets, which of its launches are compiled); ``make aot`` compiles all of everything everywhere.
+COVERING = {
+    "many-768-forward": (step(12608, 768), ALL, FORWARD),
+    "many-768-backward": (step(12608, 768), HOPPER, BACKWARD),
+    "many-1000-autocast-soft": (step(12608, 1000, SINGLE, HALF, nonnegative=False), HOPPER, FORWARD),
+    "one-768": (step(1, 768), HOPPER, FORWARD),
+}
+COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
+
+
+@pytest.mark.parametrize(("name", "target"), COMPILED)
+def test_kernels_compile_within_budget(name, target):
+    call, _, which = COVERING[name]
+    kernels = [harness.compile_launch(launch, target) for launch in harness.launches(call, target)[which]]
+    assert harness.over_budget(kernels, target, f"ista-{name}", True) == []
+    products = [k for k in kernels if k.name == "_ista_product_kernel"]
+    assert products
+    if target == "sm_90" and name != "one-768":  # whose 16 rows are fewer than a warp group's 64
+        assert all(k.wgmma > 0 for k in products), products
+
+
+def test_products_of_float32_and_of_long_sums_are_the_librarys():
+    for call in (step(12608, 768, SINGLE), step(12608, 4096), step(1, 3072)):
+        assert {launch.function.__name__ for launch in harness.launches(call, "sm_90")} == {"_ista_update_kernel"}

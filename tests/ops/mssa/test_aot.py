@@ -1,0 +1,107 @@
+"""Every kind of kernel of mssa compiles for every kind of GPU, within its budget; ``make aot`` compiles them all."""
+
+import pytest
+import torch
+
+from tests.tools.aot import harness
+
+harness.needs_compiler()
+
+from tests.ops.mssa.aot import HALF, SINGLE, backward, decode, forward  # noqa: E402  # only where Triton compiles
+
+# name: (call, targets, whether nothing may spill on harness.STRICT: 16-bit tokens, head_dim <= 128)
+ALL, NVIDIA, HOPPER = tuple(harness.TARGETS), harness.STRICT, ("sm_90",)
+COVERING = {
+    "forward-64": (forward(4096, 64), ALL, True),
+    "forward-64-causal": (forward(4096, 64, causal=True), NVIDIA, True),
+    "forward-128": (forward(4096, 128), NVIDIA, True),
+    "forward-128-causal": (forward(4096, 128, causal=True), HOPPER, True),
+    "forward-64-fp16": (forward(4096, 64, torch.float16), HOPPER, True),
+    "forward-vit-64": (forward(197, 64), ALL, True),
+    "forward-vit-48": (forward(197, 48), NVIDIA, True),
+    "forward-vit-256": (forward(256, 48), HOPPER, True),
+    "forward-vit-causal": (forward(197, 64, causal=True), HOPPER, True),
+    "forward-few-heads": (forward(197, 64, batch=1), HOPPER, True),
+    "forward-256": (forward(1024, 256), HOPPER, False),
+    "forward-fp32": (forward(1024, 64, SINGLE), NVIDIA, False),
+    "forward-dropout": (forward(1024, 64, dropout_p=0.1), HOPPER, True),
+    "forward-padded": (forward(1024, 64, padded=True), HOPPER, True),
+    "forward-packed-causal": (forward(1024, 64, packed=True, causal=True), HOPPER, True),
+    "forward-threshold": (forward(1024, 64, threshold=0.6), HOPPER, True),
+    "backward-64": (backward(4096, 64), ALL, True),
+    "backward-64-causal": (backward(4096, 64, causal=True), NVIDIA, True),
+    "backward-128": (backward(4096, 128), NVIDIA, True),
+    "backward-128-causal": (backward(4096, 128, causal=True), NVIDIA, True),
+    "backward-112": (backward(1024, 112), HOPPER, True),
+    "backward-vit-48": (backward(197, 48), HOPPER, True),
+    "backward-256": (backward(1024, 256), HOPPER, False),
+    "backward-fp32": (backward(1024, 64, SINGLE), HOPPER, False),
+    "backward-dropout": (backward(1024, 64, dropout_p=0.1), HOPPER, True),
+    "backward-padded-causal": (backward(1024, 64, padded=True, causal=True), HOPPER, True),
+    "backward-packed": (backward(1024, 64, packed=True), HOPPER, True),
+    "backward-lse": (backward(1024, 64, dout=False, dlse=True), HOPPER, True),
+    "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, True),
+    "decode-64": (decode(1, 64), ALL, True),
+    "decode-128-padded": (decode(8, 128, padded=True), HOPPER, True),
+    "decode-blocks": (decode(512, 64), HOPPER, True),
+}
+COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
+
+
+@pytest.mark.parametrize(("name", "target"), COMPILED)
+def test_kernels_compile_within_budget(name, target):
+    call, _, strict = COVERING[name]
+    kernels = harness.compiled(call, target)
+    assert harness.over_budget(kernels, target, name, strict) == []
+    products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel")]
+    if target == "sm_90" and strict:
+        assert all(k.wgmma > 0 for k in products), products
+
+
+@pytest.mark.parametrize("make", [forward, backward, lambda *args: decode(1, *args[1:])], ids=["out", "dw", "step"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, HALF), (256, HALF)], ids=str)
+def test_ada_has_the_shared_memory(make, head_dim, dtype):
+    kernels = harness.compiled(make(1024, head_dim, dtype), "sm_89")
+    assert all(kernel.shared <= harness.SHARED_LIMIT["sm_89"] for kernel in kernels), kernels
+
+
+def compiled_in(launch):
+    """Return the arguments of a launch that are constants of the kernel."""
+    return {p.name: launch.arguments[p.name] for p in launch.function.params if p.is_constexpr}
+
+
+def test_lengths_share_kernels():
+    """No length is compiled in: of one, only what its blocks leave at the end."""
+    found = [
+        [compiled_in(launch) for launch in harness.launches(make(seqlen, 64, causal=True), "sm_90")]
+        for seqlen in (1024, 1152, 4096 + 128)
+        for make in (forward, backward)
+    ]
+    assert found[0] == found[2] == found[4]
+    assert found[1] == found[3] == found[5]
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, True),
+        ({"seqlen": 1}, True),
+        ({"seqlen": 256, "dtype": torch.float16, "head_dim": 16}, True),
+        ({"seqlen": 257}, False),
+        ({"head_dim": 80}, False),
+        ({"dtype": SINGLE}, False),
+        ({"batch": 20}, False),  # fewer heads than would fill a GPU
+        ({"causal": True}, False),
+        ({"padded": True}, False),
+        ({"packed": True}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"threshold": 0.6}, False),
+        ({"scale": -0.1}, False),
+    ],
+    ids=str,
+)
+def test_short_sequences_take_the_pair_form(options, pairs):
+    call = forward(**{"seqlen": 197, "head_dim": 64, **options})
+    names = {launch.function.__name__ for launch in harness.launches(call, "sm_90")}
+    assert ("_mssa_fwd_pairs_kernel" in names) == pairs
+    assert len(names - {"_mssa_norms_kernel"}) == 1

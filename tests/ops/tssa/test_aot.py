@@ -1,0 +1,60 @@
+"""Every kind of kernel of tssa compiles for every kind of GPU, within its budget."""
+
+import pytest
+import triton
+
+from tests.tools.aot import harness
+
+harness.needs_compiler()
+
+from tests.ops.tssa.aot import causal, chosen, decode, full  # noqa: E402  # only where Triton compiles
+
+ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
+LARGEST = ("DLOGIT", "DW")  # of the causal backward: twice the registers of any other step
+# name: (call, targets, what of it is compiled, all by default); ``make aot`` compiles all of it, by the same names.
+COVERING = {
+    "whole-8x48-bfloat16": (full(197, 8, 48), ALL, ()),
+    "whole-packed-dropout": (full(197, 6, 80, packed=True, dropout_p=0.1), HOPPER, ()),
+    "chunks-8x64": (full(4096, 8, 64), HOPPER, ()),
+    "causal-12x64-bfloat16": (causal(1024, 12, 64, bias=False), ALL, LARGEST),
+    "causal-12x64-steps": (causal(1024, 12, 64), HOPPER, ()),
+    "decode-12x64-bfloat16": (decode(1, 12, 64), ALL, ()),
+}
+COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
+
+
+@pytest.mark.parametrize(("name", "target"), COMPILED)
+def test_kernels_compile_within_budget(name, target):
+    call, _, steps = COVERING[name]
+    kernels = [harness.compile_launch(launch, target) for launch in chosen(harness.launches(call, target), steps)]
+    assert len(kernels) >= max(len(steps), 1)
+    assert harness.over_budget(kernels, target, f"tssa-{name}", True) == []
+
+
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
+    reason="Triton 3.6 shuffles in every scan (65 times a tile of DW, later versions less than 8): needs 3.7",
+)
+def test_running_sums_need_no_exchange():
+    """A thread has all tokens of its channels: scans are additions, and shuffles are for sums over channels alone."""
+    for launch in harness.launches(causal(1024, 16, 64, bias=False), "sm_90"):
+        if launch.arguments.get("TOTALS") or launch.arguments.get("DW"):
+            ptx = triton.compile(harness._source(launch), target=harness.TARGETS["sm_90"], options=launch.options).asm[
+                "ptx"
+            ]
+            elements = launch.arguments["BLOCK_N"] * launch.arguments["BLOCK_H"] * launch.arguments["BLOCK_D"]
+            # A warp-wide scan would take two shuffles an element and more; reversed, ten more.
+            assert ptx.count("shfl.sync") * 32 * launch.options["num_warps"] < elements / 2, launch.arguments
+
+
+def test_lengths_share_kernels():
+    """Neither a length nor a number of sequences is compiled in."""
+    for form in (full, causal):
+        constants = [
+            [
+                {p.name: launch.arguments.get(p.name) for p in launch.function.params if p.is_constexpr}
+                for launch in harness.launches(form(seqlen, 8, 64, batch=batch), "sm_90")
+            ]
+            for seqlen, batch in ((2048, 256), (3000, 256), (4096, 100))
+        ]
+        assert constants[0] == constants[1] == constants[2]

@@ -1,0 +1,63 @@
+"""Write what spills into spills.json: ``python -m tests.tools.aot.record [part of a case's name]``.
+
+For a new case, or after spills have shrunk; a larger number than the recorded one is a regression, which this tool
+writes only with ``--grow``.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from tests.ops.ista import exhaustive_aot as exhaustive_ista
+from tests.ops.mssa import aot as mssa
+from tests.ops.mssa import exhaustive_aot as exhaustive
+from tests.ops.mssa import test_aot as test_mssa
+from tests.ops.tssa import exhaustive_aot as exhaustive_tssa
+from tests.tools.aot import harness
+
+
+def cases():
+    """Yield (name, target, call) of every case for which spills are recorded."""
+    for name, (call, targets, strict) in test_mssa.COVERING.items():
+        yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
+    calls = {
+        **{n: (make(*args, causal=causal), *args[1:]) for n, (make, *args, causal) in exhaustive.CALLS.items()},
+        **{n: (mssa.decode(*args), *args[1:]) for n, args in exhaustive.STEPS.items()},
+    }
+    for name, (call, head_dim, dtype) in calls.items():
+        strict = exhaustive.strict(head_dim, dtype)
+        yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
+    others = {**exhaustive_tssa.CALLS, **{name: (call, True) for name, call in exhaustive_ista.CALLS.items()}}
+    for name, (call, strict) in others.items():
+        yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", default="")
+    parser.add_argument("--grow", action="store_true", help="write larger numbers too")
+    args = parser.parse_args()
+    recorded, refused = json.loads(harness.RECORDED.read_text()), []
+    for name, target, call in cases():
+        if args.part not in name:
+            continue
+        stacks = Counter()  # a kernel compiled more than once, as for its steps, counts with the largest
+        for kernel in harness.compiled(call, target):
+            key = f"{name} {target} {kernel.name}"
+            stacks[key] = max(stacks[key], kernel.stack)
+        for key, stack in stacks.items():
+            if not args.grow and stack > recorded.get(key, stack):
+                refused.append(f"{key}: {recorded[key]} recorded, {stack} now")
+                continue
+            recorded.pop(key, None)
+            if stack:
+                recorded[key] = stack
+                print(key, stack, flush=True)
+            harness.RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+    print("\n".join(refused))
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The covering sets of all operators together compile no more than continuous integration has time for."""
+
+from tests.tools.aot import harness
+
+harness.needs_compiler()
+
+from tests.ops.ista import test_aot as test_ista  # noqa: E402
+from tests.ops.mssa import test_aot as test_mssa  # noqa: E402
+from tests.ops.tssa import test_aot as test_tssa  # noqa: E402  # only where Triton compiles
+from tests.ops.tssa.aot import chosen  # noqa: E402
+
+MOST = 124  # compilations, of 0.3 to 2 seconds each
+
+
+def launches():
+    """Yield (launch, target) of everything that the covering sets compile."""
+    for call, targets, _ in test_mssa.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in harness.launches(call, target))
+    for call, targets, steps in test_tssa.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in chosen(harness.launches(call, target), steps))
+    for call, targets, which in test_ista.COVERING.values():
+        yield from ((launch, target) for target in targets for launch in harness.launches(call, target)[which])
+
+
+def test_the_covering_sets_are_small_and_of_all_targets():
+    found = {
+        (launch.function.__name__, target, harness._source(launch).hash(), str(launch.options))
+        for launch, target in launches()
+    }
+    assert len(found) <= MOST
+    for op in ("mssa", "tssa", "ista"):
+        assert {target for name, target, *_ in found if name.startswith(f"_{op}")} == set(harness.TARGETS)

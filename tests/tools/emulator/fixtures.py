@@ -1,0 +1,42 @@
+"""The CUDA kernels on CPU tensors: the backend "emulated", which is backend "cpp" of a GPU under the emulator."""
+
+import pytest
+import torch
+
+from crate_kernels._core import backends
+from crate_kernels._native import extension
+from tests.tools.emulator import emulated
+
+AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
+
+
+@pytest.fixture(scope="session")
+def library():
+    """Load the emulated library and return ``torch.ops.crate_kernels_C``."""
+    reason = emulated.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "CUDA_PATHS", ())  # which comes back
+        emulated.load()
+        yield torch.ops.crate_kernels_C
+
+
+@pytest.fixture(scope="session")
+def backend(library):
+    """Register the backend "emulated" and return its name."""
+    emulated.register()
+    yield "emulated"
+    backends.unregister("emulated")
+
+
+@pytest.fixture
+def device(library):
+    """Return a function that changes the emulated GPU: capability, multiprocessors, shared_limit, descending."""
+
+    def change(**properties):
+        values = {**AMPERE, "descending": False, **properties}
+        library.emulated_device(*(values[name] for name in (*AMPERE, "descending")))
+
+    yield change
+    change()
