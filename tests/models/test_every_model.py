@@ -356,7 +356,7 @@ WRONG = {
     "bool": (1, "a bool"),
     "str": (7, "a string"),
     "str | None": (7, "None or a string"),
-    "_vision.Size": (8.0, "an int"),
+    "vision.Size": (8.0, "an int"),
 }
 EVERY_CONFIG = {
     **{name: config for name, (_, config) in FAMILIES.items()},
