@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from crate_kernels._triton import launch
 from crate_kernels._triton.launch import Config, Row, Table
 
@@ -21,18 +24,35 @@ Message = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A call whose tensors are drawn.
+
+    Attributes:
+        timed: makes the call.
+        results: makes it and returns what is judged, by name; the names of gradients begin with d.
+        plain: returns the same results of plain PyTorch, computed in a dtype.
+        dtype: the dtype of the call.
+    """
+
+    timed: Callable[[], object]
+    results: Callable[[], dict[str, Tensor]]
+    plain: Callable[[torch.dtype], dict[str, Tensor]]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Workload:
     """One call that a row of a launch table is tuned on.
 
     Attributes:
         table: the launch table.
         row: the conditions of the row to write; its configuration is what is looked for.
-        make: prepares (what to time, whether its result is right); called once.
+        make: draws the tensors of the call; called once.
     """
 
     table: Table
     row: Row
-    make: Callable[[], tuple[Callable[[], object], Callable[[], bool]]]
+    make: Callable[[], Prepared]
 
     def __str__(self) -> str:
         causal = {None: "", True: " causal", False: " full"}[self.row.causal]
@@ -57,6 +77,7 @@ def search(
     workload: Workload,
     shipped: Config,
     clock: Callable[[Callable[[], object]], float],
+    judge: Callable[[Prepared], Callable[[], bool]],
     lost: Collection[int] = (),
     trying: Callable[[int], object] = lambda number: None,
     check_device: Callable[[], object] = lambda: None,
@@ -67,6 +88,7 @@ def search(
         workload: what to time.
         shipped: the configuration numbered 0; the candidates follow.
         clock: returns the seconds of a call.
+        judge: returns the check of a call: whether its results are right.
         lost: numbers of configurations to leave out.
         trying: told the number of each configuration before it runs.
         check_device: called after a configuration failed; raises where nothing can run any more.
@@ -74,7 +96,8 @@ def search(
     Raises:
         RuntimeError: no configuration runs and is right.
     """
-    call, is_right = workload.make()
+    call = workload.make()
+    is_right = judge(call)
     configs = (shipped, *workload.table.candidates)
     seconds: dict[int, float] = {}
     for number, config in enumerate(configs):
@@ -84,7 +107,7 @@ def search(
         with launch.forced(workload.table, config):
             try:
                 if is_right():
-                    seconds[number] = clock(call)
+                    seconds[number] = clock(call.timed)
             except Exception:  # out of shared memory or registers, or a shape the compiler refuses
                 check_device()
     if not seconds:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from crate_kernels import testing
 from crate_kernels._core import backends
 from crate_kernels._triton import launch, tune
 from crate_kernels.bench import clock
@@ -87,6 +88,7 @@ def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[in
                 workload,
                 _shipped(workload, device),
                 partial(_seconds, device),
+                judge,
                 lost,
                 lambda number: connection.send(("trying", number)),
                 torch.cuda.synchronize,
@@ -96,6 +98,12 @@ def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[in
             torch.cuda.synchronize()  # raises, and ends this process, where nothing can run any more
             connection.send(("failed", f"{type(error).__name__}: {error}"))
         lost = frozenset()
+
+
+def judge(call: tune.Prepared) -> Callable[[], bool]:
+    """Return the check of a call by the budget of the tests."""
+    eager, exact = call.plain(call.dtype), call.plain(torch.float64)
+    return lambda: all(m.passed for m in testing.measure(call.results(), eager, exact, call.dtype))
 
 
 def _shipped(workload: tune.Workload, device: torch.device) -> launch.Config:

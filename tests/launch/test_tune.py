@@ -41,8 +41,11 @@ def fake():
     def block():
         return table.config(CUDA, 64, 100, False, torch.bfloat16)["BLOCK"]
 
+    def results():
+        return {"out": torch.tensor(2.0 if block() == WRONG else 1.0)}
+
     def make():
-        return block, lambda: block() != WRONG
+        return _tune.Prepared(block, results, lambda dtype: {"out": torch.ones((), dtype=dtype)}, torch.float16)
 
     def clock(call):
         if call() == BROKEN:
@@ -54,7 +57,7 @@ def fake():
 
 def test_the_fastest_that_is_right_is_found(gpu, fake):
     table, make, clock = fake
-    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), SHIPPED, clock)
+    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), SHIPPED, clock, tune.judge)
     assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, 5.0)
 
 
@@ -62,7 +65,7 @@ def test_what_is_written_is_what_later_calls_get(gpu, fake):
     table, make, clock = fake
     for head_dim, seqlen in ((64, None), (64, 256)):
         workload = _tune.Workload(table, Row({}, head_dim, seqlen, half=True), make)
-        found = _tune.search(workload, SHIPPED, clock)
+        found = _tune.search(workload, SHIPPED, clock, tune.judge)
         path = _launch.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
     assert path.name == "Fake-GPU-80-GB-.json"
     assert [(row.head_dim, row.seqlen) for row in _launch.user_rows(gpu)["fake"]] == [(64, 256), (64, None)]
@@ -94,7 +97,7 @@ def test_what_was_found_before_stays(gpu):
 @pytest.mark.parametrize("block", [WRONG, BROKEN])
 def test_a_shipped_configuration_that_fails_gives_way(gpu, fake, block):
     table, make, clock = fake
-    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock)
+    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock, tune.judge)
     assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, None)
 
 
@@ -102,7 +105,15 @@ def test_nothing_that_runs_is_an_error(gpu, fake):
     table, make, clock = fake
     told, lost = [], {0, 1}
     with pytest.raises(RuntimeError, match="no configuration runs and is right"):
-        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, lost, told.append, lambda: told.append("ok"))
+        _tune.search(
+            _tune.Workload(table, Row({}), make),
+            SHIPPED,
+            clock,
+            tune.judge,
+            lost,
+            told.append,
+            lambda: told.append("ok"),
+        )
     assert told == [2, 3, "ok"]  # the wrong one, then the broken one, after which the device is asked
 
 
@@ -112,7 +123,7 @@ def test_a_device_that_is_lost_ends_the_search(gpu, fake):
 
     table, make, clock = fake
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, check_device=check_device)
+        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, tune.judge, check_device=check_device)
 
 
 FOUND = ("found", {"BLOCK": 2}, 1.0, 3.0)

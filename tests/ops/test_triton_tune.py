@@ -1,4 +1,4 @@
-"""Tuning tssa and ista: what is timed runs, every candidate is right, and its check would see a wrong one."""
+"""Tuning: what is timed runs, candidates are right, and the judge sees a wrong one."""
 
 from dataclasses import replace
 
@@ -7,7 +7,9 @@ import torch
 
 from crate_kernels._triton import tune
 from crate_kernels._triton.launch import Row
+from crate_kernels.cli.tune import judge
 from crate_kernels.ops.ista.triton import tables as ista_tables
+from crate_kernels.ops.mssa.triton import tables as mssa_tables
 from crate_kernels.ops.tssa.triton import tables as tssa_tables
 from tests.ops.common import home, kernels
 
@@ -16,11 +18,16 @@ if "triton" not in kernels("tssa"):
 
 from crate_kernels.ops.ista.triton import launch as ista_kernels
 from crate_kernels.ops.ista.triton import tune as ista_tune
+from crate_kernels.ops.mssa.triton import launch as mssa_kernels
+from crate_kernels.ops.mssa.triton import tune as mssa_tune
 from crate_kernels.ops.tssa import triton as tssa_kernels
 from crate_kernels.ops.tssa.triton import tune as tssa_tune
 
 DEVICE = home("triton")
 CALLS = {
+    "mssa_forward": (mssa_tables.FORWARD, lambda t: mssa_tune._forward(20, 16, True, DEVICE)),
+    "mssa_backward": (mssa_tables.BACKWARD, lambda t: mssa_tune._backward(20, 16, False, DEVICE)),
+    "mssa_decode": (mssa_tables.DECODE, lambda t: mssa_tune._decode(20, 16, DEVICE)),
     **{table.name: (table, lambda t: tssa_tune._make(t, 2, 16, 12, DEVICE)) for table in tssa_tables.TABLES},
     "ista_product": (ista_tables.PRODUCT, lambda t: ista_tune._product(40, 32, 24, DEVICE)),
     **{
@@ -33,6 +40,8 @@ CALLS = {
 @pytest.fixture
 def workload(request, monkeypatch):
     """Return the workload of a table, on a few tokens."""
+    monkeypatch.setattr(mssa_tune, "_TOKENS", 12 * 20)
+    monkeypatch.setattr(mssa_tune, "_DECODED", 1)
     monkeypatch.setattr(tssa_tune, "_ELEMENTS", 2 * 16 * 12)
     table, make = CALLS[request.param]
     return tune.Workload(table, Row({}, 64, 64), make(table))
@@ -51,7 +60,7 @@ def test_the_fastest_candidate_is_found_among_right_ones(workload):
         call()
         return float(next(times))
 
-    result = tune.search(workload, shipped, clock)
+    result = tune.search(workload, shipped, clock, judge)
     assert (result.config, result.seconds, result.shipped) == (few[-1], 1.0, len(few) + 1)
 
 
@@ -65,9 +74,10 @@ def off_by_a_tenth(launcher):
 
 @pytest.mark.parametrize("workload", CALLS, indirect=True)
 def test_a_wrong_result_is_seen(workload, monkeypatch):
-    _, is_right = workload.make()
+    is_right = judge(workload.make())
     assert is_right()
     for module, names in (
+        (mssa_kernels, ("forward", "backward", "decode")),
         (tssa_kernels, ("forward", "backward", "forward_causal", "backward_causal")),
         (ista_kernels, ("forward", "backward")),
         (ista_tune, ("product",)),

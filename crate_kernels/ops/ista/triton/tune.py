@@ -1,4 +1,4 @@
-"""What ``python -m crate_kernels tune`` times for ista: products by tile or by the library, and the forms of a step."""
+"""The calls that ``python -m crate_kernels tune`` times for ista: products by tile or by the library, steps by form."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from crate_kernels import testing
 from crate_kernels._triton.launch import Row, Table
-from crate_kernels._triton.tune import Workload
+from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.ista import composite
 from crate_kernels.ops.ista.triton import launch as kernels
 from crate_kernels.ops.ista.triton import tables
@@ -26,18 +25,10 @@ def _draw(*shape: int, device: str) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def _is_right(
-    run: Callable[[], dict[str, Tensor]], plain: Callable[[torch.dtype], dict[str, Tensor]], dtype: torch.dtype
-) -> Callable[[], bool]:
-    """Return the check of ``run`` by the budget of the tests; ``plain`` gives PyTorch's results in any dtype."""
-    eager, exact = plain(dtype), plain(torch.float64)
-    return lambda: all(m.passed for m in testing.measure(run(), eager, exact, dtype))
-
-
-def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable:
+def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable[[], Prepared]:
     """Return what prepares the last product of a step, with all of its epilogue."""
 
-    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
+    def make() -> Prepared:
         left, base = _draw(tokens, inner, device=device), _draw(tokens, columns, device=device)
         right = _draw(inner, columns, device=device) * inner**-0.5
 
@@ -48,15 +39,15 @@ def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Cal
             update = left.to(dtype) @ right.to(dtype)
             return {"out": torch.relu(base.to(dtype) + _STEP * update - _THRESHOLD)}
 
-        return call, _is_right(lambda: {"out": call()}, plain, left.dtype)
+        return Prepared(call, lambda: {"out": call()}, plain, left.dtype)
 
     return make
 
 
-def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable:
+def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable[[], Prepared]:
     """Return what prepares a step, forward or backward as ``table`` has it."""
 
-    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
+    def make() -> Prepared:
         x, dy = _draw(tokens, dim, device=device), _draw(1, tokens, dim, device=device)[0]
         weight = _draw(dim, dim, device=device) * dim**-0.5
         options = (_STEP, _THRESHOLD / _STEP, True)
@@ -69,7 +60,7 @@ def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable
             return dict(zip(("dx", "dweight"), on.backward(*tensors, *options, dtype, True, True), strict=True))
 
         call = partial(step, kernels, x.dtype)
-        return call, _is_right(call, partial(step, composite), x.dtype)
+        return Prepared(call, call, partial(step, composite), x.dtype)
 
     return make
 

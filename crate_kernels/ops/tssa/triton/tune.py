@@ -1,14 +1,15 @@
-"""What ``python -m crate_kernels tune`` times for tssa."""
+"""The calls that ``python -m crate_kernels tune`` times for tssa."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from crate_kernels import testing
 from crate_kernels._triton.launch import Row, Table
-from crate_kernels._triton.tune import Workload
+from crate_kernels._triton.tune import Prepared, Workload
+from crate_kernels.ops.tssa import reference
 from crate_kernels.ops.tssa import triton as kernels
 from crate_kernels.ops.tssa.triton import tables
 
@@ -16,32 +17,49 @@ _ELEMENTS = 1 << 25  # of w in each timed call: in 16 bits more than the L2 cach
 _OPTIONS = (None, None, 0, None, 0.0)
 
 
-def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "cuda") -> Callable:
-    """Return what prepares a workload: a batch that fills the device, with the launchers of ``table`` to time."""
+def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "cuda") -> Callable[[], Prepared]:
+    """Return what draws a batch that fills the device, for the launcher of ``table``."""
     causal = table in (tables.CAUSAL_FORWARD, tables.CAUSAL_BACKWARD)
-    shape = (max(_ELEMENTS // (nheads * seqlen * head_dim), 1), nheads, seqlen, head_dim)
-    case = testing.Case("tssa", f"tune-{table.name}", shape, {"causal": causal, "return_membership": True})
+    is_backward = table in (tables.FULL_BACKWARD, tables.CAUSAL_BACKWARD)
+    batch = max(_ELEMENTS // (nheads * seqlen * head_dim), 1)
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # which the interpreter cannot do
 
-    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
-        dtype = torch.float16 if device == "cpu" else torch.bfloat16  # which the interpreter cannot do
-        inputs = testing.make_inputs(case, dtype, device)
-        w, temp = inputs.differentiable["w"], inputs.differentiable["temp"].flatten()
-        exact = testing.run(case, inputs.to(torch.float64), "reference")
-        eager = testing.run(case, inputs, "reference")
+    def make() -> Prepared:
+        generator = torch.Generator().manual_seed(0)
 
-        def is_right() -> bool:
-            return all(m.passed for m in testing.measure(testing.run(case, inputs, "triton"), eager, exact, dtype))
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
 
-        if not causal:
-            out, members, energy, moment = kernels.forward(w, temp, *_OPTIONS)
-            if table is tables.FULL_FORWARD:
-                return lambda: kernels.forward(w, temp, *_OPTIONS), is_right
-            return lambda: kernels.backward(out, None, w, temp, members, energy, moment, *_OPTIONS), is_right
-        bias = inputs.differentiable["denom_bias"][:, :seqlen, 0]
-        out, membership = kernels.forward_causal(w, temp, bias, *_OPTIONS)
-        if table is tables.CAUSAL_FORWARD:
-            return lambda: kernels.forward_causal(w, temp, bias, *_OPTIONS), is_right
-        return lambda: kernels.backward_causal(out, None, w, temp, bias, membership, *_OPTIONS), is_right
+        def tokens() -> Tensor:
+            return draw(batch, seqlen, nheads, head_dim).transpose(1, 2)
+
+        inputs = [tokens(), 1 + 0.2 * draw(nheads), *([0.02 * draw(nheads, seqlen)] if causal else [])]
+        dout, dmembership = tokens(), draw(batch, nheads, seqlen)
+
+        def forward() -> tuple[Tensor, ...]:
+            launcher: Callable = kernels.forward_causal if causal else kernels.forward
+            return launcher(*inputs, *_OPTIONS)
+
+        def backward(dmembership: Tensor | None) -> tuple[Tensor, ...]:
+            launcher: Callable = kernels.backward_causal if causal else kernels.backward
+            return launcher(dout, dmembership, *inputs, *saved, *_OPTIONS)
+
+        def results() -> dict[str, Tensor]:
+            return named(backward(dmembership.float()) if is_backward else forward()[:2])
+
+        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+            w, temp, *bias = leaves = [t.to(dtype, copy=True).requires_grad_(is_backward) for t in inputs]
+            outputs = reference.forward(w, temp, bias[0] if causal else None, None, None, None, causal, 0.0)
+            if not is_backward:
+                return named(outputs)
+            return named(torch.autograd.grad(outputs, leaves, (dout.to(dtype), dmembership.to(dtype))))
+
+        def named(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            names = ("dw", "dtemp", "ddenom_bias") if is_backward else ("out", "membership")
+            return dict(zip(names, values, strict=False))
+
+        _, *saved = forward()
+        return Prepared((lambda: backward(None)) if is_backward else forward, results, plain, dtype)
 
     return make
 
