@@ -1,6 +1,6 @@
 // Kernels that test_mma.py runs: one product of the tensor cores, and products of tiles of tokens.
-#include "../../csrc/common/cuda/launch.cuh"
-#include "../../csrc/mssa/cuda/mma_tile.cuh"
+#include "../../../csrc/common/cuda/launch.cuh"
+#include "../../../csrc/mssa/cuda/mma_tile.cuh"
 
 namespace crate_kernels {
 namespace {

@@ -1,8 +1,8 @@
 // Kernels that the tests of the emulator run: what it promises of barriers, shuffles and memory, and what it must stop.
 // Included by relative path, as the library's own sources do.
-#include "../../csrc/common/cuda/launch.cuh"
-#include "../../csrc/common/cuda/device.cuh"
-#include "../../csrc/common/cuda/philox.cuh"
+#include "../../../csrc/common/cuda/launch.cuh"
+#include "../../../csrc/common/cuda/device.cuh"
+#include "../../../csrc/common/cuda/philox.cuh"
 
 namespace crate_kernels {
 namespace {
