@@ -111,9 +111,16 @@ def _is_there(package: str) -> bool:
     return find_spec(package) is not None
 
 
+def _module_name(package: str, op: str) -> str:
+    """Return the name of a kernel module; native.py, in rooms that have it, is both cpp.py and cuda.py."""
+    module, native = package.format(op=op), f"crate_kernels.ops.{op}.native"
+    replaced = module in (f"crate_kernels.ops.{op}.cpp", f"crate_kernels.ops.{op}.cuda")
+    return native if replaced and _is_there(native) else module
+
+
 # Probed once: a call must cost no look at the disk, and compile cannot trace one.
 _has_kernel = {
-    (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
+    (op, v.name): _is_there(_module_name(v.package, op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
 }
 
 
@@ -130,7 +137,7 @@ def serving(name: str, device_type: str = "cpu") -> Backend:
 def register(backend: Backend) -> None:
     """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
     _BACKENDS[backend.name] = backend
-    _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
+    _has_kernel.update({(op, backend.name): _is_there(_module_name(backend.package, op)) for op in OPS})
 
 
 def unregister(name: str) -> None:
@@ -146,7 +153,7 @@ def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
     serving = _BACKENDS[backend].serving(device_type)
     module = _kernels.get((op, serving.name))
     if module is None:
-        module = importlib.import_module(serving.package.format(op=op))
+        module = importlib.import_module(_module_name(serving.package, op))
         _kernels[op, serving.name] = module
     return module
 
@@ -203,8 +210,15 @@ def lacking(op: str, backend: Backend) -> str | None:
     return backend.missing
 
 
-def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype, function: str = "") -> str:
     """Choose the backend of one call: the one requested, or the best available for None.
+
+    Args:
+        op: the operator.
+        requested: the backend that the caller named, None for none.
+        device: device of the tensors.
+        dtype: dtype of the tensors.
+        function: the public function, for messages; named as the operator by default.
 
     Raises:
         TypeError: ``requested`` is neither None nor a string.
@@ -220,18 +234,21 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
             if usable and why_not(op, name, home) is None:
                 return name
         return "composite"
+    function = function or op
     if not isinstance(requested, str):
-        raise TypeError(f"{op}: backend must be None or a string, got {type(requested).__name__}")
+        raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")
     if requested not in _BACKENDS:
-        raise ValueError(f"{op}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
+        raise ValueError(f"{function}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
     backend = _BACKENDS[requested].serving(device.type)
     reason = why_not(op, requested, device.type)
     if reason is not None:
-        raise RuntimeError(f"{op}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
+        raise RuntimeError(f"{function}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
     if backend.devices is not None and device.type not in backend.devices:
         wanted = " or ".join(d for v in _BACKENDS[requested].variants() for d in v.devices or ())
-        raise RuntimeError(f"{op}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}")
+        raise RuntimeError(
+            f"{function}: backend={requested!r} takes {wanted} tensors, got {device.type}; {backend.remedy}"
+        )
     if backend.dtypes is not None and dtype not in backend.dtypes:
         wanted = ", ".join(str(d) for d in backend.dtypes)
-        raise NotImplementedError(f"{op}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}")
+        raise NotImplementedError(f"{function}: backend={requested!r} takes {wanted}, got {dtype}; {backend.remedy}")
     return requested

@@ -24,6 +24,7 @@ _SCHEMA_TYPES = {
     float: "float",
     float | None: "float?",
     str: "str",
+    torch.dtype: "ScalarType",
 }
 
 

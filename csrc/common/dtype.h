@@ -11,4 +11,10 @@ static constexpr int64_t itemsize(Dtype dtype) {
   return dtype == Dtype::f32 ? 4 : 2;
 }
 
+// Contiguous elements of one dtype; null `data`: absent.
+struct Operand {
+  void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+};
+
 }  // namespace crate_kernels

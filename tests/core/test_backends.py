@@ -126,11 +126,12 @@ def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("op", backends.OPS)
-def test_cpp_is_another_module_for_cuda_tensors(op, monkeypatch):
+def test_cpp_has_a_module_for_cuda_tensors(op, monkeypatch):
     monkeypatch.setattr(backends, "_kernels", {})
     monkeypatch.setattr(backends.importlib, "import_module", types.ModuleType)
-    assert backends.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.cpp"
-    assert backends.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.cuda"
+    both = backends._is_there(f"crate_kernels.ops.{op}.native")
+    assert backends.kernel(op, "cpp").__name__ == f"crate_kernels.ops.{op}.{'native' if both else 'cpp'}"
+    assert backends.kernel(op, "cpp", "cuda").__name__ == f"crate_kernels.ops.{op}.{'native' if both else 'cuda'}"
     assert backends.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
 
 

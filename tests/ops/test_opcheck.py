@@ -94,19 +94,20 @@ def _ista_backward_args(name, backend, needs):
     *args, backend = _ista_args(name, backend)
     with torch.no_grad():
         y = ista_op.ista_fwd(*args, backend)
-    return torch.randn_like(y), *args[:2], y, *args[2:], *needs, backend
+    x, weight, *options = args
+    return torch.randn_like(y), x, weight, y, *needs, *options, backend
 
 
 def _overcomplete_args(keep, backend):
     tensors = saved("ista_overcomplete", "two-steps", backend).differentiable
-    return tensors["x"], tensors["weight"], tensors["decoder"], 0.1, 0.1, 2, keep, backend
+    return tensors["x"], tensors["weight"], tensors["decoder"], keep, 0.1, 0.1, 2, backend
 
 
 def _overcomplete_backward_args(backend):
-    *args, _, backend = _overcomplete_args(True, backend)
+    x, weight, decoder, keep, *options = _overcomplete_args(True, backend)
     with torch.no_grad():
-        out, codes, residuals = ista_op.ista_overcomplete_fwd(*args, True, backend)
-    return torch.randn_like(out), *args[:3], codes, residuals, *args[3:], backend
+        out, codes, residuals = ista_op.ista_overcomplete_fwd(x, weight, decoder, keep, *options)
+    return torch.randn_like(out), x, weight, decoder, codes, residuals, *options
 
 
 SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}

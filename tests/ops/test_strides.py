@@ -97,14 +97,14 @@ def ista(lay, shape, device, few):
         options = (0.1, 0.1, nonnegative, torch.float32)
         y = yield ista_op.ista_fwd, (x, weight, *options)
         for needs in ((True, True), (True, False), (False, True)):
-            yield ista_op.ista_bwd, (dy, x, weight, y, *options, *needs)
+            yield ista_op.ista_bwd, (dy, x, weight, y, *needs, *options)
 
 
 def ista_overcomplete(lay, shape, device, few):
     weight, decoder = (draw(lay, device, 8, 20, seed=seed) for seed in (2, 3))
     for (x, dout), steps, own in itertools.product(tokens_of_ista(lay, shape, device, few), (1, 3), (None, decoder)):
-        yield ista_op.ista_overcomplete_fwd, (x, weight, own, 0.1, 0.1, steps, False)
-        _, *saved = yield ista_op.ista_overcomplete_fwd, (x, weight, own, 0.1, 0.1, steps, True)
+        yield ista_op.ista_overcomplete_fwd, (x, weight, own, False, 0.1, 0.1, steps)
+        _, *saved = yield ista_op.ista_overcomplete_fwd, (x, weight, own, True, 0.1, 0.1, steps)
         yield ista_op.ista_overcomplete_bwd, (dout, x, weight, own, *saved, 0.1, 0.1, steps)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.ista import op, reference
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -53,12 +54,12 @@ def ista(
     step_size = checks.number("ista", "step_size", step_size, minimum=0.0)
     lambd = checks.number("ista", "lambd", lambd, minimum=0.0)
     checks.flag("ista", "nonnegative", nonnegative)
+    call = Call(step_size, lambd, nonnegative, _compute_dtype(x))
     name = backends.resolve("ista", backend, x.device, x.dtype)
     if name == "reference":
-        return reference.ista(*_promote(x, weight), step_size, lambd, nonnegative).to(x.dtype)
+        return reference.forward(*_promote(x, weight), call).to(x.dtype)
     checks.transforms("ista", name, x, weight)
-    numbers = (step_size, lambd, nonnegative, _compute_dtype(x))
-    return op.ista(x, weight, *numbers, backends.of_op(name, backend))
+    return op.ista(x, weight, call, backends.of_op(name, backend))
 
 
 def ista_overcomplete(
@@ -105,15 +106,13 @@ def ista_overcomplete(
     step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
     lambd = checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
     checks.integer("ista_overcomplete", "steps", steps, minimum=1)
-    name = backends.resolve("ista", backend, x.device, x.dtype)
+    call = OvercompleteCall(step_size, lambd, steps)
+    name = backends.resolve("ista", backend, x.device, x.dtype, "ista_overcomplete")
     if name == "reference":
-        promoted, weight = _promote(x, weight)
-        decoder = weight if decoder is None else decoder
-        return reference.ista_overcomplete(promoted, weight, decoder, step_size, lambd, steps).to(x.dtype)
+        return reference.forward_overcomplete(*_promote(x, weight), decoder, call).to(x.dtype)
     checks.transforms("ista_overcomplete", name, x, weight, decoder)
     operand = x.to(_compute_dtype(x))
-    numbers = (step_size, lambd, steps)
-    return op.ista_overcomplete(operand, weight, decoder, *numbers, backends.of_op(name, backend)).to(x.dtype)
+    return op.ista_overcomplete(operand, weight, decoder, call, backends.of_op(name, backend)).to(x.dtype)
 
 
 def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:

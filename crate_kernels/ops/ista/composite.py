@@ -2,7 +2,7 @@
 
 Products of (tokens, dim, dim), published against here: forward 3 against 1, backward 6 against 2,
 with two dim^3 products beside them. For few tokens the dim^3 products dominate and the two-product form,
-which has none, takes over. Derivations are in ``reference.py``.
+which has none, takes over. The passes are in ``steps.py``.
 
 The threshold enters the product as a bias, y = relu(x + eta (x K - lambda)): one pass less, and
 in half precision x + eta (...) is rounded once.
@@ -14,131 +14,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def forward(
-    x: Tensor, weight: Tensor, step_size: float, lambd: float, nonnegative: bool, compute: torch.dtype
-) -> Tensor:
-    """Return y; products run in ``compute``, the residual is added in x's dtype."""
-    tokens = _rows(x)
-    operand = tokens.to(compute)
-    if tokens.shape[0] >= weight.shape[0]:
-        left, right = operand, _gram(weight, compute)
-    else:
-        right = weight.to(compute)
-        left = torch.addmm(operand, operand, right.t(), alpha=-1)
-    if nonnegative:
-        product = torch.addmm(right.new_full((), -lambd), left, right)
-        return _add(tokens, product, step_size).relu_().view(x.shape)
-    return F.softshrink(_add(tokens, left @ right, step_size), step_size * lambd).view(x.shape)
+from crate_kernels.ops.ista import steps
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    step_size: float,
-    lambd: float,
-    nonnegative: bool,
-    compute: torch.dtype,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return dx and dweight; an empty tensor for the one not needed."""
-    dim = x.shape[-1]
-    tokens, dy, y = _rows(x), _rows(dy), _rows(y)
-    if nonnegative:
-        active = torch.ops.aten.threshold_backward(dy, y, 0)  # dy where y > 0, in one pass
-    else:
-        active = torch.where(y != 0, dy, 0)
-    g, operand = active.to(compute), tokens.to(compute)
-    dx, dweight = x.new_empty(0), weight.new_empty(0)
-    products_saved = tokens.shape[0] * (3 if need_dx and need_dweight else 1)
-    if products_saved >= dim * (2 if need_dx and need_dweight else 1):
-        if need_dx:
-            dx = _add(active, g @ _gram(weight, compute).t(), step_size).view(x.shape)
-        if need_dweight:
-            dk = _scaled(operand.t(), g, step_size).to(weight.dtype)
-            dweight = torch.addmm(dk, weight, dk + dk.t(), alpha=-1)
-        return dx, dweight
-    matrix = weight.to(compute)
-    dr = (g @ matrix.t()).mul_(step_size)
-    if need_dx:
-        dx = _add(active, torch.addmm(dr, dr, matrix, alpha=-1), 1.0).view(x.shape)
-    if need_dweight:
-        residual = torch.addmm(operand, operand, matrix.t(), alpha=-1)
-        dweight = _scaled(residual.t(), g, step_size).addmm_(dr.t(), operand, alpha=-1).to(weight.dtype)
-    return dx, dweight
+class _Engine(steps.Engine):
+    def rows(self, t: Tensor) -> Tensor:
+        return t.reshape(t.shape[:-1].numel(), t.shape[-1])  # of no channels -1 could be any number
+
+    def step(
+        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+    ) -> Tensor:
+        if not call.nonnegative:
+            assert base is not None
+            return F.softshrink(_add(base, left @ right, call.step_size), call.threshold)
+        bias = right.new_full((), -call.lambd)
+        if base is None:
+            return torch.addmm(bias, left, right, beta=call.step_size, alpha=call.step_size, out=out).relu_()
+        return _add(base, torch.addmm(bias, left, right), call.step_size, out).relu_()
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        base: Tensor | None = None,
+        scale: float = 1.0,
+        gate: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if base is not None:
+            result = torch.addmm(base, left, right, alpha=scale, out=out)
+        else:
+            result = torch.mm(left, right, out=out)
+            if scale != 1.0:
+                result.mul_(scale)
+        return result if gate is None else torch.ops.aten.threshold_backward(result, gate, 0)
+
+    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+        if call.nonnegative:
+            return torch.ops.aten.threshold_backward(dy, y, 0)  # dy where y > 0, in one pass
+        return torch.where(y != 0, dy, 0)
+
+    def input_gradient(
+        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
+    ) -> Tensor:
+        product = left @ right if base is None else torch.addmm(base, left, right, alpha=-1)
+        return _add(upstream.masked, product, scale)
 
 
-def _rows(t: Tensor) -> Tensor:
-    """View tokens as rows; of no channels -1 could be any number."""
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+class _OvercompleteEngine(_Engine):
+    def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        return total.add_(steps.scaled(left.t(), right, scale))  # rounded by itself, unlike the sum of a step of ista
 
 
-def _add(tokens: Tensor, product: Tensor, scale: float) -> Tensor:
+def _add(tokens: Tensor, product: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """Return tokens + scale * product in tokens' dtype and contiguous, as the fakes say; in place if it can."""
-    out = product if product.dtype == tokens.dtype else torch.empty_like(product, dtype=tokens.dtype)
+    if out is None:
+        out = product if product.dtype == tokens.dtype else torch.empty_like(product, dtype=tokens.dtype)
     return torch.add(tokens, product, alpha=scale, out=out)
 
 
-def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Return scale * left @ right, scaled before it is rounded: a sum over all tokens may be beyond fp16 unscaled."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
-
-
-def _gram(weight: Tensor, compute: torch.dtype) -> Tensor:
-    """Return K = W - W^T W, formed in weight's dtype and rounded once."""
-    return torch.addmm(weight, weight.t(), weight, alpha=-1).to(compute)
-
-
-def forward_overcomplete(
-    x: Tensor, weight: Tensor, decoder: Tensor | None, step_size: float, lambd: float, steps: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
-    tokens = _rows(x)
-    matrix = weight.to(x.dtype)
-    bias = matrix.new_full((), -lambd)
-    # z_0 = 0 makes r_0 = x: the first step is one product.
-    code = torch.addmm(bias, tokens, matrix, beta=step_size, alpha=step_size).relu_()
-    codes, residuals = [code], []
-    for _ in range(steps - 1):
-        residual = torch.addmm(tokens, code, matrix.t(), alpha=-1)
-        code = torch.add(code, torch.addmm(bias, residual, matrix), alpha=step_size).relu_()
-        if keep:
-            codes.append(code)
-            residuals.append(residual)
-    out = (code @ (matrix if decoder is None else decoder.to(x.dtype)).t()).view(x.shape)
-    if not keep:
-        return out, x.new_empty(0), x.new_empty(0)
-    return out, torch.stack(codes), torch.stack(residuals) if residuals else x.new_empty(0, *tokens.shape)
-
-
-def backward_overcomplete(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    decoder: Tensor | None,
-    codes: Tensor,
-    residuals: Tensor,
-    step_size: float,
-    lambd: float,
-    steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
-    dout, tokens, matrix = _rows(dout), _rows(x), weight.to(x.dtype)
-    ddecoder = (dout.t() @ codes[-1]).to(weight.dtype)
-    dcode = dout @ (matrix if decoder is None else decoder.to(x.dtype))
-    dx, dweight = tokens.new_zeros(tokens.shape), weight.new_zeros(weight.shape)
-    if decoder is None:
-        dweight, ddecoder = ddecoder, weight.new_empty(0)
-    for t in range(steps - 1, -1, -1):
-        dcode = torch.ops.aten.threshold_backward(dcode, codes[t], 0)
-        dr = (dcode @ matrix.t()).mul_(step_size)
-        dx += dr
-        residual = residuals[t - 1] if t else tokens
-        dweight += _scaled(residual.t(), dcode, step_size)
-        if t:
-            dweight -= dr.t() @ codes[t - 1]
-            dcode = torch.addmm(dcode, dr, matrix, alpha=-1)
-    return dx.view(x.shape), dweight, ddecoder
+_engine, _overcomplete = _Engine(), _OvercompleteEngine()
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(
+    lambda x: _engine, lambda x: _overcomplete
+)

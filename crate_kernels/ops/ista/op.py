@@ -13,38 +13,37 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, operator
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
-_OPTIONS = "float step_size, float lambd, bool nonnegative, ScalarType compute"
-_STEPS = "float step_size, float lambd, int steps"
-
-
-def _kernel(name: str) -> Any:
-    of = 1 if name.startswith("backward") else 0  # where x is
-    return lambda *args: backends.run("ista", name, args[-1], args[of], *args[:-1])
+_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_OVERCOMPLETE_OPTIONS = f"{operator.schema_of(OvercompleteCall)}, str backend"
+_body_of_backward = operator.body("ista", "backward", Call, of=1)
 
 
-def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Differentiate by the backend; where none was named, as composite does where that is as fast.
 
     With bfloat16 weights the cpp kernels spare no pass: they take 0.93-1.2 times as long for dim 192-768 and up to 6304
     tokens, on two AVX512-BF16 threads.
     """
-    *rest, backend = args
+    *options, backend = rest
     spared = weight.dtype != torch.bfloat16 or x.device.type != "cpu"
     if not spared and backend == backends.AUTO and backends.chosen("ista", backend, x) == "cpp":
         backend = "composite"
-    return backends.run("ista", "backward", backend, x, dy, x, weight, *rest)
+    return _body_of_backward(dy, x, weight, *options, backend)
 
 
-def _fake_ista_bwd(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    need_dx, need_dweight = rest[-3:-1]
+def _fake_ista_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, *options: Any
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if need_dx else (0,)), weight.new_empty(weight.shape if need_dweight else (0,))
 
 
 def _fake_overcomplete_fwd(
-    x: Tensor, weight: Tensor, decoder: Tensor | None, *rest: Any
+    x: Tensor, weight: Tensor, decoder: Tensor | None, keep: bool, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    steps, keep = rest[2], rest[3]
+    *own, _ = options
+    steps = OvercompleteCall(*own).steps
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
     tokens, dim = prod(x.shape[:-1]), x.shape[-1]
@@ -65,40 +64,46 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
     return 2 * prod(x_shape) * width
 
 
+def _overcomplete_flops(x_shape: tuple[int, ...], hidden: int, options: tuple) -> int:
+    """FLOP of the products with the dictionary in all steps of the forward; the backward has twice as many."""
+    *own, _ = options
+    return 2 * OvercompleteCall(*own).steps * _product(x_shape, hidden)
+
+
 ista_fwd = operator.define(
-    f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}, str backend) -> Tensor",
-    _kernel("forward"),
-    lambda x, weight, *rest: x.new_empty(x.shape),
-    flops=lambda x, weight, *rest, **_: _product(x, x[-1]) + 2 * x[-1] ** 3,
+    f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
+    operator.body("ista", "forward", Call, of=0),
+    lambda x, weight, *options: x.new_empty(x.shape),
+    flops=lambda x, weight, *options, **_: _product(x, x[-1]) + 2 * x[-1] ** 3,
 )
 ista_bwd = operator.define(
-    f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, {_OPTIONS}, bool need_dx, bool need_dweight, "
-    "str backend) -> (Tensor, Tensor)",
+    f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, bool need_dx, bool need_dweight, {_OPTIONS})"
+    " -> (Tensor, Tensor)",
     _run_backward,
     _fake_ista_bwd,
-    flops=lambda dy, x, weight, y, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
+    flops=lambda dy, x, weight, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
 )
 ista_overcomplete_fwd = operator.define(
-    f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, {_STEPS}, bool keep, str backend)"
+    f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, bool keep, {_OVERCOMPLETE_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
-    _kernel("forward_overcomplete"),
+    operator.body("ista", "forward_overcomplete", OvercompleteCall, of=0),
     _fake_overcomplete_fwd,
-    flops=lambda x, weight, decoder, eta, lambd, steps, *rest, **_: 2 * steps * _product(x, weight[1]),
+    flops=lambda x, weight, decoder, keep, *options, **_: _overcomplete_flops(x, weight[1], options),
 )
 ista_overcomplete_bwd = operator.define(
     "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "
-    f"{_STEPS}, str backend) -> (Tensor, Tensor, Tensor)",
-    _kernel("backward_overcomplete"),
+    f"{_OVERCOMPLETE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    operator.body("ista", "backward_overcomplete", OvercompleteCall, of=1),
     _fake_overcomplete_bwd,
-    flops=lambda dout, x, weight, decoder, codes, residuals, eta, lambd, steps, *rest, **_: (
-        4 * steps * _product(x, weight[1])
+    flops=lambda dout, x, weight, decoder, codes, residuals, *options, **_: (
+        2 * _overcomplete_flops(x, weight[1], options)
     ),
 )
 
 
 @operator.traced_by_autograd
 class ISTAFunction(torch.autograd.Function):
-    """y = ista_fwd(x, weight, *options), differentiable once."""
+    """y = ista_fwd(x, weight, *call, backend), differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
@@ -108,59 +113,67 @@ class ISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple, y: Tensor) -> None:
-        x, weight, *ctx.options, ctx.backend = inputs
-        ctx.save_for_backward(x, weight, y)
+        x, weight, *options, backend = inputs
+        operator.save(ctx, (x, weight, y), Call(*options), backend)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, y = operator.saved_tensors("ista", ctx)
-        need_dx, need_dweight = ctx.needs_input_grad[:2]
-        dx, dweight = ista_bwd(dy, x, weight, y, *ctx.options, need_dx, need_dweight, ctx.backend)
+        (x, weight, y), call = operator.saved("ista", ctx)
+        need_dx, need_dweight, *_ = ctx.needs_input_grad
+        dx, dweight = ista_bwd(dy, x, weight, y, need_dx, need_dweight, *call, ctx.backend)
         dx = operator.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
         dweight = operator.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
-        return dx, dweight, *(None,) * (len(ctx.options) + 1)
+        return dx, dweight, *(None,) * (len(call) + 1)
 
 
 @operator.traced_by_autograd
 class OvercompleteISTAFunction(torch.autograd.Function):
-    """(out, codes, residuals) = ista_overcomplete_fwd(...), out differentiable once."""
+    """(out, codes, residuals) = _kept(x, weight, decoder, *call, backend), out differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Any:
-        outputs = ista_overcomplete_fwd(x, weight, decoder, *options)
+        outputs = _kept(x, weight, decoder, *options)
         OvercompleteISTAFunction.save(ctx, (x, weight, decoder, *options), outputs)
         return outputs
 
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, decoder, *ctx.options, _, ctx.backend = inputs
+        x, weight, decoder, *options, backend = inputs
         _, codes, residuals = outputs
         ctx.mark_non_differentiable(codes, residuals)
-        ctx.save_for_backward(x, weight, decoder, codes, residuals)
+        operator.save(ctx, (x, weight, decoder, codes, residuals), OvercompleteCall(*options), backend)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, decoder, *saved = operator.saved_tensors("ista_overcomplete", ctx)
-        grads = ista_overcomplete_bwd(dout, x, weight, decoder, *saved, *ctx.options, ctx.backend)
+        (x, weight, decoder, codes, residuals), call = operator.saved("ista_overcomplete", ctx)
+        grads = ista_overcomplete_bwd(dout, x, weight, decoder, codes, residuals, *call, ctx.backend)
         sources = (dout, x, weight, decoder)
         dx, dweight, ddecoder = (operator.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
-        return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(ctx.options) + 2)
+        return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(call) + 1)
+
+
+def _kept(x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the overcomplete forward and keep what its backward reads."""
+    return ista_overcomplete_fwd(x, weight, decoder, True, *options)
 
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
-operator.functorch_twin(OvercompleteISTAFunction, ista_overcomplete_fwd)
+operator.functorch_twin(OvercompleteISTAFunction, _kept)
 
 
-def ista(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:
     """Run the op, through autograd only when a gradient is wanted."""
     if operator.needs_grad(x, weight):
-        return operator.apply(ISTAFunction, x, weight, *options)
-    return ista_fwd(x, weight, *options)
+        return operator.apply(ISTAFunction, x, weight, *call, backend)
+    return ista_fwd(x, weight, *call, backend)
 
 
-def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Tensor:
-    """Run the op, keeping the codes only when a gradient is wanted; ``options`` end in the backend."""
-    *steps, backend = options
+def ista_overcomplete(
+    x: Tensor, weight: Tensor, decoder: Tensor | None, call: OvercompleteCall, backend: str
+) -> Tensor:
+    """Run the op, keeping the codes only when a gradient is wanted."""
     if operator.needs_grad(x, weight, decoder):
-        return operator.apply(OvercompleteISTAFunction, x, weight, decoder, *steps, True, backend)[0]
-    return ista_overcomplete_fwd(x, weight, decoder, *steps, False, backend)[0]
+        out, _, _ = operator.apply(OvercompleteISTAFunction, x, weight, decoder, *call, backend)
+    else:
+        out, _, _ = ista_overcomplete_fwd(x, weight, decoder, False, *call, backend)
+    return out

@@ -26,20 +26,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
-def ista(x: Tensor, weight: Tensor, step_size: float, lambd: float, nonnegative: bool) -> Tensor:
+
+def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
     """Return one proximal step, by the three published products."""
     reconstruction = F.linear(F.linear(x, weight), weight.t())
-    update = x + step_size * (F.linear(x, weight.t()) - reconstruction)
-    if nonnegative:
-        return F.relu(update - step_size * lambd)
-    return torch.sign(update) * F.relu(update.abs() - step_size * lambd)
+    update = x + call.step_size * (F.linear(x, weight.t()) - reconstruction)
+    if call.nonnegative:
+        return F.relu(update - call.threshold)
+    return torch.sign(update) * F.relu(update.abs() - call.threshold)
 
 
-def ista_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor, step_size: float, lambd: float, steps: int) -> Tensor:
-    """Return the decoded code after ``steps`` proximal steps from zero."""
+def forward_overcomplete(x: Tensor, weight: Tensor, decoder: Tensor | None, call: OvercompleteCall) -> Tensor:
+    """Return the decoded code after ``call.steps`` proximal steps from zero."""
     code = x.new_zeros(*x.shape[:-1], weight.shape[1])
-    for _ in range(steps):
+    for _ in range(call.steps):
         residual = x - F.linear(code, weight)
-        code = F.relu(code + step_size * F.linear(residual, weight.t()) - step_size * lambd)
-    return F.linear(code, decoder)
+        code = F.relu(code + call.step_size * F.linear(residual, weight.t()) - call.threshold)
+    return F.linear(code, weight if decoder is None else decoder)

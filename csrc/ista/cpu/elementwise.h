@@ -1,4 +1,4 @@
-// What stands between two products, in one pass.
+// Everything between two products, in one pass.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -7,26 +7,26 @@
 namespace {
 namespace ista {
 
-using crate_kernels::IstaArray;
 using crate_kernels::IstaUpdate;
+using crate_kernels::Operand;
 
 constexpr int kSegment = 256;  // elements that are converted at a time, in the first-level cache
 
-CRATE_INLINE char* element(const IstaArray& array, int64_t at) {
-  return static_cast<char*>(array.data) + at * crate_kernels::itemsize(array.dtype);
+CRATE_INLINE char* element(const Operand& operand, int64_t at) {
+  return static_cast<char*>(operand.data) + at * crate_kernels::itemsize(operand.dtype);
 }
 
 // fp32 is used where it lies; other dtypes pass through `scratch`.
-CRATE_INLINE const float* read(const IstaArray& array, int64_t at, int n, float* scratch) {
-  if (array.dtype == Dtype::f32) return reinterpret_cast<const float*>(element(array, at));
-  read_row(element(array, at), array.dtype, 1, n, scratch);
+CRATE_INLINE const float* read(const Operand& operand, int64_t at, int n, float* scratch) {
+  if (operand.dtype == Dtype::f32) return reinterpret_cast<const float*>(element(operand, at));
+  read_row(element(operand, at), operand.dtype, 1, n, scratch);
   return scratch;
 }
-CRATE_INLINE float* target(const IstaArray& array, int64_t at, float* scratch) {
-  return array.dtype == Dtype::f32 ? reinterpret_cast<float*>(element(array, at)) : scratch;
+CRATE_INLINE float* target(const Operand& operand, int64_t at, float* scratch) {
+  return operand.dtype == Dtype::f32 ? reinterpret_cast<float*>(element(operand, at)) : scratch;
 }
-CRATE_INLINE void finish(const IstaArray& array, int64_t at, int n, const float* scratch) {
-  if (array.dtype != Dtype::f32) write_row(element(array, at), array.dtype, 1, n, scratch);
+CRATE_INLINE void finish(const Operand& operand, int64_t at, int n, const float* scratch) {
+  if (operand.dtype != Dtype::f32) write_row(element(operand, at), operand.dtype, 1, n, scratch);
 }
 
 // ivdep: an output that is an input overlaps it element for element. The compiler's own test for overlap would send
@@ -34,18 +34,18 @@ CRATE_INLINE void finish(const IstaArray& array, int64_t at, int n, const float*
 
 void update(const IstaUpdate& u, int64_t begin, int64_t end) {
   alignas(64) float scratch[4][kSegment];
-  const float step_size = u.step_size, threshold = u.threshold;
+  const float scale = u.scale, threshold = u.threshold;
   for (int64_t at = begin; at < end; at += kSegment) {
     const int n = static_cast<int>(end - at < kSegment ? end - at : kSegment);
     const float* const product = read(u.product, at, n, scratch[0]);
     float* const out = target(u.out, at, scratch[3]);
     if (u.base.data == nullptr) {
 #pragma GCC ivdep
-      for (int i = 0; i < n; ++i) out[i] = step_size * product[i];
+      for (int i = 0; i < n; ++i) out[i] = scale * product[i];
     } else {
       const float* const base = read(u.base, at, n, scratch[1]);
 #pragma GCC ivdep
-      for (int i = 0; i < n; ++i) out[i] = base[i] + step_size * product[i];
+      for (int i = 0; i < n; ++i) out[i] = base[i] + scale * product[i];
     }
     // Written such that NaN stays NaN, as in PyTorch. A two-sided threshold of zero changes nothing.
     if (u.nonnegative) {
@@ -59,10 +59,10 @@ void update(const IstaUpdate& u, int64_t begin, int64_t end) {
         out[i] = v > threshold ? v - threshold : v < -threshold ? v + threshold : v * 0.0f;
       }
     }
-    if (u.code.data != nullptr) {
-      const float* const code = read(u.code, at, n, scratch[2]);
+    if (u.gate.data != nullptr) {
+      const float* const gate = read(u.gate, at, n, scratch[2]);
 #pragma GCC ivdep
-      for (int i = 0; i < n; ++i) out[i] = code[i] != 0.0f ? out[i] : 0.0f;
+      for (int i = 0; i < n; ++i) out[i] = gate[i] != 0.0f ? out[i] : 0.0f;
     }
     finish(u.out, at, n, out);
   }

@@ -1,4 +1,4 @@
-// The CPU ops of sparse coding: what PyTorch's products leave to do, cut into tasks.
+// The CPU ops of sparse coding: everything but PyTorch's products, cut into tasks.
 #include <algorithm>
 #include <optional>
 
@@ -25,23 +25,16 @@ const IstaKernels& kernels() {
   return ista_portable;
 }
 
-IstaArray array(const Tensor& t, const char* name, int64_t numel) {
-  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
-  STD_TORCH_CHECK(t.numel() == numel, name, " must have ", numel, " elements, got ", t.numel());
-  return {t.data_ptr(), dtype_of(t)};
-}
-
-void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> code, double step_size, double threshold,
+void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale, double threshold,
             bool nonnegative, Tensor out) {
   const int64_t numel = out.numel();
-  IstaUpdate u = {};
-  u.product = array(product, "product", numel);
-  if (base.has_value()) u.base = array(*base, "base", numel);
-  if (code.has_value()) u.code = array(*code, "code", numel);
-  u.out = array(out, "out", numel);
-  u.step_size = static_cast<float>(step_size);
-  u.threshold = static_cast<float>(threshold);
-  u.nonnegative = nonnegative;
+  const IstaUpdate u = {operand(product, "product", numel),
+                        operand(base, "base", numel),
+                        operand(gate, "gate", numel),
+                        operand(out, "out", numel),
+                        static_cast<float>(scale),
+                        static_cast<float>(threshold),
+                        nonnegative};
   const IstaKernels& k = kernels();
   // One stretch a thread, as the products before and after it are cut: what a core reads is in its own cache. Taking
   // what comes next instead made the product that follows 10-30% slower.
@@ -49,7 +42,7 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> co
 }
 
 const float* square_of_floats(const Tensor& t, const char* name, int64_t dim) {
-  const IstaArray a = array(t, name, dim * dim);
+  const Operand a = operand(t, name, dim * dim);
   STD_TORCH_CHECK(a.dtype == Dtype::f32, name, " must be float32, got scalar type ", static_cast<int>(t.scalar_type()));
   return static_cast<const float*>(a.data);
 }
@@ -65,19 +58,20 @@ void for_each_band(void (*kernel)(const IstaSquare&, int64_t), const IstaSquare&
 void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
   const int64_t dim = a.size(0);
   for_each_band(kernels().subtract_symmetric,
-                {square_of_floats(a, "a", dim), square_of_floats(b, "b", dim), array(out, "out", dim * dim), dim});
+                {square_of_floats(a, "a", dim), square_of_floats(b, "b", dim), operand(out, "out", dim * dim), dim});
 }
 
 void add_transposed(Tensor a, Tensor out) {
   const int64_t dim = a.size(0);
-  for_each_band(kernels().add_transposed, {square_of_floats(a, "a", dim), nullptr, array(out, "out", dim * dim), dim});
+  for_each_band(kernels().add_transposed,
+                {square_of_floats(a, "a", dim), nullptr, operand(out, "out", dim * dim), dim});
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def(
-      "ista_update(Tensor product, Tensor? base, Tensor? code, float step_size, float threshold, bool nonnegative, "
+      "ista_update(Tensor product, Tensor? base, Tensor? gate, float scale, float threshold, bool nonnegative, "
       "Tensor(a!) out) -> ()");
   m.def("ista_subtract_symmetric(Tensor a, Tensor b, Tensor(a!) out) -> ()");
   m.def("ista_add_transposed(Tensor a, Tensor(a!) out) -> ()");

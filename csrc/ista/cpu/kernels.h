@@ -1,4 +1,4 @@
-// What the instruction-set units offer to ista_cpu.cpp: plain structs and function pointers only.
+// The kernels that each instruction-set unit offers to ista_cpu.cpp: plain structs and function pointers only.
 #pragma once
 
 #include <stdint.h>
@@ -7,24 +7,17 @@
 
 namespace crate_kernels {
 
-// Contiguous elements of one dtype.
-struct IstaArray {
-  void* data;
-  Dtype dtype;
-};
-
-// out = shrink(base + step_size * product) where code is not zero, else 0; `data` is null of what there is not.
+// out = shrink(base + scale * product) where gate is not zero, else 0.
 struct IstaUpdate {
-  IstaArray product, base, code, out;
-  float step_size;
-  float threshold;
+  Operand product, base, gate, out;
+  float scale, threshold;
   bool nonnegative;  // shrink(v) = max(v - threshold, 0), else sign(v) max(|v| - threshold, 0)
 };
 
 // Square matrices of fp32, `dim` rows without gaps; the results of any dtype.
 struct IstaSquare {
   const float *a, *b;
-  IstaArray out;
+  Operand out;
   int64_t dim;
 };
 

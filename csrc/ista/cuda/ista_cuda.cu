@@ -1,4 +1,4 @@
-// The CUDA ops of sparse coding: what PyTorch's products leave to do.
+// The CUDA ops of sparse coding: everything but PyTorch's products.
 #include <optional>
 
 #include "../../common/cuda/launch.cuh"
@@ -7,15 +7,8 @@
 namespace crate_kernels {
 namespace {
 
-IstaOperand operand(const std::optional<Tensor>& t, const char* name, int64_t numel) {
-  if (!t.has_value()) return {};
-  STD_TORCH_CHECK(t->is_contiguous(), name, " must be contiguous");
-  STD_TORCH_CHECK(t->numel() == numel, name, " must have ", numel, " elements, got ", t->numel());
-  return {t->data_ptr(), dtype_of(*t)};
-}
-
 void update(std::optional<Tensor> product, std::optional<Tensor> base, std::optional<Tensor> gated,
-            std::optional<Tensor> gate, double scale, double threshold, bool nonnegative, bool gate_all, Tensor out) {
+            std::optional<Tensor> gate, double scale, double threshold, bool nonnegative, Tensor out) {
   IstaUpdate u = {};
   u.numel = out.numel();
   u.product = operand(product, "product", u.numel);
@@ -25,11 +18,11 @@ void update(std::optional<Tensor> product, std::optional<Tensor> base, std::opti
   u.out = operand(out, "out", u.numel);
   u.scale = static_cast<float>(scale);
   u.threshold = static_cast<float>(threshold);
-  u.gate_all = gate_all;
+  u.gate_all = gate.has_value() && !gated.has_value();
   u.nonnegative = nonnegative;
-  STD_TORCH_CHECK(gate.has_value() || !(gated.has_value() || gate_all), "gate must be given where something is gated");
+  STD_TORCH_CHECK(gate.has_value() || !gated.has_value(), "gate must be given where something is gated");
   u.wide = true;
-  for (const IstaOperand& o : {u.product, u.base, u.gated, u.gate, u.out}) {
+  for (const Operand& o : {u.product, u.base, u.gated, u.gate, u.out}) {
     u.wide = u.wide && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
   }
   const int32_t device = out.get_device_index();
@@ -40,7 +33,7 @@ void update(std::optional<Tensor> product, std::optional<Tensor> base, std::opti
 
 void symmetrize(Tensor a, Tensor both) {
   const int64_t dim = a.size(0), tiles = (dim + kIstaTile - 1) / kIstaTile;
-  const IstaOperand from = operand(a, "a", dim * dim), to = operand(both, "both", dim * dim);
+  const Operand from = operand(a, "a", dim * dim), to = operand(both, "both", dim * dim);
   STD_TORCH_CHECK(from.dtype == to.dtype, "both must have the dtype of a");
   const int32_t device = a.get_device_index();
   const OnDevice on(device);
@@ -57,7 +50,7 @@ void symmetrize(Tensor a, Tensor both) {
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def(
       "cuda_ista_update(Tensor? product, Tensor? base, Tensor? gated, Tensor? gate, float scale, float threshold, "
-      "bool nonnegative, bool gate_all, Tensor(a!) out) -> ()");
+      "bool nonnegative, Tensor(a!) out) -> ()");
   m.def("cuda_ista_symmetrize(Tensor a, Tensor(a!) both) -> ()");
 }
 

@@ -1,19 +1,13 @@
-// What stands between two products of a sparse-coding step, in one pass; and a square matrix plus its transpose.
+// Everything between two products of a sparse-coding step, in one pass; and a square matrix plus its transpose.
 #pragma once
 
 #include "../../common/cuda/device.cuh"
 
 namespace crate_kernels {
 
-// Contiguous elements; null where an operand is not given.
-struct IstaOperand {
-  void* data = nullptr;
-  Dtype dtype = Dtype::f32;
-};
-
-// out = act(base + [gate != 0] gated + scale product), zero where gate_all is set and gate is zero.
+// out = act(base + [gate != 0] gated + scale product); a gate without `gated` clears all of it where it is zero.
 struct IstaUpdate {
-  IstaOperand product, base, gated, gate, out;
+  Operand product, base, gated, gate, out;
   int64_t numel;
   float scale, threshold;
   bool gate_all;
@@ -24,7 +18,7 @@ struct IstaUpdate {
 constexpr int kIstaThreads = 256, kIstaItems = 8;  // 16 bytes of halves
 
 // Items [at, at + count) of an operand; those beyond are left alone.
-CRATE_DEVICE void read_items(const IstaOperand& operand, int64_t at, int count, bool wide, float (&v)[kIstaItems]) {
+CRATE_DEVICE void read_items(const Operand& operand, int64_t at, int count, bool wide, float (&v)[kIstaItems]) {
   if (operand.dtype == Dtype::f32) {
     const float* const from = static_cast<const float*>(operand.data) + at;
     if (wide) {
@@ -60,8 +54,7 @@ CRATE_DEVICE void read_items(const IstaOperand& operand, int64_t at, int count, 
   }
 }
 
-CRATE_DEVICE void write_items(const IstaOperand& operand, int64_t at, int count, bool wide,
-                              const float (&v)[kIstaItems]) {
+CRATE_DEVICE void write_items(const Operand& operand, int64_t at, int count, bool wide, const float (&v)[kIstaItems]) {
   if (operand.dtype == Dtype::f32) {
     float* const to = static_cast<float*>(operand.data) + at;
     if (wide) {

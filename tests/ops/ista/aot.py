@@ -2,6 +2,7 @@
 
 import torch
 
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
 from crate_kernels.ops.ista.triton import launch as kernels
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -10,11 +11,11 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 def step(tokens, dim, dtype=HALF, compute=None, nonnegative=True):
     """Return a call of ista, forward and backward; float32 tokens with a half ``compute`` are autocast's."""
     x, weight = torch.empty(tokens, dim, dtype=dtype, device="meta"), torch.empty(dim, dim, dtype=dtype, device="meta")
-    options = (0.1, 0.1, nonnegative, compute or dtype)
+    options = Call(0.1, 0.1, nonnegative, compute or dtype)
 
     def call():
-        y = kernels.forward(x, weight, *options)
-        kernels.backward(y, x, weight, y, *options, True, True)
+        y = kernels.forward(x, weight, options)
+        kernels.backward(y, x, weight, y, True, True, options)
 
     return call
 
@@ -25,9 +26,10 @@ def overcomplete(tokens, dim, hidden, dtype=HALF):
         torch.empty(tokens, dim, dtype=dtype, device="meta"),
         torch.empty(dim, hidden, dtype=dtype, device="meta"),
     )
+    options = OvercompleteCall(0.1, 0.1, 2)
 
     def call():
-        out, *saved = kernels.forward_overcomplete(x, weight, weight, 0.1, 0.1, 2, True)
-        kernels.backward_overcomplete(out, x, weight, weight, *saved, 0.1, 0.1, 2)
+        out, *saved = kernels.forward_overcomplete(x, weight, weight, True, options)
+        kernels.backward_overcomplete(out, x, weight, weight, *saved, options)
 
     return call

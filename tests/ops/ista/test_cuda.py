@@ -43,23 +43,24 @@ UPDATES = {
     "soft": (("product", "base"), {"threshold": 0.4}),
     "mask": (("gated", "gate"), {}),
     "gated": (OPERANDS, {"scale": 0.7}),
-    "cleared": (("product", "base", "gate"), {"gate_all": True}),
+    "cleared": (("product", "base", "gate"), {}),
 }
 
 
-def update(operands, out, scale=1.0, threshold=0.0, nonnegative=False, gate_all=False):
+def update(operands, out, scale=1.0, threshold=0.0, nonnegative=False):
     tensors = [operands.get(name) for name in OPERANDS]
-    torch.ops.crate_kernels_C.cuda_ista_update(*tensors, scale, threshold, nonnegative, gate_all, out)
+    torch.ops.crate_kernels_C.cuda_ista_update(*tensors, scale, threshold, nonnegative, out)
 
 
-def expected(operands, scale=1.0, threshold=0.0, nonnegative=False, gate_all=False):
+def expected(operands, scale=1.0, threshold=0.0, nonnegative=False):
     v = scale * operands["product"] if "product" in operands else torch.zeros_like(operands["gated"])
     if "base" in operands:
         v = v + operands["base"]
     if "gated" in operands:
         v = v + torch.where(operands["gate"] != 0, operands["gated"], 0.0)
     v = (v - threshold).relu() if nonnegative else v.sign() * (v.abs() - threshold).relu()
-    return torch.where(operands["gate"] != 0, v, 0.0) if gate_all else v
+    cleared = "gate" in operands and "gated" not in operands
+    return torch.where(operands["gate"] != 0, v, 0.0) if cleared else v
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
-from crate_kernels._core import backends
 from crate_kernels._native import extension
 from tests.ops.common import LEVELS, randn
+
+if extension.PATH is not None:
+    from crate_kernels.ops.ista import native
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -57,7 +59,7 @@ WIDE = (257, 272, 273, 288, 300, 513)  # wide enough for panels, around multiple
 def test_panels_of_the_symmetric_product(dim, dtype):
     weight = randn(dim, dim, dtype=torch.float32) * dim**-0.5
     exact = weight.double() - weight.double().T @ weight.double()
-    actual, eager = backends.kernel("ista", "cpp")._matrix(weight, dtype), (weight - weight.T @ weight).to(dtype)
+    actual, eager = native._engine_for(weight).gram(weight, dtype), (weight - weight.T @ weight).to(dtype)
     assert actual.dtype == dtype
     measured = testing.measure({"out": actual}, {"out": eager}, {"out": exact}, dtype)
     assert [m for m in measured if not m.passed] == []

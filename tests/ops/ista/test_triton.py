@@ -53,7 +53,7 @@ def expected(left, right, base=None, gated=None, gate=None, scale=1.0, threshold
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (17, 33, 40), (130, 70, 96)], ids=str)
 def test_the_product_is_what_it_says(shape, options, transposed, library, dtype, backend, device):
-    from crate_kernels.ops.ista.triton.product import product
+    from crate_kernels.ops.ista.triton.product import Epilogue, product
 
     rows, inner, columns = shape
     left = randn(rows, inner, dtype=dtype, device=device)
@@ -66,7 +66,7 @@ def test_the_product_is_what_it_says(shape, options, transposed, library, dtype,
     }
     exact = expected(left, right, **{**options, **tensors})
     with going(library):
-        actual = product(left, right, **{**options, **tensors})
+        actual = product(left, right, Epilogue(**{**options, **tensors}))
     assert actual.dtype == dtype
     scale = inner**0.5 + 3
     # A sum of ``inner`` products in float32, and one rounding; the library's product is rounded by itself first.
@@ -77,11 +77,11 @@ def test_the_product_is_what_it_says(shape, options, transposed, library, dtype,
 
 @EACH
 def test_float32_tokens_are_rounded_for_the_product_alone(backend, device):
-    from crate_kernels.ops.ista.triton.product import product
+    from crate_kernels.ops.ista.triton.product import Epilogue, product
 
     dtype = half(backend, device)
     left, right = randn(40, 24, dtype=torch.float32, device=device), randn(24, 24, dtype=dtype, device=device, seed=1)
-    actual = product(left, right, base=left, scale=0.5, dtype=torch.float32)
+    actual = product(left, right, Epilogue(0.5, left), dtype=torch.float32)
     exact = left.double() + 0.5 * left.to(dtype).double() @ right.double()
     torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=1e-5)
 

@@ -23,7 +23,7 @@ measured that one gains.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._triton import launch
+from crate_kernels.ops.ista.steps import scaled
 from crate_kernels.ops.ista.triton.tables import PRODUCT
 
 _ELEMENTS = 2048  # of a program of the elementwise kernel
@@ -139,30 +140,43 @@ def _ista_update_kernel(
     tl.store(out_ptr + places, acc, mask=mask)
 
 
+class Epilogue(NamedTuple):
+    """What is done to a product; tensors are (rows, columns) and contiguous, and absent where they are None."""
+
+    scale: float = 1.0  # factor of the product
+    base: Tensor | None = None  # added
+    gated: Tensor | None = None  # added where ``gate`` is not zero
+    gate: Tensor | None = None  # without ``gated`` it clears the whole result where it is zero
+    threshold: float | None = None  # of the activation; None for none
+    nonnegative: bool = True  # activation by ReLU, else by the two-sided soft threshold
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether it adds nothing and cuts nothing off."""
+        return self.base is None and self.gate is None and self.threshold is None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a kernel."""
+        return {
+            "base_ptr": self.base,
+            "gated_ptr": self.gated,
+            "gate_ptr": self.gate,
+            "scale": self.scale,
+            "threshold": self.threshold or 0.0,
+            "GATE_ALL": self.gate is not None and self.gated is None,
+            "ACTIVATION": _NONE if self.threshold is None else _RELU if self.nonnegative else _SOFT,
+        }
+
+
 def product(
-    left: Tensor,
-    right: Tensor,
-    *,
-    scale: float = 1.0,
-    base: Tensor | None = None,
-    gated: Tensor | None = None,
-    gate: Tensor | None = None,
-    threshold: float | None = None,
-    nonnegative: bool = True,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    left: Tensor, right: Tensor, epilogue: Epilogue, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return ``act(base + gated + scale * left @ right)``, accumulated in float32.
 
     Args:
         left: (rows, inner), contiguous; rounded to right's dtype for the product.
         right: (inner, columns), any strides; its dtype is that of the product.
-        scale: factor of the product.
-        base: (rows, columns), contiguous as all that follow; added.
-        gated: (rows, columns), added where ``gate`` is not zero.
-        gate: (rows, columns); without ``gated`` it clears the whole result where it is zero.
-        threshold: of the activation; None for none.
-        nonnegative: ReLU, or the two-sided soft threshold.
+        epilogue: base, gated, scale and act.
         out: where the result is put, contiguous; allocated by default.
         dtype: of the result where ``out`` is None, right's by default.
     """
@@ -171,15 +185,6 @@ def product(
         out = left.new_empty(rows, columns, dtype=dtype or right.dtype)
     if out.numel() == 0:
         return out
-    shared: dict[str, Any] = {
-        "base_ptr": base,
-        "gated_ptr": gated,
-        "gate_ptr": gate,
-        "scale": scale,
-        "threshold": threshold or 0.0,
-        "GATE_ALL": gate is not None and gated is None,
-        "ACTIVATION": _NONE if threshold is None else _RELU if nonnegative else _SOFT,
-    }
     # The pointers of widths that 16-byte loads do not divide fill the registers: of a large tile, and of few threads.
     even = inner % 16 == 0 and columns % 16 == 0
     config = dict(PRODUCT.config(left.device, inner, rows if even else min(rows, 1024), False, left.dtype))
@@ -187,9 +192,9 @@ def product(
         config["num_warps"] = 8
     with launch.guard(left.device):
         if config.pop("LIBRARY") or right.dtype == torch.float32:
-            plain = library_product(left.to(right.dtype), right, scale, out if out.dtype == right.dtype else None)
-            if plain is not out or shared["ACTIVATION"] or base is not None or gate is not None:
-                _update(plain, out, {**shared, "scale": 1.0})
+            plain = scaled(left.to(right.dtype), right, epilogue.scale, out if out.dtype == right.dtype else None)
+            if plain is not out or not epilogue.only_scales:
+                _update(plain, out, epilogue._replace(scale=1.0))
             return out
         grid = (triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"]),)
         _ista_product_kernel[grid](
@@ -202,29 +207,22 @@ def product(
             columns=columns,
             inner=inner,
             EVEN_K=inner % config["BLOCK_K"] == 0,
-            **shared,
+            **epilogue.arguments(),
             **config,
         )
     return out
 
 
-def library_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """Return scale * left @ right by PyTorch, scaled before it is rounded."""
-    # Times zero, what is to be added is never read.
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale, out=out)
-
-
 def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``t`` where ``gate`` is not zero, rounded to ``dtype``; all contiguous."""
     out = torch.empty_like(t, dtype=dtype)
-    shared = {"base_ptr": None, "gated_ptr": t, "gate_ptr": gate, "scale": 1.0, "threshold": 0.0}
     with launch.guard(t.device):
-        _update(None, out, {**shared, "GATE_ALL": False, "ACTIVATION": _NONE})
+        _update(None, out, Epilogue(gated=t, gate=gate))
     return out
 
 
-def _update(plain: Tensor | None, out: Tensor, shared: dict[str, Any]) -> None:
+def _update(plain: Tensor | None, out: Tensor, epilogue: Epilogue) -> None:
     grid = (triton.cdiv(out.numel(), _ELEMENTS),)
     _ista_update_kernel[grid](
-        product_ptr=plain, out_ptr=out, elements=out.numel(), BLOCK=_ELEMENTS, num_warps=4, **shared
+        product_ptr=plain, out_ptr=out, elements=out.numel(), BLOCK=_ELEMENTS, num_warps=4, **epilogue.arguments()
     )

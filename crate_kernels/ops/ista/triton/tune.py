@@ -12,9 +12,10 @@ from torch import Tensor
 from crate_kernels._triton.launch import Row, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.ista import composite
+from crate_kernels.ops.ista.call import Call
 from crate_kernels.ops.ista.triton import launch as kernels
 from crate_kernels.ops.ista.triton import tables
-from crate_kernels.ops.ista.triton.product import product
+from crate_kernels.ops.ista.triton.product import Epilogue, product
 
 _STEP, _THRESHOLD = 0.1, 0.01
 
@@ -33,7 +34,7 @@ def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Cal
         right = _draw(inner, columns, device=device) * inner**-0.5
 
         def call() -> Tensor:
-            return product(left, right, base=base, scale=_STEP, threshold=_THRESHOLD)
+            return product(left, right, Epilogue(_STEP, base, threshold=_THRESHOLD))
 
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
             update = left.to(dtype) @ right.to(dtype)
@@ -50,17 +51,18 @@ def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable
     def make() -> Prepared:
         x, dy = _draw(tokens, dim, device=device), _draw(1, tokens, dim, device=device)[0]
         weight = _draw(dim, dim, device=device) * dim**-0.5
-        options = (_STEP, _THRESHOLD / _STEP, True)
-        y = kernels.forward(x, weight, *options, x.dtype)
+        call = Call(_STEP, _THRESHOLD / _STEP, True, x.dtype)
+        y = kernels.forward(x, weight, call)
 
         def step(on: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
-            tensors = [t.to(dtype) for t in (dy, x, weight, y)]
+            tokens, dictionary, own = x.to(dtype), weight.to(dtype), call._replace(compute=dtype)
             if table is tables.FORWARD_FORM:
-                return {"y": on.forward(*tensors[1:3], *options, dtype)}
-            return dict(zip(("dx", "dweight"), on.backward(*tensors, *options, dtype, True, True), strict=True))
+                return {"y": on.forward(tokens, dictionary, own)}
+            dx, dweight = on.backward(dy.to(dtype), tokens, dictionary, y.to(dtype), True, True, own)
+            return {"dx": dx, "dweight": dweight}
 
-        call = partial(step, kernels, x.dtype)
-        return Prepared(call, call, partial(step, composite), x.dtype)
+        run = partial(step, kernels, x.dtype)
+        return Prepared(run, run, partial(step, composite), x.dtype)
 
     return make
 

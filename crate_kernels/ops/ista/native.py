@@ -1,0 +1,215 @@
+"""Sparse-coding steps by PyTorch's products and csrc/ista, which does all that is between them.
+
+On CPUs only the upper half of the symmetric W^T W is multiplied, and elementwise work is one pass over a product's
+output, in place. On GPUs, products of the tokens with a matrix, and passes over tensors of the tokens' size, (read,
+written), beside what the products themselves read and write:
+
+====================== ==================== ========= ==============================================================
+call                   products             passes    what
+====================== ==================== ========= ==============================================================
+forward, many tokens   1                    2, 1      product and x in, y out
+forward, few           2                    4, 2      the residual likewise
+backward, many         2                    4, 2      dy, y in, g' out; product and g' in, dx out
+backward, few          5                    9, 3      the same, r = x - x W^T, and dr, dy and y for dx
+overcomplete forward   2 steps              2 a step and a residual, 1 out
+overcomplete backward  4 steps              2 in, 1 out for each gradient of a code; dx is added up in the products
+====================== ==================== ========= ==============================================================
+
+There the form is chosen by FLOP: as long as no GPU has said otherwise, one product from dim tokens on, of which
+training spares three for two of dim^3. The passes are in ``steps.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from crate_kernels._native.extension import Library, library
+from crate_kernels.ops.ista import steps
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
+
+_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+# Where the processor has no float16 arithmetic, PyTorch's float16 product takes 30 times as long as float32's.
+_FAST_FLOAT16 = _linear is not None and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+# W^T W by panels leaves out 5/12 of the product: at most so many, at least so wide. Below 256 their calls cost more.
+_PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
+_FEW = 1 << 16  # elements, up to which one call fewer counts for more than one pass fewer
+
+
+class _Cpu(steps.Engine):
+    scales_late, sum_dtype = True, torch.float32
+
+    def __init__(self, lib: Library) -> None:
+        self.lib, self.update = lib, lib.ista_update
+
+    def product_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.float32 if compute == torch.float16 and not _FAST_FLOAT16 else compute
+
+    def one_product(self, tokens: Tensor) -> bool:
+        count, dim = tokens.shape
+        return count >= self._square(dim) * dim
+
+    def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
+        # Products with the tokens that one form spares, against the square ones that it has instead.
+        count, dim = tokens.shape
+        square = self._square(dim)
+        spared, squares = (3, 1 + square) if need_dx and need_dweight else (1, square) if need_dx else (3, 1)
+        return spared * count >= squares * dim
+
+    def _square(self, dim: int) -> float:
+        """Return what W - W^T W costs, in products with dim tokens."""
+        return 5 / 8 if dim > _LEAST_DIM else 1.0
+
+    def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        weight, dim = weight if weight.dtype == dtype else weight.float(), weight.shape[0]
+        if weight.dtype != torch.float32 or dim <= _LEAST_DIM:
+            return super().gram(weight, dtype)
+        weight = weight.contiguous()
+        upper = torch.empty_like(weight)
+        # The kernel reads the upper half by tiles of 16, so panels are cut there.
+        width = max(_PANEL, -(-dim // (16 * _PANELS)) * 16)
+        for start in range(0, dim, width):
+            panel = slice(start, start + width)
+            torch.mm(weight[:, panel].t(), weight[:, start:], out=upper[panel, start:])
+        gram = torch.empty_like(upper, dtype=dtype)
+        self.lib.ista_subtract_symmetric(weight, upper, gram)
+        return gram
+
+    def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
+        both = torch.empty_like(dgram, dtype=self.product_dtype(weight.dtype))
+        self.lib.ista_add_transposed(dgram, both)
+        product = self.mm(weight.to(both.dtype), both)
+        dweight = _like(product, weight.dtype)
+        self.update(product, dgram, None, -1.0, 0.0, False, dweight)
+        return dweight
+
+    def mm(self, left: Tensor, right: Tensor) -> Tensor:
+        # In float32 oneDNN is 8-13% faster than the BLAS on a Zen 4 where rows are many, and costs 12 us more per call.
+        # In half precision PyTorch takes it anyhow.
+        if left.dtype == torch.float32 and _linear is not None and left.shape[0] * right.numel() >= 1 << 24:
+            return _linear(left, right.t(), None, "none", [], "")
+        return torch.mm(left, right)
+
+    def step(
+        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+    ) -> Tensor:
+        product = self.mm(left, right)
+        if out is None:
+            out = product if base is None else _like(product, base.dtype)
+        self.update(product, base, None, call.step_size, call.threshold, call.nonnegative, out)
+        return out
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        base: Tensor | None = None,
+        scale: float = 1.0,
+        gate: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if base is not None and (base.dtype != torch.float32 or base.numel() <= _FEW):
+            product = torch.addmm(base, left, right, alpha=scale, out=out)  # added before it is rounded
+            base, scale = None, 1.0
+        else:
+            product = self.mm(left, right)
+        if base is None and gate is None and scale == 1.0:
+            return product
+        out = product if out is None else out
+        self.update(product, base, gate, scale, 0.0, False, out)
+        return out
+
+    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+        masked = torch.empty_like(dy)
+        self.update(dy, None, y, 1.0, 0.0, False, masked)
+        return masked
+
+    def input_gradient(
+        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
+    ) -> Tensor:
+        product = self.product(left, right, base, 1.0 if base is None else -1.0)
+        dx = product if product.dtype == upstream.masked.dtype else upstream.masked  # which no product reads then
+        self.update(product, upstream.masked, None, scale, 0.0, False, dx)
+        return dx
+
+    def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        if total.dtype == left.dtype:
+            return super().add_over_tokens(total, left, right, scale)
+        # The kernel adds tensors of two dtypes in one pass.
+        self.update(steps.scaled(left.t(), right, scale), total, None, 1.0, 0.0, False, total)
+        return total
+
+
+class _Cuda(steps.Engine):
+    def __init__(self, lib: Library) -> None:
+        self.lib, self.update = lib, lib.ista_update
+
+    def plus_transpose(self, square: Tensor) -> Tensor:
+        both = torch.empty_like(square)
+        self.lib.ista_symmetrize(square, both)
+        return both
+
+    def step(
+        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+    ) -> Tensor:
+        product = self.mm(left, right)
+        if out is None:
+            out = product if base is None else _like(product, base.dtype)
+        self.update(product, base, None, None, call.step_size, call.threshold, call.nonnegative, out)
+        return out
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        base: Tensor | None = None,
+        scale: float = 1.0,
+        gate: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if base is None and gate is None:
+            return steps.scaled(left, right, scale, out)
+        product = torch.mm(left, right, out=out)
+        self.update(product, base, None, gate, scale, 0.0, False, product)
+        return product
+
+    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+        masked = torch.empty_like(dy, dtype=dtype)
+        self.update(None, None, dy, y, 1.0, 0.0, False, masked)
+        return masked
+
+    def input_gradient(
+        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
+    ) -> Tensor:
+        masked, dy, y = upstream
+        product = torch.mm(left, right)
+        dx = _like(product, dy.dtype)
+        if base is None and masked.dtype == dy.dtype:
+            self.update(product, masked, None, None, scale, 0.0, False, dx)
+        else:  # what was rounded for the products is not what is added
+            self.update(product, base, dy, y, scale if base is None else -scale, 0.0, False, dx)
+        return dx
+
+    def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        if total is None:
+            return steps.scaled(left, right, scale)
+        return total.addmm_(left, right, alpha=scale)
+
+
+def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for what ``t`` becomes in ``dtype``: its own if that fits."""
+    return t if t.dtype == dtype else torch.empty_like(t, dtype=dtype)
+
+
+@cache
+def _engine(lib: Library) -> steps.Engine:
+    return _Cuda(lib) if lib.cuda else _Cpu(lib)
+
+
+def _engine_for(x: Tensor) -> steps.Engine:
+    return _engine(library(x.device.type))
+
+
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(_engine_for, _engine_for)

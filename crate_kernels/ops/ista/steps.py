@@ -1,0 +1,252 @@
+"""The passes of sparse coding, written once; a backend is an engine that says how each product is computed.
+
+An engine decides where a step takes one product with K = W - W^T W and where two, in which dtype products run, what is
+fused into them, and in which order a result is scaled and rounded. Derivations are in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crate_kernels.ops.ista.call import Call, OvercompleteCall
+
+
+class Upstream(NamedTuple):
+    """The gradient of a step's output, as it is added to the gradient of its input."""
+
+    masked: Tensor  # dy where y is not zero, in any dtype
+    dy: Tensor
+    y: Tensor
+
+
+class Engine:
+    """How a backend computes what a pass is made of. Rows are (tokens, width); ``out`` is None for a new tensor."""
+
+    scales_late = False  # gradients are multiplied by step_size when they are added up, not when they are products
+    sum_dtype: torch.dtype | None = None  # of sums over tokens in a step of ``ista``; None: that of the products
+
+    def rows(self, t: Tensor) -> Tensor:
+        """View tokens as contiguous rows; copy them if they are not."""
+        return t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous()
+
+    def product_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype of products that are asked for in ``compute``."""
+        return compute
+
+    def operand(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return tokens as the left operand of products in ``dtype``."""
+        return tokens.to(dtype)
+
+    def one_product(self, tokens: Tensor) -> bool:
+        """Whether the forward takes one product of the tokens and K = W - W^T W, rather than two products."""
+        return tokens.shape[0] >= tokens.shape[1]
+
+    def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
+        """Whether the backward takes the one-product form.
+
+        It spares 3 products with the tokens (of either gradient alone, 1) for 2 (1) of dim^3.
+        """
+        spared, squares = (3, 2) if need_dx and need_dweight else (1, 1)
+        return spared * tokens.shape[0] >= squares * tokens.shape[1]
+
+    def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return K = W - W^T W, formed in weight's dtype or better and rounded once."""
+        return torch.addmm(weight, weight.t(), weight, alpha=-1).to(dtype)
+
+    def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of W from that of K: dK - W (dK + dK^T)."""
+        dgram = dgram.to(weight.dtype)
+        return torch.addmm(dgram, weight, self.plus_transpose(dgram), alpha=-1)
+
+    def plus_transpose(self, square: Tensor) -> Tensor:
+        """Return a square matrix plus its transpose."""
+        return square + square.t()
+
+    def mm(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left @ right by the library."""
+        return torch.mm(left, right)
+
+    def step(
+        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+    ) -> Tensor:
+        """Return shrink(base + step_size * left @ right), in base's dtype, by the threshold of the call."""
+        raise NotImplementedError
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        base: Tensor | None = None,
+        scale: float = 1.0,
+        gate: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return base + scale * left @ right, zero where ``gate`` is zero, in right's dtype."""
+        raise NotImplementedError
+
+    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+        """Return dy where y is not zero: in dy's dtype, or rounded to ``dtype`` for the products."""
+        raise NotImplementedError
+
+    def input_gradient(
+        self, upstream: Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
+    ) -> Tensor:
+        """Return the masked dy + scale * left @ right, or + scale * (base - left @ right), in dy's dtype."""
+        raise NotImplementedError
+
+    def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        """Return total + scale * left @ right; ``total`` may be written."""
+        product = self.product(left, right, scale=scale)
+        return product if total is None else total.add_(product)
+
+    def sum_over_tokens(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
+        """Return scale * left^T @ right in ``dtype``."""
+        product = scaled(left.t(), right, scale)
+        return product if dtype is None else product.to(dtype)
+
+    def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        """Add scale * left^T @ right to ``total``, in place."""
+        if total.dtype == left.dtype:
+            return total.addmm_(left.t(), right, alpha=scale)
+        return total.add_(scaled(left.t(), right, scale))
+
+
+def scaled(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Return scale * left @ right, scaled before it is rounded: a sum over all tokens may be beyond fp16 unscaled."""
+    # beta = 0: the first argument is not read.
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale, out=out)
+
+
+def forward(engine: Engine, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+    """Return y; the residual is added in x's dtype or better."""
+    tokens, dtype = engine.rows(x), engine.product_dtype(call.compute)
+    left = engine.operand(tokens, dtype)
+    if engine.one_product(tokens):
+        right = engine.gram(weight, dtype)
+    else:
+        right = weight.to(dtype)
+        left = engine.product(left, right.t(), left, -1.0)
+    return engine.step(left, right, tokens, call).view(x.shape)
+
+
+def backward(
+    engine: Engine, dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Return dx and dweight; an empty tensor for the one not needed."""
+    tokens, dtype = engine.rows(x), engine.product_dtype(call.compute)
+    dy, y = engine.rows(dy), engine.rows(y)
+    upstream = Upstream(engine.mask(dy, y, call, dtype), dy, y)
+    g, left = upstream.masked.to(dtype), engine.operand(tokens, dtype)
+    dx, dweight = x.new_empty(0), weight.new_empty(0)
+    if engine.one_product_back(tokens, need_dx, need_dweight):
+        if need_dx:
+            dx = engine.input_gradient(upstream, g, engine.gram(weight, dtype).t(), call.step_size)
+        if need_dweight:
+            dgram = engine.sum_over_tokens(left.to(dtype), g, call.step_size, engine.sum_dtype)
+            dweight = engine.through_gram(dgram, weight)
+    else:
+        early, late = _early_and_late(engine, call)
+        matrix = weight.to(dtype)
+        dr = engine.product(g, matrix.t(), scale=early)  # gradient of the residual x - x W^T
+        if need_dx:
+            dx = engine.input_gradient(upstream, dr, matrix, late, base=dr)
+        if need_dweight:
+            residual = engine.product(left, matrix.t(), left, -1.0)
+            dweight = engine.sum_over_tokens(residual, g, call.step_size, engine.sum_dtype)
+            dweight = engine.add_over_tokens(dweight, dr, left.to(dtype), -late).to(weight.dtype)
+    return dx.view(x.shape) if need_dx else dx, dweight
+
+
+def forward_overcomplete(
+    engine: Engine, x: Tensor, weight: Tensor, decoder: Tensor | None, keep: bool, call: OvercompleteCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
+    dtype, steps = engine.product_dtype(x.dtype), call.steps
+    tokens, matrix = engine.rows(x).to(dtype), weight.to(dtype)
+    codes = x.new_empty((steps, tokens.shape[0], weight.shape[1]) if keep else 0)
+    residuals = x.new_empty((steps - 1, *tokens.shape) if keep else 0)
+    in_place = keep and x.dtype == dtype  # what is kept is what is computed with
+    code, residual = None, tokens  # z_0 = 0 makes r_0 = x: the first step is one product
+    for t in range(steps):
+        if code is not None:
+            residual = engine.product(code, matrix.t(), tokens, -1.0, out=residuals[t - 1] if in_place else None)
+        code = engine.step(residual, matrix, code, call, out=codes[t] if in_place else None)
+        if keep and not in_place:
+            codes[t] = code
+            if t:
+                residuals[t - 1] = residual
+    assert code is not None
+    out = engine.mm(code, (matrix if decoder is None else decoder.to(dtype)).t())
+    return out.to(x.dtype).view(x.shape), codes, residuals
+
+
+def backward_overcomplete(
+    engine: Engine,
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    decoder: Tensor | None,
+    codes: Tensor,
+    residuals: Tensor,
+    call: OvercompleteCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
+    dtype = engine.product_dtype(x.dtype)
+    early, late = _early_and_late(engine, call)
+    tokens, dout, matrix = engine.rows(x).to(dtype), engine.rows(dout).to(dtype), weight.to(dtype)
+    # Half weights sum in their own dtype: sums in float32 would be as many bytes again as the products write. A
+    # float32 weight beside half tokens gets a float32 sum of half products.
+    sums = torch.promote_types(weight.dtype, dtype)
+    code = codes[-1].to(dtype)
+    ddecoder, dweight = weight.new_empty(0), engine.sum_over_tokens(dout, code, 1.0, sums)
+    if decoder is not None:
+        ddecoder, dweight = dweight.to(decoder.dtype), None
+    dcode = engine.product(dout, matrix if decoder is None else decoder.to(dtype), gate=code)
+    dx = None
+    for t in range(call.steps - 1, -1, -1):
+        residual = residuals[t - 1].to(dtype) if t else tokens
+        if dweight is None:
+            dweight = engine.sum_over_tokens(residual, dcode, call.step_size, sums)
+        else:
+            dweight = engine.add_over_tokens(dweight, residual, dcode, call.step_size)
+        if t:
+            code = codes[t - 1].to(dtype)
+            dr = engine.product(dcode, matrix.t(), scale=early)
+            dweight = engine.add_over_tokens(dweight, dr, code, -late)
+            dcode = engine.product(dr, matrix, dcode, -late, gate=code)
+            dx = dr if dx is None else dx.add_(dr)
+    assert dweight is not None
+    dx = engine.add_product(dx, dcode, matrix.t(), early)
+    if late != 1.0:
+        dx = dx.mul_(late)
+    return dx.to(x.dtype).view(x.shape), dweight.to(weight.dtype), ddecoder
+
+
+def _early_and_late(engine: Engine, call: Call | OvercompleteCall) -> tuple[float, float]:
+    """Return the factors of a residual's gradient: of the product that it is, and of what it is added to."""
+    return (1.0, call.step_size) if engine.scales_late else (call.step_size, 1.0)
+
+
+def passes(step: Callable[[Tensor], Engine], overcomplete: Callable[[Tensor], Engine]) -> tuple[Callable, ...]:
+    """Return forward, backward, forward_overcomplete and backward_overcomplete of a backend.
+
+    ``step(x)`` and ``overcomplete(x)`` return the engine of a call on such tokens.
+    """
+
+    def run_forward(x: Tensor, *rest: Any) -> Tensor:
+        return forward(step(x), x, *rest)
+
+    def run_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return backward(step(x), dy, x, *rest)
+
+    def run_forward_overcomplete(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return forward_overcomplete(overcomplete(x), x, *rest)
+
+    def run_backward_overcomplete(dout: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return backward_overcomplete(overcomplete(x), dout, x, *rest)
+
+    return run_forward, run_backward, run_forward_overcomplete, run_backward_overcomplete
