@@ -7,6 +7,7 @@ than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, get_type_hints
 
 import torch
@@ -33,6 +34,12 @@ def schema_of(record: type[tuple]) -> str:
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
 
 
+@cache
+def _tensor_fields(record: type[tuple]) -> tuple[str, ...]:
+    """Return the names of the fields of a record that are tensors or None."""
+    return tuple(name for name, kind in get_type_hints(record).items() if kind in (Tensor, Tensor | None))
+
+
 def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
     """Split the arguments of an op: tensors, the record of its options and the backend."""
     count = len(record._fields)
@@ -50,11 +57,12 @@ def body(op: str, function: str, record: Any, of: int) -> Callable:
         record: the NamedTuple of the operator's options.
         of: which of the tensors says the device and dtype.
     """
-    count = len(record._fields)
+    count, holds_tensors = len(record._fields), bool(_tensor_fields(record))
 
     def run(*args: Any) -> Any:
-        tensors, backend = args[: -count - 1], args[-1]
-        options = [x.contiguous() if isinstance(x, Tensor) else x for x in args[-count - 1 : -1]]
+        tensors, options, backend = args[: -count - 1], args[-count - 1 : -1], args[-1]
+        if holds_tensors:
+            options = [x.contiguous() if isinstance(x, Tensor) else x for x in options]
         return backends.run(op, function, backend, tensors[of], *tensors, record(*options))
 
     return run
@@ -149,18 +157,20 @@ def traced_by_autograd(function: type) -> type:
     return function
 
 
-def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: tuple, backend: str) -> None:
+def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
     """Save what a backward pass reads: ``tensors``, the options of the call, and its backend as ``ctx.backend``."""
-    ctx.save_for_backward(*tensors, *(x if isinstance(x, Tensor) else None for x in call))
-    ctx.scalars = [None if isinstance(x, Tensor) else x for x in call]
-    ctx.record, ctx.backend = type(call), backend
+    fields = _tensor_fields(type(call))
+    ctx.save_for_backward(*tensors, *[getattr(call, name) for name in fields])
+    ctx.call, ctx.backend = call._replace(**dict.fromkeys(fields)) if fields else call, backend
 
 
-def saved(op: str, ctx: Any) -> tuple[list[Any], Any]:
+def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the tensors and the options that ``save`` saved."""
-    every, count = saved_tensors(op, ctx), len(ctx.scalars)
-    held = zip(every[-count:], ctx.scalars, strict=True)
-    return list(every[:-count]), ctx.record(*(scalar if tensor is None else tensor for tensor, scalar in held))
+    every, fields = saved_tensors(op, ctx), _tensor_fields(type(ctx.call))
+    if not fields:
+        return every, ctx.call
+    count = len(every) - len(fields)
+    return every[:count], ctx.call._replace(**dict(zip(fields, every[count:], strict=True)))
 
 
 def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:

@@ -204,12 +204,13 @@ def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _engine(lib: Library) -> steps.Engine:
+def _engine(device_type: str) -> steps.Engine:
+    lib = library(device_type)
     return _Cuda(lib) if lib.cuda else _Cpu(lib)
 
 
 def _engine_for(x: Tensor) -> steps.Engine:
-    return _engine(library(x.device.type))
+    return _engine(x.device.type)
 
 
 forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(_engine_for, _engine_for)

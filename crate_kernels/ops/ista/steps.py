@@ -106,7 +106,7 @@ class Engine:
     def sum_over_tokens(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
         """Return scale * left^T @ right in ``dtype``."""
         product = scaled(left.t(), right, scale)
-        return product if dtype is None else product.to(dtype)
+        return product if dtype in (None, product.dtype) else product.to(dtype)
 
     def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
         """Add scale * left^T @ right to ``total``, in place."""
