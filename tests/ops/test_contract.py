@@ -333,8 +333,10 @@ def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     room, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
     module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
-    monkeypatch.setattr(backends, "_kernels", {})
-    monkeypatch.delitem(sys.modules, module)  # which is imported, as the first time, while PyTorch traces
+    # A module is imported, as the first time, while PyTorch traces; that of the emulator is a copy, which no name finds.
+    copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] == "emulated"}
+    monkeypatch.setattr(backends, "_kernels", copies)
+    monkeypatch.delitem(sys.modules, module, raising=backend != "emulated")
     w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
     traced = torch.jit.trace(lambda w: function(w), w)  # PyTorch asks for its name, which a partial has not
     assert any(node.kind().startswith("crate_kernels::") for node in traced.graph.nodes())

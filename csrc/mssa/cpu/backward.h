@@ -150,7 +150,7 @@ class Backward : Head<T> {
       dot_columns<T>(panel, out_panel_, words_, count, delta);
     }
     for (int n = 0; head_.dlse != nullptr && n < kTile; ++n) {
-      dlse[n] = n < count ? head_.dlse[token[n] * head_.dlse_stride] : 0.0f;
+      dlse[n] = n < count ? head_.dlse[token[n]] : 0.0f;
       if (factor != nullptr) dlse[n] *= factor[n];
     }
   }

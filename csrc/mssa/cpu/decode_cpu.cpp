@@ -6,8 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "../../common/cpu/parallel.h"
 #include "host.h"
 
@@ -16,11 +14,9 @@ namespace {
 
 constexpr int64_t kLeastPart = 256;  // cached tokens: below, a task costs more than it spares
 
-// What one sequence keeps of its new tokens.
 struct Sequence {
-  int64_t start;     // cached tokens before
-  const bool* keep;  // null: every token
-  int64_t keep_stride;
+  int64_t start;     // cached tokens before the new ones
+  const bool* keep;  // the new tokens that it keeps; null: all
 };
 
 void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,
@@ -31,7 +27,7 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
   };
   const bool whole = w.dim_stride == 1 && keys.dim_stride == 1;
   for (int64_t i = 0, end = s.start; i < tokens && end < capacity; ++i) {
-    if (s.keep != nullptr && !s.keep[i * s.keep_stride]) continue;
+    if (s.keep != nullptr && !s.keep[i]) continue;
     if (whole) {
       std::memcpy(at(keys, end, 0), at(w, i, 0), p.head_dim * item);
     } else {
@@ -41,9 +37,8 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
   }
 }
 
-void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale, Tensor out,
-            Tensor lse) {
-  const MssaProblem p = problem(w, std::nullopt, true, scale, 0.0, -1.0);
+void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse) {
+  const MssaProblem p = problem(w, call.attention());
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;
   int32_t* const held = static_cast<int32_t*>(lengths.data_ptr());
@@ -52,14 +47,13 @@ void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_pad
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
     Sequence& s = sequences[b];
-    s = {held[b], nullptr, 0};
-    if (key_padding_mask.has_value()) {
-      s.keep = static_cast<const bool*>(key_padding_mask->data_ptr()) + b * key_padding_mask->stride(0);
-      s.keep_stride = key_padding_mask->stride(1);
+    s = {held[b], nullptr};
+    if (call.key_padding_mask.has_value()) {
+      s.keep = static_cast<const bool*>(call.key_padding_mask->data_ptr()) + b * tokens;
     }
     int64_t end = s.start;
     for (int64_t i = 0; i < tokens; ++i) {
-      end += s.keep == nullptr || s.keep[i * s.keep_stride];
+      end += s.keep == nullptr || s.keep[i];
       visible[b * tokens + i] = static_cast<int32_t>(std::min(end, capacity));
     }
     held[b] = static_cast<int32_t>(std::min(end, capacity));
@@ -83,7 +77,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_pad
     d.out = view(out, false, b, h, 0);
     d.new_tokens = tokens;
     d.visible = visible.data() + b * tokens;
-    d.lse = lse.numel() == 0 ? nullptr : static_cast<float*>(lse.data_ptr()) + i * tokens;
+    d.lse = call.need_lse ? static_cast<float*>(lse.data_ptr()) + i * tokens : nullptr;
     d.partial = partial.get() + i * parts * partial_size;
     d.per_part = (longest + parts - 1) / parts;
     return d;
@@ -110,13 +104,11 @@ void decode(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_pad
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def(
-      "mssa_decode(Tensor w, Tensor(a!) data, Tensor(b!) lengths, Tensor? key_padding_mask, float scale, "
-      "Tensor(c!) out, Tensor(d!) lse) -> ()");
+  m.def("mssa_decode(" CRATE_MSSA_DECODE ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
-  m.impl("mssa_decode", TORCH_BOX(&decode));
+  m.impl("mssa_decode", CRATE_BOX(&decode));
 }
 
 }  // namespace crate_kernels

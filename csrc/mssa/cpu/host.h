@@ -1,12 +1,9 @@
 // What the CPU ops of subspace attention share: from a call's arguments to the structs of kernels.h.
 #pragma once
 
-#include <cmath>
-#include <optional>
-
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
-#include "../../common/tensor.h"
+#include "../call.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -27,21 +24,20 @@ inline const MssaKernels& kernels(const MssaProblem& p) {
   return *f32;
 }
 
-inline MssaProblem problem(const Tensor& w, const std::optional<Tensor>& seed, bool causal, double scale,
-                           double dropout_p, double threshold) {
+inline MssaProblem problem(const Tensor& w, const MssaCall& call) {
   MssaProblem p = {};
   p.dtype = dtype_of(w);
   p.head_dim = static_cast<int>(w.size(w.dim() - 1));
   STD_TORCH_CHECK(p.head_dim >= 1 && p.head_dim <= 256, "head_dim must be from 1 to 256, got ", p.head_dim);
-  p.scale = scale;
-  p.causal = causal;
-  p.threshold = threshold >= 0;
-  p.level = static_cast<float>(threshold);
-  p.dropout = seed.has_value();
+  p.scale = call.scale;
+  p.causal = call.causal;
+  p.threshold = call.threshold.has_value();
+  p.level = static_cast<float>(call.threshold.value_or(0.0));
+  p.dropout = call.seed.has_value();
   if (p.dropout) {
-    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
-    p.keep_from = static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0));
-    p.keep_factor = static_cast<float>(1.0 / (1.0 - dropout_p));
+    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(call.seed->data_ptr()));
+    p.keep_from = call.keep_from();
+    p.keep_factor = call.keep_factor();
   }
   return p;
 }

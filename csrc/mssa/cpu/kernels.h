@@ -35,10 +35,8 @@ struct MssaHead {
   uint32_t counter;  // batch * nheads + head, for dropout
   MssaView w, out, dout, dw;
   const bool* keep;
-  int64_t keep_stride;
   float* lse;
   const float* dlse;  // null: no gradient
-  int64_t dlse_stride;
 };
 
 // New tokens of one head against its cached ones, `visible[i]` of which the i-th new token may see.

@@ -5,8 +5,6 @@
 #include <optional>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "../../common/cpu/parallel.h"
 #include "host.h"
 
@@ -16,17 +14,16 @@ namespace {
 constexpr int64_t kBlock = 64;         // rows of a tile
 constexpr int64_t kCombineRows = 256;  // rows of a task that sums shares
 
-// The tensors of a call; those that a call does not have are null.
+// The tensors of a call, null where it has none.
 struct Tensors {
-  const Tensor *w = nullptr, *out = nullptr, *lse = nullptr, *dout = nullptr, *dlse = nullptr, *dw = nullptr;
-  const Tensor *key_padding_mask = nullptr, *cu_seqlens = nullptr;
+  const Tensor &w, &out, &lse;
+  const Tensor *dout = nullptr, *dlse = nullptr, *dw = nullptr;
 };
 
-std::vector<MssaHead> list_heads(const Tensors& t) {
-  const bool packed = t.cu_seqlens != nullptr;
-  const int64_t nheads = t.w->size(1), total = packed ? t.w->size(0) : t.w->size(2);
-  const int64_t batch = packed ? t.cu_seqlens->size(0) - 1 : t.w->size(0);
-  const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.cu_seqlens->data_ptr()) : nullptr;
+std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
+  const bool packed = call.packed();
+  const int64_t nheads = t.w.size(1), total = t.w.size(packed ? 0 : 2), batch = call.sequences(t.w);
+  const int32_t* const bounds = packed ? static_cast<const int32_t*>(call.cu_seqlens->data_ptr()) : nullptr;
   std::vector<MssaHead> heads;
   heads.reserve(batch * nheads);
   for (int64_t b = 0; b < batch; ++b) {
@@ -37,22 +34,16 @@ std::vector<MssaHead> list_heads(const Tensors& t) {
       MssaHead head = {};
       head.seqlen = end - first;
       head.counter = static_cast<uint32_t>(b * nheads + h);
-      head.w = view(*t.w, packed, b, h, first);
-      if (t.out != nullptr) head.out = view(*t.out, packed, b, h, first);
+      head.w = view(t.w, packed, b, h, first);
+      head.out = view(t.out, packed, b, h, first);
       if (t.dout != nullptr) head.dout = view(*t.dout, packed, b, h, first);
       if (t.dw != nullptr) head.dw = view(*t.dw, packed, b, h, first);
-      if (t.key_padding_mask != nullptr) {
-        head.keep = static_cast<const bool*>(t.key_padding_mask->data_ptr()) + b * t.key_padding_mask->stride(0);
-        head.keep_stride = t.key_padding_mask->stride(1);
+      if (call.key_padding_mask.has_value()) {
+        head.keep = static_cast<const bool*>(call.key_padding_mask->data_ptr()) + b * total;
       }
-      const int64_t row = packed ? h * total + first : (b * nheads + h) * total;  // lse is ours: contiguous
-      head.lse = static_cast<float*>(t.lse->data_ptr()) + row;
-      if (t.dlse != nullptr) {
-        const Tensor& d = *t.dlse;
-        const int64_t at = packed ? h * d.stride(0) + first * d.stride(1) : b * d.stride(0) + h * d.stride(1);
-        head.dlse = static_cast<const float*>(d.data_ptr()) + at;
-        head.dlse_stride = d.stride(packed ? 1 : 2);
-      }
+      const int64_t row = packed ? h * total + first : (b * nheads + h) * total;
+      head.lse = static_cast<float*>(t.lse.data_ptr()) + row;
+      if (t.dlse != nullptr) head.dlse = static_cast<const float*>(t.dlse->data_ptr()) + row;
       heads.push_back(head);
     }
   }
@@ -72,17 +63,9 @@ const Tensor* get(const std::optional<Tensor>& t) {
   return t.has_value() ? &*t : nullptr;
 }
 
-void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
-             std::optional<Tensor> seed, bool causal, double scale, double dropout_p, double threshold, Tensor out,
-             Tensor lse) {
-  const MssaProblem p = problem(w, seed, causal, scale, dropout_p, threshold);
-  Tensors t;
-  t.w = &w;
-  t.out = &out;
-  t.lse = &lse;
-  t.key_padding_mask = get(key_padding_mask);
-  t.cu_seqlens = get(cu_seqlens);
-  const std::vector<MssaHead> heads = list_heads(t);
+void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
+  const MssaProblem p = problem(w, call);
+  const std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
   const MssaKernels& k = kernels(p);
   const int parts = parts_of(heads);
   for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
@@ -90,20 +73,10 @@ void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Ten
   });
 }
 
-void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse,
-              std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> seed,
-              bool causal, double scale, double dropout_p, double threshold, Tensor dw) {
-  const MssaProblem p = problem(w, seed, causal, scale, dropout_p, threshold);
-  Tensors t;
-  t.w = &w;
-  t.out = &out;
-  t.lse = &lse;
-  t.dout = get(dout);
-  t.dlse = get(dlse);
-  t.dw = &dw;
-  t.key_padding_mask = get(key_padding_mask);
-  t.cu_seqlens = get(cu_seqlens);
-  const std::vector<MssaHead> heads = list_heads(t);
+void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
+              Tensor dw) {
+  const MssaProblem p = problem(w, call);
+  const std::vector<MssaHead> heads = list_heads({w, out, lse, get(dout), get(dlse), &dw}, call);
   const MssaKernels& k = kernels(p);
   const int parts = parts_of(heads);
   if (parts == 1) {
@@ -136,18 +109,13 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def(
-      "mssa_fwd(Tensor w, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, "
-      "float dropout_p, float threshold, Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def(
-      "mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
-      "Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, float dropout_p, float threshold, "
-      "Tensor(a!) dw) -> ()");
+  m.def("mssa_fwd(" CRATE_MSSA_FWD ") -> ()");
+  m.def("mssa_bwd(" CRATE_MSSA_BWD ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
-  m.impl("mssa_fwd", TORCH_BOX(&forward));
-  m.impl("mssa_bwd", TORCH_BOX(&backward));
+  m.impl("mssa_fwd", CRATE_BOX(&forward));
+  m.impl("mssa_bwd", CRATE_BOX(&backward));
 }
 
 }  // namespace crate_kernels

@@ -17,7 +17,7 @@ namespace decoding {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 
-struct Call {
+struct Step {
   Rows w, cache, out;
   float* lse;                // null: not wanted
   float *part, *statistics;  // of a stretch: sum of weighted rows; largest score and sum of weights
@@ -45,7 +45,7 @@ template <class T, int VECTORS>
 struct Slice {
   Pack<T> pack[VECTORS];
 
-  CRATE_DEVICE void load(const Tokens<T>& t, int row, bool exists, int lane, const Call& c) {
+  CRATE_DEVICE void load(const Tokens<T>& t, int row, bool exists, int lane, const Step& c) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const int channel = (v * c.lanes + lane) * Pack<T>::kCount;
@@ -84,7 +84,7 @@ struct Attention {
 template <class T, int TOKENS, int VECTORS, int KEYS>
 CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
                          const Slice<T, VECTORS> (&query)[TOKENS], const Tokens<T>& rows, int first, int stop, int last,
-                         const Call& c) {
+                         const Step& c) {
   constexpr int kChannels = VECTORS * Pack<T>::kCount;
   const int lane = threadIdx.x % c.lanes, slot = threadIdx.x % kWarp / c.lanes, slots = kWarp / c.lanes;
   Slice<T, VECTORS> row[KEYS];
@@ -138,7 +138,7 @@ inline int64_t decode_shared(int tokens, int head_dim) {
 
 // Write what TOKENS new tokens get from one stretch: part (heads, splits, count, head_dim), statistics (..., 2).
 template <class T, int TOKENS, int VECTORS>
-__global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Step c) {
   constexpr int kCount = Pack<T>::kCount, kChannels = VECTORS * kCount, kKeys = TOKENS == 1 ? 8 : 4;
   const int split = blockIdx.x % c.splits, place = blockIdx.x / c.splits;
   const int head = place / c.groups, token = place % c.groups * TOKENS;

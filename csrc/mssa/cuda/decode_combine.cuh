@@ -6,14 +6,14 @@
 namespace crate_kernels {
 namespace decoding {
 
-CRATE_DEVICE void advance(const Call& c, int batch) {
+CRATE_DEVICE void advance(const Step& c, int batch) {
   const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
   if (threadIdx.x == 0) c.lengths[batch] = room.held + room.appended;
 }
 
 // Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
 template <class T>
-__global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Call c) {
+__global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
   const int token = blockIdx.x % c.count, head = blockIdx.x / c.count, batch = head / c.nheads;
   const int64_t first = static_cast<int64_t>(head) * c.splits * c.count + token;
   float largest = -INFINITY, sum = 0.0f, out = 0.0f;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Call c) {
 
 // Copy the new tokens of a head to the cache and leave the lengths as they are; blocks take `kThreads` tokens each.
 template <class T>
-__global__ void __launch_bounds__(kThreads) mssa_append_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads) mssa_append_kernel(Step c) {
   const int head = blockIdx.x / c.groups, start = blockIdx.x % c.groups * kThreads, batch = head / c.nheads;
   const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
   const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) mssa_append_kernel(Call c) {
 }
 
 // Advance the lengths, a warp each.
-__global__ void __launch_bounds__(kWarp) mssa_advance_kernel(Call c) {
+__global__ void __launch_bounds__(kWarp) mssa_advance_kernel(Step c) {
   advance(c, blockIdx.x);
 }
 

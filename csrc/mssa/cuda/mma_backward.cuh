@@ -102,8 +102,8 @@ struct Gradient {
   }
 
   // Adds what 16 rows i from `other` on give to the owned rows, the first of which is `row`.
-  CRATE_DEVICE void add_rows(const Call& call, const Head& head, const bool* mask, uint64_t seed, const Others<T>& tile,
-                             int row, int other, Terms terms, Roles roles) {
+  CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const bool* mask, uint64_t seed,
+                             const Others<T>& tile, int row, int other, Terms terms, Roles roles) {
     const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
     if (terms.products && roles.query) {
@@ -185,15 +185,15 @@ CRATE_DEVICE Others<T> others_at(unsigned char* stage, int count) {
 
 // Copies rows [first, first + count) of w, g, lse and shift.
 template <class T, int DIM>
-CRATE_DEVICE void load_others(const Others<T>& to, const Call& call, const Head& head, const View<const T>& w,
+CRATE_DEVICE void load_others(const Others<T>& to, const Problem& call, const Head& head, const View<const T>& w,
                               const View<const T>& g, int first, int count) {
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
-  if (call.g != nullptr) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
+  if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
   for (int n = threadIdx.x; n < count; n += blockDim.x) {
     const bool there = first + n < head.length;
     const int64_t at = head.row + (there ? first + n : 0);
     cp_async_4(to.lse + n, call.lse + at, there);
-    cp_async_4(to.shift + n, call.shift + at, there);
+    cp_async_4(to.shift + n, call.delta + at, there);
   }
 }
 

@@ -7,7 +7,7 @@ namespace crate_kernels::mssa {
 
 // Adds all tiles of COLUMNS rows, two of which are in shared memory: one is copied while the other is computed with.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
-CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Call& call,
+CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Problem& call,
                        const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, int first,
                        int row, Terms terms) {
   const uint64_t seed = call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
@@ -45,22 +45,20 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
 }
 
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
-CRATE_DEVICE void backward_block(const Call& call) {
+CRATE_DEVICE void backward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered(call, head, block, call.blocks, static_cast<T*>(call.to), nullptr);
+  clear_uncovered<T>(call, head, block, call.dw, nullptr);
   const int first = block * rows;
   if (first >= head.length) return;
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
-  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
-  const View<const T> g = head.view(static_cast<const T*>(call.g), call, call.g_strides);
+  const View<const T> w = head.view<const T>(call, call.w);
+  const View<const T> g = head.view<const T>(call, call.g);
   const bool* const mask =
       call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
-  // The selection of phi = "threshold" is piecewise constant: its scores get a gradient from lse alone.
-  const bool values = call.g != nullptr, products = values && !call.select;
-  const bool scores = products || call.dlse != nullptr;
+  const bool values = call.values, products = call.products, scores = call.scores;
   load_tile<T, DIM>(own_w, w, rows, first, head.length, call.access);
   if (products) load_tile<T, DIM>(own_g, g, rows, first, head.length, call.access);
   cp_async_commit();
@@ -77,7 +75,7 @@ CRATE_DEVICE void backward_block(const Call& call) {
       // Beyond the end there is nothing to load; those rows are zeros here, and their results are not stored.
       const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
       gradient.base[m][half] = base_of(call.lse[head.row + j]);
-      gradient.shift[m][half] = call.shift[head.row + j];
+      gradient.shift[m][half] = call.delta[head.row + j];
       if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
     }
   }
@@ -98,14 +96,12 @@ CRATE_DEVICE void backward_block(const Call& call) {
     round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f);
   }
   __syncwarp();
-  T* const dw = static_cast<T*>(call.to);
-  store_tile<T, DIM>(head.view(dw, call, call.to_strides), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length,
-                     call.access);
+  store_tile<T, DIM>(head.view<T>(call, call.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length, call.access);
 }
 
 // A block has as many warps as it is launched with, four at most.
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
-__global__ void __launch_bounds__(128) mma_backward_kernel(Call call) {
+__global__ void __launch_bounds__(128) mma_backward_kernel(Problem call) {
   if constexpr (kTensorCores) {
     backward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
   } else {

@@ -1,36 +1,11 @@
-// What the tensor-core kernels of subspace attention are told, and where a block of theirs is.
+// Heads, masks and weights of the tensor-core kernels of subspace attention.
 #pragma once
 
 #include "../../common/cuda/philox.cuh"
 #include "mma_tile.cuh"
+#include "problem.cuh"
 
 namespace crate_kernels::mssa {
-
-// The strides of a tensor in elements; of a packed one, tokens are rows and `batch` is not used.
-struct Strides {
-  int64_t batch, head, row, channel;
-};
-
-struct Call {
-  const void *w, *out, *g;  // g: the gradient of out, or null
-  const void* keys;         // of the forward: w, or a cache to which w was appended
-  void* to;                 // out in the forward, the gradient of w in the backward
-  Strides w_strides, out_strides, g_strides, key_strides, to_strides;
-  float* lse;         // (heads, rows), or (nheads, total) of packed sequences; so are dlse and shift; null if unwanted
-  const float* dlse;  // null without
-  float* shift;
-  const bool* keep;                      // (batch, seqlen), null without padding
-  const int32_t* held;                   // null, or the tokens of a cache before the new ones; then keep is of those
-  const int32_t* cu_seqlens;             // (sequences + 1,), null unless packed
-  const int64_t* seed;                   // null without dropout
-  int sequences, nheads, seqlen, total;  // seqlen: of every sequence, or of the longest packed one
-  int capacity;                          // of the cache
-  int blocks;                            // of a head
-  Access access;
-  float scale, threshold, keep_factor;
-  uint32_t drop_last;   // the largest word that is dropped
-  bool causal, select;  // select: phi = "threshold"
-};
 
 // One head of one sequence.
 struct Head {
@@ -38,7 +13,7 @@ struct Head {
   uint32_t counter;  // batch * nheads + head: the head as dropout counts them
   int64_t row;       // of lse
 
-  CRATE_DEVICE Head(const Call& call, int index) {
+  CRATE_DEVICE Head(const Problem& call, int index) {
     sequence = index / call.nheads;
     head = index % call.nheads;
     counter = static_cast<uint32_t>(index);
@@ -53,29 +28,29 @@ struct Head {
   }
 
   // Offsets are checked on the CPU only; here they are clamped.
-  static CRATE_DEVICE int bound(const Call& call, int sequence) {
-    return min(max(call.cu_seqlens[sequence], 0), call.total);
+  static CRATE_DEVICE int bound(const Problem& call, int sequence) {
+    return min(max(call.cu_seqlens[sequence], 0), static_cast<int>(call.total));
   }
 
   template <class T>
-  CRATE_DEVICE View<T> view(T* data, const Call& call, const Strides& strides) const {
-    const int64_t first = call.cu_seqlens != nullptr ? start * strides.row : sequence * strides.batch;
-    return {data + first + head * strides.head, strides.row, strides.channel};
+  CRATE_DEVICE View<T> view(const Problem& call, const Rows& rows) const {
+    const int64_t first = call.cu_seqlens != nullptr ? start * rows.row : sequence * rows.batch;
+    return {static_cast<T*>(rows.data) + first + head * rows.head, rows.row, rows.channel};
   }
 };
 
 // Writes zeros where no sequence is: `block` of `blocks` blocks to its share of the rows after a sequence, and before
 // the first. There are none where the offsets are as they should be. `numbers`, where given, gets them too.
 template <class T>
-CRATE_DEVICE void clear_uncovered(const Call& call, const Head& head, int block, int blocks, T* to, float* numbers) {
+CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int block, const Rows& to, float* numbers) {
   if (call.cu_seqlens == nullptr) return;
   const bool last = head.sequence == call.sequences - 1;
-  const int stop = last ? call.total : Head::bound(call, head.sequence + 1);
+  const int stop = last ? static_cast<int>(call.total) : Head::bound(call, head.sequence + 1);
   const auto clear = [&](int from, int until) {
     for (int row = from + block * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); row < until;
-         row += blocks * static_cast<int>(blockDim.x)) {
-      T* const at = to + head.head * call.to_strides.head + row * call.to_strides.row;
-      for (int c = 0; c < call.access.head_dim; ++c) at[c * call.to_strides.channel] = from_float<T>(0.0f);
+         row += call.blocks * static_cast<int>(blockDim.x)) {
+      T* const at = static_cast<T*>(to.data) + head.head * to.head + row * to.row;
+      for (int c = 0; c < call.access.head_dim; ++c) at[c * to.channel] = from_float<T>(0.0f);
       if (numbers != nullptr) numbers[static_cast<int64_t>(head.head) * call.total + row] = 0.0f;
     }
   };
@@ -86,7 +61,8 @@ CRATE_DEVICE void clear_uncovered(const Call& call, const Head& head, int block,
 // Which weights of 16 rows and COLUMNS columns dropout keeps: bit 4 n + e is for element e of the n-th product of 8
 // columns. Rows are queries and columns keys, or the reverse. Not unrolled: the words alone are 100 instructions each.
 template <int COLUMNS>
-CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Call& call, const Head& head, int row, int column, bool reverse) {
+CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& head, int row, int column,
+                                bool reverse) {
   static_assert(COLUMNS <= 64);
   const int lane = threadIdx.x % kWarp;
   uint32_t bits = 0;

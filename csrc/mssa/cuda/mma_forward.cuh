@@ -8,18 +8,18 @@
 namespace crate_kernels::mssa {
 
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
-CRATE_DEVICE void forward_block(const Call& call) {
+CRATE_DEVICE void forward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered(call, head, block, call.blocks, static_cast<T*>(call.to), call.lse);
+  clear_uncovered<T>(call, head, block, call.out, call.lse);
   // The longest rows of the causal form first: they are what the last blocks would wait for.
   const int first = (call.causal ? call.blocks - 1 - block : block) * rows;
   if (first >= head.length) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
-  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
-  const View<const T> keys = head.view(static_cast<const T*>(call.keys), call, call.key_strides);
+  const View<const T> w = head.view<const T>(call, call.w);
+  const View<const T> keys = head.view<const T>(call, call.keys);
   int before = 0, length = head.length;  // keys in front of the rows, and in all
   if (call.held != nullptr) {
     const Room room = room_of(call.held[head.sequence], call.keep, head.sequence, call.seqlen, call.capacity);
@@ -72,7 +72,7 @@ CRATE_DEVICE void forward_block(const Call& call) {
 
 // A block has as many warps as it is launched with, four at most.
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
-__global__ void __launch_bounds__(128) mma_forward_kernel(Call call) {
+__global__ void __launch_bounds__(128) mma_forward_kernel(Problem call) {
   if constexpr (kTensorCores) {
     forward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
   } else {

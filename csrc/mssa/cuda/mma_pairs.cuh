@@ -145,14 +145,13 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
 }
 
 template <class T, int DIM>
-CRATE_DEVICE void pairs_block(const Call& call) {
+CRATE_DEVICE void pairs_block(const Problem& call) {
   const Head head(call, blockIdx.x);
   const int tiles = blockDim.x / kWarp, row = threadIdx.x / kWarp * 16;
   T* const all = reinterpret_cast<T*>(shared_memory());
   T* const exchange = all + tiles * 16 * DIM;
   float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);
-  load_tile<T, DIM>(all, head.view(static_cast<const T*>(call.w), call, call.w_strides), tiles * 16, 0, head.length,
-                    call.access);
+  load_tile<T, DIM>(all, head.view<const T>(call, call.w), tiles * 16, 0, head.length, call.access);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -176,7 +175,7 @@ CRATE_DEVICE void pairs_block(const Call& call) {
 
 // Of a plain softmax with a positive scale; a block has a warp for every 16 tokens.
 template <class T, int DIM>
-__global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Call call) {
+__global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Problem call) {
   if constexpr (kTensorCores) {
     pairs_block<T, DIM>(call);
   } else {

@@ -48,7 +48,8 @@ struct Place {
 };
 
 template <int ROWS16, int COLUMNS>
-CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Call& call, const RowMask& mask, Place place) {
+CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem& call, const RowMask& mask,
+                              Place place) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   // Bit by bit and without a branch: columns past the length, the diagonal and the mask are rare, and then many.
   uint32_t kept_keys = ~0u;
@@ -86,7 +87,7 @@ struct Sign {
 // Adds COLUMNS keys to a warp's rows.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM, ROWS16, HELD>& own, const T* tile,
-                              const Call& call, const Head& head, const RowMask& mask, const Sign& sign, Place place,
+                              const Problem& call, const Head& head, const RowMask& mask, const Sign& sign, Place place,
                               bool masked, Pass pass) {
   float s[ROWS16][COLUMNS / 8][4] = {};
 #pragma unroll(HELD ? DIM / 16 : 4)
@@ -174,7 +175,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
 
 // Writes out and lse of a warp's rows, by way of `tile`, which is the warp's own; without a key they are 0 and -inf.
 template <class T, int DIM, int ROWS16>
-CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, const Call& call, const Head& head,
+CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, const Problem& call, const Head& head,
                               int row) {
   const int lane = threadIdx.x % kWarp;
   __syncwarp();
@@ -193,8 +194,7 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
     round_rows<T, DIM>(tile + m * 16 * DIM, state.acc[m], factor[0], factor[1]);
   }
   __syncwarp();
-  T* const out = static_cast<T*>(call.to);
-  store_tile<T, DIM>(head.view(out, call, call.to_strides), tile, 16 * ROWS16, row, head.length, call.access);
+  store_tile<T, DIM>(head.view<T>(call, call.out), tile, 16 * ROWS16, row, head.length, call.access);
 }
 
 }  // namespace crate_kernels::mssa

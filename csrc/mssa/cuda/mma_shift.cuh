@@ -17,14 +17,14 @@ constexpr int kShiftWarps = 4;
 // The diagonal of a product as the backward makes them, not a sum in an order of its own: where a weight is near 1, out
 // is near w, and g.w - shift is what remains of two numbers that cancel.
 template <class T>
-CRATE_DEVICE void shift_rows(const Call& call) {
+CRATE_DEVICE void shift_rows(const Problem& call) {
   const Head head(call, blockIdx.x / call.blocks);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
   float upper[4] = {}, lower[4] = {};  // rows and columns below 8; from 8 on
-  if (call.g != nullptr && !call.select) {
-    const View<const T> g = head.view(static_cast<const T*>(call.g), call, call.g_strides);
-    const View<const T> out = head.view(static_cast<const T*>(call.out), call, call.out_strides);
+  if (call.products) {
+    const View<const T> g = head.view<const T>(call, call.g);
+    const View<const T> out = head.view<const T>(call, call.out);
     const auto pair = [&](const View<const T>& from, int i, int channel) {
       const T* const at = from.data + i * from.row;
       uint32_t bits = 0;
@@ -52,14 +52,14 @@ CRATE_DEVICE void shift_rows(const Call& call) {
   }
   if (t != r / 2) return;
   const auto write = [&](int i, float sum) {
-    if (i < head.length) call.shift[head.row + i] = call.dlse == nullptr ? sum : sum - call.dlse[head.row + i];
+    if (i < head.length) call.delta[head.row + i] = call.dlse == nullptr ? sum : sum - call.dlse[head.row + i];
   };
   write(row, r % 2 == 0 ? upper[0] : upper[1]);
   write(row + 8, r % 2 == 0 ? lower[2] : lower[3]);
 }
 
 template <class T>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Call call) {
+__global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Problem call) {
   if constexpr (kTensorCores) {
     shift_rows<T>(call);
   } else {
@@ -76,15 +76,15 @@ constexpr int64_t dropout_shift_bytes() {
 
 // The same with dropout: a warp owns 16 rows of w and g, and meets 16 keys at a time.
 template <class T, int DIM>
-CRATE_DEVICE void dropout_shift_rows(const Call& call) {
+CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   constexpr int kRows = kShiftWarps * 16;
   const Head head(call, blockIdx.x / call.blocks);
   const int first = blockIdx.x % call.blocks * kRows;
   if (first >= head.length) return;
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;
   T* const tile = own_g + kRows * DIM;
-  const View<const T> w = head.view(static_cast<const T*>(call.w), call, call.w_strides);
-  const View<const T> g = head.view(static_cast<const T*>(call.g), call, call.g_strides);
+  const View<const T> w = head.view<const T>(call, call.w);
+  const View<const T> g = head.view<const T>(call, call.g);
   const bool* const keep =
       call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
   const uint64_t seed = static_cast<uint64_t>(*call.seed);
@@ -145,12 +145,12 @@ CRATE_DEVICE void dropout_shift_rows(const Call& call) {
     const int i = row + r + 8 * half;
     if (t != 0 || i >= head.length) continue;
     const float shift = total == 0.0f ? 0.0f : product / total;
-    call.shift[head.row + i] = call.dlse == nullptr ? shift : shift - call.dlse[head.row + i];
+    call.delta[head.row + i] = call.dlse == nullptr ? shift : shift - call.dlse[head.row + i];
   }
 }
 
 template <class T, int DIM>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_dropout_shift_kernel(Call call) {
+__global__ void __launch_bounds__(kShiftWarps * 32) mma_dropout_shift_kernel(Problem call) {
   if constexpr (kTensorCores) {
     dropout_shift_rows<T, DIM>(call);
   } else {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../../common/cuda/mma.cuh"
+#include "rows.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -30,12 +31,6 @@ template <class T>
 struct View {
   T* data;
   int64_t row, channel;
-};
-
-// Whether chunks of 16 bytes can be read and written: of tensors that are so aligned, and have no part of a chunk.
-struct Access {
-  int head_dim;
-  bool wide;
 };
 
 // Copies rows [first, first + rows) into a tile, rows from `length` on as zeros; done once the copies were waited for.

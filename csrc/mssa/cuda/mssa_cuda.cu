@@ -1,5 +1,5 @@
-// Subspace attention of bf16 and fp16 on tensor cores: which kernel a call takes. One file, as PyTorch's headers are
-// what half of its compilation goes to.
+// The CUDA ops of subspace attention: the choice of the kernels that compute a call, and those on tensor cores.
+#include "host.cuh"
 #include "mma_backward_kernel.cuh"
 #include "mma_forward.cuh"
 #include "mma_host.cuh"
@@ -14,16 +14,16 @@ using namespace mssa;
 constexpr int kPairsDim = 64;
 
 // A block of the pair form has a head to itself: there are to be enough of them for every multiprocessor.
-bool takes_pairs(const Call& call, int32_t device) {
-  const bool plain = call.scale > 0.0f && !call.select && !call.causal && call.keep == nullptr &&
-                     call.cu_seqlens == nullptr && call.seed == nullptr;
+bool takes_pairs(const Problem& call, int32_t device) {
+  const bool simple = call.scale > 0.0f && !call.select && !call.causal && call.keep == nullptr &&
+                      call.cu_seqlens == nullptr && call.seed == nullptr;
   const int64_t heads = static_cast<int64_t>(call.sequences) * call.nheads;
-  return plain && call.seqlen <= 16 * kMostTiles && call.access.head_dim <= kPairsDim &&
+  return simple && call.seqlen <= 16 * kMostTiles && call.access.head_dim <= kPairsDim &&
          heads >= multiprocessors(device);
 }
 
 template <class T>
-void launch_pairs(Call& call, int32_t device) {
+void launch_pairs(Problem& call, int32_t device) {
   const int tiles = (call.seqlen + 15) / 16;
   call.blocks = 1;
   Launch l = {};
@@ -34,9 +34,8 @@ void launch_pairs(Call& call, int32_t device) {
   launch<mma_pairs_kernel<T, kPairsDim>>(l, call);
 }
 
-void launch_forward(Call& call, Dtype dtype, int32_t device) {
-  const OnDevice guard(device);
-  with_class(dtype, call.access.head_dim, [&](auto dim, auto zero) {
+void launch_forward(Problem& call, int32_t device) {
+  with_class(call.dtype, call.access.head_dim, [&](auto dim, auto zero) {
     using T = decltype(zero);
     constexpr int kDim = dim;
     if constexpr (kDim <= kPairsDim) {
@@ -48,33 +47,14 @@ void launch_forward(Call& call, Dtype dtype, int32_t device) {
   });
 }
 
-void forward(Tensor w, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
-             std::optional<Tensor> seed, int64_t max_seqlen, bool causal, double scale, double dropout_p,
-             double threshold, Tensor out, Tensor lse) {
-  Call call = call_of(w, key_padding_mask, cu_seqlens, seed, max_seqlen, causal, scale, dropout_p, threshold, lse, out);
-  launch_forward(call, dtype_of(w), w.get_device_index());
-}
-
-// Attend over a cache to which `w` was appended, but whose lengths are still those of before; lse may be empty.
-void prefill(Tensor w, Tensor data, Tensor lengths, std::optional<Tensor> key_padding_mask, double scale, Tensor out,
-             Tensor lse) {
-  Call call = call_of(w, key_padding_mask, std::nullopt, std::nullopt, 0, true, scale, 0.0, -1.0, lse, out);
-  call.keys = data.data_ptr();
-  call.key_strides = strides_of(data, false);
-  call.held = static_cast<const int32_t*>(lengths.data_ptr());
-  call.capacity = static_cast<int>(data.size(2));
-  call.access.wide = call.access.wide && is_wide(data);
-  launch_forward(call, dtype_of(w), w.get_device_index());
-}
-
 template <class T, int DIM>
-void launch_shift(Call call, const Launch& like) {
+void launch_shift(Problem call, const Launch& like) {
   Launch l = like;
   constexpr int kRows = kShiftWarps * 16;
   call.blocks = std::max((call.seqlen + kRows - 1) / kRows, 1);
   l.grid = static_cast<int64_t>(call.sequences) * call.nheads * call.blocks;
   l.threads = kShiftWarps * 32;
-  if (call.seed != nullptr && call.g != nullptr && !call.select) {
+  if (call.seed != nullptr && call.products) {
     l.shared_bytes = dropout_shift_bytes<DIM>();
     launch<mma_dropout_shift_kernel<T, DIM>>(l, call);
   } else {
@@ -83,24 +63,8 @@ void launch_shift(Call call, const Launch& like) {
   }
 }
 
-void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse,
-              std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> seed,
-              int64_t max_seqlen, bool causal, double scale, double dropout_p, double threshold, Tensor shift,
-              Tensor dw) {
-  Call call = call_of(w, key_padding_mask, cu_seqlens, seed, max_seqlen, causal, scale, dropout_p, threshold, lse, dw);
-  call.out = out.data_ptr();
-  call.out_strides = strides_of(out, cu_seqlens.has_value());
-  call.shift = static_cast<float*>(shift.data_ptr());
-  if (dlse) call.dlse = static_cast<const float*>(dlse->data_ptr());
-  call.access.wide = call.access.wide && is_wide(out);
-  if (dout) {
-    call.g = dout->data_ptr();
-    call.g_strides = strides_of(*dout, cu_seqlens.has_value());
-    call.access.wide = call.access.wide && is_wide(*dout);
-  }
-  const int32_t device = w.get_device_index();
-  const OnDevice guard(device);
-  with_class(dtype_of(w), call.access.head_dim, [&](auto dim, auto zero) {
+void launch_backward(Problem& call, int32_t device) {
+  with_class(call.dtype, call.access.head_dim, [&](auto dim, auto zero) {
     using T = decltype(zero);
     constexpr int kDim = dim;
     constexpr Tiles t = kBackward<kDim>;
@@ -110,35 +74,59 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   });
 }
 
-// Whether the kernels here take a call; what they refuse is another path's.
-bool takes(Tensor w) {
-  const Dtype dtype = dtype_of(w);
+bool tensor_cores_take(const Problem& call, int32_t device) {
+  return call.dtype != Dtype::f32 && compute_capability(device) >= 80 && shared_limit(device) >= 99 * 1024;
+}
+
+// Attend to the tokens themselves or to a cache.
+void attend(const Tensor& w, const MssaCall& call, const Cache* cache, const Tensor& out, const Tensor& lse) {
+  if (out.numel() == 0) return;
   const int32_t device = w.get_device_index();
-  return dtype != Dtype::f32 && w.size(w.dim() - 1) <= kMostHeadDim && compute_capability(device) >= 80 &&
-         shared_limit(device) >= 99 * 1024;
+  const OnDevice guard(device);
+  Problem problem = problem_of(w, call, cache, out, lse);
+  if (tensor_cores_take(problem, device)) return launch_forward(problem, device);
+  plain::forward(problem, device);
+}
+
+void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
+  attend(w, call, nullptr, out, lse);
+}
+
+// `delta` is scratch of the size of lse.
+void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
+              Tensor dw, Tensor delta) {
+  if (dw.numel() == 0) return;
+  const int32_t device = w.get_device_index();
+  const OnDevice guard(device);
+  Problem problem = problem_of(dout, dlse, w, out, lse, call, dw, delta);
+  if (tensor_cores_take(problem, device)) return launch_backward(problem, device);
+  plain::backward(problem, device);
+}
+
+// Without scratch for a pass over the cache, as a forward that reads it.
+void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse,
+            std::optional<Tensor> part, std::optional<Tensor> statistics) {
+  if (out.numel() == 0) return;
+  const OnDevice guard(w.get_device_index());
+  const Cache cache = {data, lengths};
+  if (part.has_value()) return decoding::step(w, cache, call, out, lse, *part, *statistics);
+  decoding::append(w, cache, call);
+  attend(w, call.attention(), &cache, out, lse);
+  decoding::advance(w, cache, call);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def(
-      "cuda_mssa_fwd(Tensor w, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, int max_seqlen, "
-      "bool causal, float scale, float dropout_p, float threshold, Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def(
-      "cuda_mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, Tensor? key_padding_mask, "
-      "Tensor? cu_seqlens, Tensor? seed, int max_seqlen, bool causal, float scale, float dropout_p, float threshold, "
-      "Tensor(a!) shift, Tensor(b!) dw) -> ()");
-  m.def(
-      "cuda_mssa_prefill(Tensor w, Tensor data, Tensor lengths, Tensor? key_padding_mask, float scale, "
-      "Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def("cuda_mssa_takes(Tensor w) -> bool");
+  m.def("cuda_mssa_fwd(" CRATE_MSSA_FWD ") -> ()");
+  m.def("cuda_mssa_bwd(" CRATE_MSSA_BWD ", Tensor(b!) delta) -> ()");
+  m.def("cuda_mssa_decode(" CRATE_MSSA_DECODE ", Tensor(e!)? part, Tensor(f!)? statistics) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
-  m.impl("cuda_mssa_fwd", TORCH_BOX(&forward));
-  m.impl("cuda_mssa_bwd", TORCH_BOX(&backward));
-  m.impl("cuda_mssa_prefill", TORCH_BOX(&prefill));
-  m.impl("cuda_mssa_takes", TORCH_BOX(&takes));
+  m.impl("cuda_mssa_fwd", CRATE_BOX(&forward));
+  m.impl("cuda_mssa_bwd", CRATE_BOX(&backward));
+  m.impl("cuda_mssa_decode", CRATE_BOX(&decode));
 }
 
 }  // namespace crate_kernels

@@ -8,11 +8,9 @@
 // are registers for: heads wider than that are cut into groups of chunks, whose blocks find the scores each for itself.
 #pragma once
 
-#include <cmath>
-
 #include "../../common/cuda/device.cuh"
 #include "../../common/cuda/philox.cuh"
-#include "rows.cuh"
+#include "problem.cuh"
 
 namespace crate_kernels {
 namespace plain {
@@ -26,31 +24,14 @@ constexpr int kWeightPitch = kTile + 8;  // floats between rows of weights in sh
 constexpr int kPitch = kChunk + 4;               // floats between staged rows: odd in units of 16 bytes
 constexpr int kColumns = kChunk / kColumnLanes;  // of a chunk of the output, of a thread
 
-// A call; the tensors that a kernel does not have are null.
-struct Call {
-  Rows w, keys, out, g, dw;  // keys is w, or a cache
-  float *lse, *delta;
-  const float* dlse;
-  const bool* keep;           // (batch, seqlen) of key padding
-  const int32_t* cu_seqlens;  // packed: row 0 of sequence b is cu_seqlens[b]
-  const int64_t* seed;
-  int64_t total;  // packed rows
-  uint64_t keep_from;
-  Dtype dtype;
-  int sequences, nheads, seqlen, head_dim;
-  int blocks, groups;                   // of rows, and of chunks of the output
-  float scale, threshold, keep_factor;  // threshold < 0: softmax
-  bool causal, values, products, scores;
-  const int32_t* held;  // tokens in the cache, of each sequence, before the `seqlen` new ones; then keep is of those
-  int capacity;
-};
+using mssa::Problem;
 
 // What a block is for. Every block of rows comes with all its groups.
 struct Place {
   int head, block, group;
 };
 
-CRATE_DEVICE Place place_of(const Call& c) {
+CRATE_DEVICE Place place_of(const Problem& c) {
   const int rows = blockIdx.x / c.groups;
   return {rows / c.blocks, rows % c.blocks, static_cast<int>(blockIdx.x) % c.groups};
 }
@@ -61,12 +42,12 @@ struct Head {
   int64_t first;
 };
 
-CRATE_DEVICE int64_t clamped_offset(const Call& c, int index) {
+CRATE_DEVICE int64_t clamped_offset(const Problem& c, int index) {
   const int64_t offset = c.cu_seqlens[index];
   return offset < 0 ? 0 : offset > c.total ? c.total : offset;
 }
 
-CRATE_DEVICE Head head_of(const Call& c, int index) {
+CRATE_DEVICE Head head_of(const Problem& c, int index) {
   Head h = {index / c.nheads, index % c.nheads, c.seqlen, 0};
   if (c.cu_seqlens != nullptr) {
     h.first = clamped_offset(c, h.batch);
@@ -77,7 +58,7 @@ CRATE_DEVICE Head head_of(const Call& c, int index) {
 }
 
 // Where a number a row begins: lse and its like are contiguous.
-CRATE_DEVICE int64_t number_of(const Call& c, const Head& h) {
+CRATE_DEVICE int64_t number_of(const Problem& c, const Head& h) {
   return c.cu_seqlens != nullptr ? h.head * c.total + h.first
                                  : (static_cast<int64_t>(h.batch) * c.nheads + h.head) * c.seqlen;
 }
@@ -89,7 +70,7 @@ struct HeadRows {
   bool wide;
 };
 
-CRATE_DEVICE HeadRows rows_of(const Call& c, const Rows& t, const Head& h) {
+CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
   const int64_t offset = (c.cu_seqlens != nullptr ? 0 : h.batch * t.batch) + h.head * t.head + h.first * t.row;
   return {static_cast<char*>(t.data) + offset * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
 }

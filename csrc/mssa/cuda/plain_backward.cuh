@@ -22,14 +22,14 @@ struct Numbers {
   float lse, delta, dlse;
 };
 
-CRATE_DEVICE Numbers numbers_of(const Call& c, const Head& h, int row) {
+CRATE_DEVICE Numbers numbers_of(const Problem& c, const Head& h, int row) {
   if (row >= h.length) return {INFINITY, 0.0f, 0.0f};
   const int64_t n = number_of(c, h) + row;
   return {c.lse[n], c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
 }
 
 template <int CHUNKS>
-__global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
   float* const tile_w = own_g + kOwned * kPitch;  // (kTile, kChunk)
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
   const Place place = place_of(c);
   const Head h = head_of(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
-  const int chunks = CHUNKS == 1 ? 1 : (c.head_dim + kChunk - 1) / kChunk;
+  const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   if (place.group == 0) zero_uncovered(c, c.dw, nullptr, h, place.block);
   if (start >= h.length) return;
   const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
           const float key = __fmul_rn(factor_p, gw[a][b]) - row.delta + row.dlse;
           const float query = __fmul_rn(factor_q, wg[a][b]) - own[a].delta + own[a].dlse;
           gw[a][b] = c.scale * (p * key + q * query);
-          if (c.threshold >= 0.0f) p = p > c.threshold ? c.threshold : 0.0f;
+          if (c.select) p = p > c.threshold ? c.threshold : 0.0f;
           s[a][b] = p * factor_p;
         }
       }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Call c) {
 #pragma unroll
     for (int n = CHUNKS - 1; n >= 0; --n) {
       const int chunk = first_chunk + n;
-      if (chunk * kChunk >= c.head_dim) continue;
+      if (chunk * kChunk >= c.access.head_dim) continue;
       if (chunk != staged) {
         __syncthreads();
         stage<kTile>(c, tile_w, w_at, first, h.length, chunk * kChunk);

@@ -16,7 +16,7 @@ constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * k
 
 // Write delta = sum_d g out of kOwned rows. A thread adds a row up channel by channel, as the products of the
 // main kernel are: where a weight is near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
-__global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;
   const Head h = head_of(c, blockIdx.x / c.blocks);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Call c) {
   if (start >= h.length) return;
   float delta = 0.0f;
   const HeadRows g_at = rows_of(c, c.g, h), out_at = rows_of(c, c.out, h);
-  for (int chunk = 0; chunk * kChunk < c.head_dim; ++chunk) {
+  for (int chunk = 0; chunk * kChunk < c.access.head_dim; ++chunk) {
     __syncthreads();
     stage<kOwned>(c, g, g_at, start, h.length, chunk * kChunk);
     stage<kOwned>(c, out, out_at, start, h.length, chunk * kChunk);
@@ -74,7 +74,7 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
 }
 
 // The same with dropout, from the products themselves.
-__global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
   float* const tile = own_g + kOwned * kPitch;  // (kTile, kChunk)
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Call
   const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const int stop = c.causal && start + kOwned < h.length ? start + kOwned : h.length;
-  const int chunks = (c.head_dim + kChunk - 1) / kChunk;
+  const int chunks = (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
   Softmax row[kPart];
   float delta[kPart] = {};

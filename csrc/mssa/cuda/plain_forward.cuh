@@ -64,7 +64,7 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
 }
 
 template <int CHUNKS>
-__global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
+__global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   float* const own = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const tile = own + kOwned * kPitch;                     // (kTile, kChunk)
   float* const weights = tile + kTile * kPitch;                  // (kOwned, kTile), each warp its rows
@@ -88,12 +88,12 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
   const int last = before + start + kOwned, stop = c.causal && last < keys ? last : keys;
   const int first_chunk = place.group * CHUNKS;
-  const int chunks = CHUNKS == 1 ? 1 : (c.head_dim + kChunk - 1) / kChunk;
+  const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
   Softmax row[kPart];
   float acc[CHUNKS][kPart][kColumns] = {};
 
-  const int passes = c.threshold >= 0.0f ? 2 : 1;
+  const int passes = c.select ? 2 : 1;
   for (int pass = 0; pass < passes; ++pass) {
     if (pass == 1) {
 #pragma unroll
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Call c) {
 #pragma unroll
       for (int n = CHUNKS - 1; n >= 0; --n) {
         const int chunk = first_chunk + n;
-        if (chunk * kChunk >= c.head_dim) continue;
+        if (chunk * kChunk >= c.access.head_dim) continue;
         if (chunk != staged) {
           __syncthreads();
           stage<kTile>(c, tile, keys_at, first, keys, chunk * kChunk);

@@ -6,7 +6,7 @@
 namespace crate_kernels {
 namespace plain {
 
-CRATE_DEVICE float element(const Call& c, const char* data, int64_t offset) {
+CRATE_DEVICE float element(const Problem& c, const char* data, int64_t offset) {
   if (c.dtype == Dtype::f32) return reinterpret_cast<const float*>(data)[offset];
   if (c.dtype == Dtype::bf16) return to_float(reinterpret_cast<const bf16*>(data)[offset]);
   return to_float(reinterpret_cast<const fp16*>(data)[offset]);
@@ -23,12 +23,12 @@ CRATE_DEVICE void put_halves(float* to, const uint4& bits) {
 // Copy channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory; what does not exist is 0.
 // The dtype is no template argument: it costs a branch for 16 bytes, and would cost three times as many kernels.
 template <int ROWS>
-CRATE_DEVICE void stage(const Call& c, float* tile, const HeadRows& t, int first, int length, int channel) {
+CRATE_DEVICE void stage(const Problem& c, float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
 #pragma unroll 1
     for (int n = threadIdx.x; n < ROWS * kChunk; n += kThreads) {
       const int row = n / kChunk, d = n % kChunk;
-      const bool exists = first + row < length && channel + d < c.head_dim;
+      const bool exists = first + row < length && channel + d < c.access.head_dim;
       const int64_t offset = (first + row) * t.row + (channel + d) * t.channel;
       tile[row * kPitch + d] = exists ? element(c, t.data, offset) : 0.0f;
     }
@@ -40,7 +40,7 @@ CRATE_DEVICE void stage(const Call& c, float* tile, const HeadRows& t, int first
   for (int n = threadIdx.x; n < ROWS * packs; n += kThreads) {
     const int row = n >> shift, pack = n & (packs - 1), d = channel + pack * (whole ? 4 : 8);
     uint4 bits = make_uint4(0, 0, 0, 0);
-    if (first + row < length && d < c.head_dim) {
+    if (first + row < length && d < c.access.head_dim) {
       const int64_t offset = (first + row) * t.row + d;
       bits = *reinterpret_cast<const uint4*>(t.data + offset * (whole ? 4 : 2));
     }
@@ -55,7 +55,7 @@ CRATE_DEVICE void stage(const Call& c, float* tile, const HeadRows& t, int first
   }
 }
 
-CRATE_DEVICE void put_element(const Call& c, char* data, int64_t offset, float v) {
+CRATE_DEVICE void put_element(const Problem& c, char* data, int64_t offset, float v) {
   if (c.dtype == Dtype::f32) {
     reinterpret_cast<float*>(data)[offset] = v;
   } else if (c.dtype == Dtype::bf16) {
@@ -73,12 +73,12 @@ CRATE_DEVICE uint4 halves_at(const float* from) {
 
 // Copy a chunk of the owned rows from shared memory to channels [channel, channel + kChunk): out of the registers of
 // the threads that found them, writes would be of 8 bytes, and three times the code of everything else.
-CRATE_DEVICE void unstage(const Call& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
+CRATE_DEVICE void unstage(const Problem& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
 #pragma unroll 1
     for (int n = threadIdx.x; n < kOwned * kChunk; n += kThreads) {
       const int row = n / kChunk, d = n % kChunk;
-      if (first + row >= length || channel + d >= c.head_dim) continue;
+      if (first + row >= length || channel + d >= c.access.head_dim) continue;
       put_element(c, t.data, (first + row) * t.row + (channel + d) * t.channel, tile[row * kPitch + d]);
     }
     return;
@@ -88,7 +88,7 @@ CRATE_DEVICE void unstage(const Call& c, const float* tile, const HeadRows& t, i
 #pragma unroll 1
   for (int n = threadIdx.x; n < kOwned * packs; n += kThreads) {
     const int row = n >> shift, pack = n & (packs - 1), d = channel + pack * (whole ? 4 : 8);
-    if (first + row >= length || d >= c.head_dim) continue;
+    if (first + row >= length || d >= c.access.head_dim) continue;
     const float* const from = tile + row * kPitch + d - channel;
     uint4 bits;
     if (whole) {
@@ -127,8 +127,8 @@ struct Thread {
 };
 
 // Channels of a chunk that exist, in fours.
-CRATE_DEVICE int channels_of(const Call& c, int chunk) {
-  const int left = (c.head_dim - chunk * kChunk + 3) / 4 * 4;
+CRATE_DEVICE int channels_of(const Problem& c, int chunk) {
+  const int left = (c.access.head_dim - chunk * kChunk + 3) / 4 * 4;
   return left < kChunk ? left : kChunk;
 }
 
@@ -172,7 +172,7 @@ CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weigh
 // Write the chunks from `first_chunk` on of the owned rows by way of `tile`, that of the owned rows; row i times
 // factor[i].
 template <int CHUNKS>
-CRATE_DEVICE void write_rows(const Call& c, float* tile, const HeadRows& to,
+CRATE_DEVICE void write_rows(const Problem& c, float* tile, const HeadRows& to,
                              const float (&acc)[CHUNKS][kPart][kColumns], const float (&factor)[kPart], const Thread& t,
                              int start, int length, int first_chunk) {
 #pragma unroll
@@ -203,7 +203,7 @@ CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], co
 
 // Which of a thread's weights dropout keeps: bit kPart * i + j for row first_row + 4 i as query and column first_column
 // + 8 j as key, or the other way round. Not unrolled: it would be most of the kernel.
-CRATE_DEVICE uint32_t keep_bits(const Call& c, const Head& h, int row, int column, bool row_is_query) {
+CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int column, bool row_is_query) {
   if (c.seed == nullptr) return 0xffff;
   const uint64_t seed = *c.seed;
   uint32_t bits = 0;
@@ -211,20 +211,20 @@ CRATE_DEVICE uint32_t keep_bits(const Call& c, const Head& h, int row, int colum
   for (int n = 0; n < kPart * kPart; ++n) {
     const uint32_t r = row + 4 * (n / kPart), s = column + kColumnLanes * (n % kPart);
     const uint32_t word = philox_word0(seed, row_is_query ? s : r, row_is_query ? r : s, h.batch * c.nheads + h.head);
-    bits |= static_cast<uint32_t>(word >= c.keep_from) << n;
+    bits |= static_cast<uint32_t>(word > c.drop_last) << n;
   }
   return bits;
 }
 
 // Zero the packed rows after sequence h that belong to none, which only offsets that do not rise leave.
-CRATE_DEVICE void zero_uncovered(const Call& c, const Rows& tokens, float* numbers, const Head& h, int block) {
+CRATE_DEVICE void zero_uncovered(const Problem& c, const Rows& tokens, float* numbers, const Head& h, int block) {
   if (c.cu_seqlens == nullptr) return;
   const int64_t stop = h.batch == c.sequences - 1 ? c.total : clamped_offset(c, h.batch + 1);
   const Head whole = {0, h.head, 0, 0};
   const HeadRows t = rows_of(c, tokens, whole);
   for (int64_t row = h.first + h.length + block; row < stop; row += c.blocks) {
 #pragma unroll 1
-    for (int d = threadIdx.x; d < c.head_dim; d += kThreads) {
+    for (int d = threadIdx.x; d < c.access.head_dim; d += kThreads) {
       put_element(c, t.data, row * t.row + d * t.channel, 0.0f);
     }
     if (numbers != nullptr && threadIdx.x == 0) numbers[h.head * c.total + row] = 0.0f;

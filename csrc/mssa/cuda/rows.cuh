@@ -1,7 +1,6 @@
-// From PyTorch's stable tensors to what the kernels of subspace attention read.
+// From PyTorch's stable tensors to the arguments of the kernels of subspace attention.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <optional>
 
@@ -9,12 +8,21 @@
 
 namespace crate_kernels {
 
-// A tensor of tokens: what lies between its batch elements, heads, rows and channels, in elements.
+// A tensor of tokens; strides in elements.
 struct Rows {
   void* data;
   int64_t batch, head, row, channel;
   bool wide;  // every row is whole packs of 16 bytes
 };
+
+// How the tensors of a call are read and written; wide: in packs of 16 bytes, which all their rows are whole numbers
+// of.
+namespace mssa {
+struct Access {
+  int head_dim;
+  bool wide;
+};
+}  // namespace mssa
 
 // Packed tokens are (rows, heads, channels), others (batch, heads, rows, channels).
 inline Rows rows_of(const Tensor& t, bool packed) {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from crate_kernels import mssa, testing
-from crate_kernels._core import backends
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels._core import backends, operator
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 from tests.ops.common import keep_mask, offsets, over_budget, randn
 from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
@@ -49,6 +49,12 @@ def mask_and_options(options, batch, seqlen):
     return {"key_padding_mask": mask, **options}
 
 
+@pytest.mark.parametrize(("name", "record"), [("fwd", Call), ("bwd", Call), ("decode", DecodeCall)])
+def test_the_options_of_an_op_are_the_fields_of_the_record(name, record, library):
+    schema = str(getattr(library, f"cuda_mssa_{name}").default._schema)
+    assert operator.schema_of(record).replace("SymInt", "int") in schema
+
+
 @DTYPES
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_within_budget(case, dtype, backend):
@@ -68,15 +74,19 @@ def test_scores_of_ten_thousands_give_weights_of_one(causal, dtype, backend):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[2] in (0, 64)], ids=str)
 def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, library):
-    w = torch.empty(1, 1, 1, 16)
-    assert not library.cuda_mssa_takes(w)
-    assert over_budget(case, torch.float32, backend, "cpu") == []
+    def kernels(dtype):
+        library.emulated_launches()
+        assert over_budget(case, dtype, backend, "cpu") == []
+        names = [name.split("::")[1] for name in library.emulated_launches().splitlines()]
+        assert bool(names) == bool(sum(case.lengths) or math.prod(case.shape))
+        return {*names}
+
+    assert kernels(torch.float32) <= {"plain"}
     for refusing in ({"capability": 75}, {"shared_limit": 64 * 1024}):
         device(**refusing)
-        assert not library.cuda_mssa_takes(w.bfloat16())
-        assert over_budget(case, torch.bfloat16, backend, "cpu") == []
+        assert kernels(torch.bfloat16) <= {"plain"}
     device()
-    assert library.cuda_mssa_takes(w.bfloat16())
+    assert kernels(torch.bfloat16) <= {"mssa"}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

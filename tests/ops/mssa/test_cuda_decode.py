@@ -21,9 +21,9 @@ def decoder(library):
 @pytest.fixture
 def splits(decoder, monkeypatch):
     """Return a function that sets the number of stretches."""
-    from crate_kernels.ops.mssa import cuda_decode
+    from tests.tools.emulator.plain.mssa import native
 
-    return lambda count: monkeypatch.setattr(cuda_decode, "choose_splits", lambda *sizes: count)
+    return lambda count: monkeypatch.setattr(native, "choose_splits", lambda *sizes: count)
 
 
 @pytest.mark.parametrize("blocks", caches.BLOCKS.values(), ids=caches.BLOCKS)
@@ -151,10 +151,10 @@ def test_lengths_are_clamped_on_the_device(decoder, splits, dtype, tolerance, ne
 
 def test_splits_follow_the_device(decoder, monkeypatch):
     """Few heads and a long cache are split as ``choose_splits`` says; what it is asked is the launch's real shape."""
-    from crate_kernels.ops.mssa import cuda_decode
+    from tests.tools.emulator.plain.mssa import native
 
-    asked, choose = [], cuda_decode.choose_splits
-    monkeypatch.setattr(cuda_decode, "choose_splits", lambda *sizes: asked.append(sizes) or choose(*sizes))
+    asked, choose = [], native.choose_splits
+    monkeypatch.setattr(native, "choose_splits", lambda *sizes: asked.append(sizes) or choose(*sizes))
     cache, w = filled((600, 600), 620, 16, torch.float32)
     mssa(w[:, :, :1], causal=True, cache=cache, backend=decoder)
     mssa(w[:, :, :9], causal=True, cache=cache, backend=decoder)

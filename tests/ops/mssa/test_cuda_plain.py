@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa, testing
+from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 from tests.ops.mssa import test_public as common
@@ -207,13 +208,12 @@ def test_what_masks_hide_may_be_anything(plain):
 )
 def test_offsets_are_clamped_on_the_device(plain, bounds, covered):
     """A GPU's offsets are not checked: rows outside every clamped sequence give 0, and nothing else is touched."""
-    from crate_kernels.ops.mssa import cuda_plain
-
+    kernels = backends.kernel("mssa", plain)
     longest = 64 if bounds[1] == 10 else 90
     w, g = (randn(90, 2, 16, seed=s, dtype=torch.float32) for s in (0, 1))
     call = Call(None, torch.tensor(bounds, dtype=torch.int32), longest, None, False, 0.25, 0.0, None)
-    out, lse = cuda_plain.forward(w, call)
-    dw = cuda_plain.backward(g, None, w, out, lse, call)
+    out, lse = kernels.forward(w, call)
+    dw = kernels.backward(g, None, w, out, lse, call)
     outside = torch.ones(90, dtype=torch.bool)
     for first, stop in covered:
         outside[first:stop] = False

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crate_kernels import SubspaceCache, ista, ista_overcomplete, mssa, testing, tssa
-from crate_kernels._core import backends
+from crate_kernels._core import backends, operator
 from crate_kernels._native import build, extension
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
+from crate_kernels.ops.mssa.call import Call, DecodeCall
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -37,6 +38,16 @@ def test_build_info_names_the_sources_and_levels():
     assert info["torch_abi"] == build._TORCH_TARGET
     assert info["cpu_capabilities"].split()[0] == "portable"
     assert extension.cpu_capability() in info["cpu_capabilities"].split()
+
+
+OPS = {"mssa_fwd": Call, "mssa_bwd": Call, "mssa_decode": DecodeCall}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_options_of_an_op_are_the_fields_of_the_record(name):
+    extension.load()
+    schema = str(getattr(torch.ops.crate_kernels_C, name).default._schema)
+    assert operator.schema_of(OPS[name]).replace("SymInt", "int") in schema
 
 
 def test_an_unknown_level_is_refused():
@@ -266,7 +277,7 @@ def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
     one = torch.zeros(1, 1, 1, 8)
     w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
     with pytest.raises(MemoryError, match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_fwd(w, None, None, None, False, 1.0, 0.0, -1.0, out, torch.zeros(1))
+        torch.ops.crate_kernels_C.mssa_fwd(w, None, None, 0, None, False, 1.0, 0.0, None, out, torch.zeros(1))
 
 
 @pytest.mark.parametrize("function", ["forward", "backward"])

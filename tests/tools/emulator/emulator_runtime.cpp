@@ -6,6 +6,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include "../../../csrc/common/cuda/launch.cuh"
+
 namespace emulator {
 
 Device& device() {
@@ -19,6 +21,9 @@ std::map<const void*, int64_t>& allowed_bytes() {
   static std::map<const void*, int64_t> it;
   return it;
 }
+
+// Functions of the kernels that were launched, since a test asked.
+std::vector<const void*> launched;
 
 cudaError_t last_error = cudaSuccess;
 
@@ -38,6 +43,7 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
   if (cluster > 1 && device().capability < 90) return remember(cudaErrorInvalidConfiguration);
   if (cluster == 0 || cluster > 8 || config.gridDim.x % cluster != 0) return remember(cudaErrorInvalidConfiguration);
   if (static_cast<int64_t>(config.dynamicSmemBytes) > limit) return remember(cudaErrorInvalidValue);
+  launched.push_back(function);
   return cudaSuccess;
 }
 
@@ -47,6 +53,25 @@ void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limi
   device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
               descending};
   allowed_bytes().clear();
+}
+
+// Returns the capability of before.
+int64_t set_capability(int64_t capability) {
+  const int before = device().capability;
+  device().capability = static_cast<int>(capability);
+  return before;
+}
+
+// Names of the kernels that were launched since the last call, one per line.
+std::string launches() {
+  std::string names;
+  for (const void* function : launched) {
+    for (const crate_kernels::KernelEntry& entry : crate_kernels::kernel_entries()) {
+      if (entry.function == function) names += entry.name + "\n";
+    }
+  }
+  launched.clear();
+  return names;
 }
 
 }  // namespace
@@ -127,8 +152,12 @@ void emulated_free_message(char* message) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending) -> ()");
+  m.def("emulated_capability(int capability) -> int");
+  m.def("emulated_launches() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {
   m.impl("emulated_device", TORCH_BOX(&emulator::set_device));
+  m.impl("emulated_capability", TORCH_BOX(&emulator::set_capability));
+  m.impl("emulated_launches", TORCH_BOX(&emulator::launches));
 }

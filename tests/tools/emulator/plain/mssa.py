@@ -1,6 +1,26 @@
-"""The plain kernels of mssa as a backend of their own: every call goes to them, whatever the emulated GPU."""
+"""The kernels of mssa for GPUs without tensor cores as a backend of their own, whatever the emulated GPU."""
 
-from crate_kernels.ops.mssa.cuda_decode import decode
-from crate_kernels.ops.mssa.cuda_plain import backward, forward
+import torch
 
-__all__ = ["backward", "decode", "forward"]
+from tests.tools.emulator import emulated
+
+_TURING = 75
+native = emulated.on_cuda("mssa")
+decode = native.decode
+
+
+def _without_tensor_cores(function, *args):
+    change = torch.ops.crate_kernels_C.emulated_capability
+    former = change(_TURING)
+    try:
+        return function(*args)
+    finally:
+        change(former)
+
+
+def forward(w, call):
+    return _without_tensor_cores(native.forward, w, call)
+
+
+def backward(dout, dlse, w, out, lse, call):
+    return _without_tensor_cores(native.backward, dout, dlse, w, out, lse, call)

@@ -1,0 +1,78 @@
+"""Subspace self-attention by csrc/mssa: C++ for tensors on the CPU, CUDA C++ for those on a GPU.
+
+The kernels take tokens in any strides and write into what is allocated here. C++ chooses among them: tensor cores take
+16-bit tokens on GPUs of sm_80 and later. Nothing here waits for a GPU; lengths of a cache are read there, so that a
+captured graph stays right as they grow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import operator, packing
+from crate_kernels._native.extension import Library, library
+from crate_kernels._triton import launch
+from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
+from crate_kernels.ops.mssa.splits import cdiv, choose_splits
+
+_GROUP = 4  # new tokens that share a reading of the cache: kGroup of decode_cuda.cu
+_MOST_TOKENS = 16  # of a step that reads the cache for each group; of more, products are the cost
+_LEAST_STRETCH = 64  # cached tokens that are worth a block
+_RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
+
+
+def _empty_out(lib: Library, w: Tensor, call: Call) -> Tensor:
+    """Allocate an output like ``w``; on CPUs clear packed rows that no sequence covers, as CUDA kernels do."""
+    out = operator.empty_out(w)
+    return out if lib.cuda else packing.clear_uncovered(out, call.cu_seqlens, 0)
+
+
+def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; shapes as in the public function."""
+    lib = library(w.device.type)
+    out, lse = _empty_out(lib, w, call), empty_lse(w)
+    if not lib.cuda:
+        packing.clear_uncovered(lse, call.cu_seqlens, 1)
+    lib.mssa_fwd(w, *call, out, lse)
+    return out, lse
+
+
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
+    """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
+    lib = library(w.device.type)
+    dw, lse = _empty_out(lib, w, call), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    delta = (torch.empty_like(lse),) if lib.cuda else ()
+    lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw, *delta)
+    return dw
+
+
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
+    lib = library(w.device.type)
+    out, lse = empty_decoded(w, call)
+    if not lib.cuda:
+        lib.mssa_decode(w, data, lengths, *call, out, lse)
+    elif out.numel():
+        stretches = _empty_stretches(w, data, call)
+        lib.mssa_decode(
+            w if stretches is None else w.contiguous(), data, lengths, *call, out, lse, *(stretches or (None, None))
+        )
+    return out, lse
+
+
+def _empty_stretches(w: Tensor, data: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+    """Allocate what a step leaves of each stretch of the cache: weighted rows, and (maximum, sum) of the weights.
+
+    None for a long block of tokens, or for a cache that packs of 16 bytes cannot read: a forward serves those.
+    """
+    batch, nheads, new, head_dim = w.shape
+    in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous()
+    if new > _MOST_TOKENS or not in_packs:
+        return None
+    blocks = batch * nheads * (1 if new == 1 else cdiv(new, _GROUP))
+    processors = _RESIDENT * launch.multiprocessors(w.device)
+    splits = choose_splits(blocks, processors, cdiv(call.bound, _LEAST_STRETCH))
+    rows = (batch * nheads, splits, new)
+    return w.new_empty(*rows, head_dim, dtype=torch.float32), w.new_empty(*rows, 2, dtype=torch.float32)

@@ -1,0 +1,53 @@
+// CRATE_BOX(&function): TORCH_BOX of a function that takes the options of its operator as one record.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+namespace crate_kernels {
+
+// The arguments of a call of an op, taken one after the other. A record of options is several: it specialises `take`.
+class Arguments {
+ public:
+  Arguments(StableIValue* stack, uint64_t count) : next_(stack), left_(count) {}
+
+  template <class T>
+  T take() {
+    STD_TORCH_CHECK(left_ > 0, "the kernel takes more arguments than its schema has");
+    --left_;
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+  uint64_t left() const { return left_; }
+
+ private:
+  StableIValue* next_;
+  uint64_t left_;
+};
+
+template <auto function>
+struct Box;
+
+template <class Result, class... Parameters, Result (*function)(Parameters...)>
+struct Box<function> {
+  static void run(StableIValue* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count);
+    // In braces, from the first to the last.
+    std::tuple<std::decay_t<Parameters>...> values{arguments.take<std::decay_t<Parameters>>()...};
+    STD_TORCH_CHECK(arguments.left() == 0, "the schema has ", arguments.left(), " arguments more than its kernel");
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(function, std::move(values));
+    } else {
+      stack[0] = torch::stable::detail::from<Result>(std::apply(function, std::move(values)));
+    }
+  }
+};
+
+#define CRATE_BOX(function) (&crate_kernels::Box<function>::run)
+
+}  // namespace crate_kernels

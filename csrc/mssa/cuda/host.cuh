@@ -1,0 +1,25 @@
+// The ways to compute a call; mssa_cuda.cu chooses. They run on the current device, which is that of the tensors, and
+// on its current stream.
+#pragma once
+
+#include "problem.cuh"
+
+namespace crate_kernels {
+
+// On the products of the CUDA cores: any dtype, any head_dim to 256, every argument, every GPU.
+namespace plain {
+void forward(mssa::Problem problem, int32_t device);
+void backward(mssa::Problem problem, int32_t device);
+}  // namespace plain
+
+// Steps with a cache, whose new tokens are `w`.
+namespace decoding {
+// Append, attend with one reading of the cache, and advance the lengths. Rows of tokens must be whole packs of 16
+// bytes. `part` (heads, splits, new, head_dim) and `statistics` (heads, splits, new, 2) are scratch.
+void step(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call, const Tensor& out, const Tensor& lse,
+          const Tensor& part, const Tensor& statistics);
+void append(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call);
+void advance(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call);
+}  // namespace decoding
+
+}  // namespace crate_kernels

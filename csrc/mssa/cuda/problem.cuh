@@ -1,0 +1,88 @@
+// The arguments of the kernels of the forward and the backward, on tensor cores or not.
+#pragma once
+
+#include "../call.h"
+#include "rows.cuh"
+
+namespace crate_kernels::mssa {
+
+struct Problem {
+  Rows w, keys, out, g, dw;       // keys: w, or a cache that w was appended to; g: the gradient of out
+  float* lse;                     // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
+  float* delta;                   // scratch of lse's size
+  const float* dlse;              // of lse's size; null: no gradient
+  const bool* keep;               // (sequences, seqlen); null: every key
+  const int32_t* held;            // null, or the lengths of a cache before the new tokens; then keep is of those
+  const int32_t* cu_seqlens;      // (sequences + 1,); null: not packed
+  const int64_t* seed;            // null: no dropout
+  int64_t total;                  // packed rows
+  int sequences, nheads, seqlen;  // seqlen: of every sequence, or of the longest packed one
+  int capacity;                   // of the cache
+  int blocks, groups;             // per head: of rows, and of channels of the output
+  Access access;
+  Dtype dtype;
+  float scale, threshold, keep_factor;
+  uint32_t drop_last;             // the largest Philox word that is dropped
+  bool causal, select;            // select: phi = "threshold"
+  bool values, products, scores;  // of the backward: terms with g_i, with g_i.w_j, with a gradient of scores
+};
+
+// A cache that the tokens of a call were appended to, while its lengths are still those of before.
+struct Cache {
+  const Tensor &data, &lengths;
+};
+
+// The problem of a forward; head_dim is checked.
+inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* cache, const Tensor& out,
+                          const Tensor& lse) {
+  const bool packed = call.packed();
+  Problem p = {};
+  p.w = p.keys = rows_of(w, packed);
+  p.out = rows_of(out, packed);
+  p.access = {head_dim_of(w), p.w.wide && p.out.wide};
+  if (cache != nullptr) {
+    p.keys = rows_of(cache->data, false);
+    p.access.wide = p.access.wide && p.keys.wide;
+    p.held = static_cast<const int32_t*>(cache->lengths.data_ptr());
+    p.capacity = static_cast<int>(cache->data.size(2));
+  }
+  p.lse = lse.numel() > 0 ? static_cast<float*>(lse.data_ptr()) : nullptr;
+  p.keep = pointer<const bool>(call.key_padding_mask);
+  p.cu_seqlens = pointer<const int32_t>(call.cu_seqlens);
+  p.seed = pointer<const int64_t>(call.seed);
+  p.sequences = static_cast<int>(call.sequences(w));
+  p.nheads = static_cast<int>(w.size(1));
+  p.seqlen = static_cast<int>(packed ? call.max_seqlen : w.size(2));
+  p.total = w.size(packed ? 0 : 2);
+  p.dtype = dtype_of(w);
+  p.scale = static_cast<float>(call.scale);
+  p.select = call.threshold.has_value();
+  p.threshold = static_cast<float>(call.threshold.value_or(0.0));
+  p.causal = call.causal;
+  p.keep_factor = 1.0f;
+  if (call.seed.has_value()) {
+    p.keep_factor = call.keep_factor();
+    // Of p > 0 at least one word is dropped; for p = 0 the API draws no seed.
+    p.drop_last = static_cast<uint32_t>(call.keep_from() - 1);
+  }
+  return p;
+}
+
+// The problem of a backward, which writes `dw` and has `delta` to work in.
+inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& w,
+                          const Tensor& out, const Tensor& lse, const MssaCall& call, const Tensor& dw,
+                          const Tensor& delta) {
+  Problem p = problem_of(w, call, nullptr, out, lse);
+  p.dw = rows_of(dw, call.packed());
+  p.g = dout.has_value() ? rows_of(*dout, call.packed()) : p.w;
+  p.access.wide = p.access.wide && p.dw.wide && p.g.wide;
+  p.dlse = pointer<const float>(dlse);
+  p.delta = static_cast<float*>(delta.data_ptr());
+  // The selection of phi = "threshold" is piecewise constant: its scores get a gradient from lse alone.
+  p.values = dout.has_value();
+  p.products = p.values && !p.select;
+  p.scores = p.products || dlse.has_value();
+  return p;
+}
+
+}  // namespace crate_kernels::mssa
