@@ -51,7 +51,7 @@ _CUDA_FLAGS = (
     "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
 )
 # What the CUDA sources include of the CPU extension's: a change of either library's own files rebuilds that one only.
-_CUDA_HEADERS = ("common/box.h", "common/dtype.h", "common/tensor.h", "mssa/call.h")
+_CUDA_HEADERS = ("common/box.h", "common/dtype.h", "common/tensor.h", "mssa/call.h", "tssa/call.h")
 # Turing, Ampere (Ada runs its code), Hopper; PTX of the last for what comes after.
 CUDA_ARCHS = ("75", "80", "90a", "90+PTX")
 _LEAST_NVCC = (12, 0)  # the first that knows sm_90a

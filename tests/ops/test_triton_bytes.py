@@ -13,6 +13,7 @@ from crate_kernels.ops.ista.call import Call, OvercompleteCall
 from crate_kernels.ops.ista.triton import launch as ista
 from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
+from crate_kernels.ops.tssa.call import Call, State
 from tests.ops.ista import test_triton as test_triton_ista
 from tests.ops.tssa import test_triton as test_triton_tssa  # how a way is forced
 from tests.tools.traffic import Traffic
@@ -22,7 +23,6 @@ BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 3, 40, 16  # three chunks of 16, the last of
 CHUNKS = 3
 TOKENS, ROWS = BATCH * SEQLEN * HEADS * HEAD_DIM, BATCH * SEQLEN * HEADS
 SUMS = BATCH * HEADS * (HEAD_DIM + 1)
-REST = (None, None, 0, None, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +37,18 @@ def heads(seed):
 def full(way):
     w, dout, temp = heads(0), heads(1), torch.ones(HEADS)
     with Traffic() as forward:
-        _, *saved = tssa.forward(w, temp, *REST)
+        _, *saved = tssa.forward(w, temp, Call())
     with Traffic() as backward:
-        tssa.backward(dout, None, w, temp, *saved, *REST)
+        tssa.backward(dout, None, w, temp, *saved, Call())
     return forward, backward
 
 
 def causal(way, bias=None):
     w, dout, temp = heads(0), heads(1), torch.ones(HEADS)
     with Traffic() as forward:
-        _, membership = tssa.forward_causal(w, temp, bias, *REST)
+        _, membership = tssa.forward_causal(w, temp, bias, Call())
     with Traffic() as backward:
-        tssa.backward_causal(dout, None, w, temp, bias, membership, *REST)
+        tssa.backward_causal(dout, None, w, temp, bias, membership, Call())
     return forward, backward
 
 
@@ -89,7 +89,7 @@ def test_triton_decoding_reads_the_state_once():
     energy, weighted = (torch.rand(BATCH, HEADS, HEAD_DIM) for _ in range(2))
     mass, lengths = torch.rand(BATCH, HEADS), torch.zeros(BATCH, dtype=torch.int32)
     with Traffic() as traffic:
-        tssa.decode(w, temp, None, energy, weighted, mass, lengths, None)
+        tssa.decode(w, temp, None, State(energy, weighted, mass, lengths), None)
     assert sum(traffic.launches.values()) == 1
     # The token, out and both sums by channel are of one size; so are mass and membership.
     assert traffic.passes(BATCH * HEADS * HEAD_DIM) == (3, 3)

@@ -10,6 +10,7 @@ from torch import Tensor
 from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
+from crate_kernels.ops.tssa.call import Call
 
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
 _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
@@ -122,29 +123,33 @@ def tssa(
         seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = backends.resolve("tssa", backend, w.device, w.dtype)
+    named = backends.of_op(name, backend)
     if cache is not None:
         if key_padding_mask is not None:
             # The sums take padded tokens times 0, which NaN and infinity survive, and a sum keeps them for good.
             w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
-        state = (*cache._tensors(), key_padding_mask)
-        decode = reference.decode if name == "reference" else op.tssa_decode
-        named = () if name == "reference" else (backends.of_op(name, backend),)
-        out, membership = decode(w, temp, denom_bias, *state, *named)
+        state = cache._tensors()
+        if name == "reference":
+            out, membership = reference.decode(w, temp, denom_bias, state, key_padding_mask)
+        else:
+            out, membership = op.tssa_decode(w, temp, denom_bias, *state, key_padding_mask, named)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 
-    masks = (key_padding_mask, cu_seqlens)
     seed = operator.draw_seed(w.device) if dropout_p else None
+    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, dropout_p)
     if name == "reference":
-        out, membership = reference.forward(w, temp, denom_bias, *masks, seed, causal, dropout_p)
+        if causal:
+            out, membership = reference.forward_causal(w, temp, denom_bias, call)
+        else:
+            out, membership = reference.forward(w, temp, call)
         out, membership = out.to(w.dtype), membership.to(operator.stat_dtype(w.dtype))
     else:
         checks.transforms("tssa", name, w, temp, denom_bias)
-        options = (*masks, max_seqlen or 0, seed, dropout_p, backends.of_op(name, backend))
         if causal:
-            out, membership = op.tssa_causal(w, temp, denom_bias, *options)
+            out, membership = op.tssa_causal(w, temp, denom_bias, call, named)
         else:
-            out, membership = op.tssa(w, temp, *options)
+            out, membership = op.tssa(w, temp, call, named)
     return (out, membership) if return_membership else out
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
+from crate_kernels.ops.tssa.call import State
 
 
 class TokenStatsCache:
@@ -48,8 +49,8 @@ class TokenStatsCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # no sequence is longer
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.energy, self.weighted, self.mass, self.lengths
+    def _tensors(self) -> State:
+        return State(self.energy, self.weighted, self.mass, self.lengths)
 
     def reset(self) -> None:
         """Forget every token."""

@@ -1,8 +1,8 @@
 """Token statistics with few passes over w, and hand-written backwards that save almost nothing.
 
-The full form saves w, Pi and two (nheads, head_dim) rows a batch element; the causal form w and Pi,
-and repeats its scans in the backward. Statistics are fp32 (float64 for float64 w). Derivations
-are in ``reference.py``.
+The full form saves w, Pi and two (nheads, head_dim) rows per sequence; the causal form w and Pi, and repeats its scans
+in the backward. Statistics are fp32 (float64 for float64 w). docs/tssa.md derives the gradients. Packed sequences are
+padded first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator, packing, philox
+from crate_kernels.ops.tssa.call import Call, State
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -25,29 +26,31 @@ def _channels_dot(tokens: Tensor, row: Tensor) -> Tensor:
     return (tokens * row.unsqueeze(2)).sum(-1)
 
 
-def _channel_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """Return the dropout factor of each channel, (batch, nheads, head_dim)."""
+def _channel_factor(w: Tensor, call: Call, dtype: torch.dtype) -> Tensor | None:
+    """Return the dropout factor of each channel, (batch, nheads, head_dim), None without dropout."""
+    if call.seed is None:
+        return None
     batch, nheads, _, head_dim = w.shape
     heads = philox.head_counter(batch, nheads, w.device)[..., 0]
     zero = torch.zeros((), dtype=torch.int64, device=w.device)
     channels = torch.arange(head_dim, device=w.device)
-    return philox.keep_factor(seed, dropout_p, heads, zero, channels, dtype)
+    return philox.keep_factor(call.seed, call.dropout_p, heads, zero, channels, dtype)
 
 
-def forward(
-    w: Tensor,
-    temp: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _layout(w: Tensor, call: Call) -> tuple[packing.Layout, Call]:
+    """Return where packed sequences are in a padded batch, and the call on that."""
+    assert call.cu_seqlens is not None
+    where = packing.layout(call.cu_seqlens, call.max_seqlen, w.shape[0])
+    return where, call.batched(where.mask)
+
+
+def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
-    where = None
-    if cu_seqlens is not None:
-        w, where = packing.pad(w, cu_seqlens, max_seqlen)
-        key_padding_mask = where.mask
+    if call.packed:
+        where, batched = _layout(w, call)
+        out, membership, energy, moment = forward(where.pad(w), temp, batched)
+        return where.pack(out), where.pack_rows(membership), energy, moment
+    key_padding_mask = call.key_padding_mask
     squares = w.to(operator.stat_dtype(w.dtype)).square()
     counted = squares if key_padding_mask is None else squares * key_padding_mask[:, None, :, None]
     energy = counted.sum(2).clamp_min_(_FULL_FLOOR)
@@ -60,12 +63,11 @@ def forward(
         counted = membership * key_padding_mask[:, None, :]
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
-    if seed is not None:
-        attention *= _channel_factor(w, seed, dropout_p, attention.dtype)
+    factor = _channel_factor(w, call, attention.dtype)
+    if factor is not None:
+        attention *= factor
     # In the layout of the output from here on: w^2 is done with.
     out = torch.mul(w, membership.unsqueeze(-1), out=squares).mul_(attention.neg_().unsqueeze(2))
-    if where is not None:
-        return where.pack(out).to(w.dtype), where.pack_rows(membership), energy, moment
     return operator.merged_layout(out.to(w.dtype)), membership, energy, moment
 
 
@@ -77,25 +79,22 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
-    where, dtype = None, w.dtype
-    if cu_seqlens is not None:
-        where = packing.layout(cu_seqlens, max_seqlen, w.shape[0])
-        key_padding_mask = where.mask
-        w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
+    if call.packed:
+        where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
+        saved = where.pad(w), temp, where.pad_rows(membership), energy, moment
+        dw, dtemp = backward(where.pad(dout), dmembership, *saved, batched)
+        return where.pack(dw), dtemp
+    key_padding_mask = call.key_padding_mask
     squares = w.to(operator.stat_dtype(w.dtype)).square()
     similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
-    if seed is not None:
-        factor = _channel_factor(w, seed, dropout_p, attention.dtype)
+    factor = _channel_factor(w, call, attention.dtype)
+    if factor is not None:
         attention, slope = attention * factor, slope * factor
     counted = membership if key_padding_mask is None else membership * key_padding_mask[:, None, :]
     mass = counted.sum(-1, keepdim=True) + _MASS_FLOOR
@@ -125,9 +124,7 @@ def backward(
     bracket.addcmul_(dsimilarity.unsqueeze(-1), energy.reciprocal().unsqueeze(2))
     dw = bracket.mul_(w).mul_(2)
     dw.sub_(torch.mul(grad, membership.unsqueeze(-1), out=grad_w).mul_(attention.unsqueeze(2)))
-    if where is not None:
-        return where.pack(dw).to(dtype), dtemp
-    return operator.merged_layout(dw.to(dtype)), dtemp
+    return operator.merged_layout(dw.to(w.dtype)), dtemp
 
 
 def _scan_(x: Tensor, reverse: bool = False) -> Tensor:
@@ -187,29 +184,23 @@ def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor
     return attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
 
 
-def _element_factor(w: Tensor, seed: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """Return the dropout factor of each element, in w's shape."""
+def _element_factor(w: Tensor, call: Call, dtype: torch.dtype) -> Tensor | None:
+    """Return the dropout factor of each element, in w's shape, None without dropout."""
+    if call.seed is None:
+        return None
     batch, nheads, seqlen, head_dim = w.shape
     heads = philox.head_counter(batch, nheads, w.device)
     rows = torch.arange(seqlen, device=w.device)[:, None]
-    return philox.keep_factor(seed, dropout_p, heads, rows, torch.arange(head_dim, device=w.device), dtype)
+    return philox.keep_factor(call.seed, call.dropout_p, heads, rows, torch.arange(head_dim, device=w.device), dtype)
 
 
-def forward_causal(
-    w: Tensor,
-    temp: Tensor,
-    denom_bias: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
-    where = None
-    if cu_seqlens is not None:
-        w, where = packing.pad(w, cu_seqlens, max_seqlen)
-        key_padding_mask = where.mask
+    if call.packed:
+        where, batched = _layout(w, call)
+        out, membership = forward_causal(where.pad(w), temp, denom_bias, batched)
+        return where.pack(out), where.pack_rows(membership)
+    key_padding_mask = call.key_padding_mask
     bias = None if denom_bias is None else denom_bias[None]
     squares, energy = _running_energy(w, key_padding_mask, None)
     similarity = _causal_similarity(torch.div(squares, energy, out=energy), bias)
@@ -218,10 +209,7 @@ def forward_causal(
         # All zero before the first kept token, and with it the output and every gradient.
         membership = membership * (key_padding_mask.cumsum(1) > 0)[:, None, :]
     weighted, mass = _running_moment(squares, membership, key_padding_mask)
-    factor = None if seed is None else _element_factor(w, seed, dropout_p, squares.dtype)
-    out = _causal_output(w, membership, weighted, mass, factor)
-    if where is not None:
-        return where.pack(out).to(w.dtype), where.pack_rows(membership)
+    out = _causal_output(w, membership, weighted, mass, _element_factor(w, call, squares.dtype))
     return operator.merged_layout(out.to(w.dtype)), membership
 
 
@@ -232,19 +220,16 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved."""
-    where, dtype = None, w.dtype
-    if cu_seqlens is not None:
-        where = packing.layout(cu_seqlens, max_seqlen, w.shape[0])
-        key_padding_mask = where.mask
-        w, dout, membership = where.pad(w), where.pad(dout), where.pad_rows(membership)
+    if call.packed:
+        where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
+        saved = where.pad(w), temp, denom_bias, where.pad_rows(membership)
+        dw, dtemp, ddenom_bias = backward_causal(where.pad(dout), dmembership, *saved, batched)
+        return where.pack(dw), dtemp, ddenom_bias
+    key_padding_mask = call.key_padding_mask
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
     squares, energy = _running_energy(w, key_padding_mask, None)
     ratio = squares / energy
@@ -256,8 +241,8 @@ def backward_causal(
     grad = dout.to(squares.dtype)
     grad_w = grad * w
     dmoment = attention.square()
-    if seed is not None:
-        factor = _element_factor(w, seed, dropout_p, attention.dtype)
+    factor = _element_factor(w, call, attention.dtype)
+    if factor is not None:
         attention *= factor
         dmoment *= factor
     dmoment.mul_(grad_w).mul_(membership.unsqueeze(-1) / mass)
@@ -283,22 +268,18 @@ def backward_causal(
         denergy *= mask.unsqueeze(-1)
     dw = dmoment.mul_(membership.unsqueeze(-1)).add_(per_energy).add_(denergy).mul_(w).mul_(2)
     dw.sub_(attention.mul_(grad).mul_(membership.unsqueeze(-1)))
-    if where is not None:
-        return where.pack(dw).to(dtype), dtemp, ddenom_bias
-    return operator.merged_layout(dw.to(dtype)), dtemp, ddenom_bias
+    return operator.merged_layout(dw.to(w.dtype)), dtemp, ddenom_bias
 
 
 def decode(
     w: Tensor,
     temp: Tensor,
     denom_bias: Tensor | None,
-    energy: Tensor,
-    weighted: Tensor,
-    mass: Tensor,
-    lengths: Tensor,
+    state: State,
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place."""
+    energy, weighted, mass, lengths = state
     bias = None
     if denom_bias is not None:
         position = lengths[:, None] + torch.arange(w.shape[2], device=w.device)

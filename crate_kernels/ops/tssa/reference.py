@@ -1,45 +1,20 @@
 """Token-statistics self-attention as its equations have it: the oracle of every other backend.
 
-Full form (ToST, Wu et al., 2025, the vision model), heads h, tokens n, channels d::
-
-    c_hd   = max(sum_n w_hnd^2, 1e-24)
-    q_hn   = sum_d w_hnd^2 / c_hd
-    Pi_hn  = softmax over heads of temp_h q_hn
-    M_hd   = sum_n Pi_hn w_hnd^2 / (sum_n Pi_hn + 1e-8)
-    out    = -w_hnd Pi_hn / (1 + M_hd)
-
-with the gradient (g upstream, A = 1 / (1 + M), r the dropout factor, S the sum of Pi plus 1e-8)::
-
-    dM  = r A^2 sum_n(g w Pi) / S,   dS = -sum_d(dM M)
-    dPi = -sum_d(g w A r) + sum_d(dM w^2) + dS,   dlogit = Pi (dPi - sum_h' Pi dPi)
-    dtemp = sum(dlogit q),   dq = temp dlogit,   dc = -[c > 1e-24] sum_n(dq w^2) / c^2
-    dw  = -g Pi A r + 2 w (Pi dM + dq / c + dc)
-
-The causal form (ToST's language model) is a different function, not a mask on this one: running
-sums take the place of the sums, the floor of c is 1e-12, and denom_bias enters q once a channel::
-
-    c_hnd = max(cumsum_n w^2, 1e-12),   q_hn = sum_d (w^2 / c + denom_bias_hn)
-    M_hnd = cumsum_n(Pi w^2) / (cumsum_n Pi + 1e-8)
-
-and in its gradient the sums over tokens become suffix sums::
-
-    U = suffix(dMbar / s),   V = suffix(-sum_d dMbar M / s),   dMbar = g w Pi r A^2
-    dPi = -sum_d(g w A r) + sum_d(U w^2) + V,   dc = -[cs >= 1e-12] dq w^2 / c^2
-    dw  = -g Pi A r + 2 w (Pi U + dq / c + suffix(dc)),   ddenom_bias = head_dim temp sum_b dlogit
-
-Padded tokens leave the sums and still get an output; where no token is left, output and membership are 0.
-Nothing is cast. A floor below the dtype's smallest normal number becomes that number: in float16 an all-zero
-channel would be 0 / 0, and over a subnormal floor its gradient, infinity times zero.
+docs/tssa.md has them. Padded tokens leave the sums and still get an output; where no token is left, output and
+membership are 0. Nothing is cast. A floor below the dtype's smallest normal number becomes that number: in float16 an
+all-zero channel would be 0 / 0, and over a subnormal floor its gradient, infinity times zero.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from crate_kernels._core import philox
+from crate_kernels.ops.tssa.call import Call, State
 
 
 def _floor(value: float, dtype: torch.dtype) -> float:
@@ -107,56 +82,57 @@ def causal(
     return _clear(-w * membership.unsqueeze(-1) * attention, membership, has_key)
 
 
-def forward(
-    w: Tensor,
-    temp: Tensor,
-    denom_bias: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    is_causal: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and membership of a padded batch or of packed sequences."""
+def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and membership of the full form, of a padded batch or of packed sequences."""
 
     def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        factor = None if seed is None else _dropout(w, seed, first, is_causal, dropout_p)
-        if not is_causal:
-            return full(w, temp, key_padding_mask, factor)
-        bias = None if denom_bias is None else denom_bias[:, : w.shape[2]]
-        return causal(w, temp, bias, key_padding_mask, factor)
+        return full(w, temp, call.key_padding_mask, _dropout(w, call, first, rows=1))
 
-    if cu_seqlens is None:
+    return _each_sequence(dense, w, call)
+
+
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and membership of the causal form, of a padded batch or of packed sequences."""
+
+    def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        bias = None if denom_bias is None else denom_bias[:, : w.shape[2]]
+        return causal(w, temp, bias, call.key_padding_mask, _dropout(w, call, first, rows=w.shape[2]))
+
+    return _each_sequence(dense, w, call)
+
+
+def _each_sequence(dense: Callable, w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return what ``dense(w, number of its first sequence)`` does of a padded batch, or sequence by sequence."""
+    if call.cu_seqlens is None:
         return dense(w, 0)
-    bounds = cu_seqlens.tolist()
     parts = [
         dense(w[start:end].transpose(0, 1)[None], index)
-        for index, (start, end) in enumerate(itertools.pairwise(bounds))
+        for index, (start, end) in enumerate(itertools.pairwise(call.cu_seqlens.tolist()))
     ]
     out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
     return out, torch.cat([membership[0] for _, membership in parts], dim=1)
 
 
-def _dropout(w: Tensor, seed: Tensor, first: int, is_causal: bool, dropout_p: float) -> Tensor:
-    """Return the factor on 1 / (1 + M): one a channel, or one an element in the causal form."""
-    batch, nheads, seqlen, head_dim = w.shape
+def _dropout(w: Tensor, call: Call, first: int, rows: int) -> Tensor | None:
+    """Return the factor on 1 / (1 + M): one per channel where ``rows`` is 1, else one per element."""
+    if call.seed is None:
+        return None
+    batch, nheads, _, head_dim = w.shape
     heads = first * nheads + philox.head_counter(batch, nheads, w.device)
-    rows = torch.arange(seqlen if is_causal else 1, device=w.device)[:, None]
+    tokens = torch.arange(rows, device=w.device)[:, None]
     channels = torch.arange(head_dim, device=w.device)
-    return philox.keep_factor(seed, dropout_p, heads, rows, channels, w.dtype)
+    return philox.keep_factor(call.seed, call.dropout_p, heads, tokens, channels, w.dtype)
 
 
 def decode(
     w: Tensor,
     temp: Tensor,
     denom_bias: Tensor | None,
-    energy: Tensor,
-    weighted: Tensor,
-    mass: Tensor,
-    lengths: Tensor,
+    state: State,
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums token by token; they are changed in place."""
+    energy, weighted, mass, lengths = state
     outs, memberships = [], []
     for n in range(w.shape[2]):
         token = w[:, :, n]  # (batch, nheads, head_dim)

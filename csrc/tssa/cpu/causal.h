@@ -52,14 +52,14 @@ CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count
 }
 
 // Lane n: sum_d w_nd^2 / c_nd.
-CRATE_INLINE Vf running_dots(const Rows& w, int vectors, const float* keep, const float* before, float* local) {
+CRATE_INLINE Vf running_dots(const Floats& w, int vectors, const float* keep, const float* before, float* local) {
   Vf acc[kLanes] = {};
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = w.get(n, v);
+      const Vf x = get(w, n, v);
       run += x * keep[n] * x;
       acc[n] += x * x / max(splat(kCausalFloor), base + run);
     }
@@ -70,19 +70,19 @@ CRATE_INLINE Vf running_dots(const Rows& w, int vectors, const float* keep, cons
 
 // out = -w Pi / (1 + M), with 1 / (1 + M) = s / (s + sum Pi w^2); `scale` is -Pi s.
 template <bool kDropout>
-CRATE_INLINE void running_output(const Rows& w, int vectors, const float* counted, const float* masses,
-                                 const float* scale, const Rows& factor, const float* before, float* local,
-                                 const Rows& out) {
+CRATE_INLINE void running_output(const Floats& w, int vectors, const float* counted, const float* masses,
+                                 const float* scale, const Floats& factor, const float* before, float* local,
+                                 const Floats& out) {
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = w.get(n, v);
+      const Vf x = get(w, n, v);
       run += x * counted[n] * x;
       Vf y = x * scale[n] / (base + run + masses[n]);
-      if (kDropout) y *= factor.get(n, v);
-      store(out.at(n, v), y);
+      if (kDropout) y *= get(factor, n, v);
+      store(at(out, n, v), y);
     }
     store(local + v * kLanes, run);
   }
@@ -115,10 +115,10 @@ void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, f
   float* const sums = before_chunk(p, s, chunk + 1).energy;
   memset(sums, 0, p.row_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
     alignas(64) float keep[kLanes];
     store(keep, kept_tokens(s, first, count));
-    for (int h = 0; h < p.nheads; ++h) add_squares(w.rows(h), vectors_of(p), keep, sums + h * p.width());
+    for (int h = 0; h < p.nheads; ++h) add_squares(w.of_head(h), vectors_of(p), keep, sums + h * p.width());
   });
 }
 
@@ -141,25 +141,25 @@ template <bool kMembers, bool kOutput>
 void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const CausalSums before = before_chunk(p, s, chunk), local(p, staging.rest);
-  const Rows factor = {staging.rest + CausalSums::size(p), p.width()};
+  const Floats factor = {staging.rest + CausalSums::size(p), 0, p.width(), 1};
   local.clear(p);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
-    const Tile out = place_tile(p, s.out, first, count, staging.out);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    const Floats out = place_tile(p, s.out, first, count, staging.out);
     const int vectors = vectors_of(p);
     alignas(64) float keep[kLanes], masses[kLanes], scale[kLanes];
     store(keep, kept_tokens(s, first, count));
     if (kMembers) {
       for (int h = 0; h < p.nheads; ++h) {
         const int64_t row = h * p.width();
-        Vf q = running_dots(w.rows(h), vectors, keep, before.energy + row, local.energy + row);
+        Vf q = running_dots(w.of_head(h), vectors, keep, before.energy + row, local.energy + row);
         if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
         store(staging.members + h * kLanes, q * p.temp[h]);
       }
       softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
       for (int h = 0; h < p.nheads; ++h) {
         const Vf pi = load(staging.members + h * kLanes);
-        store_some(s.membership + h * s.tokens + first, pi, count);
+        store_some(s.membership.at(h, first), pi, count);
         store(staging.counted + h * kLanes, pi * load(keep));
       }
     } else {
@@ -170,17 +170,17 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
       const float* const counted = staging.counted + h * kLanes;
       running_mass(before.mass[h], counted, local.mass[h], masses);
       if (!kOutput) {
-        add_squares(w.rows(h), vectors, counted, local.moment + row);
+        add_squares(w.of_head(h), vectors, counted, local.moment + row);
         continue;
       }
       store(scale, -load(staging.members + h * kLanes) * load(masses));
       if (p.dropout) {
-        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, factor.at(n, 0));
-        running_output<true>(w.rows(h), vectors, counted, masses, scale, factor, before.moment + row,
-                             local.moment + row, out.rows(h));
+        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, at(factor, n, 0));
+        running_output<true>(w.of_head(h), vectors, counted, masses, scale, factor, before.moment + row,
+                             local.moment + row, out.of_head(h));
       } else {
-        running_output<false>(w.rows(h), vectors, counted, masses, scale, factor, before.moment + row,
-                              local.moment + row, out.rows(h));
+        running_output<false>(w.of_head(h), vectors, counted, masses, scale, factor, before.moment + row,
+                              local.moment + row, out.of_head(h));
       }
     }
     if (kOutput) store_tile(p, out, s.out, first, count);

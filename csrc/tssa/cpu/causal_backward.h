@@ -29,15 +29,15 @@ CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64
   int tile = 0;
   for_tiles(s, chunk, [&](int64_t first, int count) {
     visit(tile++);
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
     alignas(64) float keep[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
     for (int h = 0; h < p.nheads; ++h) {
       float* const counted = staging.counted + h * kLanes;
       for (int n = 0; n < kLanes; ++n) sums.mass[h] += counted[n];
-      add_squares(w.rows(h), vectors_of(p), keep, sums.energy + h * p.width());
-      add_squares(w.rows(h), vectors_of(p), counted, sums.moment + h * p.width());
+      add_squares(w.of_head(h), vectors_of(p), keep, sums.energy + h * p.width());
+      add_squares(w.of_head(h), vectors_of(p), counted, sums.moment + h * p.width());
     }
   });
 }
@@ -55,7 +55,7 @@ void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, 
 
 // One head of a tile, scalars by token.
 struct TileHead {
-  Rows w, grad, dw, factor;
+  Floats w, grad, dw, factor;
   int vectors;
   const float *keep, *members, *counted, *masses, *inverse_masses;
 };
@@ -70,16 +70,16 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
     Vf run = load(at_tile + v * kLanes), total[kLanes];
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = t.w.get(n, v);
+      const Vf x = get(t.w, n, v);
       run += x * t.counted[n] * x;
       total[n] = base + run;
     }
     Vf suffix = load(dmoment + v * kLanes), v_suffix = {};
 #pragma GCC unroll 16
     for (int n = kLanes - 1; n >= 0; --n) {
-      const Vf x = t.w.get(n, v);
-      Vf g = t.grad.get(n, v);
-      if (kDropout) g *= t.factor.get(n, v);
+      const Vf x = get(t.w, n, v);
+      Vf g = get(t.grad, n, v);
+      if (kDropout) g *= get(t.factor, n, v);
       const Vf inverse = 1.0f / (total[n] + t.masses[n]);
       const Vf gate = g * inverse * t.masses[n];           // g A
       const Vf slope = gate * x * inverse * t.members[n];  // dM / s
@@ -87,7 +87,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
       v_suffix -= slope * total[n] * t.inverse_masses[n];
       const Vf u = later + suffix;
       acc[n] += (u * x * x + v_suffix) * t.keep[n] - gate * x;
-      store(t.dw.at(n, v), u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
+      store(at(t.dw, n, v), u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
     }
     store(dmoment + v * kLanes, suffix);
     v_total += v_suffix;
@@ -107,14 +107,14 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
     energy[0] = base + run;
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = t.w.get(n, v);
+      const Vf x = get(t.w, n, v);
       run += x * t.keep[n] * x;
       energy[n + 1] = base + run;
     }
     Vf suffix = load(denergy + v * kLanes);
 #pragma GCC unroll 16
     for (int n = kLanes - 1; n >= 0; --n) {
-      const Vf x = t.w.get(n, v);
+      const Vf x = get(t.w, n, v);
       const Vf inverse = 1.0f / max(splat(kCausalFloor), energy[n + 1]);
       const Vi above = energy[n + 1] > kCausalFloor;
       const Vf per_energy = inverse * dlogit[n];
@@ -122,7 +122,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
       dtemp += similarity;
       // What a token gets from itself, 1 / c - w^2 / c^2, is the sum before it over c^2: nothing cancels.
       const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
-      float* const dw = t.dw.at(n, v);
+      float* const dw = at(t.dw, n, v);
       store(dw, load(dw) + x * twice * (own - (later + suffix) * t.keep[n]));
       suffix += select(above, similarity * inverse, Vf{});
     }
@@ -143,7 +143,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
   float* rest = tile_sums + kTilesPerChunk * sums_size;
   const CausalSums running(p, rest), local(p, rest + sums_size);
   rest += 2 * sums_size;
-  const Rows factor = {rest, p.width()};
+  const Floats factor = {rest, 0, p.width(), 1};
   const CausalSums before = before_chunk(p, s, chunk), after = from_chunk(p, s, chunk + 1);
   float* const dtemp = dtemp_of_chunk(p, s, chunk);
   sum_forward(p, s, chunk, staging, running,
@@ -156,16 +156,16 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
     const int64_t first = begin + tile * kLanes;
     const int count = static_cast<int>(s.seqlen - first < kLanes ? s.seqlen - first : kLanes);
     const CausalSums at_tile(p, tile_sums + tile * sums_size);
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
-    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
-    const Tile dw = place_tile(p, s.dw, first, count, staging.out);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Floats dw = place_tile(p, s.dw, first, count, staging.out);
     alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
     const auto head = [&](int h) {
-      return TileHead{w.rows(h),
-                      grad.rows(h),
-                      dw.rows(h),
+      return TileHead{w.of_head(h),
+                      grad.of_head(h),
+                      dw.of_head(h),
                       factor,
                       vectors_of(p),
                       keep,
@@ -182,7 +182,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
       store(inverse_masses, 1.0f / load(masses));
       Vf dpi;
       if (p.dropout) {
-        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, factor.at(n, 0));
+        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, at(factor, n, 0));
         dpi = scan_dmoment<true>(t, before.moment + row, at_tile.moment + row, after.moment + row, local.moment + row,
                                  v_sum);
       } else {
@@ -191,7 +191,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
       }
       dpi += (after.mass[h] + local.mass[h]) * load(keep);
       local.mass[h] += v_sum;
-      if (s.dmembership != nullptr) dpi += load_some(s.dmembership + h * s.tokens + first, count);
+      if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
       store(staging.dots + h * kLanes, dpi);
     }
     if (kLeave == Leave::dmoment) continue;
@@ -199,7 +199,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
     for (int h = 0; h < p.nheads; ++h) {
       const int64_t row = h * p.width();
       const float* const dlogit = staging.dots + h * kLanes;
-      store_some(s.dlogit + h * s.tokens + first, load(dlogit), count);
+      store_some(s.dlogit.at(h, first), load(dlogit), count);
       dtemp[h] += scan_denergy(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
                                after.energy + row, local.energy + row);
       if (s.bias != nullptr) {

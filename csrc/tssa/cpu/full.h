@@ -27,10 +27,10 @@ void full_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   float* const sums = FullWork(p, s).parts + chunk * p.row_size();
   memset(sums, 0, p.row_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
     alignas(64) float keep[kLanes];
     store(keep, kept_tokens(s, first, count));
-    for (int h = 0; h < p.nheads; ++h) add_squares(w.rows(h), vectors_of(p), keep, sums + h * p.width());
+    for (int h = 0; h < p.nheads; ++h) add_squares(w.of_head(h), vectors_of(p), keep, sums + h * p.width());
   });
 }
 
@@ -55,9 +55,9 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   memset(sums, 0, p.row_size() * sizeof(float));
   memset(masses, 0, p.head_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
     for (int h = 0; h < p.nheads; ++h) {
-      const Vf q = square_dots(w.rows(h), vectors_of(p), work.inverse + h * p.width());
+      const Vf q = square_dots(w.of_head(h), vectors_of(p), work.inverse + h * p.width());
       store(staging.members + h * kLanes, q * p.temp[h]);
     }
     softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
@@ -65,10 +65,10 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
     for (int h = 0; h < p.nheads; ++h) {
       float* const members = staging.members + h * kLanes;
       const Vf pi = load(members);
-      store_some(s.membership + h * s.tokens + first, pi, count);
+      store_some(s.membership.at(h, first), pi, count);
       store(members, pi * keep);
       masses[h] += sum(pi * keep);
-      add_squares(w.rows(h), vectors_of(p), members, sums + h * p.width());
+      add_squares(w.of_head(h), vectors_of(p), members, sums + h * p.width());
     }
   });
 }
@@ -97,16 +97,16 @@ void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
-    const Tile out = place_tile(p, s.out, first, count, staging.out);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    const Floats out = place_tile(p, s.out, first, count, staging.out);
     load_members(p, s, first, count, Vf{}, staging.members, nullptr);
     // Token by token, as memory has them: there is nothing to keep in registers.
     for (int n = 0; n < kLanes; ++n) {
       for (int h = 0; h < p.nheads; ++h) {
-        const Rows from = w.rows(h), to = out.rows(h);
+        const Floats from = w.of_head(h), to = out.of_head(h);
         const Vf pi = splat(staging.members[h * kLanes + n]);
         const float* const gate = work.gate + h * p.width();
-        for (int v = 0; v < vectors_of(p); ++v) store(to.at(n, v), from.get(n, v) * pi * load(gate + v * kLanes));
+        for (int v = 0; v < vectors_of(p); ++v) store(at(to, n, v), get(from, n, v) * pi * load(gate + v * kLanes));
       }
     }
     store_tile(p, out, s.out, first, count);

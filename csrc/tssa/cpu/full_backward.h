@@ -49,12 +49,12 @@ void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, floa
   memset(sums, 0, p.row_size() * sizeof(float));
   memset(masses, 0, p.head_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
-    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
     const Vf keep = kept_tokens(s, first, count);
     load_members(p, s, first, count, keep, staging.members, staging.counted);
     for (int h = 0; h < p.nheads; ++h) {
-      const Rows x = w.rows(h), g = grad.rows(h);
+      const Floats x = w.of_head(h), g = grad.of_head(h);
       const float* const members = staging.members + h * kLanes;
       masses[h] += sum(load(staging.counted + h * kLanes));
       Vf gated[kLanes] = {};
@@ -64,13 +64,13 @@ void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, floa
         Vf acc = load(total);
 #pragma GCC unroll 16
         for (int n = 0; n < kLanes; ++n) {
-          const Vf gx = g.get(n, v) * x.get(n, v);
+          const Vf gx = get(g, n, v) * get(x, n, v);
           acc += gx * members[n];
           gated[n] += gx * gate;
         }
         store(total, acc);
       }
-      store_some(s.dlogit + h * s.tokens + first, sum_each(gated), count);
+      store_some(s.dlogit.at(h, first), sum_each(gated), count);
     }
   });
 }
@@ -99,21 +99,20 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   float* const sums = work.parts + chunk * p.row_size();
   memset(sums, 0, p.row_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Vf keep = kept_tokens(s, first, count);
     load_members(p, s, first, count, keep, staging.members, nullptr);
     for (int h = 0; h < p.nheads; ++h) {
-      const int64_t at = h * s.tokens + first;
-      const Vf shared = square_dots(w.rows(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
-      Vf dpi = shared * keep - load_some(s.dlogit + at, count);
-      if (s.dmembership != nullptr) dpi += load_some(s.dmembership + at, count);
+      const Vf shared = square_dots(w.of_head(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
+      Vf dpi = shared * keep - load_some(s.dlogit.at(h, first), count);
+      if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
       store(staging.dots + h * kLanes, dpi);
     }
     softmax_backward(p.nheads, staging.members, staging.dots);
     for (int h = 0; h < p.nheads; ++h) {
       const float* const dlogit = staging.dots + h * kLanes;
-      store_some(s.dlogit + h * s.tokens + first, load(dlogit), count);
-      add_ratios(w.rows(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
+      store_some(s.dlogit.at(h, first), load(dlogit), count);
+      add_ratios(w.of_head(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
     }
   });
 }
@@ -142,17 +141,17 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
   const Staging staging(p, memory);
   const FullBackwardWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Tile w = load_tile(p, s.w, first, count, staging.w);
-    const Tile grad = load_tile(p, s.dout, first, count, staging.grad);
-    const Tile dw = place_tile(p, s.dw, first, count, staging.out);
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
+    const Floats dw = place_tile(p, s.dw, first, count, staging.out);
     alignas(64) float keep[kLanes], dlogit[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
     for (int h = 0; h < p.nheads; ++h) {
-      const Rows x = w.rows(h), g = grad.rows(h), to = dw.rows(h);
+      const Floats x = w.of_head(h), g = grad.of_head(h), to = dw.of_head(h);
       const float* const members = staging.members + h * kLanes;
       const float* const counted = staging.counted + h * kLanes;
-      store(dlogit, load_some(s.dlogit + h * s.tokens + first, count));
+      store(dlogit, load_some(s.dlogit.at(h, first), count));
       for (int v = 0; v < vectors_of(p); ++v) {
         const int64_t row = h * p.width() + v * kLanes;
         const Vf dmoment = load(work.dmoment + row), inverse = load(work.inverse + row);
@@ -160,7 +159,7 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
 #pragma GCC unroll 16
         for (int n = 0; n < kLanes; ++n) {
           const Vf slope = dmoment * counted[n] + inverse * dlogit[n] + denergy * keep[n];
-          store(to.at(n, v), x.get(n, v) * slope - g.get(n, v) * gate * members[n]);
+          store(at(to, n, v), get(x, n, v) * slope - get(g, n, v) * gate * members[n]);
         }
       }
     }

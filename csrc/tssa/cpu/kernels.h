@@ -1,4 +1,4 @@
-// What the instruction-set units offer to tssa_cpu.cpp: plain structs and function pointers only.
+// The kernels that each instruction-set unit offers to tssa_cpu.cpp: plain structs and function pointers only.
 #pragma once
 
 #include <stdint.h>
@@ -14,15 +14,19 @@ namespace crate_kernels {
 // threads, so that sums are added in the same order whoever computes them.
 constexpr int64_t kTssaChunk = 64;
 
-// The (heads, tokens, channels) of one sequence; strides in elements.
-struct TssaView {
-  char* data;
-  int64_t head_stride;
-  int64_t token_stride;
-  int64_t dim_stride;
+// A tensor (heads, tokens, channels) of one sequence; strides in elements. Its elements are of type T, or, where T is
+// char, of the dtype of the call. Null data: the call has no such tensor.
+template <class T>
+struct TssaStrided {
+  T* data;
+  int64_t head, token, channel;
+
+  CRATE_ALWAYS_INLINE T* at(int64_t h, int64_t n) const { return data + h * head + n * token; }
+  // One head of it.
+  CRATE_ALWAYS_INLINE TssaStrided of_head(int64_t h) const { return {data + h * head, 0, token, channel}; }
 };
 
-// What every sequence of a call shares.
+// The sizes and numbers that every sequence of a call shares.
 struct TssaProblem {
   Dtype dtype;
   int nheads;
@@ -36,23 +40,21 @@ struct TssaProblem {
   // Floats between the rows that kernels keep for each head: whole vectors of every level.
   CRATE_ALWAYS_INLINE int64_t width() const { return (head_dim + 15) / 16 * 16; }
   CRATE_ALWAYS_INLINE int64_t row_size() const { return nheads * width(); }
-  // Numbers a head, one for each of them.
+  // Floats that hold a number per head.
   CRATE_ALWAYS_INLINE int64_t head_size() const { return (nheads + 15) / 16 * 16; }
 };
 
-// One sequence. Pointers to what a call does not have are null.
+// One sequence. Null pointers: the call has no such tensor.
 struct TssaSequence {
   int64_t seqlen;
   int64_t chunks;
   int64_t first_key;  // before it there is nothing to sum over; in the full form 0 or seqlen
   uint32_t counter;   // sequence * nheads, for dropout
-  TssaView w, out, dout, dw;
-  const bool* keep;  // which tokens enter the sums
-  int64_t keep_stride;
-  float* membership;
-  const float* dmembership;
-  float* dlogit;
-  int64_t tokens;          // from head to head in the three above
+  TssaStrided<char> w, out, dout, dw;
+  TssaStrided<const bool> keep;  // which tokens enter the sums
+  TssaStrided<float> membership;
+  TssaStrided<const float> dmembership;
+  TssaStrided<float> dlogit;
   float *energy, *moment;  // (nheads, head_dim) each
   float* dtemp;            // (nheads,): this sequence's share
   const float* bias;       // (nheads, bias_tokens); the first token here is its token `position`
@@ -63,8 +65,8 @@ struct TssaSequence {
   float* work;
 };
 
-// A step of a kernel. Steps follow one another; one over chunks may run them in any order or at once, unless it
-// is `ordered`: then a chunk needs what the one before it left.
+// A step of a kernel. Steps follow one another. One over `chunks` may run them in any order or at once; where it is
+// `ascending` or `descending`, a chunk needs what the one before it left.
 struct TssaStep {
   void (*run)(const TssaProblem&, const TssaSequence&, int64_t chunk, float* staging);
   enum Kind { whole, chunks, ascending, descending } kind;

@@ -14,7 +14,8 @@ using crate_kernels::TssaKernel;
 using crate_kernels::TssaProblem;
 using crate_kernels::TssaSequence;
 using crate_kernels::TssaStep;
-using crate_kernels::TssaView;
+using Floats = crate_kernels::TssaStrided<float>;
+using Tokens = crate_kernels::TssaStrided<char>;
 
 constexpr float kFullFloor = 1e-24f, kCausalFloor = 1e-12f, kMassFloor = 1e-8f;
 static_assert(kTssaChunk % kLanes == 0, "a chunk is whole tiles");
@@ -52,92 +53,86 @@ CRATE_INLINE void store_some(float* p, Vf v, int count) {
   }
 }
 
-// One head's rows of kLanes tokens.
-struct Rows {
-  float* data;
-  int64_t stride;
+// Vector v of token n of one head's tokens.
+CRATE_INLINE float* at(const Floats& rows, int n, int v) {
+  return rows.data + n * rows.token + v * kLanes;
+}
+CRATE_INLINE Vf get(const Floats& rows, int n, int v) {
+  return load(at(rows, n, v));
+}
 
-  CRATE_INLINE float* at(int n, int v) const { return data + n * stride + v * kLanes; }
-  CRATE_INLINE Vf get(int n, int v) const { return load(at(n, v)); }
-};
+CRATE_INLINE char* element(const Tokens& tokens, Dtype dtype, int64_t h, int64_t n, int64_t d) {
+  const int64_t offset = h * tokens.head + n * tokens.token + d * tokens.channel;
+  return tokens.data + offset * crate_kernels::itemsize(dtype);
+}
 
-// kLanes tokens of every head, in the tensor itself where it is fp32 in whole vectors and tokens, else a copy:
-// zero beyond the last token and the last channel.
-struct Tile {
-  float* data;
-  int64_t head_stride, token_stride;
-  bool direct;
-
-  CRATE_INLINE Rows rows(int h) const { return {data + h * head_stride, token_stride}; }
-};
-
-CRATE_INLINE char* element(const TssaView& view, Dtype dtype, int64_t h, int64_t token, int64_t d) {
-  const int64_t offset = h * view.head_stride + token * view.token_stride + d * view.dim_stride;
-  return view.data + offset * crate_kernels::itemsize(dtype);
+// A tile is kLanes tokens of every head in fp32, zero beyond the last token and the last channel: in the tensor itself
+// where that is fp32 in whole vectors and tokens, else a copy.
+CRATE_INLINE bool is_in_place(const TssaProblem& p, const Tokens& tokens, int count) {
+  return p.dtype == Dtype::f32 && tokens.channel == 1 && p.head_dim % kLanes == 0 && count == kLanes;
 }
 
 // A tile to write to; `store_tile` ends it.
-CRATE_INLINE Tile place_tile(const TssaProblem& p, const TssaView& view, int64_t first, int count, float* staging) {
-  const bool direct = p.dtype == Dtype::f32 && view.dim_stride == 1 && p.head_dim % kLanes == 0 && count == kLanes;
-  if (!direct) return {staging, kLanes * p.width(), p.width(), false};
-  float* const data = reinterpret_cast<float*>(element(view, p.dtype, 0, first, 0));
-  return {data, view.head_stride, view.token_stride, true};
+CRATE_INLINE Floats place_tile(const TssaProblem& p, const Tokens& tokens, int64_t first, int count, float* staging) {
+  if (!is_in_place(p, tokens, count)) return {staging, kLanes * p.width(), p.width(), 1};
+  return {reinterpret_cast<float*>(element(tokens, p.dtype, 0, first, 0)), tokens.head, tokens.token, 1};
 }
 
 constexpr int kMostAtOnce = 256;  // channels that a conversion takes
 
-// Whether a view's rows are whole vectors of bf16.
-CRATE_INLINE bool in_bf16_vectors(const TssaProblem& p, const TssaView& view) {
-  return p.dtype == Dtype::bf16 && view.dim_stride == 1 && p.head_dim % kLanes == 0;
+// Whether a head's channels are whole vectors of bf16.
+CRATE_INLINE bool in_bf16_vectors(const TssaProblem& p, const Tokens& tokens) {
+  return p.dtype == Dtype::bf16 && tokens.channel == 1 && p.head_dim % kLanes == 0;
 }
 
 // Calls f(element, place in the tile) for every vector of its bf16 tokens.
 template <class F>
-CRATE_INLINE void each_bf16_vector(const TssaProblem& p, const Tile& tile, const TssaView& view, int64_t first,
+CRATE_INLINE void each_bf16_vector(const TssaProblem& p, const Floats& tile, const Tokens& tokens, int64_t first,
                                    int count, const F& f) {
   for (int n = 0; n < count; ++n) {
     for (int h = 0; h < p.nheads; ++h) {
-      char* const from = element(view, p.dtype, h, first + n, 0);
-      for (int v = 0; v < vectors_of(p); ++v) f(from + v * kLanes * sizeof(uint16_t), tile.rows(h).at(n, v));
+      char* const from = element(tokens, p.dtype, h, first + n, 0);
+      for (int v = 0; v < vectors_of(p); ++v) f(from + v * kLanes * sizeof(uint16_t), at(tile.of_head(h), n, v));
     }
   }
 }
 
-Tile load_tile(const TssaProblem& p, const TssaView& view, int64_t first, int count, float* staging) {
-  const Tile tile = place_tile(p, view, first, count, staging);
-  if (tile.direct) return tile;
+Floats load_tile(const TssaProblem& p, const Tokens& tokens, int64_t first, int count, float* staging) {
+  const Floats tile = place_tile(p, tokens, first, count, staging);
+  if (is_in_place(p, tokens, count)) return tile;
   const int64_t width = p.width();
-  if (in_bf16_vectors(p, view)) {
-    each_bf16_vector(p, tile, view, first, count, [](const char* from, float* to) { store(to, load_bf16(from)); });
+  if (in_bf16_vectors(p, tokens)) {
+    each_bf16_vector(p, tile, tokens, first, count, [](const char* from, float* to) { store(to, load_bf16(from)); });
   } else {
     for (int h = 0; h < p.nheads; ++h) {
       for (int n = 0; n < count; ++n) {
-        float* const row = tile.rows(h).at(n, 0);
+        float* const row = at(tile.of_head(h), n, 0);
         for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
           const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
-          read_row(element(view, p.dtype, h, first + n, d), p.dtype, view.dim_stride, some, row + d);
+          read_row(element(tokens, p.dtype, h, first + n, d), p.dtype, tokens.channel, some, row + d);
         }
         for (int64_t d = p.head_dim; d < width; ++d) row[d] = 0.0f;
       }
     }
   }
   for (int h = 0; h < p.nheads; ++h) {
-    memset(tile.rows(h).at(count, 0), 0, (kLanes - count) * width * sizeof(float));
+    memset(at(tile.of_head(h), count, 0), 0, (kLanes - count) * width * sizeof(float));
   }
   return tile;
 }
 
-void store_tile(const TssaProblem& p, const Tile& tile, const TssaView& view, int64_t first, int count) {
-  if (tile.direct) return;
-  if (in_bf16_vectors(p, view)) {
-    each_bf16_vector(p, tile, view, first, count, [](char* to, const float* from) { store_bf16(to, load(from)); });
+void store_tile(const TssaProblem& p, const Floats& tile, const Tokens& tokens, int64_t first, int count) {
+  if (is_in_place(p, tokens, count)) return;
+  if (in_bf16_vectors(p, tokens)) {
+    each_bf16_vector(p, tile, tokens, first, count, [](char* to, const float* from) { store_bf16(to, load(from)); });
     return;
   }
   for (int h = 0; h < p.nheads; ++h) {
     for (int n = 0; n < count; ++n) {
       for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
         const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
-        write_row(element(view, p.dtype, h, first + n, d), p.dtype, view.dim_stride, some, tile.rows(h).at(n, 0) + d);
+        write_row(element(tokens, p.dtype, h, first + n, d), p.dtype, tokens.channel, some,
+                  at(tile.of_head(h), n, 0) + d);
       }
     }
   }
@@ -156,8 +151,8 @@ CRATE_INLINE void for_tiles(const TssaSequence& s, int64_t chunk, const Body& bo
 // 1 for tokens that enter the sums, 0 for padded ones and beyond the last.
 CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
   Vf keep = select(iota() < count, splat(1.0f), Vf{});
-  if (s.keep != nullptr) {
-    for (int n = 0; n < count; ++n) keep[n] = s.keep[(first + n) * s.keep_stride] ? 1.0f : 0.0f;
+  if (s.keep.data != nullptr) {
+    for (int n = 0; n < count; ++n) keep[n] = *s.keep.at(0, first + n) ? 1.0f : 0.0f;
   }
   return keep;
 }
@@ -171,12 +166,12 @@ CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
 }
 
 // sums[d] += sum_n weight[n] w_nd^2.
-CRATE_INLINE void add_squares(const Rows& w, int vectors, const float* weight, float* sums) {
+CRATE_INLINE void add_squares(const Floats& w, int vectors, const float* weight, float* sums) {
   for (int v = 0; v < vectors; ++v) {
     Vf acc = load(sums + v * kLanes);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = w.get(n, v);
+      const Vf x = get(w, n, v);
       acc += x * weight[n] * x;
     }
     store(sums + v * kLanes, acc);
@@ -185,13 +180,13 @@ CRATE_INLINE void add_squares(const Rows& w, int vectors, const float* weight, f
 
 // sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. It comes first: w^2 times a small weight underflows for
 // channels which c itself still holds.
-CRATE_INLINE void add_ratios(const Rows& w, int vectors, const float* inverse, const float* weight, float* sums) {
+CRATE_INLINE void add_ratios(const Floats& w, int vectors, const float* inverse, const float* weight, float* sums) {
   for (int v = 0; v < vectors; ++v) {
     const Vf f = load(inverse + v * kLanes);
     Vf acc = load(sums + v * kLanes);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = w.get(n, v);
+      const Vf x = get(w, n, v);
       acc += x * f * weight[n] * x;
     }
     store(sums + v * kLanes, acc);
@@ -199,13 +194,13 @@ CRATE_INLINE void add_ratios(const Rows& w, int vectors, const float* inverse, c
 }
 
 // Lane n: sum_d w_nd^2 factor[d].
-CRATE_INLINE Vf square_dots(const Rows& w, int vectors, const float* factor) {
+CRATE_INLINE Vf square_dots(const Floats& w, int vectors, const float* factor) {
   Vf acc[kLanes] = {};
   for (int v = 0; v < vectors; ++v) {
     const Vf f = load(factor + v * kLanes);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      const Vf x = w.get(n, v);
+      const Vf x = get(w, n, v);
       acc[n] += x * f * x;
     }
   }
@@ -289,7 +284,7 @@ struct Staging {
 CRATE_INLINE void load_members(const TssaProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
                                float* members, float* counted) {
   for (int h = 0; h < p.nheads; ++h) {
-    const Vf pi = load_some(s.membership + h * s.tokens + first, count);
+    const Vf pi = load_some(s.membership.at(h, first), count);
     store(members + h * kLanes, pi);
     if (counted != nullptr) store(counted + h * kLanes, pi * keep);
   }

@@ -1,17 +1,12 @@
 // The CPU ops of token-statistics attention: tensors to sequences, sequences to threads.
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <memory>
 #include <optional>
 #include <vector>
-
-#include <torch/csrc/stable/library.h>
 
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
-#include "../../common/tensor.h"
+#include "../call.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -33,60 +28,59 @@ float* floats(const Tensor* t) {
   return t == nullptr ? nullptr : static_cast<float*>(t->data_ptr());
 }
 
-// The tensors of a call; those that a call does not have are null. What is not of w's shape is contiguous.
+// The tensors of a call, null where it has none. Those without channels are contiguous.
 struct Tensors {
+  const TssaCall& call;
   const Tensor &w, &temp;
-  const Tensor *key_padding_mask = nullptr, *cu_seqlens = nullptr, *seed = nullptr, *bias = nullptr;
+  const Tensor* bias = nullptr;
   const Tensor *out = nullptr, *dout = nullptr, *dw = nullptr, *dtemp = nullptr;
   const Tensor *membership = nullptr, *dmembership = nullptr, *energy = nullptr, *moment = nullptr;
   const Tensor *mass = nullptr, *lengths = nullptr;  // decoding
 };
 
-TssaProblem problem(const Tensors& t, double dropout_p) {
+TssaProblem problem(const Tensors& t) {
   TssaProblem p = {};
   p.dtype = dtype_of(t.w);
   p.nheads = static_cast<int>(t.w.size(1));
   p.head_dim = static_cast<int>(t.w.size(t.w.dim() - 1));
   p.temp = floats(&t.temp);
-  p.dropout = t.seed != nullptr;
+  p.dropout = t.call.seed.has_value();
   if (p.dropout) {
-    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(t.seed->data_ptr()));
-    p.keep_from = static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0));
-    p.keep_factor = static_cast<float>(1.0 / (1.0 - dropout_p));
+    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(t.call.seed->data_ptr()));
+    p.keep_from = t.call.keep_from();
+    p.keep_factor = t.call.keep_factor();
   }
   return p;
 }
 
-TssaView view(const Tensor* t, bool packed, int64_t batch, int64_t token) {
+TssaStrided<char> tokens_of(const Tensor* t, bool packed, int64_t sequence, int64_t first) {
   if (t == nullptr) return {};
   char* const data = static_cast<char*>(t->data_ptr());
   const int64_t item = static_cast<int64_t>(t->element_size());
-  if (packed) return {data + token * t->stride(0) * item, t->stride(1), t->stride(0), t->stride(2)};
-  return {data + batch * t->stride(0) * item, t->stride(1), t->stride(2), t->stride(3)};
+  if (packed) return {data + first * t->stride(0) * item, t->stride(1), t->stride(0), t->stride(2)};
+  return {data + sequence * t->stride(0) * item, t->stride(1), t->stride(2), t->stride(3)};
 }
 
 std::vector<TssaSequence> list_sequences(const Tensors& t, const TssaProblem& p, bool causal) {
-  const bool packed = t.cu_seqlens != nullptr;
-  const int64_t total = packed ? t.w.size(0) : t.w.size(2);
-  const int64_t batch = packed ? t.cu_seqlens->size(0) - 1 : t.w.size(0);
-  const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.cu_seqlens->data_ptr()) : nullptr;
+  const bool packed = t.call.packed();
+  const int64_t total = packed ? t.w.size(0) : t.w.size(2), count = t.call.nsequences(t.w);
+  const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.call.cu_seqlens->data_ptr()) : nullptr;
   std::vector<TssaSequence> sequences;
-  sequences.reserve(batch);
-  for (int64_t b = 0; b < batch; ++b) {
+  sequences.reserve(count);
+  for (int64_t b = 0; b < count; ++b) {
     const int64_t first = packed ? std::clamp<int64_t>(bounds[b], 0, total) : 0;
     const int64_t end = packed ? std::clamp<int64_t>(bounds[b + 1], first, total) : total;
     TssaSequence s = {};
     s.seqlen = end - first;
     s.chunks = (s.seqlen + kTssaChunk - 1) / kTssaChunk;
     s.counter = static_cast<uint32_t>(b * p.nheads);
-    s.w = view(&t.w, packed, b, first);
-    s.out = view(t.out, packed, b, first);
-    s.dout = view(t.dout, packed, b, first);
-    s.dw = view(t.dw, packed, b, first);
+    s.w = tokens_of(&t.w, packed, b, first);
+    s.out = tokens_of(t.out, packed, b, first);
+    s.dout = tokens_of(t.dout, packed, b, first);
+    s.dw = tokens_of(t.dw, packed, b, first);
     const int64_t row = packed ? first : b * p.nheads * total, channels = b * p.nheads * p.head_dim;
-    s.tokens = total;
-    s.membership = floats(t.membership) + row;
-    if (t.dmembership != nullptr) s.dmembership = floats(t.dmembership) + row;
+    s.membership = {floats(t.membership) + row, total, 1, 0};
+    if (t.dmembership != nullptr) s.dmembership = {floats(t.dmembership) + row, total, 1, 0};
     if (t.energy != nullptr) {
       s.energy = floats(t.energy) + channels;
       s.moment = floats(t.moment) + channels;
@@ -95,10 +89,10 @@ std::vector<TssaSequence> list_sequences(const Tensors& t, const TssaProblem& p,
       s.bias = floats(t.bias);
       s.bias_tokens = t.bias->size(1);
     }
-    if (t.key_padding_mask != nullptr) {
-      s.keep = static_cast<const bool*>(t.key_padding_mask->data_ptr()) + b * t.key_padding_mask->stride(0);
-      s.keep_stride = t.key_padding_mask->stride(1);
-      while (s.first_key < s.seqlen && !s.keep[s.first_key * s.keep_stride]) ++s.first_key;
+    if (t.call.key_padding_mask.has_value()) {
+      const Tensor& mask = *t.call.key_padding_mask;
+      s.keep = {static_cast<const bool*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
+      while (s.first_key < s.seqlen && !*s.keep.at(0, s.first_key)) ++s.first_key;
       if (!causal && s.first_key < s.seqlen) s.first_key = 0;  // a key serves every token
     }
     if (t.lengths != nullptr) {
@@ -155,42 +149,55 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
   }
 }
 
-void forward(Tensor w, Tensor temp, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
-             std::optional<Tensor> seed, double dropout_p, Tensor out, Tensor membership, Tensor energy,
-             Tensor moment) {
-  Tensors t = {w, temp, get(key_padding_mask), get(cu_seqlens), get(seed)};
+void run_forward(const Tensors& t, bool causal) {
+  const TssaProblem p = problem(t);
+  std::vector<TssaSequence> sequences = list_sequences(t, p, causal);
+  run(p, sequences, causal ? kernels().causal_forward : kernels().forward);
+}
+
+void forward(Tensor w, Tensor temp, TssaCall call, Tensor out, Tensor membership, Tensor energy, Tensor moment) {
+  Tensors t = {call, w, temp};
   t.out = &out;
   t.membership = &membership;
   t.energy = &energy;
   t.moment = &moment;
-  const TssaProblem p = problem(t, dropout_p);
-  std::vector<TssaSequence> sequences = list_sequences(t, p, false);
-  run(p, sequences, kernels().forward);
+  run_forward(t, false);
 }
 
-void causal_forward(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, std::optional<Tensor> key_padding_mask,
-                    std::optional<Tensor> cu_seqlens, std::optional<Tensor> seed, double dropout_p, Tensor out,
+void causal_forward(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, TssaCall call, Tensor out,
                     Tensor membership) {
-  Tensors t = {w, temp, get(key_padding_mask), get(cu_seqlens), get(seed), get(denom_bias)};
+  Tensors t = {call, w, temp, get(denom_bias)};
   t.out = &out;
   t.membership = &membership;
-  const TssaProblem p = problem(t, dropout_p);
-  std::vector<TssaSequence> sequences = list_sequences(t, p, true);
-  run(p, sequences, kernels().causal_forward);
+  run_forward(t, true);
+}
+
+void decode(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, Tensor energy, Tensor weighted, Tensor mass,
+            Tensor lengths, std::optional<Tensor> key_padding_mask, Tensor out, Tensor membership) {
+  const TssaCall call = {key_padding_mask};
+  Tensors t = {call, w, temp, get(denom_bias)};
+  t.out = &out;
+  t.membership = &membership;
+  t.energy = &energy;
+  t.moment = &weighted;
+  t.mass = &mass;
+  t.lengths = &lengths;
+  run_forward(t, true);
 }
 
 // Run a backward kernel and sum over sequences, in their order.
-void run_backward(const Tensors& t, double dropout_p, bool causal, const Tensor* ddenom_bias) {
-  const TssaProblem p = problem(t, dropout_p);
+void run_backward(const Tensors& t, bool causal, const Tensor* ddenom_bias) {
+  const TssaProblem p = problem(t);
   std::vector<TssaSequence> sequences = list_sequences(t, p, causal);
   const int64_t count = static_cast<int64_t>(sequences.size()), head_size = p.nheads;
   std::vector<float> dtemp(count * head_size);
   Arena memory;
-  const int64_t tokens = t.membership->numel();
-  float* const dlogit = reinterpret_cast<float*>(memory.reserve(tokens * sizeof(float)));
+  float* const dlogit = reinterpret_cast<float*>(memory.reserve(t.membership->numel() * sizeof(float)));
   for (int64_t i = 0; i < count; ++i) {
-    sequences[i].dtemp = dtemp.data() + i * head_size;
-    sequences[i].dlogit = dlogit + (sequences[i].membership - floats(t.membership));
+    TssaSequence& s = sequences[i];
+    s.dtemp = dtemp.data() + i * head_size;
+    s.dlogit = s.membership;
+    s.dlogit.data = dlogit + (s.membership.data - floats(t.membership));
   }
   run(p, sequences, causal ? kernels().causal_backward : kernels().backward);
   float* const total = floats(t.dtemp);
@@ -204,16 +211,15 @@ void run_backward(const Tensors& t, double dropout_p, bool causal, const Tensor*
     std::fill_n(row, positions, 0.0f);
     for (const TssaSequence& s : sequences) {
       const int64_t some = std::min(s.seqlen, positions);
-      for (int64_t n = 0; n < some; ++n) row[n] += s.dlogit[h * s.tokens + n];
+      for (int64_t n = 0; n < some; ++n) row[n] += *s.dlogit.at(h, n);
     }
     for (int64_t n = 0; n < positions; ++n) row[n] *= slope;
   });
 }
 
 void backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy,
-              Tensor moment, std::optional<Tensor> key_padding_mask, std::optional<Tensor> cu_seqlens,
-              std::optional<Tensor> seed, double dropout_p, Tensor dw, Tensor dtemp) {
-  Tensors t = {w, temp, get(key_padding_mask), get(cu_seqlens), get(seed)};
+              Tensor moment, TssaCall call, Tensor dw, Tensor dtemp) {
+  Tensors t = {call, w, temp};
   t.dout = &dout;
   t.dmembership = get(dmembership);
   t.membership = &membership;
@@ -221,64 +227,38 @@ void backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor t
   t.moment = &moment;
   t.dw = &dw;
   t.dtemp = &dtemp;
-  run_backward(t, dropout_p, false, nullptr);
+  run_backward(t, false, nullptr);
 }
 
 void causal_backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor temp,
-                     std::optional<Tensor> denom_bias, Tensor membership, std::optional<Tensor> key_padding_mask,
-                     std::optional<Tensor> cu_seqlens, std::optional<Tensor> seed, double dropout_p, Tensor dw,
-                     Tensor dtemp, std::optional<Tensor> ddenom_bias) {
-  Tensors t = {w, temp, get(key_padding_mask), get(cu_seqlens), get(seed), get(denom_bias)};
+                     std::optional<Tensor> denom_bias, Tensor membership, TssaCall call, Tensor dw,
+                     std::optional<Tensor> dtemp, std::optional<Tensor> ddenom_bias) {
+  STD_TORCH_CHECK(dtemp.has_value(), "dtemp must be given");
+  Tensors t = {call, w, temp, get(denom_bias)};
   t.dout = &dout;
   t.dmembership = get(dmembership);
   t.membership = &membership;
   t.dw = &dw;
-  t.dtemp = &dtemp;
-  run_backward(t, dropout_p, true, get(ddenom_bias));
-}
-
-void decode(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, Tensor energy, Tensor weighted, Tensor mass,
-            Tensor lengths, std::optional<Tensor> key_padding_mask, Tensor out, Tensor membership) {
-  Tensors t = {w, temp, get(key_padding_mask), nullptr, nullptr, get(denom_bias)};
-  t.out = &out;
-  t.membership = &membership;
-  t.energy = &energy;
-  t.moment = &weighted;
-  t.mass = &mass;
-  t.lengths = &lengths;
-  const TssaProblem p = problem(t, 0.0);
-  std::vector<TssaSequence> sequences = list_sequences(t, p, true);
-  run(p, sequences, kernels().causal_forward);
+  t.dtemp = get(dtemp);
+  run_backward(t, true, get(ddenom_bias));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def(
-      "tssa_fwd(Tensor w, Tensor temp, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, float dropout_p, "
-      "Tensor(a!) out, Tensor(b!) membership, Tensor(c!) energy, Tensor(d!) moment) -> ()");
-  m.def(
-      "tssa_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy, "
-      "Tensor moment, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, float dropout_p, Tensor(a!) dw, "
-      "Tensor(b!) dtemp) -> ()");
-  m.def(
-      "tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-      "Tensor? seed, float dropout_p, Tensor(a!) out, Tensor(b!) membership) -> ()");
-  m.def(
-      "tssa_causal_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, "
-      "Tensor membership, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, float dropout_p, "
-      "Tensor(a!) dw, Tensor(b!) dtemp, Tensor(c!)? ddenom_bias) -> ()");
-  m.def(
-      "tssa_decode(Tensor w, Tensor temp, Tensor? denom_bias, Tensor(a!) energy, Tensor(b!) weighted, "
-      "Tensor(c!) mass, Tensor lengths, Tensor? key_padding_mask, Tensor(d!) out, Tensor(e!) membership) -> ()");
+  m.def("tssa_fwd(" CRATE_TSSA_FWD ") -> ()");
+  m.def("tssa_bwd(" CRATE_TSSA_BWD ") -> ()");
+  m.def("tssa_causal_fwd(" CRATE_TSSA_CAUSAL_FWD ") -> ()");
+  m.def("tssa_causal_bwd(" CRATE_TSSA_CAUSAL_BWD ") -> ()");
+  m.def("tssa_decode(" CRATE_TSSA_DECODE ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
-  m.impl("tssa_fwd", TORCH_BOX(&forward));
-  m.impl("tssa_bwd", TORCH_BOX(&backward));
-  m.impl("tssa_causal_fwd", TORCH_BOX(&causal_forward));
-  m.impl("tssa_causal_bwd", TORCH_BOX(&causal_backward));
-  m.impl("tssa_decode", TORCH_BOX(&decode));
+  m.impl("tssa_fwd", CRATE_BOX(&forward));
+  m.impl("tssa_bwd", CRATE_BOX(&backward));
+  m.impl("tssa_causal_fwd", CRATE_BOX(&causal_forward));
+  m.impl("tssa_causal_bwd", CRATE_BOX(&causal_backward));
+  m.impl("tssa_decode", CRATE_BOX(&decode));
 }
 
 }  // namespace crate_kernels

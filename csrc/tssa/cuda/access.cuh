@@ -12,19 +12,19 @@ struct TssaFloats {
 
   explicit TssaFloats(Dtype) {}
 
-  CRATE_DEVICE Bits* place(const TssaView& v, int n, int h, int d) const {
-    return reinterpret_cast<Bits*>(v.data + v.at(n, h, d) * sizeof(float));
+  CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
+    return reinterpret_cast<Bits*>(t.data + t.at(n, h, d) * sizeof(float));
   }
 
-  CRATE_DEVICE void load(const TssaView& v, int n, int h, int d, float (&x)[4]) const {
-    const Bits bits = *place(v, n, h, d);
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[4]) const {
+    const Bits bits = *place(t, n, h, d);
     memcpy(x, &bits, sizeof bits);
   }
 
-  CRATE_DEVICE void store(const TssaView& v, int n, int h, int d, const float (&x)[4]) const {
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[4]) const {
     Bits bits;
     memcpy(&bits, x, sizeof bits);
-    *place(v, n, h, d) = bits;
+    *place(t, n, h, d) = bits;
   }
 };
 
@@ -69,14 +69,14 @@ struct TssaHalves {
 
   explicit TssaHalves(Dtype d) : brain(d == Dtype::bf16) {}
 
-  CRATE_DEVICE Bits* place(const TssaView& v, int n, int h, int d) const {
-    return reinterpret_cast<Bits*>(v.data + v.at(n, h, d) * sizeof(bf16));
+  CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
+    return reinterpret_cast<Bits*>(t.data + t.at(n, h, d) * sizeof(bf16));
   }
-  CRATE_DEVICE void load(const TssaView& v, int n, int h, int d, float (&x)[8]) const {
-    load_halves(place(v, n, h, d), brain, x);
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[8]) const {
+    load_halves(place(t, n, h, d), brain, x);
   }
-  CRATE_DEVICE void store(const TssaView& v, int n, int h, int d, const float (&x)[8]) const {
-    store_halves(place(v, n, h, d), brain, x);
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[8]) const {
+    store_halves(place(t, n, h, d), brain, x);
   }
 };
 
@@ -88,23 +88,23 @@ struct TssaFours {
 
   explicit TssaFours(Dtype d) : dtype(d) {}
 
-  CRATE_DEVICE void load(const TssaView& v, int n, int h, int d, float (&x)[4]) const {
-    const int64_t at = v.at(n, h, d);
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[4]) const {
+    const int64_t at = t.at(n, h, d);
     if (dtype == Dtype::f32) {
-      const uint4 bits = *reinterpret_cast<const uint4*>(v.data + at * sizeof(float));
+      const uint4 bits = *reinterpret_cast<const uint4*>(t.data + at * sizeof(float));
       memcpy(x, &bits, sizeof bits);
     } else {
-      load_halves(reinterpret_cast<const uint2*>(v.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
+      load_halves(reinterpret_cast<const uint2*>(t.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
     }
   }
-  CRATE_DEVICE void store(const TssaView& v, int n, int h, int d, const float (&x)[4]) const {
-    const int64_t at = v.at(n, h, d);
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[4]) const {
+    const int64_t at = t.at(n, h, d);
     if (dtype == Dtype::f32) {
       uint4 bits;
       memcpy(&bits, x, sizeof bits);
-      *reinterpret_cast<uint4*>(v.data + at * sizeof(float)) = bits;
+      *reinterpret_cast<uint4*>(t.data + at * sizeof(float)) = bits;
     } else {
-      store_halves(reinterpret_cast<uint2*>(v.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
+      store_halves(reinterpret_cast<uint2*>(t.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
     }
   }
 };
@@ -116,23 +116,23 @@ struct TssaScalars {
 
   explicit TssaScalars(Dtype d) : dtype(d) {}
 
-  CRATE_DEVICE void load(const TssaView& v, int n, int h, int d, float (&x)[1]) const {
-    const int64_t at = v.at(n, h, d);
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[1]) const {
+    const int64_t at = t.at(n, h, d);
     if (dtype == Dtype::f32) {
-      x[0] = reinterpret_cast<const float*>(v.data)[at];
+      x[0] = reinterpret_cast<const float*>(t.data)[at];
     } else {
-      const uint16_t bits = reinterpret_cast<const uint16_t*>(v.data)[at];
+      const uint16_t bits = reinterpret_cast<const uint16_t*>(t.data)[at];
       x[0] = dtype == Dtype::bf16 ? to_float(bf16{bits}) : to_float(fp16{bits});
     }
   }
 
-  CRATE_DEVICE void store(const TssaView& v, int n, int h, int d, const float (&x)[1]) const {
-    const int64_t at = v.at(n, h, d);
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[1]) const {
+    const int64_t at = t.at(n, h, d);
     if (dtype == Dtype::f32) {
-      reinterpret_cast<float*>(v.data)[at] = x[0];
+      reinterpret_cast<float*>(t.data)[at] = x[0];
     } else {
       const uint16_t bits = dtype == Dtype::bf16 ? from_float<bf16>(x[0]).bits : from_float<fp16>(x[0]).bits;
-      reinterpret_cast<uint16_t*>(v.data)[at] = bits;
+      reinterpret_cast<uint16_t*>(t.data)[at] = bits;
     }
   }
 };
@@ -140,8 +140,8 @@ struct TssaScalars {
 // Calls f(head, channel, group, groups) for every vector of N channels that is the thread's: with fewer vectors than
 // threads the rows are dealt to groups of threads, with more a thread has several.
 template <int N, class F>
-CRATE_DEVICE void each_column(const TssaCall& c, F f) {
-  const int vectors = c.width / N, per_head = c.head_dim / N;
+CRATE_DEVICE void each_column(const TssaProblem& p, F f) {
+  const int vectors = p.width / N, per_head = p.head_dim / N;
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int groups = vectors < threads ? threads / vectors : 1, group = groups > 1 ? thread / vectors : 0;
   if (group >= groups) return;
@@ -154,10 +154,10 @@ CRATE_DEVICE void each_column(const TssaCall& c, F f) {
 // Adds up over `rows` what terms(row, head, channel, values) gives: sums[channel of the token]. Within a thread, then
 // over the groups of threads, in one order. `scratch` has N floats a thread; the caller's next barrier ends it.
 template <int N, class Terms>
-CRATE_DEVICE void sum_columns(const TssaCall& c, int rows, float* scratch, float* sums, Terms terms) {
-  const int threads = static_cast<int>(blockDim.x), spread = threads / (c.width / N);
+CRATE_DEVICE void sum_columns(const TssaProblem& p, int rows, float* scratch, float* sums, Terms terms) {
+  const int threads = static_cast<int>(blockDim.x), spread = threads / (p.width / N);
   float* const to = spread > 1 ? scratch : sums;
-  each_column<N>(c, [&](int h, int d, int group, int groups) {
+  each_column<N>(p, [&](int h, int d, int group, int groups) {
     float acc[N] = {};
 #pragma unroll 2
     for (int n = group; n < rows; n += groups) {
@@ -167,22 +167,22 @@ CRATE_DEVICE void sum_columns(const TssaCall& c, int rows, float* scratch, float
       for (int i = 0; i < N; ++i) acc[i] += values[i];
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[group * c.width + h * c.head_dim + d + i] = acc[i];
+    for (int i = 0; i < N; ++i) to[group * p.width + h * p.head_dim + d + i] = acc[i];
   });
   if (spread <= 1) return;
   __syncthreads();
-  for (int column = threadIdx.x; column < c.width; column += threads) {
+  for (int column = threadIdx.x; column < p.width; column += threads) {
     float total = 0.0f;
-    for (int group = 0; group < spread; ++group) total += scratch[group * c.width + column];
+    for (int group = 0; group < spread; ++group) total += scratch[group * p.width + column];
     sums[column] = total;
   }
 }
 
 // sums[h] = what terms(row, h) adds up to over `rows`; a warp a head.
 template <class Terms>
-CRATE_DEVICE void sum_rows(const TssaCall& c, int rows, float* sums, Terms terms) {
+CRATE_DEVICE void sum_rows(const TssaProblem& p, int rows, float* sums, Terms terms) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  for (int h = warp; h < c.nheads; h += warps) {
+  for (int h = warp; h < p.nheads; h += warps) {
     float total = 0.0f;
     for (int n = lane; n < rows; n += kWarp) total += terms(n, h);
     total = warp_sum(total);
@@ -193,13 +193,13 @@ CRATE_DEVICE void sum_rows(const TssaCall& c, int rows, float* sums, Terms terms
 // In one warp, of one token: store(h, total) with what terms(h, channel, values) adds up to over a head's channels. The
 // numbers of a vector are added in fp32, vectors in Sum.
 template <int N, class Sum, class Terms, class Store>
-CRATE_DEVICE void sum_channels(const TssaCall& c, Terms terms, Store store) {
-  const int lane = threadIdx.x % kWarp, own = lane % c.lanes, heads = kWarp / c.lanes, per_head = c.head_dim / N;
-  for (int group = 0; group < c.nheads; group += heads) {
-    const int h = group + lane / c.lanes;
+CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
+  const int lane = threadIdx.x % kWarp, own = lane % p.lanes, heads = kWarp / p.lanes, per_head = p.head_dim / N;
+  for (int group = 0; group < p.nheads; group += heads) {
+    const int h = group + lane / p.lanes;
     Sum total = 0;
-    if (h < c.nheads) {
-      for (int v = own; v < per_head; v += c.lanes) {
+    if (h < p.nheads) {
+      for (int v = own; v < per_head; v += p.lanes) {
         float values[N], some = 0.0f;
         terms(h, v * N, values);
 #pragma unroll
@@ -207,8 +207,8 @@ CRATE_DEVICE void sum_channels(const TssaCall& c, Terms terms, Store store) {
         total += some;
       }
     }
-    for (int step = c.lanes / 2; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
-    if (own == 0 && h < c.nheads) store(h, total);
+    for (int step = p.lanes / 2; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
+    if (own == 0 && h < p.nheads) store(h, total);
   }
   __syncwarp();
 }
@@ -216,23 +216,20 @@ CRATE_DEVICE void sum_channels(const TssaCall& c, Terms terms, Store store) {
 // Writes zeros to the packed rows between a sequence and the next one, and to those before the first. Mostly there are
 // none. `rows`, the membership or null, is cleared likewise.
 template <class Access>
-CRATE_DEVICE void clear_uncovered(const TssaCall& c, const Access& access, const TssaTokens& tokens, float* rows,
+CRATE_DEVICE void clear_uncovered(const TssaProblem& p, const Access& access, const TssaTokens& tokens, float* rows,
                                   const TssaSpan& s) {
-  if (c.cu_seqlens == nullptr) return;
-  const int64_t end = s.origin + s.count, next = s.index + 1 < c.nsequences ? packed_offset(c, s.index + 1) : c.total;
-  const TssaView view = {static_cast<char*>(tokens.data), 0, tokens.head, 0, tokens.channel};
+  if (p.cu_seqlens == nullptr) return;
+  const int64_t end = s.origin + s.count, next = s.index + 1 < p.nsequences ? packed_offset(p, s.index + 1) : p.total;
   for (int64_t n = s.index == 0 ? 0 : end; n < next; ++n) {
     if (n == s.origin && end > n) n = end;
     if (n >= next) return;
-    each_column<Access::kCount>(c, [&](int h, int d, int group, int) {
+    each_column<Access::kCount>(p, [&](int h, int d, int group, int) {
       if (group > 0) return;
       const float zeros[Access::kCount] = {};
-      TssaView row = view;
-      row.start = n * tokens.row;
-      access.store(row, 0, h, d, zeros);
+      access.store({tokens.data + n * tokens.token * p.itemsize(), 0, tokens.head, 0, tokens.channel}, 0, h, d, zeros);
     });
     if (rows == nullptr) continue;
-    for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) rows[n + h * c.rows_head] = 0.0f;
+    for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) rows[n + h * p.rows_head] = 0.0f;
   }
 }
 

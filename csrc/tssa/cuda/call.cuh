@@ -1,4 +1,4 @@
-// What a call of token statistics is about: sizes, strides, masks, and where a block's tokens are.
+// The sizes, strides and masks of a call of token statistics, and where a block's tokens are.
 #pragma once
 
 #include "../../common/cuda/philox.cuh"
@@ -7,29 +7,39 @@ namespace crate_kernels {
 
 constexpr float kFullFloor = 1e-24f, kCausalFloor = 1e-12f, kMassFloor = 1e-8f;
 
-// Tokens, an output or a gradient of (batch, nheads, seqlen, head_dim), or packed: strides in elements.
-struct TssaTokens {
-  void* data;
-  int64_t batch, head, row, channel;
-};
+// A tensor (sequences, heads, tokens, channels), packed or not, or the part of it that a block has; strides in
+// elements. Its elements are of type T, or, where T is char, of the dtype of the call.
+template <class T>
+struct TssaStrided {
+  T* data;
+  int64_t sequence, head, token, channel;
 
-struct TssaCall {
+  CRATE_DEVICE int64_t at(int n, int h, int d) const { return n * token + h * head + d * channel; }
+  CRATE_DEVICE T& operator()(int n, int h) const { return data[n * token + h * head]; }
+};
+using TssaTokens = TssaStrided<char>;
+using TssaRows = TssaStrided<float>;  // a number per head and token
+using TssaMask = TssaStrided<const bool>;
+
+// The options and sizes of a call.
+struct TssaProblem {
   Dtype dtype;
   int nsequences, nheads, head_dim;
   int width;       // channels of a token, all heads together
   int seqlen;      // of every sequence, or of the longest packed one
   int nchunks;     // of a sequence; a block has one
   int chunk_size;  // tokens
-  int lanes;       // of a warp that add up a head's channels: a power of two
+  int lanes;       // lanes of a warp that add up a head's channels: a power of two
   int64_t total;   // packed rows
   const int32_t* cu_seqlens;
-  const bool* mask;
-  int64_t mask_batch, mask_row;
+  TssaMask mask;  // null data: every token is kept
   const int64_t* seed;
   uint64_t keep_from;  // the least Philox word that dropout keeps
   float keep_factor;
   const float* temp;
-  int64_t rows_batch, rows_head;  // of what has a number a token and head
+  int64_t rows_sequence, rows_head;  // strides of TssaRows
+
+  __host__ __device__ int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
 // The tokens of a block: `count` is the sequence's length, `first` to `last` the block's, `origin` the first packed
@@ -42,17 +52,17 @@ struct TssaSpan {
 };
 
 // Offsets are checked on the CPU only; a device clamps them to what exists.
-CRATE_DEVICE int64_t packed_offset(const TssaCall& c, int index) {
-  const int64_t offset = c.cu_seqlens[index];
-  return offset < 0 ? 0 : offset < c.total ? offset : c.total;
+CRATE_DEVICE int64_t packed_offset(const TssaProblem& p, int index) {
+  const int64_t offset = p.cu_seqlens[index];
+  return offset < 0 ? 0 : offset < p.total ? offset : p.total;
 }
 
-CRATE_DEVICE TssaSpan sequence_of(const TssaCall& c, int index) {
-  TssaSpan s = {index, 0, c.seqlen, 0, c.seqlen, 0};
-  if (c.cu_seqlens != nullptr) {
-    s.origin = packed_offset(c, index);
-    const int64_t length = packed_offset(c, index + 1) - s.origin;
-    s.count = static_cast<int>(length < 0 ? 0 : length < c.seqlen ? length : c.seqlen);
+CRATE_DEVICE TssaSpan sequence_of(const TssaProblem& p, int index) {
+  TssaSpan s = {index, 0, p.seqlen, 0, p.seqlen, 0};
+  if (p.cu_seqlens != nullptr) {
+    s.origin = packed_offset(p, index);
+    const int64_t length = packed_offset(p, index + 1) - s.origin;
+    s.count = static_cast<int>(length < 0 ? 0 : length < p.seqlen ? length : p.seqlen);
   }
   s.last = s.count;
   return s;
@@ -65,64 +75,46 @@ CRATE_DEVICE void cut(TssaSpan& s, int chunk, int chunk_size) {
   s.last = static_cast<int>(first + chunk_size < s.count ? first + chunk_size : s.count);
 }
 
-CRATE_DEVICE TssaSpan chunk_of(const TssaCall& c) {
-  const int index = static_cast<int>(blockIdx.x) / c.nchunks;
-  TssaSpan s = sequence_of(c, index);
-  cut(s, static_cast<int>(blockIdx.x) - index * c.nchunks, c.chunk_size);
+CRATE_DEVICE TssaSpan chunk_of(const TssaProblem& p) {
+  const int index = static_cast<int>(blockIdx.x) / p.nchunks;
+  TssaSpan s = sequence_of(p, index);
+  cut(s, static_cast<int>(blockIdx.x) - index * p.nchunks, p.chunk_size);
   return s;
 }
 
-// Where elements of a block's tokens are, rows counted from the block's first.
-struct TssaView {
-  char* data;
-  int64_t start, head, row, channel;
-
-  CRATE_DEVICE int64_t at(int n, int h, int d) const { return start + n * row + h * head + d * channel; }
-};
-
-CRATE_DEVICE TssaView view_of(const TssaTokens& t, const TssaSpan& s) {
-  const int64_t start = s.index * t.batch + (s.origin + s.first) * t.row;
-  return {static_cast<char*>(t.data), start, t.head, t.row, t.channel};
+// A block's part, tokens counted from the block's first.
+CRATE_DEVICE TssaTokens part_of(const TssaProblem& p, const TssaTokens& t, const TssaSpan& s) {
+  const int64_t first = s.index * t.sequence + (s.origin + s.first) * t.token;
+  return {t.data + first * p.itemsize(), 0, t.head, t.token, t.channel};
 }
 
-// The same of a number a token and head.
-struct TssaRows {
-  float* data;
-  int64_t row, head;
-
-  CRATE_DEVICE float& operator()(int n, int h) const { return data[n * row + h * head]; }
-};
-
-CRATE_DEVICE TssaRows rows_of(const TssaCall& c, const float* data, const TssaSpan& s) {
-  return {const_cast<float*>(data) + s.index * c.rows_batch + s.origin + s.first, 1, c.rows_head};
+CRATE_DEVICE TssaRows rows_of(const TssaProblem& p, const float* data, const TssaSpan& s) {
+  return {const_cast<float*>(data) + s.index * p.rows_sequence + s.origin + s.first, 0, p.rows_head, 1, 0};
 }
 
-// The factor 0 or 1 of each of a block's tokens in the sums over tokens.
-struct TssaKeep {
-  const bool* mask;
-  int64_t row;
-
-  CRATE_DEVICE float operator()(int n) const { return mask == nullptr || mask[n * row] ? 1.0f : 0.0f; }
-};
-
-CRATE_DEVICE TssaKeep keep_of(const TssaCall& c, const TssaSpan& s) {
-  if (c.mask == nullptr) return {nullptr, 0};
-  return {c.mask + s.index * c.mask_batch + s.first * c.mask_row, c.mask_row};
+CRATE_DEVICE TssaMask keep_of(const TssaProblem& p, const TssaSpan& s) {
+  if (p.mask.data == nullptr) return {};
+  return {p.mask.data + s.index * p.mask.sequence + s.first * p.mask.token, 0, 0, p.mask.token, 0};
 }
 
-// Which of the elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) dropout keeps: a bit each for `channels`
-// of `rows` tokens, 32 in all at most. Rows count within the sequence, and are 0 in the full form. One loop that is not
+// The factor 0 or 1 of a token in the sums over tokens.
+CRATE_DEVICE float enters_sums(const TssaMask& keep, int n) {
+  return keep.data == nullptr || keep(n, 0) ? 1.0f : 0.0f;
+}
+
+// The elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) that dropout keeps: a bit each for `channels` of
+// `rows` tokens, 32 in all at most. Rows count within the sequence, and are 0 in the full form. One loop that is not
 // unrolled: ten rounds for every element of an unrolled one would be most of the code, for what is rare.
-CRATE_DEVICE uint32_t kept_by_dropout(const TssaCall& c, int index, int h, int row, int rows, int channel,
+CRATE_DEVICE uint32_t kept_by_dropout(const TssaProblem& p, int index, int h, int row, int rows, int channel,
                                       int channels) {
-  const uint64_t seed = static_cast<uint64_t>(*c.seed);
+  const uint64_t seed = static_cast<uint64_t>(*p.seed);
   uint32_t bits = 0;
 #pragma unroll 1
   for (int i = 0; i < rows * channels; ++i) {
     const int r = i / channels;
     const uint32_t word =
-        philox_word0(seed, channel + i - r * channels, row + r, static_cast<uint32_t>(index) * c.nheads + h);
-    bits |= static_cast<uint32_t>(word >= c.keep_from) << i;
+        philox_word0(seed, channel + i - r * channels, row + r, static_cast<uint32_t>(index) * p.nheads + h);
+    bits |= static_cast<uint32_t>(word >= p.keep_from) << i;
   }
   return bits;
 }

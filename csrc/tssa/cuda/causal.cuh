@@ -19,25 +19,29 @@
 
 namespace crate_kernels {
 
+// The state of a cache: what comes before the first token. It is advanced where a block has a whole sequence.
+struct TssaState {
+  float *energy, *weighted, *mass;
+  int32_t* lengths;
+};
+
 struct TssaCausal {
-  TssaCall call;
+  TssaProblem problem;
   TssaTokens w, out;
   float* membership;
   const float* bias;  // (nheads, bias_tokens), or null
   int64_t bias_tokens;
   // What comes before every chunk, and behind them all: sums of w^2 and kept tokens, of Pi w^2 and Pi. Null alone.
   float *sums_1, *sums_2;
-  // The state of a cache, or null: what comes before the first token, and is advanced where a block is alone.
-  float *energy, *weighted, *mass;
-  int32_t* lengths;
+  TssaState state;  // null without a cache
 };
 
 constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens whose logits meet, and that a thread loads at once
 
 // Calls f(vector, head, channel) for every vector of N channels that is the thread's.
 template <int N, class F>
-CRATE_DEVICE void each_vector(const TssaCall& c, F f) {
-  const int vectors = c.width / N, per_head = c.head_dim / N;
+CRATE_DEVICE void each_vector(const TssaProblem& p, F f) {
+  const int vectors = p.width / N, per_head = p.head_dim / N;
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     const int h = v / per_head;
     f(v, h, (v - h * per_head) * N);
@@ -48,11 +52,11 @@ CRATE_DEVICE void each_vector(const TssaCall& c, F f) {
 struct TssaCausalShared {
   int64_t energy, moment, mass, partial, logits, members, bytes;
 
-  __host__ __device__ TssaCausalShared(const TssaCall& c, int count) {
-    const int64_t vectors = c.width / count, pairs = int64_t{kCausalTile} * c.nheads;
+  __host__ __device__ TssaCausalShared(const TssaProblem& p, int count) {
+    const int64_t vectors = p.width / count, pairs = int64_t{kCausalTile} * p.nheads;
     TssaShared s;
-    energy = s.take<float>(c.width);
-    moment = s.take<float>(c.width);
+    energy = s.take<float>(p.width);
+    moment = s.take<float>(p.width);
     mass = s.take<float>(vectors);
     partial = s.take<float>(kCausalTile * vectors);
     logits = s.take<double>(pairs);
@@ -95,7 +99,7 @@ struct TssaMoments {
 
 // Loads kCausalAhead tokens, the last of the block in the place of those behind it.
 template <class Access>
-CRATE_DEVICE void load_ahead(const Access& access, const TssaView& w, int first, int rows, int h, int d,
+CRATE_DEVICE void load_ahead(const Access& access, const TssaTokens& w, int first, int rows, int h, int d,
                              float (&x)[kCausalAhead][Access::kCount]) {
 #pragma unroll
   for (int r = 0; r < kCausalAhead; ++r) access.load(w, min(first + r, rows - 1), h, d, x[r]);
@@ -103,39 +107,39 @@ CRATE_DEVICE void load_ahead(const Access& access, const TssaView& w, int first,
 
 // Which elements of `count` tokens from the block's n-th on are kept, N bits a token.
 template <int N>
-CRATE_DEVICE uint32_t kept_tokens(const TssaCall& c, const TssaSpan& s, int n, int count, int h, int d) {
-  return c.seed == nullptr ? 0 : kept_by_dropout(c, s.index, h, s.first + n, count, d, N);
+CRATE_DEVICE uint32_t kept_tokens(const TssaProblem& p, const TssaSpan& s, int n, int count, int h, int d) {
+  return p.seed == nullptr ? 0 : kept_by_dropout(p, s.index, h, s.first + n, count, d, N);
 }
 
 template <int N>
-CRATE_DEVICE void drop(const TssaCall& c, uint32_t kept, float (&x)[N]) {
-  if (c.seed == nullptr) return;
+CRATE_DEVICE void drop(const TssaProblem& p, uint32_t kept, float (&x)[N]) {
+  if (p.seed == nullptr) return;
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] *= kept >> i & 1 ? c.keep_factor : 0.0f;
+  for (int i = 0; i < N; ++i) x[i] *= kept >> i & 1 ? p.keep_factor : 0.0f;
 }
 
 template <class Access>
-CRATE_DEVICE void causal_energies(const TssaCall& c, const Access& access, const TssaView& w, const TssaKeep& keep,
+CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
                                   int rows, float* sums) {
   constexpr int N = Access::kCount;
-  each_vector<N>(c, [&](int, int h, int d) {
+  each_vector<N>(p, [&](int, int h, int d) {
     float acc[N] = {};
 #pragma unroll 4
     for (int n = 0; n < rows; ++n) {
       float x[N];
       access.load(w, n, h, d, x);
-      const float counted = keep(n);
+      const float counted = enters_sums(keep, n);
 #pragma unroll
       for (int i = 0; i < N; ++i) acc[i] += x[i] * x[i] * counted;
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) sums[h * c.head_dim + d + i] = acc[i];
+    for (int i = 0; i < N; ++i) sums[h * p.head_dim + d + i] = acc[i];
   });
   // The first head's place takes the number of kept tokens.
-  for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) {
+  for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
     float kept = 0.0f;
-    for (int n = 0; n < rows && h == 0; ++n) kept += keep(n);
-    sums[c.width + h] = kept;
+    for (int n = 0; n < rows && h == 0; ++n) kept += enters_sums(keep, n);
+    sums[p.width + h] = kept;
   }
 }
 

@@ -20,7 +20,7 @@
 namespace crate_kernels {
 
 struct TssaCausalBackward {
-  TssaCall call;
+  TssaProblem problem;
   TssaTokens w, dout, dw;
   const float *membership, *dmembership, *bias;
   int64_t bias_tokens;
@@ -39,19 +39,19 @@ static_assert(kBackMark % kBackTile == 0, "a tile begins at a mark or whole tile
 struct TssaCausalBackwardShared {
   int64_t moment, energy, mass, dmoment, denergy, ratio, partial, pairs, dmass, dtemp, bytes;
 
-  __host__ __device__ TssaCausalBackwardShared(const TssaCall& c, int count, bool logits) {
-    const int64_t vectors = c.width / count, marks = (c.chunk_size - 1) / kBackMark, tile = logits ? kBackTile : 0;
+  __host__ __device__ TssaCausalBackwardShared(const TssaProblem& p, int count, bool logits) {
+    const int64_t vectors = p.width / count, marks = (p.chunk_size - 1) / kBackMark, tile = logits ? kBackTile : 0;
     TssaShared s;
-    moment = s.take<float>(marks * c.width);
-    energy = s.take<float>(marks * c.width);
+    moment = s.take<float>(marks * p.width);
+    energy = s.take<float>(marks * p.width);
     mass = s.take<float>(marks * vectors);
-    dmoment = s.take<float>(logits ? c.width : 0);
-    denergy = s.take<float>(logits ? c.width : 0);
-    ratio = s.take<float>(tile * c.width);
+    dmoment = s.take<float>(logits ? p.width : 0);
+    denergy = s.take<float>(logits ? p.width : 0);
+    ratio = s.take<float>(tile * p.width);
     partial = s.take<float>(3 * tile * vectors);
-    pairs = s.take<float>(4 * tile * c.nheads);
-    dmass = s.take<float>(c.nheads);
-    dtemp = s.take<float>(c.nheads);
+    pairs = s.take<float>(4 * tile * p.nheads);
+    dmass = s.take<float>(p.nheads);
+    dtemp = s.take<float>(p.nheads);
     bytes = s.bytes;
   }
 };
@@ -63,33 +63,33 @@ struct TssaBackSide {
   const TssaCausalBackward& b;
   const Access& access;
   TssaSpan s;
-  TssaView w, dout;
-  TssaKeep keep;
+  TssaTokens w, dout;
+  TssaMask keep;
   TssaRows members;
   const float *moments, *energies, *masses;     // before the chunk, or null
   const float *dmoments, *dmasses, *denergies;  // behind the chunk, or null
 
   CRATE_DEVICE TssaBackSide(const TssaCausalBackward& b, const Access& access) : b(b), access(access) {
-    const TssaCall& c = b.call;
-    s = chunk_of(c);
-    w = view_of(b.w, s);
-    dout = view_of(b.dout, s);
-    keep = keep_of(c, s);
-    members = rows_of(c, b.membership, s);
+    const TssaProblem& p = b.problem;
+    s = chunk_of(p);
+    w = part_of(p, b.w, s);
+    dout = part_of(p, b.dout, s);
+    keep = keep_of(p, s);
+    members = rows_of(p, b.membership, s);
     moments = energies = masses = dmoments = dmasses = denergies = nullptr;
     if (b.totals == nullptr) return;
-    const int64_t chunk = static_cast<int64_t>(s.index) * (c.nchunks + 1) + s.chunk, size = c.width + c.nheads;
-    moments = b.totals + chunk * (size + c.width);
-    energies = moments + c.width;
-    masses = energies + c.width;
+    const int64_t chunk = static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk, size = p.width + p.nheads;
+    moments = b.totals + chunk * (size + p.width);
+    energies = moments + p.width;
+    masses = energies + p.width;
     dmoments = b.dmoments + chunk * size;
-    dmasses = dmoments + c.width;
+    dmasses = dmoments + p.width;
     denergies = b.denergies + chunk * size;
   }
 
   // Which elements of `count` tokens from the n-th on dropout keeps; all of them without dropout.
   CRATE_DEVICE uint32_t kept(int n, int count, int h, int d) const {
-    return b.call.seed == nullptr ? ~0u : kept_by_dropout(b.call, s.index, h, s.first + n, count, d, N);
+    return b.problem.seed == nullptr ? ~0u : kept_by_dropout(b.problem, s.index, h, s.first + n, count, d, N);
   }
 
   // Token n's w and its gradient times dropout's factor, zeros behind the chunk's last.
@@ -101,13 +101,13 @@ struct TssaBackSide {
     }
     access.load(w, n, h, d, x);
     access.load(dout, n, h, d, g);
-    if (b.call.seed == nullptr) return;
+    if (b.problem.seed == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < N; ++i) g[i] *= kept >> i & 1 ? b.call.keep_factor : 0.0f;
+    for (int i = 0; i < N; ++i) g[i] *= kept >> i & 1 ? b.problem.keep_factor : 0.0f;
   }
 
   CRATE_DEVICE float member(int n, int h) const { return n < s.rows() ? members(n, h) : 0.0f; }
-  CRATE_DEVICE float counted(int n) const { return n < s.rows() ? keep(n) : 0.0f; }
+  CRATE_DEVICE float counted(int n) const { return n < s.rows() ? enters_sums(keep, n) : 0.0f; }
 };
 
 // The running sums of some channels, of the block's own tokens.
@@ -141,7 +141,7 @@ struct TssaMarks {
     moment = reinterpret_cast<float*>(memory + layout.moment);
     energy = reinterpret_cast<float*>(memory + layout.energy);
     mass = reinterpret_cast<float*>(memory + layout.mass);
-    vectors = side.b.call.width / N;
+    vectors = side.b.problem.width / N;
   }
 
   // Tokens `first` to `last`, which are whole tiles.
@@ -151,12 +151,12 @@ struct TssaMarks {
 #pragma unroll
       for (int r = 0; r < kBackTile; ++r) side.access.load(side.w, first + r, h, d, x[r]);
 #pragma unroll
-      for (int r = 0; r < kBackTile; ++r) sums.add(x[r], side.members(first + r, h), side.keep(first + r));
+      for (int r = 0; r < kBackTile; ++r) sums.add(x[r], side.members(first + r, h), enters_sums(side.keep, first + r));
     }
   }
 
   CRATE_DEVICE void mark(int v, int h, int d) const {
-    const int width = side.b.call.width, column = h * side.b.call.head_dim + d;
+    const int width = side.b.problem.width, column = h * side.b.problem.head_dim + d;
     TssaRunning<N> sums = {};
     for (int m = 0; (m + 1) * kBackMark < side.s.rows(); ++m) {
       add(sums, m * kBackMark, (m + 1) * kBackMark, h, d);
@@ -170,7 +170,7 @@ struct TssaMarks {
   }
 
   CRATE_DEVICE TssaRunning<N> before(int tile, int v, int h, int d) const {
-    const int width = side.b.call.width, column = h * side.b.call.head_dim + d, m = tile / kBackMark - 1;
+    const int width = side.b.problem.width, column = h * side.b.problem.head_dim + d, m = tile / kBackMark - 1;
     TssaRunning<N> sums = {};
     if (m >= 0) {
       sums.mass = mass[m * vectors + v];
@@ -203,7 +203,7 @@ struct TssaBackTokens {
 
   CRATE_DEVICE TssaBackTokens(const TssaBackSide<Access>& side, const TssaMarks<Access>& marks, int tile, int v, int h,
                               int d) {
-    const int column = h * side.b.call.head_dim + d;
+    const int column = h * side.b.problem.head_dim + d;
     const uint32_t kept = side.kept(tile, kBackTile, h, d);
     TssaRunning<N> sums = marks.before(tile, v, h, d);
     const float mass_before = at_or_zero(side.masses, h) + kMassFloor;

@@ -9,21 +9,21 @@ namespace crate_kernels {
 template <class Access>
 CRATE_DEVICE void causal_totals(const TssaBackSide<Access>& side, float* sums) {
   constexpr int N = Access::kCount;
-  const TssaCall& c = side.b.call;
-  each_vector<N>(c, [&](int, int h, int d) {
+  const TssaProblem& p = side.b.problem;
+  each_vector<N>(p, [&](int, int h, int d) {
     TssaRunning<N> own = {};
 #pragma unroll 4
     for (int n = 0; n < side.s.rows(); ++n) {
       float x[N];
       side.access.load(side.w, n, h, d, x);
-      own.add(x, side.members(n, h), side.keep(n));
+      own.add(x, side.members(n, h), enters_sums(side.keep, n));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      sums[h * c.head_dim + d + i] = own.moment[i];
-      sums[c.width + h * c.head_dim + d + i] = own.energy[i];
+      sums[h * p.head_dim + d + i] = own.moment[i];
+      sums[p.width + h * p.head_dim + d + i] = own.energy[i];
     }
-    if (d == 0) sums[2 * c.width + h] = own.mass;
+    if (d == 0) sums[2 * p.width + h] = own.mass;
   });
 }
 
@@ -31,10 +31,10 @@ CRATE_DEVICE void causal_totals(const TssaBackSide<Access>& side, float* sums) {
 template <class Access>
 CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) {
   constexpr int N = Access::kCount;
-  const TssaCall& c = side.b.call;
+  const TssaProblem& p = side.b.problem;
   float* const dmasses = reinterpret_cast<float*>(shared_memory());  // of every vector
-  each_vector<N>(c, [&](int v, int h, int d) {
-    const int column = h * c.head_dim + d;
+  each_vector<N>(p, [&](int v, int h, int d) {
+    const int column = h * p.head_dim + d;
     const float mass_before = side.masses[h] + kMassFloor;
     TssaRunning<N> own = {};
     float dmoment[N] = {}, dmass = 0.0f;
@@ -63,11 +63,11 @@ CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) 
     dmasses[v] = dmass;
   });
   __syncthreads();
-  const int per_head = c.head_dim / N;
-  for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) {
+  const int per_head = p.head_dim / N;
+  for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
     float total = 0.0f;
     for (int v = 0; v < per_head; ++v) total += dmasses[h * per_head + v];
-    sums[c.width + h] = total;
+    sums[p.width + h] = total;
   }
 }
 
@@ -77,10 +77,10 @@ template <class Access>
 CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, float* dtemps) {
   constexpr int N = Access::kCount;
   const TssaCausalBackward& b = side.b;
-  const TssaCall& c = b.call;
-  const TssaCausalBackwardShared layout(c, N, true);
+  const TssaProblem& p = b.problem;
+  const TssaCausalBackwardShared layout(p, N, true);
   const TssaMarks<Access> marks(side, layout);
-  const int vectors = marks.vectors, per_head = c.head_dim / N, tile_pairs = kBackTile * c.nheads;
+  const int vectors = marks.vectors, per_head = p.head_dim / N, tile_pairs = kBackTile * p.nheads;
   unsigned char* const memory = shared_memory();
   float *const dmoment = reinterpret_cast<float*>(memory + layout.dmoment),
                *const denergy = reinterpret_cast<float*>(memory + layout.denergy),
@@ -91,25 +91,25 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
                *const gradient = similarity + tile_pairs,
                *const dmass = reinterpret_cast<float*>(memory + layout.dmass),
                *const dtemp = reinterpret_cast<float*>(memory + layout.dtemp);
-  const TssaRows dlogit = rows_of(c, b.dlogit, side.s);
-  const TssaRows dmembership = b.dmembership == nullptr ? TssaRows{} : rows_of(c, b.dmembership, side.s);
+  const TssaRows dlogit = rows_of(p, b.dlogit, side.s);
+  const TssaRows dmembership = b.dmembership == nullptr ? TssaRows{} : rows_of(p, b.dmembership, side.s);
 
-  each_vector<N>(c, [&](int v, int h, int d) {
+  each_vector<N>(p, [&](int v, int h, int d) {
     marks.mark(v, h, d);
     for (int i = 0; i < N; ++i) {
-      dmoment[h * c.head_dim + d + i] = at_or_zero(side.dmoments, h * c.head_dim + d + i);
-      denergy[h * c.head_dim + d + i] = 0.0f;
+      dmoment[h * p.head_dim + d + i] = at_or_zero(side.dmoments, h * p.head_dim + d + i);
+      denergy[h * p.head_dim + d + i] = 0.0f;
     }
   });
-  for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) {
+  for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
     dmass[h] = at_or_zero(side.dmasses, h);
     dtemp[h] = 0.0f;
   }
   const int tiles = (side.s.rows() + kBackTile - 1) / kBackTile;
   for (int tile = (tiles - 1) * kBackTile; tile >= 0; tile -= kBackTile) {
     const int count = min(side.s.rows() - tile, kBackTile);
-    each_vector<N>(c, [&](int v, int h, int d) {
-      const int column = h * c.head_dim + d;
+    each_vector<N>(p, [&](int v, int h, int d) {
+      const int column = h * p.head_dim + d;
       const TssaBackTokens<Access> t(side, marks, tile, v, h, d);
       float later[N];
 #pragma unroll
@@ -128,7 +128,7 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
           gated += through.gate * t.x[r][i];
           masses += through.dmass;
           ratios += own;
-          ratio[r * c.width + column + i] = t.energy[r][i] > kCausalFloor ? own * inverse : 0.0f;
+          ratio[r * p.width + column + i] = t.energy[r][i] > kCausalFloor ? own * inverse : 0.0f;
         }
         partial[r * vectors + v] = shared * side.counted(tile + r) - gated;
         partial[(kBackTile + r) * vectors + v] = masses / t.mass[r];
@@ -138,62 +138,62 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
       for (int i = 0; i < N; ++i) dmoment[column + i] = later[i];
     });
     __syncthreads();
-    for (int pair = threadIdx.x; pair < 3 * count * c.nheads; pair += blockDim.x) {
-      const int which = pair / (count * c.nheads), rest = pair - which * count * c.nheads;
-      const int r = rest / c.nheads, h = rest - r * c.nheads;
+    for (int pair = threadIdx.x; pair < 3 * count * p.nheads; pair += blockDim.x) {
+      const int which = pair / (count * p.nheads), rest = pair - which * count * p.nheads;
+      const int r = rest / p.nheads, h = rest - r * p.nheads;
       float total = 0.0f;
       for (int v = 0; v < per_head; ++v) total += partial[(which * kBackTile + r) * vectors + h * per_head + v];
       if (which == 2 && b.bias != nullptr)
-        total += c.head_dim * b.bias[h * b.bias_tokens + min(int64_t{side.s.first} + tile + r, b.bias_tokens - 1)];
+        total += p.head_dim * b.bias[h * b.bias_tokens + min(int64_t{side.s.first} + tile + r, b.bias_tokens - 1)];
       dmembers[which * tile_pairs + rest] = total;
     }
     __syncthreads();
     for (int r = threadIdx.x / kWarp; r < count; r += blockDim.x / kWarp) {
-      for (int h = threadIdx.x % kWarp; h < c.nheads; h += kWarp) {
+      for (int h = threadIdx.x % kWarp; h < p.nheads; h += kWarp) {
         float through_mass = dmass[h];
-        for (int later = count - 1; later >= r; --later) through_mass += dmasses[later * c.nheads + h];
-        dmembers[r * c.nheads + h] += through_mass * side.keep(tile + r);
-        if (dmembership.data != nullptr) dmembers[r * c.nheads + h] += dmembership(tile + r, h);
+        for (int later = count - 1; later >= r; --later) through_mass += dmasses[later * p.nheads + h];
+        dmembers[r * p.nheads + h] += through_mass * enters_sums(side.keep, tile + r);
+        if (dmembership.data != nullptr) dmembers[r * p.nheads + h] += dmembership(tile + r, h);
       }
       __syncwarp();
-      softmax_backward(c, dmembers + r * c.nheads, side.members, dlogit, tile + r,
-                       [&](int h, float value) { gradient[r * c.nheads + h] = value; });
+      softmax_backward(p, dmembers + r * p.nheads, side.members, dlogit, tile + r,
+                       [&](int h, float value) { gradient[r * p.nheads + h] = value; });
     }
     __syncthreads();
-    each_vector<N>(c, [&](int, int h, int d) {
+    each_vector<N>(p, [&](int, int h, int d) {
       for (int r = count - 1; r >= 0; --r) {
         for (int i = 0; i < N; ++i) {
-          const int column = h * c.head_dim + d + i;
-          denergy[column] += gradient[r * c.nheads + h] * ratio[r * c.width + column];
+          const int column = h * p.head_dim + d + i;
+          denergy[column] += gradient[r * p.nheads + h] * ratio[r * p.width + column];
         }
       }
     });
-    for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) {
+    for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
       for (int r = count - 1; r >= 0; --r) {
-        dtemp[h] += gradient[r * c.nheads + h] * similarity[r * c.nheads + h];
-        dmass[h] += dmasses[r * c.nheads + h];
+        dtemp[h] += gradient[r * p.nheads + h] * similarity[r * p.nheads + h];
+        dmass[h] += dmasses[r * p.nheads + h];
       }
     }
   }
   if (sums != nullptr) {
-    each_vector<N>(c, [&](int, int h, int d) {
-      for (int i = 0; i < N; ++i) sums[h * c.head_dim + d + i] = denergy[h * c.head_dim + d + i];
+    each_vector<N>(p, [&](int, int h, int d) {
+      for (int i = 0; i < N; ++i) sums[h * p.head_dim + d + i] = denergy[h * p.head_dim + d + i];
     });
   }
-  for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) dtemps[h] = dtemp[h];
+  for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) dtemps[h] = dtemp[h];
 }
 
 // dw: a thread goes through the chunk from its last token by itself.
 template <class Access>
 CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
   constexpr int N = Access::kCount;
-  const TssaCall& c = side.b.call;
-  const TssaMarks<Access> marks(side, TssaCausalBackwardShared(c, N, false));
-  const TssaRows dlogit = rows_of(c, side.b.dlogit, side.s);
-  const TssaView dw = view_of(side.b.dw, side.s);
-  each_vector<N>(c, [&](int v, int h, int d) {
-    const int column = h * c.head_dim + d;
-    const float temp = c.temp[h];
+  const TssaProblem& p = side.b.problem;
+  const TssaMarks<Access> marks(side, TssaCausalBackwardShared(p, N, false));
+  const TssaRows dlogit = rows_of(p, side.b.dlogit, side.s);
+  const TssaTokens dw = part_of(p, side.b.dw, side.s);
+  each_vector<N>(p, [&](int v, int h, int d) {
+    const int column = h * p.head_dim + d;
+    const float temp = p.temp[h];
     marks.mark(v, h, d);
     float dmoment[N], denergy[N];
 #pragma unroll
@@ -208,7 +208,7 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
       for (int r = kBackTile - 1; r >= 0; --r) {
         const int n = tile + r;
         if (n >= side.s.rows()) continue;
-        const float member = side.members(n, h), counted = side.keep(n), gradient = dlogit(n, h);
+        const float member = side.members(n, h), counted = enters_sums(side.keep, n), gradient = dlogit(n, h);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float x = t.x[r][i], square = x * x, inverse = 1.0f / floored(t.energy[r][i], kCausalFloor);
@@ -227,21 +227,21 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
       }
     }
   });
-  if (side.s.chunk == 0) clear_uncovered(c, side.access, side.b.dw, nullptr, side.s);
+  if (side.s.chunk == 0) clear_uncovered(p, side.access, side.b.dw, nullptr, side.s);
 }
 
 template <class Access, TssaCausalBackwardStep step>
 __global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaCausalBackward b, Access access) {
-  const TssaCall& c = b.call;
+  const TssaProblem& p = b.problem;
   const TssaBackSide<Access> side(b, access);
-  const int64_t chunk = static_cast<int64_t>(side.s.index) * (c.nchunks + 1) + side.s.chunk, size = c.width + c.nheads;
+  const int64_t chunk = static_cast<int64_t>(side.s.index) * (p.nchunks + 1) + side.s.chunk, size = p.width + p.nheads;
   if constexpr (step == TssaCausalBackwardStep::totals) {
-    causal_totals(side, b.totals + chunk * (size + c.width));
+    causal_totals(side, b.totals + chunk * (size + p.width));
   } else if constexpr (step == TssaCausalBackwardStep::dmoment) {
     causal_dmoment(side, b.dmoments + chunk * size);
   } else if constexpr (step == TssaCausalBackwardStep::dlogit) {
     float* const sums = b.denergies == nullptr ? nullptr : b.denergies + chunk * size;
-    causal_dlogit(side, sums, sums == nullptr ? b.dtemp + int64_t{side.s.index} * c.nheads : sums + c.width);
+    causal_dlogit(side, sums, sums == nullptr ? b.dtemp + int64_t{side.s.index} * p.nheads : sums + p.width);
   } else {
     causal_dw(side);
   }
@@ -250,17 +250,17 @@ __global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaCausalBackw
 // ddenom_bias = head_dim temp_h sum_b dlogit: a thread a position and head, the sequences in their order.
 template <class = void>
 __global__ void __launch_bounds__(256) tssa_causal_dbias_kernel(TssaCausalBackward b, float* dbias) {
-  const TssaCall& c = b.call;
+  const TssaProblem& p = b.problem;
   const int64_t place = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (place >= c.nheads * b.bias_tokens) return;
+  if (place >= p.nheads * b.bias_tokens) return;
   const int h = static_cast<int>(place / b.bias_tokens);
   const int64_t n = place - h * b.bias_tokens;
   float total = 0.0f;
-  for (int index = 0; index < c.nsequences; ++index) {
-    const TssaSpan s = sequence_of(c, index);
-    if (n < s.count) total += rows_of(c, b.dlogit, s)(static_cast<int>(n), h);
+  for (int index = 0; index < p.nsequences; ++index) {
+    const TssaSpan s = sequence_of(p, index);
+    if (n < s.count) total += rows_of(p, b.dlogit, s)(static_cast<int>(n), h);
   }
-  dbias[place] = c.head_dim * c.temp[h] * total;
+  dbias[place] = p.head_dim * p.temp[h] * total;
 }
 
 }  // namespace crate_kernels

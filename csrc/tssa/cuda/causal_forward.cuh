@@ -6,56 +6,56 @@
 namespace crate_kernels {
 
 // Where a block's sums are in sums_1 and sums_2.
-CRATE_DEVICE int64_t sums_place(const TssaCall& c, const TssaSpan& s) {
-  return (static_cast<int64_t>(s.index) * (c.nchunks + 1) + s.chunk) * (c.width + c.nheads);
+CRATE_DEVICE int64_t sums_place(const TssaProblem& p, const TssaSpan& s) {
+  return (static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk) * (p.width + p.nheads);
 }
 
 // A chunk's sums of w^2, and the number of its kept tokens.
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaCausal f, Access access) {
-  const TssaCall& c = f.call;
-  const TssaSpan s = chunk_of(c);
-  causal_energies(c, access, view_of(f.w, s), keep_of(c, s), s.rows(), f.sums_1 + sums_place(c, s));
+  const TssaProblem& p = f.problem;
+  const TssaSpan s = chunk_of(p);
+  causal_energies(p, access, part_of(p, f.w, s), keep_of(p, s), s.rows(), f.sums_1 + sums_place(p, s));
 }
 
 // A chunk's output, from the membership and the sums before it.
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaCausal f, Access access) {
   constexpr int N = Access::kCount;
-  const TssaCall& c = f.call;
-  const TssaSpan s = chunk_of(c);
-  const TssaView w = view_of(f.w, s), out = view_of(f.out, s);
-  const TssaKeep keep = keep_of(c, s);
-  const TssaRows members = rows_of(c, f.membership, s);
-  const float *const sums = f.sums_2 + sums_place(c, s), *const masses = sums + c.width;
-  each_vector<N>(c, [&](int, int h, int d) {
+  const TssaProblem& p = f.problem;
+  const TssaSpan s = chunk_of(p);
+  const TssaTokens w = part_of(p, f.w, s), out = part_of(p, f.out, s);
+  const TssaMask keep = keep_of(p, s);
+  const TssaRows members = rows_of(p, f.membership, s);
+  const float *const sums = f.sums_2 + sums_place(p, s), *const masses = sums + p.width;
+  each_vector<N>(p, [&](int, int h, int d) {
     TssaMoments<N> running;
-    running.start(sums, masses, h * c.head_dim + d, h);
+    running.start(sums, masses, h * p.head_dim + d, h);
 #pragma unroll 1
     for (int first = 0; first < s.rows(); first += kCausalAhead) {
       float x[kCausalAhead][N];
       load_ahead(access, w, first, s.rows(), h, d, x);
-      const uint32_t kept = kept_tokens<N>(c, s, first, kCausalAhead, h, d);
+      const uint32_t kept = kept_tokens<N>(p, s, first, kCausalAhead, h, d);
 #pragma unroll
       for (int r = 0; r < kCausalAhead; ++r) {
         if (first + r >= s.rows()) break;
-        running.output(x[r], members(first + r, h), keep(first + r));
-        drop(c, kept >> r * N, x[r]);
+        running.output(x[r], members(first + r, h), enters_sums(keep, first + r));
+        drop(p, kept >> r * N, x[r]);
         access.store(out, first + r, h, d, x[r]);
       }
     }
   });
-  if (s.chunk == 0) clear_uncovered(c, access, f.out, f.membership, s);
+  if (s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
 }
 
 // The logits of a tile's tokens, channel by channel: the terms of q, added up over each vector.
 template <class Access>
-CRATE_DEVICE void ratios_of_tile(const TssaCall& c, const Access& access, const TssaView& w, const TssaKeep& keep,
+CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
                                  int tile, int rows, const float* before_chunk, float* energy, float* partial) {
   constexpr int N = Access::kCount;
-  const int vectors = c.width / N;
-  each_vector<N>(c, [&](int v, int h, int d) {
-    const int column = h * c.head_dim + d;
+  const int vectors = p.width / N;
+  each_vector<N>(p, [&](int v, int h, int d) {
+    const int column = h * p.head_dim + d;
     float before[N], sum[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -69,7 +69,7 @@ CRATE_DEVICE void ratios_of_tile(const TssaCall& c, const Access& access, const 
 #pragma unroll
       for (int r = 0; r < kCausalAhead; ++r) {
         const int n = tile + part + r;
-        const float counted = n < rows ? keep(n) : 0.0f;
+        const float counted = n < rows ? enters_sums(keep, n) : 0.0f;
         float some = 0.0f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -90,23 +90,23 @@ CRATE_DEVICE void ratios_of_tile(const TssaCall& c, const Access& access, const 
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCausal f, Access access) {
   constexpr int N = Access::kCount;
-  const TssaCall& c = f.call;
-  const TssaSpan s = chunk_of(c);
-  const bool alone = f.sums_1 == nullptr, has_state = f.lengths != nullptr;
-  const int rows = s.rows(), vectors = c.width / N, per_head = c.head_dim / N;
-  const TssaView w = view_of(f.w, s), out = view_of(f.out, s);
-  const TssaKeep keep = keep_of(c, s);
-  const TssaRows stored = rows_of(c, f.membership, s);
-  const int64_t mine = sums_place(c, s), channels = static_cast<int64_t>(s.index) * c.width;
-  const int64_t heads = static_cast<int64_t>(s.index) * c.nheads;
+  const TssaProblem& p = f.problem;
+  const TssaSpan s = chunk_of(p);
+  const bool alone = f.sums_1 == nullptr, has_state = f.state.lengths != nullptr;
+  const int rows = s.rows(), vectors = p.width / N, per_head = p.head_dim / N;
+  const TssaTokens w = part_of(p, f.w, s), out = part_of(p, f.out, s);
+  const TssaMask keep = keep_of(p, s);
+  const TssaRows stored = rows_of(p, f.membership, s);
+  const int64_t mine = sums_place(p, s), channels = static_cast<int64_t>(s.index) * p.width;
+  const int64_t heads = static_cast<int64_t>(s.index) * p.nheads;
   const float *const energies = !alone      ? f.sums_1 + mine
-                                : has_state ? f.energy + channels
+                                : has_state ? f.state.energy + channels
                                             : nullptr,
-                     *const moments = alone && has_state ? f.weighted + channels : nullptr,
-                     *const masses = alone && has_state ? f.mass + heads : nullptr;
-  const int position = has_state ? f.lengths[s.index] : 0;
-  int keys = position + (alone ? 0 : static_cast<int>(energies[c.width]));
-  const TssaCausalShared layout(c, N);
+                     *const moments = alone && has_state ? f.state.weighted + channels : nullptr,
+                     *const masses = alone && has_state ? f.state.mass + heads : nullptr;
+  const int position = has_state ? f.state.lengths[s.index] : 0;
+  int keys = position + (alone ? 0 : static_cast<int>(energies[p.width]));
+  const TssaCausalShared layout(p, N);
   unsigned char* const memory = shared_memory();
   float *const energy = reinterpret_cast<float*>(memory + layout.energy),
                *const moment = reinterpret_cast<float*>(memory + layout.moment),
@@ -115,36 +115,36 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
                *const members = reinterpret_cast<float*>(memory + layout.members);
   double* const logits = reinterpret_cast<double*>(memory + layout.logits);
   // A thread's own: no barrier.
-  each_vector<N>(c, [&](int v, int h, int d) {
+  each_vector<N>(p, [&](int v, int h, int d) {
     mass[v] = 0.0f;
-    for (int i = 0; i < N; ++i) energy[h * c.head_dim + d + i] = moment[h * c.head_dim + d + i] = 0.0f;
+    for (int i = 0; i < N; ++i) energy[h * p.head_dim + d + i] = moment[h * p.head_dim + d + i] = 0.0f;
   });
 
   for (int tile = 0; tile < rows; tile += kCausalTile) {
     const int count = min(rows - tile, kCausalTile);
-    ratios_of_tile(c, access, w, keep, tile, rows, energies, energy, partial);
+    ratios_of_tile(p, access, w, keep, tile, rows, energies, energy, partial);
     __syncthreads();
-    for (int pair = threadIdx.x; pair < count * c.nheads; pair += blockDim.x) {
-      const int r = pair / c.nheads, h = pair - r * c.nheads;
+    for (int pair = threadIdx.x; pair < count * p.nheads; pair += blockDim.x) {
+      const int r = pair / p.nheads, h = pair - r * p.nheads;
       double similarity = 0.0;
       for (int v = 0; v < per_head; ++v) similarity += partial[r * vectors + h * per_head + v];
       if (f.bias != nullptr) {
         // Past the end only for padded tokens, which nobody reads.
         const int64_t n = static_cast<int64_t>(position) + s.first + tile + r;
-        similarity += static_cast<double>(c.head_dim) * f.bias[h * f.bias_tokens + min(n, f.bias_tokens - 1)];
+        similarity += static_cast<double>(p.head_dim) * f.bias[h * f.bias_tokens + min(n, f.bias_tokens - 1)];
       }
-      logits[pair] = c.temp[h] * similarity;
+      logits[pair] = p.temp[h] * similarity;
     }
     __syncthreads();
     for (int r = threadIdx.x / kWarp; r < count; r += blockDim.x / kWarp) {
       int seen = keys;
-      for (int earlier = 0; earlier <= r; ++earlier) seen += keep(tile + earlier) > 0.0f;
-      softmax_over_heads(c, logits + r * c.nheads, c.mask == nullptr || seen > 0, stored, tile + r,
-                         [&](int h, float member) { members[r * c.nheads + h] = member; });
+      for (int earlier = 0; earlier <= r; ++earlier) seen += enters_sums(keep, tile + earlier) > 0.0f;
+      softmax_over_heads(p, logits + r * p.nheads, p.mask.data == nullptr || seen > 0, stored, tile + r,
+                         [&](int h, float member) { members[r * p.nheads + h] = member; });
     }
     __syncthreads();
-    each_vector<N>(c, [&](int v, int h, int d) {
-      const int column = h * c.head_dim + d;
+    each_vector<N>(p, [&](int v, int h, int d) {
+      const int column = h * p.head_dim + d;
       TssaMoments<N> running;
       running.start(moments, masses, column, h);
       running.mass = mass[v];
@@ -154,13 +154,13 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
       for (int part = 0; part < count; part += kCausalAhead) {
         float x[kCausalAhead][N];
         load_ahead(access, w, tile + part, rows, h, d, x);
-        const uint32_t kept = alone ? kept_tokens<N>(c, s, tile + part, kCausalAhead, h, d) : 0;
+        const uint32_t kept = alone ? kept_tokens<N>(p, s, tile + part, kCausalAhead, h, d) : 0;
 #pragma unroll
         for (int r = 0; r < kCausalAhead; ++r) {
           if (part + r >= count) break;
-          running.output(x[r], members[(part + r) * c.nheads + h], keep(tile + part + r));
+          running.output(x[r], members[(part + r) * p.nheads + h], enters_sums(keep, tile + part + r));
           if (!alone) continue;
-          drop(c, kept >> r * N, x[r]);
+          drop(p, kept >> r * N, x[r]);
           access.store(out, tile + part + r, h, d, x[r]);
         }
       }
@@ -168,23 +168,23 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
 #pragma unroll
       for (int i = 0; i < N; ++i) moment[column + i] = running.sum[i];
     });
-    for (int r = 0; r < count; ++r) keys += keep(tile + r) > 0.0f;
+    for (int r = 0; r < count; ++r) keys += enters_sums(keep, tile + r) > 0.0f;
   }
 
-  if (alone && s.chunk == 0) clear_uncovered(c, access, f.out, f.membership, s);
+  if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   if (alone && !has_state) return;
   __syncthreads();  // the state is replaced when every thread has read it
-  float* const to_moment = alone ? f.weighted + channels : f.sums_2 + mine;
-  float* const to_mass = alone ? f.mass + heads : to_moment + c.width;
-  each_vector<N>(c, [&](int v, int h, int d) {
+  float* const to_moment = alone ? f.state.weighted + channels : f.sums_2 + mine;
+  float* const to_mass = alone ? f.state.mass + heads : to_moment + p.width;
+  each_vector<N>(p, [&](int v, int h, int d) {
     for (int i = 0; i < N; ++i) {
-      const int column = h * c.head_dim + d + i;
-      if (alone) f.energy[channels + column] += energy[column];
+      const int column = h * p.head_dim + d + i;
+      if (alone) f.state.energy[channels + column] += energy[column];
       to_moment[column] = at_or_zero(moments, column) + moment[column];
     }
     if (d == 0) to_mass[h] = at_or_zero(masses, h) + mass[v];
   });
-  if (alone && threadIdx.x == 0) f.lengths[s.index] = keys;
+  if (alone && threadIdx.x == 0) f.state.lengths[s.index] = keys;
 }
 
 }  // namespace crate_kernels

@@ -20,7 +20,7 @@
 namespace crate_kernels {
 
 struct TssaForward {
-  TssaCall call;
+  TssaProblem problem;
   TssaTokens w, out;
   float *membership, *energy, *moment;
   // Of every chunk, and behind them of the sequence: sums of w^2 and kept tokens, of Pi w^2 and Pi. Null on chip.
@@ -28,18 +28,19 @@ struct TssaForward {
 };
 
 // The tokens of a block of a cluster: as many as of its peers, as near as can be.
-CRATE_DEVICE TssaSpan resident_span(const TssaCall& c) {
+CRATE_DEVICE TssaSpan resident_span(const TssaProblem& p) {
   const int size = cluster_size();
-  TssaSpan s = sequence_of(c, static_cast<int>(blockIdx.x) / size);
+  TssaSpan s = sequence_of(p, static_cast<int>(blockIdx.x) / size);
   cut(s, cluster_rank(), (s.count + size - 1) / size);
   return s;
 }
 
 // Copies a block's tokens to shared memory, where they lie without gaps.
 template <class Access>
-CRATE_DEVICE TssaView copy_tokens(const TssaCall& c, const Access& access, const TssaView& from, int rows, char* to) {
-  const TssaView view = {to, 0, c.head_dim, c.width, 1};
-  each_column<Access::kCount>(c, [&](int h, int d, int group, int groups) {
+CRATE_DEVICE TssaTokens copy_tokens(const TssaProblem& p, const Access& access, const TssaTokens& from, int rows,
+                                    char* to) {
+  const TssaTokens view = {to, 0, p.head_dim, p.width, 1};
+  each_column<Access::kCount>(p, [&](int h, int d, int group, int groups) {
     constexpr int kAhead = 4;  // loads of a thread under way
     for (int n = group; n < rows; n += kAhead * groups) {
       typename Access::Bits bits[kAhead];
@@ -56,46 +57,46 @@ CRATE_DEVICE TssaView copy_tokens(const TssaCall& c, const Access& access, const
 
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForward f, Access access) {
-  const TssaCall& c = f.call;
-  const TssaSpan s = resident_span(c);
-  const TssaResident layout(c, (c.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, false);
+  const TssaProblem& p = f.problem;
+  const TssaSpan s = resident_span(p);
+  const TssaResident layout(p, (p.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, false);
   unsigned char* const memory = shared_memory();
   float *const first = reinterpret_cast<float*>(memory + layout.first),
                *const second = reinterpret_cast<float*>(memory + layout.second),
                *const by_channel = reinterpret_cast<float*>(memory + layout.channels);
   unsigned char* const scratch = memory + layout.scratch;
-  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), c.nheads, 1};
-  const TssaKeep keep = keep_of(c, s);
-  const int64_t channels = static_cast<int64_t>(s.index) * c.width;
+  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), 0, 1, p.nheads, 0};
+  const TssaMask keep = keep_of(p, s);
+  const int64_t channels = static_cast<int64_t>(s.index) * p.width;
 
   char* const to = reinterpret_cast<char*>(memory + layout.tokens[0]);
-  const TssaView w = copy_tokens(c, access, view_of(f.w, s), s.rows(), to);
+  const TssaTokens w = copy_tokens(p, access, part_of(p, f.w, s), s.rows(), to);
   __syncthreads();
-  energy_sums(c, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), first);
+  energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), first);
   cluster_sync();
-  for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     const float energy = floored(cluster_total(first + column), kFullFloor);
     by_channel[column] = 1.0f / energy;
     if (s.chunk == 0) f.energy[channels + column] = energy;
   }
-  const bool seen = c.mask == nullptr || cluster_total(first + c.width) > 0.0f;
+  const bool seen = p.mask.data == nullptr || cluster_total(first + p.width) > 0.0f;
   __syncthreads();
-  membership(c, access, w, by_channel, seen, s.rows(), reinterpret_cast<double*>(scratch), members,
-             rows_of(c, f.membership, s));
+  membership(p, access, w, by_channel, seen, s.rows(), reinterpret_cast<double*>(scratch), members,
+             rows_of(p, f.membership, s));
   __syncthreads();
-  moment_sums(c, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), second);
+  moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), second);
   cluster_sync();
-  for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
-    const int h = column / c.head_dim;
-    const float moment = cluster_total(second + column) / (cluster_total(second + c.width + h) + kMassFloor);
-    by_channel[column] = channel_gate(c, moment, s.index, h, column - h * c.head_dim);
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+    const int h = column / p.head_dim;
+    const float moment = cluster_total(second + column) / (cluster_total(second + p.width + h) + kMassFloor);
+    by_channel[column] = channel_gate(p, moment, s.index, h, column - h * p.head_dim);
     if (s.chunk == 0) f.moment[channels + column] = moment;
   }
   __syncthreads();
-  write_out(c, access, w, members, view_of(f.out, s), s.rows(), [&](int h, int d, auto& gate) {
-    for (int i = 0; i < Access::kCount; ++i) gate[i] = by_channel[h * c.head_dim + d + i];
+  write_out(p, access, w, members, part_of(p, f.out, s), s.rows(), [&](int h, int d, auto& gate) {
+    for (int i = 0; i < Access::kCount; ++i) gate[i] = by_channel[h * p.head_dim + d + i];
   });
-  if (s.chunk == 0) clear_uncovered(c, access, f.out, f.membership, s);
+  if (s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   cluster_sync();
 }
 
@@ -105,43 +106,43 @@ enum class TssaStep { energy, members, output };
 // again.
 template <class Access, TssaStep step>
 __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward f, Access access) {
-  const TssaCall& c = f.call;
-  const TssaSpan s = chunk_of(c);
-  const TssaView w = view_of(f.w, s);
-  const TssaKeep keep = keep_of(c, s);
-  const TssaRows members = rows_of(c, f.membership, s);
-  const int64_t size = c.width + c.nheads, place = static_cast<int64_t>(s.index) * (c.nchunks + 1);
-  const int64_t mine = (place + s.chunk) * size, all = (place + c.nchunks) * size;
-  const int64_t channels = static_cast<int64_t>(s.index) * c.width;
+  const TssaProblem& p = f.problem;
+  const TssaSpan s = chunk_of(p);
+  const TssaTokens w = part_of(p, f.w, s);
+  const TssaMask keep = keep_of(p, s);
+  const TssaRows members = rows_of(p, f.membership, s);
+  const int64_t size = p.width + p.nheads, place = static_cast<int64_t>(s.index) * (p.nchunks + 1);
+  const int64_t mine = (place + s.chunk) * size, all = (place + p.nchunks) * size;
+  const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   unsigned char* const scratch = shared_memory();
 
   if constexpr (step == TssaStep::energy) {
-    energy_sums(c, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
+    energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
     // The place of a head's sum is read by none but the first's; the scan adds them all.
-    for (int h = 1 + threadIdx.x; h < c.nheads; h += blockDim.x) f.sums_1[mine + c.width + h] = 0.0f;
+    for (int h = 1 + threadIdx.x; h < p.nheads; h += blockDim.x) f.sums_1[mine + p.width + h] = 0.0f;
   } else if constexpr (step == TssaStep::members) {
-    float* const inverse = reinterpret_cast<float*>(scratch + tssa_scratch(c, blockDim.x));
-    for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
+    float* const inverse = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));
+    for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
       const float energy = floored(f.sums_1[all + column], kFullFloor);
       inverse[column] = 1.0f / energy;
       if (s.chunk == 0) f.energy[channels + column] = energy;
     }
     __syncthreads();
-    const bool seen = c.mask == nullptr || f.sums_1[all + c.width] > 0.0f;
-    membership(c, access, w, inverse, seen, s.rows(), reinterpret_cast<double*>(scratch), members, members);
+    const bool seen = p.mask.data == nullptr || f.sums_1[all + p.width] > 0.0f;
+    membership(p, access, w, inverse, seen, s.rows(), reinterpret_cast<double*>(scratch), members, members);
     __syncthreads();
-    moment_sums(c, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_2 + mine);
+    moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_2 + mine);
   } else {
     const auto moment_of = [&](int h, int d) {
-      return f.sums_2[all + h * c.head_dim + d] / (f.sums_2[all + c.width + h] + kMassFloor);
+      return f.sums_2[all + h * p.head_dim + d] / (f.sums_2[all + p.width + h] + kMassFloor);
     };
     if (s.chunk == 0) {
-      for (int column = threadIdx.x; column < c.width; column += blockDim.x)
-        f.moment[channels + column] = moment_of(column / c.head_dim, column % c.head_dim);
-      clear_uncovered(c, access, f.out, f.membership, s);
+      for (int column = threadIdx.x; column < p.width; column += blockDim.x)
+        f.moment[channels + column] = moment_of(column / p.head_dim, column % p.head_dim);
+      clear_uncovered(p, access, f.out, f.membership, s);
     }
-    write_out(c, access, w, members, view_of(f.out, s), s.rows(),
-              [&](int h, int d, auto& gate) { channel_gates(c, s.index, h, d, moment_of, gate); });
+    write_out(p, access, w, members, part_of(p, f.out, s), s.rows(),
+              [&](int h, int d, auto& gate) { channel_gates(p, s.index, h, d, moment_of, gate); });
   }
 }
 

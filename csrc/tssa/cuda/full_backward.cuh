@@ -14,7 +14,7 @@
 namespace crate_kernels {
 
 struct TssaBackward {
-  TssaCall call;
+  TssaProblem problem;
   TssaTokens w, dout, dw;
   const float *membership, *dmembership, *energy, *moment;
   float* dtemp;            // (nsequences, nheads)
@@ -22,8 +22,8 @@ struct TssaBackward {
   float *sums_1, *sums_2;  // in chunks: of g w Pi and Pi, of dlogit w^2 / c
 };
 
-CRATE_DEVICE TssaRows optional_rows_of(const TssaCall& c, const float* data, const TssaSpan& s) {
-  return data == nullptr ? TssaRows{nullptr, 0, 0} : rows_of(c, data, s);
+CRATE_DEVICE TssaRows optional_rows_of(const TssaProblem& p, const float* data, const TssaSpan& s) {
+  return data == nullptr ? TssaRows{} : rows_of(p, data, s);
 }
 
 // dM from the sums of g w Pi and of Pi.
@@ -33,60 +33,60 @@ CRATE_DEVICE float moment_gradient(float product, float mass, float gate, float 
 
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBackward b, Access access) {
-  const TssaCall& c = b.call;
-  const TssaSpan s = resident_span(c);
-  const TssaResident layout(c, (c.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, true);
+  const TssaProblem& p = b.problem;
+  const TssaSpan s = resident_span(p);
+  const TssaResident layout(p, (p.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, true);
   unsigned char* const memory = shared_memory();
   float *const first = reinterpret_cast<float*>(memory + layout.first),
                *const second = reinterpret_cast<float*>(memory + layout.second),
-               *const gate = reinterpret_cast<float*>(memory + layout.channels), *const dmoment = gate + c.width,
+               *const gate = reinterpret_cast<float*>(memory + layout.channels), *const dmoment = gate + p.width,
                *const dmass = reinterpret_cast<float*>(memory + layout.heads),
                *const scratch = reinterpret_cast<float*>(memory + layout.scratch);
-  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), c.nheads, 1};
-  const TssaRows dlogit = {reinterpret_cast<float*>(memory + layout.by_head[1]), c.nheads, 1};
-  const TssaKeep keep = keep_of(c, s);
-  const int64_t channels = static_cast<int64_t>(s.index) * c.width;
+  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), 0, 1, p.nheads, 0};
+  const TssaRows dlogit = {reinterpret_cast<float*>(memory + layout.by_head[1]), 0, 1, p.nheads, 0};
+  const TssaMask keep = keep_of(p, s);
+  const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   const float *const energies = b.energy + channels, *const moments = b.moment + channels;
-  const auto moment_of = [&](int h, int d) { return moments[h * c.head_dim + d]; };
+  const auto moment_of = [&](int h, int d) { return moments[h * p.head_dim + d]; };
 
   char *const to_w = reinterpret_cast<char*>(memory + layout.tokens[0]), *const to_g = reinterpret_cast<char*>(
                                                                              memory + layout.tokens[1]);
-  const TssaView w = copy_tokens(c, access, view_of(b.w, s), s.rows(), to_w);
-  const TssaView dout = copy_tokens(c, access, view_of(b.dout, s), s.rows(), to_g);
-  const TssaRows stored = rows_of(c, b.membership, s);
-  for (int h = threadIdx.x / kWarp; h < c.nheads; h += blockDim.x / kWarp)
+  const TssaTokens w = copy_tokens(p, access, part_of(p, b.w, s), s.rows(), to_w);
+  const TssaTokens dout = copy_tokens(p, access, part_of(p, b.dout, s), s.rows(), to_g);
+  const TssaRows stored = rows_of(p, b.membership, s);
+  for (int h = threadIdx.x / kWarp; h < p.nheads; h += blockDim.x / kWarp)
     for (int n = threadIdx.x % kWarp; n < s.rows(); n += kWarp) members(n, h) = stored(n, h);
-  for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
-    const int h = column / c.head_dim;
-    gate[column] = channel_gate(c, moments[column], s.index, h, column - h * c.head_dim);
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+    const int h = column / p.head_dim;
+    gate[column] = channel_gate(p, moments[column], s.index, h, column - h * p.head_dim);
   }
   __syncthreads();
-  through_gate(c, access, w, dout, gate, s.rows(), dlogit);
-  product_sums(c, access, w, dout, members, keep, s.rows(), scratch, first);
+  through_gate(p, access, w, dout, gate, s.rows(), dlogit);
+  product_sums(p, access, w, dout, members, keep, s.rows(), scratch, first);
   cluster_sync();
-  for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
-    const float mass = cluster_total(first + c.width + column / c.head_dim);
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+    const float mass = cluster_total(first + p.width + column / p.head_dim);
     dmoment[column] = moment_gradient(cluster_total(first + column), mass, gate[column], moments[column]);
   }
   __syncthreads();
-  mass_gradient(c, dmoment, dmass, moment_of);
+  mass_gradient(p, dmoment, dmass, moment_of);
   __syncthreads();
-  logit_gradient(c, access, w, dmoment, dmass, members, optional_rows_of(c, b.dmembership, s), keep, s.rows(), scratch,
+  logit_gradient(p, access, w, dmoment, dmass, members, optional_rows_of(p, b.dmembership, s), keep, s.rows(), scratch,
                  dlogit);
   __syncthreads();
-  similarity_gradient_sums(c, access, w, dlogit, energies, s.rows(), scratch, second);
+  similarity_gradient_sums(p, access, w, dlogit, energies, s.rows(), scratch, second);
   cluster_sync();
   // `first` has been read by every block, and takes the totals.
-  for (int column = threadIdx.x; column < c.width; column += blockDim.x) first[column] = cluster_total(second + column);
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) first[column] = cluster_total(second + column);
   __syncthreads();
-  if (s.chunk == 0) temp_gradient(c, first, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
-  write_dw(c, access, w, dout, members, dlogit, keep, view_of(b.dw, s), s.rows(), [&](int h, int d, auto& of) {
+  if (s.chunk == 0) temp_gradient(p, first, b.dtemp + static_cast<int64_t>(s.index) * p.nheads);
+  write_dw(p, access, w, dout, members, dlogit, keep, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
     for (int i = 0; i < Access::kCount; ++i) {
-      const int column = h * c.head_dim + d + i;
-      of[i] = slopes_of(c, gate[column], dmoment[column], first[column], energies[column], h, s.count);
+      const int column = h * p.head_dim + d + i;
+      of[i] = slopes_of(p, gate[column], dmoment[column], first[column], energies[column], h, s.count);
     }
   });
-  if (s.chunk == 0) clear_uncovered(c, access, b.dw, nullptr, s);
+  if (s.chunk == 0) clear_uncovered(p, access, b.dw, nullptr, s);
   cluster_sync();
 }
 
@@ -95,55 +95,55 @@ enum class TssaBackwardStep { dgate, dlogit, dw };
 // One step on chunk blockIdx.x % nchunks of a sequence.
 template <class Access, TssaBackwardStep step>
 __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackward b, Access access) {
-  const TssaCall& c = b.call;
-  const TssaSpan s = chunk_of(c);
-  const TssaView w = view_of(b.w, s), dout = view_of(b.dout, s);
-  const TssaKeep keep = keep_of(c, s);
-  const TssaRows members = rows_of(c, b.membership, s), dlogit = rows_of(c, b.dlogit, s);
-  const int64_t size = c.width + c.nheads, place = static_cast<int64_t>(s.index) * (c.nchunks + 1);
-  const int64_t mine = (place + s.chunk) * size, all = (place + c.nchunks) * size;
-  const int64_t channels = static_cast<int64_t>(s.index) * c.width;
+  const TssaProblem& p = b.problem;
+  const TssaSpan s = chunk_of(p);
+  const TssaTokens w = part_of(p, b.w, s), dout = part_of(p, b.dout, s);
+  const TssaMask keep = keep_of(p, s);
+  const TssaRows members = rows_of(p, b.membership, s), dlogit = rows_of(p, b.dlogit, s);
+  const int64_t size = p.width + p.nheads, place = static_cast<int64_t>(s.index) * (p.nchunks + 1);
+  const int64_t mine = (place + s.chunk) * size, all = (place + p.nchunks) * size;
+  const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   const float *const energies = b.energy + channels, *const moments = b.moment + channels;
   float* const scratch = reinterpret_cast<float*>(shared_memory());
-  float *const by_channel = scratch + tssa_scratch(c, blockDim.x) / sizeof(float), *const by_head =
-                                                                                       by_channel + c.width;
-  const auto moment_of = [&](int h, int d) { return moments[h * c.head_dim + d]; };
-  const auto gate_of = [&](int h, int d) { return channel_gate(c, moment_of(h, d), s.index, h, d); };
+  float *const by_channel = scratch + tssa_scratch(p, blockDim.x) / sizeof(float), *const by_head =
+                                                                                       by_channel + p.width;
+  const auto moment_of = [&](int h, int d) { return moments[h * p.head_dim + d]; };
+  const auto gate_of = [&](int h, int d) { return channel_gate(p, moment_of(h, d), s.index, h, d); };
   const auto dmoment_of = [&](int h, int d, float gate) {
-    return moment_gradient(b.sums_1[all + h * c.head_dim + d], b.sums_1[all + c.width + h], gate, moment_of(h, d));
+    return moment_gradient(b.sums_1[all + h * p.head_dim + d], b.sums_1[all + p.width + h], gate, moment_of(h, d));
   };
 
   if constexpr (step == TssaBackwardStep::dgate) {
-    for (int column = threadIdx.x; column < c.width; column += blockDim.x)
-      by_channel[column] = gate_of(column / c.head_dim, column % c.head_dim);
+    for (int column = threadIdx.x; column < p.width; column += blockDim.x)
+      by_channel[column] = gate_of(column / p.head_dim, column % p.head_dim);
     __syncthreads();
-    through_gate(c, access, w, dout, by_channel, s.rows(), dlogit);
-    product_sums(c, access, w, dout, members, keep, s.rows(), scratch, b.sums_1 + mine);
+    through_gate(p, access, w, dout, by_channel, s.rows(), dlogit);
+    product_sums(p, access, w, dout, members, keep, s.rows(), scratch, b.sums_1 + mine);
   } else if constexpr (step == TssaBackwardStep::dlogit) {
-    for (int column = threadIdx.x; column < c.width; column += blockDim.x) {
-      const int h = column / c.head_dim, d = column - h * c.head_dim;
+    for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+      const int h = column / p.head_dim, d = column - h * p.head_dim;
       by_channel[column] = dmoment_of(h, d, gate_of(h, d));
     }
     __syncthreads();
-    mass_gradient(c, by_channel, by_head, moment_of);
+    mass_gradient(p, by_channel, by_head, moment_of);
     __syncthreads();
-    logit_gradient(c, access, w, by_channel, by_head, members, optional_rows_of(c, b.dmembership, s), keep, s.rows(),
+    logit_gradient(p, access, w, by_channel, by_head, members, optional_rows_of(p, b.dmembership, s), keep, s.rows(),
                    scratch, dlogit);
     __syncthreads();
-    similarity_gradient_sums(c, access, w, dlogit, energies, s.rows(), scratch, b.sums_2 + mine);
-    for (int h = threadIdx.x; h < c.nheads; h += blockDim.x) b.sums_2[mine + c.width + h] = 0.0f;
+    similarity_gradient_sums(p, access, w, dlogit, energies, s.rows(), scratch, b.sums_2 + mine);
+    for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) b.sums_2[mine + p.width + h] = 0.0f;
   } else {
     if (s.chunk == 0) {
-      temp_gradient(c, b.sums_2 + all, b.dtemp + static_cast<int64_t>(s.index) * c.nheads);
-      clear_uncovered(c, access, b.dw, nullptr, s);
+      temp_gradient(p, b.sums_2 + all, b.dtemp + static_cast<int64_t>(s.index) * p.nheads);
+      clear_uncovered(p, access, b.dw, nullptr, s);
     }
-    write_dw(c, access, w, dout, members, dlogit, keep, view_of(b.dw, s), s.rows(), [&](int h, int d, auto& of) {
+    write_dw(p, access, w, dout, members, dlogit, keep, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
       float gate[Access::kCount];
-      channel_gates(c, s.index, h, d, moment_of, gate);
+      channel_gates(p, s.index, h, d, moment_of, gate);
       for (int i = 0; i < Access::kCount; ++i) {
-        const int column = h * c.head_dim + d + i;
+        const int column = h * p.head_dim + d + i;
         const float dmoment = dmoment_of(h, d + i, gate[i]);
-        of[i] = slopes_of(c, gate[i], dmoment, b.sums_2[all + column], energies[column], h, s.count);
+        of[i] = slopes_of(p, gate[i], dmoment, b.sums_2[all + column], energies[column], h, s.count);
       }
     });
   }

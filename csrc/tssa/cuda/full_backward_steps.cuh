@@ -7,10 +7,10 @@ namespace crate_kernels {
 
 // Sums of g w Pi, which are -dA / r, and, behind all channels, of Pi.
 template <class Access>
-CRATE_DEVICE void product_sums(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
-                               const TssaRows& members, const TssaKeep& keep, int rows, float* scratch, float* sums) {
+CRATE_DEVICE void product_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
+                               const TssaRows& members, const TssaMask& keep, int rows, float* scratch, float* sums) {
   constexpr int N = Access::kCount;
-  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+  sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     float g[N];
     access.load(w, n, h, d, values);
     access.load(dout, n, h, d, g);
@@ -18,12 +18,12 @@ CRATE_DEVICE void product_sums(const TssaCall& c, const Access& access, const Ts
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= g[i] * member;
   });
-  sum_rows(c, rows, sums + c.width, [&](int n, int h) { return members(n, h) * keep(n); });
+  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(keep, n); });
 }
 
 // dgate = sum_d g w A of every token and head, by a warp a token.
 template <class Access>
-CRATE_DEVICE void through_gate(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
+CRATE_DEVICE void through_gate(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
                                const float* gate, int rows, const TssaRows& dgate) {
   constexpr int N = Access::kCount;
   const int warps = blockDim.x / kWarp;
@@ -33,19 +33,19 @@ CRATE_DEVICE void through_gate(const TssaCall& c, const Access& access, const Ts
       access.load(w, n, h, d, values);
       access.load(dout, n, h, d, g);
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] *= g[i] * gate[h * c.head_dim + d + i];
+      for (int i = 0; i < N; ++i) values[i] *= g[i] * gate[h * p.head_dim + d + i];
     };
-    sum_channels<N, float>(c, products, [&](int h, float total) { dgate(n, h) = total; });
+    sum_channels<N, float>(p, products, [&](int h, float total) { dgate(n, h) = total; });
   }
 }
 
 // dS of every head from dM of its channels, by a warp a head.
 template <class Moment>
-CRATE_DEVICE void mass_gradient(const TssaCall& c, const float* dmoment, float* dmass, Moment moment_of) {
+CRATE_DEVICE void mass_gradient(const TssaProblem& p, const float* dmoment, float* dmass, Moment moment_of) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  for (int h = threadIdx.x / kWarp; h < c.nheads; h += warps) {
+  for (int h = threadIdx.x / kWarp; h < p.nheads; h += warps) {
     float total = 0.0f;
-    for (int d = lane; d < c.head_dim; d += kWarp) total -= dmoment[h * c.head_dim + d] * moment_of(h, d);
+    for (int d = lane; d < p.head_dim; d += kWarp) total -= dmoment[h * p.head_dim + d] * moment_of(h, d);
     total = warp_sum(total);
     if (lane == 0) dmass[h] = total;
   }
@@ -53,26 +53,26 @@ CRATE_DEVICE void mass_gradient(const TssaCall& c, const float* dmoment, float* 
 
 // The gradient of every token's logits, where dgate was. `scratch` has nheads floats a warp.
 template <class Access>
-CRATE_DEVICE void logit_gradient(const TssaCall& c, const Access& access, const TssaView& w, const float* dmoment,
+CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* dmoment,
                                  const float* dmass, const TssaRows& members, const TssaRows& dmembership,
-                                 const TssaKeep& keep, int rows, float* scratch, const TssaRows& dlogit) {
+                                 const TssaMask& keep, int rows, float* scratch, const TssaRows& dlogit) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-  float* const dmembers = scratch + warp * c.nheads;
+  float* const dmembers = scratch + warp * p.nheads;
   for (int n = warp; n < rows; n += warps) {
     const auto products = [&](int h, int d, float (&values)[N]) {
       access.load(w, n, h, d, values);
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] *= values[i] * dmoment[h * c.head_dim + d + i];
+      for (int i = 0; i < N; ++i) values[i] *= values[i] * dmoment[h * p.head_dim + d + i];
     };
-    sum_channels<N, float>(c, products, [&](int h, float total) { dmembers[h] = total; });
-    for (int h = threadIdx.x % kWarp; h < c.nheads; h += kWarp) {
-      float gradient = (dmembers[h] + dmass[h]) * keep(n) - dlogit(n, h);
+    sum_channels<N, float>(p, products, [&](int h, float total) { dmembers[h] = total; });
+    for (int h = threadIdx.x % kWarp; h < p.nheads; h += kWarp) {
+      float gradient = (dmembers[h] + dmass[h]) * enters_sums(keep, n) - dlogit(n, h);
       if (dmembership.data != nullptr) gradient += dmembership(n, h);
       dmembers[h] = gradient;
     }
     __syncwarp();
-    softmax_backward(c, dmembers, members, dlogit, n, [](int, float) {});
+    softmax_backward(p, dmembers, members, dlogit, n, [](int, float) {});
     __syncwarp();
   }
 }
@@ -80,27 +80,27 @@ CRATE_DEVICE void logit_gradient(const TssaCall& c, const Access& access, const 
 // Sums of dlogit w^2 / c: -dc c / temp of each channel. By c first: w^2 times a small gradient underflows for channels
 // which c itself still holds.
 template <class Access>
-CRATE_DEVICE void similarity_gradient_sums(const TssaCall& c, const Access& access, const TssaView& w,
+CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& access, const TssaTokens& w,
                                            const TssaRows& dlogit, const float* energy, int rows, float* scratch,
                                            float* sums) {
   constexpr int N = Access::kCount;
-  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+  sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
     const float gradient = dlogit(n, h);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float inverse = 1.0f / floored(energy[h * c.head_dim + d + i], kFullFloor);
+      const float inverse = 1.0f / floored(energy[h * p.head_dim + d + i], kFullFloor);
       values[i] *= values[i] * inverse * gradient;
     }
   });
 }
 
 // dtemp of a sequence: the sums above, added up over a head's channels; by a warp a head.
-CRATE_DEVICE void temp_gradient(const TssaCall& c, const float* similarity, float* dtemp) {
+CRATE_DEVICE void temp_gradient(const TssaProblem& p, const float* similarity, float* dtemp) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  for (int h = threadIdx.x / kWarp; h < c.nheads; h += warps) {
+  for (int h = threadIdx.x / kWarp; h < p.nheads; h += warps) {
     float total = 0.0f;
-    for (int d = lane; d < c.head_dim; d += kWarp) total += similarity[h * c.head_dim + d];
+    for (int d = lane; d < p.head_dim; d += kWarp) total += similarity[h * p.head_dim + d];
     total = warp_sum(total);
     if (lane == 0) dtemp[h] = total;
   }
@@ -113,10 +113,10 @@ struct TssaSlopes {
 
 // twice = 2 temp / c, and denergy = 2 dc. A single token is its own sum: w^2 / c is 1 whatever w is, and two large
 // terms need not cancel.
-CRATE_DEVICE TssaSlopes slopes_of(const TssaCall& c, float gate, float dmoment, float similarity, float energy, int h,
-                                  int count) {
+CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmoment, float similarity, float energy,
+                                  int h, int count) {
   energy = floored(energy, kFullFloor);
-  const float twice = 2.0f * c.temp[h] / energy;
+  const float twice = 2.0f * p.temp[h] / energy;
   const bool above = energy > kFullFloor;
   if (above && count == 1) return {gate, dmoment, 0.0f, 0.0f};
   return {gate, dmoment, twice, above ? -twice * similarity : 0.0f};
@@ -124,18 +124,19 @@ CRATE_DEVICE TssaSlopes slopes_of(const TssaCall& c, float gate, float dmoment, 
 
 // dw; slopes(h, channel, of) gives what it needs, once for each vector of a thread.
 template <class Access, class Slopes>
-CRATE_DEVICE void write_dw(const TssaCall& c, const Access& access, const TssaView& w, const TssaView& dout,
-                           const TssaRows& members, const TssaRows& dlogit, const TssaKeep& keep, const TssaView& dw,
+CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
+                           const TssaRows& members, const TssaRows& dlogit, const TssaMask& keep, const TssaTokens& dw,
                            int rows, Slopes slopes) {
   constexpr int N = Access::kCount;
-  each_column<N>(c, [&](int h, int d, int group, int groups) {
+  each_column<N>(p, [&](int h, int d, int group, int groups) {
     TssaSlopes of[N];
     slopes(h, d, of);
     for (int n = group; n < rows; n += groups) {
       float x[N], g[N];
       access.load(w, n, h, d, x);
       access.load(dout, n, h, d, g);
-      const float member = members(n, h), gradient = dlogit(n, h), counted = keep(n), weight = 2.0f * member * counted;
+      const float member = members(n, h), gradient = dlogit(n, h), counted = enters_sums(keep, n),
+                  weight = 2.0f * member * counted;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float slope = weight * of[i].dmoment + gradient * of[i].twice + counted * of[i].denergy;

@@ -7,80 +7,80 @@ namespace crate_kernels {
 
 // Sums of w^2 and, at sums[width], the number of kept tokens.
 template <class Access>
-CRATE_DEVICE void energy_sums(const TssaCall& c, const Access& access, const TssaView& w, const TssaKeep& keep,
+CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
                               int rows, float* scratch, float* sums) {
   constexpr int N = Access::kCount;
-  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+  sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
-    const float counted = keep(n);
+    const float counted = enters_sums(keep, n);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= values[i] * counted;
   });
   if (threadIdx.x < kWarp) {
     float kept = 0.0f;
-    for (int n = threadIdx.x; n < rows; n += kWarp) kept += keep(n);
+    for (int n = threadIdx.x; n < rows; n += kWarp) kept += enters_sums(keep, n);
     kept = warp_sum(kept);
-    if (threadIdx.x == 0) sums[c.width] = kept;
+    if (threadIdx.x == 0) sums[p.width] = kept;
   }
 }
 
 // The membership of every token, by a warp a token: kept in `members`, and in `stored` if that is another place.
 template <class Access>
-CRATE_DEVICE void membership(const TssaCall& c, const Access& access, const TssaView& w, const float* inverse,
+CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* inverse,
                              bool seen, int rows, double* scratch, const TssaRows& members, const TssaRows& stored) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-  double* const logits = scratch + warp * c.nheads;
+  double* const logits = scratch + warp * p.nheads;
   for (int n = warp; n < rows; n += warps) {
     const auto ratios = [&](int h, int d, float (&values)[N]) {
       access.load(w, n, h, d, values);
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] *= values[i] * inverse[h * c.head_dim + d + i];
+      for (int i = 0; i < N; ++i) values[i] *= values[i] * inverse[h * p.head_dim + d + i];
     };
-    sum_channels<N, double>(c, ratios, [&](int h, double similarity) { logits[h] = c.temp[h] * similarity; });
-    softmax_over_heads(c, logits, seen, members, n, [&](int h, float member) { stored(n, h) = member; });
+    sum_channels<N, double>(p, ratios, [&](int h, double similarity) { logits[h] = p.temp[h] * similarity; });
+    softmax_over_heads(p, logits, seen, members, n, [&](int h, float member) { stored(n, h) = member; });
     __syncwarp();
   }
 }
 
 // Sums of Pi w^2 and, behind all channels, of Pi.
 template <class Access>
-CRATE_DEVICE void moment_sums(const TssaCall& c, const Access& access, const TssaView& w, const TssaRows& members,
-                              const TssaKeep& keep, int rows, float* scratch, float* sums) {
+CRATE_DEVICE void moment_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
+                              const TssaMask& keep, int rows, float* scratch, float* sums) {
   constexpr int N = Access::kCount;
-  sum_columns<N>(c, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
+  sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
-    const float weight = members(n, h) * keep(n);
+    const float weight = members(n, h) * enters_sums(keep, n);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= values[i] * weight;
   });
-  sum_rows(c, rows, sums + c.width, [&](int n, int h) { return members(n, h) * keep(n); });
+  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(keep, n); });
 }
 
 // A = 1 / (1 + M), times the dropout factor of the channel.
-CRATE_DEVICE float channel_gate(const TssaCall& c, float moment, int index, int h, int d) {
+CRATE_DEVICE float channel_gate(const TssaProblem& p, float moment, int index, int h, int d) {
   const float gate = 1.0f / (1.0f + moment);
-  if (c.seed == nullptr) return gate;
-  return kept_by_dropout(c, index, h, 0, 1, d, 1) != 0 ? gate * c.keep_factor : 0.0f;
+  if (p.seed == nullptr) return gate;
+  return kept_by_dropout(p, index, h, 0, 1, d, 1) != 0 ? gate * p.keep_factor : 0.0f;
 }
 
 // The same of N channels from d on; moment_of(h, channel) gives M.
 template <int N, class Moment>
-CRATE_DEVICE void channel_gates(const TssaCall& c, int index, int h, int d, Moment moment_of, float (&gate)[N]) {
+CRATE_DEVICE void channel_gates(const TssaProblem& p, int index, int h, int d, Moment moment_of, float (&gate)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) gate[i] = 1.0f / (1.0f + moment_of(h, d + i));
-  if (c.seed == nullptr) return;
-  const uint32_t kept = kept_by_dropout(c, index, h, 0, 1, d, N);
+  if (p.seed == nullptr) return;
+  const uint32_t kept = kept_by_dropout(p, index, h, 0, 1, d, N);
 #pragma unroll
-  for (int i = 0; i < N; ++i) gate[i] *= kept >> i & 1 ? c.keep_factor : 0.0f;
+  for (int i = 0; i < N; ++i) gate[i] *= kept >> i & 1 ? p.keep_factor : 0.0f;
 }
 
 // out = -w Pi A; gate_of(h, channel, gate) gives A, once for each vector of a thread.
 template <class Access, class Gate>
-CRATE_DEVICE void write_out(const TssaCall& c, const Access& access, const TssaView& w, const TssaRows& members,
-                            const TssaView& out, int rows, Gate gate_of) {
+CRATE_DEVICE void write_out(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
+                            const TssaTokens& out, int rows, Gate gate_of) {
   constexpr int N = Access::kCount;
-  each_column<N>(c, [&](int h, int d, int group, int groups) {
+  each_column<N>(p, [&](int h, int d, int group, int groups) {
     float gate[N];
     gate_of(h, d, gate);
     constexpr int kAhead = 2;  // loads under way, which no store holds up

@@ -17,19 +17,19 @@ CRATE_DEVICE double largest_in_warp(double v) {
 // Stores the membership, and hands it to also(h, member). logits[h], in fp64: a token that dominates its channels has q
 // near head_dim, and in fp32 the logits of all its heads would lose what tells them apart. It is one number a head.
 template <class Also>
-CRATE_DEVICE void softmax_over_heads(const TssaCall& c, const double* logits, bool seen, const TssaRows& members, int n,
-                                     Also also) {
+CRATE_DEVICE void softmax_over_heads(const TssaProblem& p, const double* logits, bool seen, const TssaRows& members,
+                                     int n, Also also) {
   const int lane = threadIdx.x % kWarp;
   double largest = -HUGE_VAL;
-  for (int h = lane; h < c.nheads; h += kWarp) {
+  for (int h = lane; h < p.nheads; h += kWarp) {
     const double logit = logits[h];
     largest = logit > largest || logit != logit ? logit : largest;
   }
   largest = largest_in_warp(largest);
   float total = 0.0f;
-  for (int h = lane; h < c.nheads; h += kWarp) total += expf(static_cast<float>(logits[h] - largest));
+  for (int h = lane; h < p.nheads; h += kWarp) total += expf(static_cast<float>(logits[h] - largest));
   total = warp_sum(total);
-  for (int h = lane; h < c.nheads; h += kWarp) {
+  for (int h = lane; h < p.nheads; h += kWarp) {
     // Where no token is there to sum over, out and every gradient vanish with the membership.
     const float member = seen ? expf(static_cast<float>(logits[h] - largest)) / total : 0.0f;
     members(n, h) = member;
@@ -41,17 +41,17 @@ CRATE_DEVICE void softmax_over_heads(const TssaCall& c, const double* logits, bo
 // head that has nearly all of its token, the first difference is mostly the rounding of two large numbers, the
 // membership's from 1 among it; of small ones the second sum is exact enough.
 template <class Also>
-CRATE_DEVICE void softmax_backward(const TssaCall& c, float* dmembers, const TssaRows& members, const TssaRows& dlogit,
-                                   int n, Also also) {
+CRATE_DEVICE void softmax_backward(const TssaProblem& p, float* dmembers, const TssaRows& members,
+                                   const TssaRows& dlogit, int n, Also also) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int time = 0; time < 2; ++time) {
     float mean = 0.0f;
-    for (int h = lane; h < c.nheads; h += kWarp) mean += members(n, h) * dmembers[h];
+    for (int h = lane; h < p.nheads; h += kWarp) mean += members(n, h) * dmembers[h];
     mean = warp_sum(mean);
-    for (int h = lane; h < c.nheads; h += kWarp) dmembers[h] -= mean;
+    for (int h = lane; h < p.nheads; h += kWarp) dmembers[h] -= mean;
   }
-  for (int h = lane; h < c.nheads; h += kWarp) {
+  for (int h = lane; h < p.nheads; h += kWarp) {
     const float gradient = members(n, h) * dmembers[h];
     dlogit(n, h) = gradient;
     also(h, gradient);

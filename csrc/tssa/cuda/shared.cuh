@@ -18,8 +18,8 @@ struct TssaShared {
 };
 
 // What sums over columns (8 floats a thread) and the logits of tokens (nheads doubles a warp) need, one at a time.
-__host__ __device__ inline int64_t tssa_scratch(const TssaCall& c, int threads) {
-  const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * c.nheads * 8;
+__host__ __device__ inline int64_t tssa_scratch(const TssaProblem& p, int threads) {
+  const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * p.nheads * 8;
   return columns > logits ? columns : (logits + 15) / 16 * 16;
 }
 
@@ -27,17 +27,16 @@ __host__ __device__ inline int64_t tssa_scratch(const TssaCall& c, int threads) 
 struct TssaResident {
   int64_t tokens[2], by_head[2], first, second, channels, heads, scratch, bytes;
 
-  __host__ __device__ TssaResident(const TssaCall& c, int rows, int threads, bool backward) {
+  __host__ __device__ TssaResident(const TssaProblem& p, int rows, int threads, bool backward) {
     const int copies = backward ? 2 : 1;
     TssaShared s;
-    for (int i = 0; i < 2; ++i)
-      tokens[i] = s.take<char>(i < copies ? (c.dtype == Dtype::f32 ? 4 : 2) * int64_t{rows} * c.width : 0);
-    for (int i = 0; i < 2; ++i) by_head[i] = s.take<float>(i < copies ? int64_t{rows} * c.nheads : 0);
-    first = s.take<float>(c.width + c.nheads);
-    second = s.take<float>(c.width + c.nheads);
-    channels = s.take<float>(copies * c.width);
-    heads = s.take<float>(c.nheads);
-    scratch = s.take<char>(tssa_scratch(c, threads));
+    for (int i = 0; i < 2; ++i) tokens[i] = s.take<char>(i < copies ? p.itemsize() * rows * p.width : 0);
+    for (int i = 0; i < 2; ++i) by_head[i] = s.take<float>(i < copies ? int64_t{rows} * p.nheads : 0);
+    first = s.take<float>(p.width + p.nheads);
+    second = s.take<float>(p.width + p.nheads);
+    channels = s.take<float>(copies * p.width);
+    heads = s.take<float>(p.nheads);
+    scratch = s.take<char>(tssa_scratch(p, threads));
     bytes = s.bytes;
   }
 };

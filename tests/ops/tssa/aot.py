@@ -3,6 +3,7 @@
 import torch
 
 from crate_kernels.ops.tssa import triton as kernels
+from crate_kernels.ops.tssa.call import Call, State
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -14,11 +15,11 @@ def _tokens(batch, nheads, seqlen, head_dim, dtype, packed):
 
 
 def _options(batch, seqlen, padded=False, packed=False, dropout_p=0.0):
-    """Return the arguments that end every call, as the op passes them."""
+    """Return the options of a call, as the op passes them."""
     mask = torch.empty(batch, seqlen, dtype=torch.bool, device="meta") if padded else None
     offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
-    return mask, offsets, seqlen if packed else 0, seed, dropout_p
+    return Call(mask, offsets, seqlen if packed else 0, seed, dropout_p)
 
 
 def full(seqlen, nheads, head_dim, dtype=HALF, batch=256, backward=True, **options):
@@ -27,9 +28,9 @@ def full(seqlen, nheads, head_dim, dtype=HALF, batch=256, backward=True, **optio
     temp, rest = torch.empty(nheads, device="meta"), _options(batch, seqlen, **options)
 
     def call():
-        out, *saved = kernels.forward(w, temp, *rest)
+        out, *saved = kernels.forward(w, temp, rest)
         if backward:
-            kernels.backward(out, saved[0], w, temp, *saved, *rest)
+            kernels.backward(out, saved[0], w, temp, *saved, rest)
 
     return call
 
@@ -41,9 +42,9 @@ def causal(seqlen, nheads, head_dim, dtype=HALF, batch=16, backward=True, bias=T
     denom_bias = torch.empty(nheads, seqlen, device="meta") if bias else None
 
     def call():
-        out, membership = kernels.forward_causal(w, temp, denom_bias, *rest)
+        out, membership = kernels.forward_causal(w, temp, denom_bias, rest)
         if backward:
-            kernels.backward_causal(out, membership, w, temp, denom_bias, membership, *rest)
+            kernels.backward_causal(out, membership, w, temp, denom_bias, membership, rest)
 
     return call
 
@@ -54,8 +55,8 @@ def decode(new, nheads, head_dim, dtype=HALF, batch=16, padded=False):
     sums = [torch.empty(batch, nheads, head_dim, device="meta") for _ in range(2)]
     mass, lengths = (torch.empty(batch, nheads, device="meta"), torch.empty(batch, dtype=torch.int32, device="meta"))
     temp, bias = torch.empty(nheads, device="meta"), torch.empty(nheads, 1024, device="meta")
-    mask = _options(batch, new, padded=padded)[0]
-    return lambda: kernels.decode(w, temp, bias, *sums, mass, lengths, mask)
+    mask = _options(batch, new, padded=padded).key_padding_mask
+    return lambda: kernels.decode(w, temp, bias, State(*sums, mass, lengths), mask)
 
 
 def chosen(launches, steps):

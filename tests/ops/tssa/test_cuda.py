@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
-from crate_kernels._core import backends
+from crate_kernels._core import backends, operator
 from crate_kernels.ops.tssa import op
+from crate_kernels.ops.tssa.call import Call
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
 from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
@@ -210,11 +211,11 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
     covered = torch.zeros(66, dtype=torch.bool)
     for start, end in itertools.pairwise(bounds):
         covered[start : min(end, start + longest)] = True
-    options = None, torch.tensor(bounds, dtype=torch.int32), longest, None, 0.0
+    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
     inputs = (w, temps(3)) + ((None,) if causal else ())
     forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
-    out, *saved = forward(*inputs, *options)
-    dw = backward(dout, None, *inputs, *saved, *options)[0]
+    out, *saved = forward(*inputs, options)
+    dw = backward(dout, None, *inputs, *saved, options)[0]
     for rows in (out, saved[0].t(), dw):
         assert rows.isfinite().all()
         assert not rows[~covered].any()
@@ -227,12 +228,12 @@ def test_offsets_are_clamped_to_what_exists(bounds, causal, backend):
     """What such offsets mean is nobody's concern; that nothing outside a tensor is touched, the emulator sees."""
     kernel = backends.kernel("tssa", backend)
     w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    options = None, torch.tensor(bounds, dtype=torch.int32), 40, None, 0.0
+    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=40)
     inputs = (w, temps(3)) + ((None,) if causal else ())
     forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
-    out, *saved = forward(*inputs, *options)
+    out, *saved = forward(*inputs, options)
     assert out.isfinite().all()
-    assert backward(dout, None, *inputs, *saved, *options)[0].isfinite().all()
+    assert backward(dout, None, *inputs, *saved, options)[0].isfinite().all()
 
 
 @WAYS
@@ -360,10 +361,10 @@ def test_what_does_not_fit_is_refused_and_left_to_composite_for_none(shape, says
         torch.testing.assert_close(*steps, rtol=0, atol=0)
 
 
-def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
+def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, library, device):
     device(shared_limit=56 * 1024)
-    w, chunks = tokens(1, 8, 40, 128), backends.kernel("tssa", backend)._causal_chunks
-    assert chunks(w, w, None, 0) == 5  # without running sums to keep
+    w = tokens(1, 8, 40, 128)
+    assert library.cuda_tssa_causal_chunks(w, w, None, 0) == 5  # without running sums to keep
     case = testing.Case("tssa", "cuda-wide", (1, 8, 40, 128), {"causal": True})
     assert over_budget(case, torch.float32, backend, "cpu") == []
     device(shared_limit=20 * 1024)  # enough for the forward alone
@@ -374,22 +375,29 @@ def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["tssa_fwd", "tssa_bwd", "tssa_causal_fwd", "tssa_causal_bwd"])
+def test_the_library_takes_the_options_of_a_call(name, library):
+    schema = str(getattr(library, f"cuda_{name}").default._schema)
+    assert operator.schema_of(Call).replace("SymInt", "int") in schema
+
+
 @FORMS
 def test_what_a_call_allocates(causal, backend, going, monkeypatch):
     """On chip nothing but the results; in chunks a number a head and token, and sets of sums, 1 / 32 of the tokens."""
-    kernel, sizes = backends.kernel("tssa", backend), []
-    for name in ("_sums", "_rows"):
-        allocate = getattr(kernel, name)
+    sizes = []
+    for owner, name in ((backends.kernel("tssa", backend), "_empty_sums"), (Call, "empty_membership")):
+        allocate = getattr(owner, name)
 
         def counted(*args, allocate=allocate, **kwargs):
-            sizes.append(allocate(*args, **kwargs).numel())
-            return allocate(*args, **kwargs)
+            allocated = allocate(*args, **kwargs)
+            sizes.extend([] if allocated is None else [allocated.numel()])
+            return allocated
 
-        monkeypatch.setattr(kernel, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     w, rows = tokens(2, 3, 128, 32), 2 * 3 * 128
     sums = {n: 2 * (n + 1) * 3 * 33 for n in (2, 4)}
     expected = {
-        "block": [rows, sums[2], sums[2], rows, 2 * 5 * 3 * 65, sums[4], sums[4]] if causal else [rows],
+        "block": [rows, sums[2], sums[2], 2 * 5 * 3 * 65, sums[4], sums[4], rows] if causal else [rows],
         "chunks": [rows, sums[4], sums[4], rows, sums[4], sums[4]],
     }
     for way in ("block",) if causal else ("block", "chunks"):

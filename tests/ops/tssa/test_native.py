@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crate_kernels import testing, tssa
+from crate_kernels._core import operator
 from crate_kernels._native import extension
+from crate_kernels.ops.tssa.call import Call
 from tests.ops.common import LEVELS, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -175,3 +177,10 @@ def test_not_a_number_stays_one(name, causal, level):
 def test_drawn_calls_are_within_budget(shape, dtype, causal, dropout_p, padding, layout, magnitude, special):
     how = {"padding": padding, "layout": layout, "magnitude": magnitude, "special": special}
     assert failures(named("drawn", shape, causal, options={"dropout_p": dropout_p}, **how), dtype) == []
+
+
+@pytest.mark.parametrize("name", ["tssa_fwd", "tssa_bwd", "tssa_causal_fwd", "tssa_causal_bwd"])
+def test_the_extension_takes_the_options_of_a_call(name):
+    """C++ lists them once more, in csrc/tssa/call.h: with the same names, types and order."""
+    schema = str(getattr(extension.library("cpu"), name)._schema)
+    assert operator.schema_of(Call).replace("SymInt", "int") in schema

@@ -28,11 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_causal
+from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_causal
 from crate_kernels.ops.tssa.triton.scan import before_chunk
 from crate_kernels.ops.tssa.triton.tile import (
     CAUSAL_FLOOR,
     MASS_FLOOR,
+    Dims,
+    Rows,
+    Tokens,
     chunk_of,
     clear_uncovered,
     dropped,
@@ -107,15 +111,15 @@ def _tssa_causal_fwd_kernel(
     ``sums_2_ptr`` have them added up to each chunk. The state of a cache, if any, comes before the first token;
     where one program has the whole sequence, it also carries the state on.
     """
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     heads = heads_of(DIMS)
-    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
-    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
+    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
     by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # places in the state of a cache
@@ -187,13 +191,13 @@ def _tssa_causal_fwd_kernel(
         store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
     if PACKED and OUTPUT and chunk == 0:
-        out_at = (out_ptr, stride_os, stride_oh, 1)
-        membership_at = (membership_ptr, stride_ph)
+        out_at = Tokens(out_ptr, stride_os, stride_oh, 1)
+        membership_at = Rows(membership_ptr, stride_ph)
         clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def causal_arguments(
-    call: Call, w: Tensor, temp: Tensor, denom_bias: Tensor | None, out: Tensor, membership: Tensor
+    sizes: Launch, w: Tensor, temp: Tensor, denom_bias: Tensor | None, out: Tensor, membership: Tensor
 ) -> dict[str, object]:
     """Return what the forward and decoding give the kernel alike; no state."""
     bias = (0, 0) if denom_bias is None else denom_bias.stride()
@@ -210,9 +214,9 @@ def causal_arguments(
         "stride_bh": bias[0],
         "stride_bs": bias[1],
         "bias_tokens": 0 if denom_bias is None else denom_bias.shape[1],
-        **call.arguments(),
-        **call.strides("w", w),
-        **call.strides("o", out, contiguous=True),
+        **sizes.arguments(),
+        **sizes.strides("w", w),
+        **sizes.strides("o", out, contiguous=True),
     }
 
 
@@ -220,14 +224,10 @@ def forward_causal(
     w: Tensor,
     temp: Tensor,
     denom_bias: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
-    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
-    out, membership = operator.empty_out(w), call.empty_rows()
-    run_causal(_tssa_causal_fwd_kernel, call, causal_arguments(call, w, temp, denom_bias, out, membership))
+    sizes = Launch(w, call)
+    out, membership = operator.empty_out(w), sizes.empty_rows()
+    run_causal(_tssa_causal_fwd_kernel, sizes, causal_arguments(sizes, w, temp, denom_bias, out, membership))
     return out, membership

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
+from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, causal_tile
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, causal_tile
 from crate_kernels.ops.tssa.triton.scan import (
     add_tokens,
     after_chunk,
@@ -43,6 +44,9 @@ from crate_kernels.ops.tssa.triton.scan import (
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_BACKWARD
 from crate_kernels.ops.tssa.triton.tile import (
     CAUSAL_FLOOR,
+    Dims,
+    Rows,
+    Tokens,
     chunk_of,
     clear_uncovered,
     dropped,
@@ -114,16 +118,16 @@ def _tssa_causal_bwd_kernel(
     ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
     V, ``denergies_ptr`` those of dc / temp: of a chunk where the step stores them, up to it or from it on afterwards.
     """
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
-    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = Tokens(dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     rows_at = index64 * stride_pb + origin
-    membership_at, dlogit_at = (membership_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
+    membership_at, dlogit_at = Rows(membership_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
 
@@ -183,7 +187,7 @@ def _tssa_causal_bwd_kernel(
                 shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
                 dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
                 if dmembership_ptr is not None:
-                    dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                    dmembers += load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
                 dlogit = softmax_backward(members, dmembers)
                 store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             else:
@@ -210,7 +214,7 @@ def _tssa_causal_bwd_kernel(
         if DLOGIT:
             store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
     if PACKED and DW and chunk == 0:
-        dw_at = (dw_ptr, stride_os, stride_oh, 1)
+        dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
         clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
@@ -221,17 +225,13 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
-    tile, nchunks = causal_tile(CAUSAL_BACKWARD, call)
-    dw, dlogit, temp_ = operator.empty_out(w), call.empty_rows(), temp.contiguous()
-    totals, dmoments, denergies = call.empty_sums(nchunks, 2), call.empty_sums(nchunks), call.empty_sums(nchunks)
+    sizes = Launch(w, call)
+    tile, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
+    dw, dlogit, temp_ = operator.empty_out(w), sizes.empty_rows(), temp.contiguous()
+    totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
     arguments = {
         "dout_ptr": dout,
         "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
@@ -244,20 +244,20 @@ def backward_causal(
         "energies_ptr": totals[1],
         "dmoments_ptr": dmoments,
         "denergies_ptr": denergies,
-        **call.arguments(),
-        **call.strides("g", dout),
-        **call.strides("w", w),
-        **call.strides("o", dw, contiguous=True),
+        **sizes.arguments(),
+        **sizes.strides("g", dout),
+        **sizes.strides("w", w),
+        **sizes.strides("o", dw, contiguous=True),
         **tile,
     }
-    with launch.guard(call.device):
+    with launch.guard(sizes.device):
         for step, sums in zip(_STEPS, (totals, dmoments, denergies, None), strict=True):
-            _tssa_causal_bwd_kernel[(call.nsequences * nchunks,)](**arguments, **{s: s == step for s in _STEPS})
+            _tssa_causal_bwd_kernel[(sizes.nsequences * nchunks,)](**arguments, **{s: s == step for s in _STEPS})
             if sums is not None:
                 scan_chunks(sums, reverse=sums is not totals)
-        dtemp = denergies[:, 0, call.width :].sum(0)
+        dtemp = denergies[:, 0, sizes.width :].sum(0)
         if denom_bias is None:
             return dw, dtemp.to(temp.dtype), temp.new_empty(0)
-        ddenom_bias, dtemp_of_bias = through_bias(call, dlogit, temp_, denom_bias)
+        ddenom_bias, dtemp_of_bias = through_bias(sizes, dlogit, temp_, denom_bias)
         dtemp += dtemp_of_bias
     return dw, dtemp.to(temp.dtype), ddenom_bias

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._triton.jit import sequence_bounds
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, power_of_two
-from crate_kernels.ops.tssa.triton.tile import heads_of, load_heads, load_rows, store_heads, store_rows
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, power_of_two
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows, heads_of, load_heads, load_rows, store_heads, store_rows
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -42,29 +42,29 @@ def _tssa_causal_dbias_kernel(
 ):
     """Sum dlogit over the sequences, BLOCK_N positions a program: ddenom_bias, and the bias's part of dtemp."""
     pid = tl.program_id(0)
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, 1)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1)
     rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
     acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
     for index in tl.range(0, nsequences):
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
-        acc += load_rows((dlogit_ptr + at, stride_ph), rows, count, DIMS)
+        acc += load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
     inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
     places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
     bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
     # The bias enters the similarity once a channel.
     acc *= HEAD_DIM
-    store_rows((dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
+    store_rows(Rows(dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
     store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
 
 
-def through_bias(call: Call, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
+def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the bias, and of ``temp`` through it."""
     block = 64
-    nblocks = max(1, -(-call.seqlen // block))
+    nblocks = max(1, -(-sizes.seqlen // block))
     gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
-    parts = denom_bias.new_empty(nblocks, call.nheads, dtype=torch.float32)
-    shared = call.arguments()
+    parts = denom_bias.new_empty(nblocks, sizes.nheads, dtype=torch.float32)
+    shared = sizes.arguments()
     names = ("cu_seqlens_ptr", "stride_pb", "stride_ph", "nsequences", "seqlen", "total", "NHEADS", "HEAD_DIM")
     _tssa_causal_dbias_kernel[(nblocks,)](
         dlogit_ptr=dlogit,
@@ -76,7 +76,7 @@ def through_bias(call: Call, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -
         stride_bs=denom_bias.stride(1),
         **{name: shared[name] for name in names},
         BLOCK_N=block,
-        BLOCK_H=power_of_two(call.nheads),
+        BLOCK_H=power_of_two(sizes.nheads),
         num_warps=4,
     )
     return gradient.to(denom_bias.dtype), parts.sum(0)

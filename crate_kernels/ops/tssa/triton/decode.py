@@ -10,18 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.tssa.call import Call, State
 from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
-from crate_kernels.ops.tssa.triton.launch import Call, run_causal
+from crate_kernels.ops.tssa.triton.launch import Launch, run_causal
 
 
 def decode(
     w: Tensor,
     temp: Tensor,
     denom_bias: Tensor | None,
-    energy: Tensor,
-    weighted: Tensor,
-    mass: Tensor,
-    lengths: Tensor,
+    state: State,
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place.
@@ -29,14 +27,14 @@ def decode(
     A step is one launch, which reads the sums and writes them back; no value is read by the host. A long block, as a
     prompt, goes by chunks, and its sums are added to the state at the end.
     """
-    call = Call(w, key_padding_mask, None, 0, None, 0.0)
-    out, membership = operator.empty_out(w), call.empty_rows()
-    arguments = causal_arguments(call, w, temp, denom_bias, out, membership)
-    state = {"energy_ptr": energy, "weighted_ptr": weighted, "mass_ptr": mass, "lengths_ptr": lengths}
-    added = run_causal(_tssa_causal_fwd_kernel, call, arguments | state)
+    sizes, (energy, weighted, mass, lengths) = Launch(w, Call(key_padding_mask)), state
+    out, membership = operator.empty_out(w), sizes.empty_rows()
+    arguments = causal_arguments(sizes, w, temp, denom_bias, out, membership)
+    arguments |= {"energy_ptr": energy, "weighted_ptr": weighted, "mass_ptr": mass, "lengths_ptr": lengths}
+    added = run_causal(_tssa_causal_fwd_kernel, sizes, arguments)
     if added is not None:
         by_energy, by_moment = added
-        channels = call.width
+        channels = sizes.width
         energy += by_energy[:, :channels].view_as(energy)
         weighted += by_moment[:, :channels].view_as(weighted)
         mass += by_moment[:, channels:]

@@ -32,11 +32,15 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
 from crate_kernels.ops.tssa.triton.tile import (
     FULL_FLOOR,
     MASS_FLOOR,
+    Dims,
+    Rows,
+    Tokens,
     channels_of,
     chunk_of,
     clear_uncovered,
@@ -62,7 +66,9 @@ def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.cons
     gate = 1.0 / (1.0 + moment)
     if seed_ptr is not None:
         heads = heads_of(DIMS)[:, None]
-        keep = keep_mask(tl.load(seed_ptr), index * DIMS[0] + heads, heads * 0, channels_of(DIMS)[None, :], drop_last)
+        keep = keep_mask(
+            tl.load(seed_ptr), index * DIMS.NHEADS + heads, heads * 0, channels_of(DIMS)[None, :], drop_last
+        )
         gate = tl.where(keep, gate * inverse_keep, 0.0)
     return gate
 
@@ -114,14 +120,14 @@ def _tssa_fwd_kernel(
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum w^2 and the number of kept tokens, then
     sum Pi w^2 and sum Pi. ``parts_ptr`` takes those of each chunk; ``sums_1_ptr``, ``sums_2_ptr`` have the sequence's.
     """
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    out_at = (out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
-    membership_at = (membership_ptr + index64 * stride_pb + origin, stride_ph)
+    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
 
@@ -183,24 +189,20 @@ def _tssa_fwd_kernel(
             members = load_rows(membership_at, rows, last, DIMS)
             store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
         if PACKED and chunk == 0:
-            out_at = (out_ptr, stride_os, stride_oh, 1)
-            membership_at = (membership_ptr, stride_ph)
+            out_at = Tokens(out_ptr, stride_os, stride_oh, 1)
+            membership_at = Rows(membership_ptr, stride_ph)
             clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def forward(
     w: Tensor,
     temp: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
-    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
-    out, membership = operator.empty_out(w), call.empty_rows()
-    energy = w.new_empty(call.nsequences, call.nheads, call.head_dim, dtype=torch.float32)
+    sizes = Launch(w, call)
+    out, membership = operator.empty_out(w), sizes.empty_rows()
+    energy = w.new_empty(sizes.nsequences, sizes.nheads, sizes.head_dim, dtype=torch.float32)
     moment = torch.empty_like(energy)
     arguments = {
         "w_ptr": w,
@@ -209,9 +211,9 @@ def forward(
         "membership_ptr": membership,
         "energy_ptr": energy,
         "moment_ptr": moment,
-        **call.arguments(),
-        **call.strides("w", w),
-        **call.strides("o", out, contiguous=True),
+        **sizes.arguments(),
+        **sizes.strides("w", w),
+        **sizes.strides("o", out, contiguous=True),
     }
-    run_full(_tssa_fwd_kernel, FULL_FORWARD, ("ENERGY", "MEMBERS", "OUTPUT"), call, arguments)
+    run_full(_tssa_fwd_kernel, FULL_FORWARD, ("ENERGY", "MEMBERS", "OUTPUT"), sizes, arguments)
     return out, membership, energy, moment

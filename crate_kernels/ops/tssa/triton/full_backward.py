@@ -15,12 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton.full import channel_gate
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Call, run_full
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
 from crate_kernels.ops.tssa.triton.tile import (
     FULL_FLOOR,
     MASS_FLOOR,
+    Dims,
+    Rows,
+    Tokens,
     chunk_of,
     clear_uncovered,
     floored,
@@ -95,17 +99,17 @@ def _tssa_bwd_kernel(
     ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. The latter and its
     sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     """
-    DIMS: tl.constexpr = (NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    w_at = (w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    dout_at = (dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
-    dw_at = (dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
+    dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
+    dw_at = Tokens(dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     rows_at = index64 * stride_pb + origin
-    membership_at = (membership_ptr + rows_at, stride_ph)
-    dgate_at, dlogit_at = (dgate_ptr + rows_at, stride_ph), (dlogit_ptr + rows_at, stride_ph)
+    membership_at = Rows(membership_ptr + rows_at, stride_ph)
+    dgate_at, dlogit_at = Rows(dgate_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
     energy = floored(load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), FULL_FLOOR)
@@ -144,7 +148,7 @@ def _tssa_bwd_kernel(
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
             dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None] - load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
-                dmembers += load_rows((dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                dmembers += load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
             dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             acc += dlogit[:, :, None] * squares
@@ -177,7 +181,7 @@ def _tssa_bwd_kernel(
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
             store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:
-            dw_at = (dw_ptr, stride_os, stride_oh, 1)
+            dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
             clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
@@ -189,16 +193,12 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
-    call = Call(w, key_padding_mask, cu_seqlens, max_seqlen, seed, dropout_p)
-    dw, scratch = operator.empty_out(w), call.empty_rows(2)
-    dtemp = w.new_empty(call.nsequences, call.nheads, dtype=torch.float32)
+    sizes = Launch(w, call)
+    dw, scratch = operator.empty_out(w), sizes.empty_rows(2)
+    dtemp = w.new_empty(sizes.nsequences, sizes.nheads, dtype=torch.float32)
     arguments = {
         "dout_ptr": dout,
         "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
@@ -211,10 +211,10 @@ def backward(
         "dtemp_ptr": dtemp,
         "dgate_ptr": scratch[0],
         "dlogit_ptr": scratch[1],
-        **call.arguments(),
-        **call.strides("g", dout),
-        **call.strides("w", w),
-        **call.strides("o", dw, contiguous=True),
+        **sizes.arguments(),
+        **sizes.strides("g", dout),
+        **sizes.strides("w", w),
+        **sizes.strides("o", dw, contiguous=True),
     }
-    run_full(_tssa_bwd_kernel, FULL_BACKWARD, ("DGATE", "DLOGIT", "DW"), call, arguments)
+    run_full(_tssa_bwd_kernel, FULL_BACKWARD, ("DGATE", "DLOGIT", "DW"), sizes, arguments)
     return dw, dtemp.sum(0).to(temp.dtype)

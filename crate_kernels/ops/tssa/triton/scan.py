@@ -122,5 +122,5 @@ def scan_chunks(sums: Tensor, reverse: bool = False) -> None:
         return
     rows = sums.numel() // (nchunks * size) if sums.numel() else 0
     _scan_chunks_kernel[(rows * triton.cdiv(size, _COLUMNS),)](
-        sums, nchunks, size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
+        sums_ptr=sums, nchunks=nchunks, size=size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
     )

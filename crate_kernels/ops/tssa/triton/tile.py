@@ -1,10 +1,7 @@
-"""What the kernels of both forms of token statistics do with a tile (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
+"""Loads, sums and the softmax of a tile: (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
 
 A tile has every head of a token, for the softmax over heads; heads and channels are padded to powers of two.
-Padding is loaded as zero. What lies outside a tensor costs lanes, never bytes.
-
-In the kernels ``at`` is (pointer to the first token, strides of tokens, heads and channels), and ``DIMS`` is
-(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D).
+Padding is loaded as zero: beyond a tensor there are lanes, never bytes.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -12,6 +9,8 @@ In the kernels ``at`` is (pointer to the first token, strides of tokens, heads a
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,6 +20,31 @@ from crate_kernels._triton.jit import keep_mask, sequence_bounds, uncovered
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
 MASS_FLOOR = tl.constexpr(1e-8)
+
+
+class Dims(NamedTuple):
+    """Sizes of a token, and of a tile."""
+
+    NHEADS: int
+    HEAD_DIM: int
+    BLOCK_H: int
+    BLOCK_D: int
+
+
+class Tokens(NamedTuple):
+    """A tensor of tokens: a pointer to the first, and its strides."""
+
+    ptr: tl.tensor
+    stride_s: tl.tensor
+    stride_h: tl.tensor
+    stride_d: tl.tensor
+
+
+class Rows(NamedTuple):
+    """A tensor with a number per head and token: a pointer to the first token's, and the stride of heads."""
+
+    ptr: tl.tensor
+    stride_h: tl.tensor
 
 
 @triton.jit
@@ -45,26 +69,26 @@ def chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
 @triton.jit
 def heads_of(DIMS: tl.constexpr):
     """Return the numbers of a tile's heads, (BLOCK_H,)."""
-    return tl.arange(0, DIMS[2])
+    return tl.arange(0, DIMS.BLOCK_H)
 
 
 @triton.jit
 def channels_of(DIMS: tl.constexpr):
     """Return the numbers of a tile's channels, (BLOCK_D,)."""
-    return tl.arange(0, DIMS[3])
+    return tl.arange(0, DIMS.BLOCK_D)
 
 
 @triton.jit
 def _token_places(at, rows, DIMS: tl.constexpr):
     """Return pointers to a tile's elements, (BLOCK_N, BLOCK_H, BLOCK_D)."""
-    places = rows.to(tl.int64)[:, None, None] * at[1] + heads_of(DIMS).to(tl.int64)[None, :, None] * at[2]
-    return at[0] + places + channels_of(DIMS).to(tl.int64)[None, None, :] * at[3]
+    places = rows.to(tl.int64)[:, None, None] * at.stride_s + heads_of(DIMS).to(tl.int64)[None, :, None] * at.stride_h
+    return at.ptr + places + channels_of(DIMS).to(tl.int64)[None, None, :] * at.stride_d
 
 
 @triton.jit
 def _tokens_exist(there, DIMS: tl.constexpr):
     """Return which of a tile's elements exist, given which tokens do."""
-    channels = (heads_of(DIMS) < DIMS[0])[:, None] & (channels_of(DIMS) < DIMS[1])[None, :]
+    channels = (heads_of(DIMS) < DIMS.NHEADS)[:, None] & (channels_of(DIMS) < DIMS.HEAD_DIM)[None, :]
     return there[:, None, None] & channels[None, :, :]
 
 
@@ -82,19 +106,25 @@ def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(at, rows, end, DIMS: tl.constexpr):
-    """Load what a tile has by token and head, (BLOCK_N, BLOCK_H); ``at`` is (pointer, stride of heads)."""
+def _row_places(at, rows, there, DIMS: tl.constexpr):
+    """Return pointers to a number per token and head, (BLOCK_N, BLOCK_H), and which of them exist."""
     heads = heads_of(DIMS)
-    inside = (rows < end)[:, None] & (heads < DIMS[0])[None, :]
-    return tl.load(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], mask=inside, other=0.0)
+    places = at.ptr + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at.stride_h
+    return places, there[:, None] & (heads < DIMS.NHEADS)[None, :]
+
+
+@triton.jit
+def load_rows(at, rows, end, DIMS: tl.constexpr):
+    """Load a number per token and head, (BLOCK_N, BLOCK_H)."""
+    places, inside = _row_places(at, rows, rows < end, DIMS)
+    return tl.load(places, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(at, value, rows, there, DIMS: tl.constexpr):
-    """Store what a tile has by token and head, of the tokens that are ``there``."""
-    heads = heads_of(DIMS)
-    inside = there[:, None] & (heads < DIMS[0])[None, :]
-    tl.store(at[0] + rows.to(tl.int64)[:, None] + heads.to(tl.int64)[None, :] * at[1], value, mask=inside)
+    """Store a number per token and head, of the tokens that are ``there``."""
+    places, inside = _row_places(at, rows, there, DIMS)
+    tl.store(places, value, mask=inside)
 
 
 @triton.jit
@@ -111,47 +141,49 @@ def kept(mask_ptr, rows, end, stride_ms):
 def load_channels(ptr, DIMS: tl.constexpr):
     """Load a contiguous (NHEADS, HEAD_DIM) of sums as (BLOCK_H, BLOCK_D)."""
     heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
-    return tl.load(ptr + heads * DIMS[1] + channels, mask=(heads < DIMS[0]) & (channels < DIMS[1]), other=0.0)
+    return tl.load(
+        ptr + heads * DIMS.HEAD_DIM + channels, mask=(heads < DIMS.NHEADS) & (channels < DIMS.HEAD_DIM), other=0.0
+    )
 
 
 @triton.jit
 def store_channels(ptr, value, DIMS: tl.constexpr):
     """Store what ``load_channels`` loads."""
     heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
-    tl.store(ptr + heads * DIMS[1] + channels, value, mask=(heads < DIMS[0]) & (channels < DIMS[1]))
+    tl.store(ptr + heads * DIMS.HEAD_DIM + channels, value, mask=(heads < DIMS.NHEADS) & (channels < DIMS.HEAD_DIM))
 
 
 @triton.jit
 def load_heads(ptr, DIMS: tl.constexpr):
     """Load a contiguous (NHEADS,) in fp32 as (BLOCK_H,)."""
-    return tl.load(ptr + heads_of(DIMS), mask=heads_of(DIMS) < DIMS[0], other=0.0).to(tl.float32)
+    return tl.load(ptr + heads_of(DIMS), mask=heads_of(DIMS) < DIMS.NHEADS, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_heads(ptr, value, DIMS: tl.constexpr):
     """Store what ``load_heads`` loads."""
-    tl.store(ptr + heads_of(DIMS), value, mask=heads_of(DIMS) < DIMS[0])
+    tl.store(ptr + heads_of(DIMS), value, mask=heads_of(DIMS) < DIMS.NHEADS)
 
 
 @triton.jit
 def load_sums(ptr, number, DIMS: tl.constexpr):
     """Load sums over tokens: one a channel, and behind all of them one a head; ``number`` counts such rows."""
-    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
-    return load_channels(row, DIMS), load_heads(row + DIMS[0] * DIMS[1], DIMS)
+    row = ptr + number.to(tl.int64) * (DIMS.NHEADS * (DIMS.HEAD_DIM + 1))
+    return load_channels(row, DIMS), load_heads(row + DIMS.NHEADS * DIMS.HEAD_DIM, DIMS)
 
 
 @triton.jit
 def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
     """Store what ``load_sums`` loads."""
-    row = ptr + number.to(tl.int64) * (DIMS[0] * (DIMS[1] + 1))
+    row = ptr + number.to(tl.int64) * (DIMS.NHEADS * (DIMS.HEAD_DIM + 1))
     store_channels(row, by_channel, DIMS)
-    store_heads(row + DIMS[0] * DIMS[1], by_head, DIMS)
+    store_heads(row + DIMS.NHEADS * DIMS.HEAD_DIM, by_head, DIMS)
 
 
 @triton.jit
 def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
     """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
-    head = (index * DIMS[0] + heads_of(DIMS))[None, :, None]
+    head = (index * DIMS.NHEADS + heads_of(DIMS))[None, :, None]
     row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
     keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
     return tl.where(keep, x * inverse_keep, 0.0)
@@ -166,8 +198,8 @@ def sum_over_channels(x, DIMS: tl.constexpr):
     """
     if x.shape[0] == 1:
         return tl.sum(x.to(tl.float64), 2)
-    EIGHT: tl.constexpr = 8 if DIMS[3] > 8 else DIMS[3]
-    x = tl.reshape(x, (x.shape[0], DIMS[2], DIMS[3] // EIGHT, EIGHT))
+    EIGHT: tl.constexpr = 8 if DIMS.BLOCK_D > 8 else DIMS.BLOCK_D
+    x = tl.reshape(x, (x.shape[0], DIMS.BLOCK_H, DIMS.BLOCK_D // EIGHT, EIGHT))
     return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
 
 
@@ -180,7 +212,7 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     Beyond the last token q is 0, and an infinite temp times 0 is no number.
     """
     logits = temp.to(tl.float64)[None, :] * similarity
-    logits = tl.where((heads_of(DIMS) < DIMS[0])[None, :], logits, -float("inf"))
+    logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
     weights = tl.exp((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
     return tl.where(there[:, None], weights / tl.sum(weights, 1)[:, None], 0.0)
 
@@ -209,6 +241,6 @@ def clear_uncovered(
     for n in tl.range(tl.where((index == 0) & (start > 0), 0, first), end, BLOCK_N):
         rows = n + tl.arange(0, BLOCK_N)
         outside = (rows < end) & ((rows < start) | (rows >= first))
-        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS[2], DIMS[3]), tl.float32), rows, outside, DIMS)
+        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H, DIMS.BLOCK_D), tl.float32), rows, outside, DIMS)
         if rows_at is not None:
-            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS[2]), tl.float32), rows, outside, DIMS)
+            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H), tl.float32), rows, outside, DIMS)

@@ -11,10 +11,10 @@ from crate_kernels._triton.launch import Row, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.tssa import reference
 from crate_kernels.ops.tssa import triton as kernels
+from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tables
 
 _ELEMENTS = 1 << 25  # of w in each timed call: in 16 bits more than the L2 cache of any GPU known of
-_OPTIONS = (None, None, 0, None, 0.0)
 
 
 def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "cuda") -> Callable[[], Prepared]:
@@ -38,18 +38,21 @@ def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "
 
         def forward() -> tuple[Tensor, ...]:
             launcher: Callable = kernels.forward_causal if causal else kernels.forward
-            return launcher(*inputs, *_OPTIONS)
+            return launcher(*inputs, Call())
 
         def backward(dmembership: Tensor | None) -> tuple[Tensor, ...]:
             launcher: Callable = kernels.backward_causal if causal else kernels.backward
-            return launcher(dout, dmembership, *inputs, *saved, *_OPTIONS)
+            return launcher(dout, dmembership, *inputs, *saved, Call())
 
         def results() -> dict[str, Tensor]:
             return named(backward(dmembership.float()) if is_backward else forward()[:2])
 
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
             w, temp, *bias = leaves = [t.to(dtype, copy=True).requires_grad_(is_backward) for t in inputs]
-            outputs = reference.forward(w, temp, bias[0] if causal else None, None, None, None, causal, 0.0)
+            if causal:
+                outputs = reference.forward_causal(w, temp, *bias, Call())
+            else:
+                outputs = reference.forward(w, temp, Call())
             if not is_backward:
                 return named(outputs)
             return named(torch.autograd.grad(outputs, leaves, (dout.to(dtype), dmembership.to(dtype))))

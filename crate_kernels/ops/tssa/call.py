@@ -1,0 +1,58 @@
+"""The options of a call of token statistics: the one list of them, from which the ops take their schemas."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from crate_kernels._core import operator
+
+
+class Call(NamedTuple):
+    """Options of either form, forward and backward.
+
+    Attributes:
+        key_padding_mask: (batch, seqlen) bool, True = keep; None keeps every token.
+        cu_seqlens: (sequences + 1,) int32, offsets of packed sequences; None for a batch.
+        max_seqlen: length of the longest packed sequence, 0 for a batch.
+        seed: int64 scalar that dropout draws from; None without dropout.
+        dropout_p: probability with which 1 / (1 + M) is dropped.
+    """
+
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.cu_seqlens is not None
+
+    def batched(self, key_padding_mask: Tensor | None) -> Call:
+        """Return the same call for sequences that were packed and are a padded batch now."""
+        return self._replace(key_padding_mask=key_padding_mask, cu_seqlens=None, max_seqlen=0)
+
+    def nsequences(self, w: Tensor) -> int:
+        """Return the number of sequences."""
+        return w.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def empty_membership(self, w: Tensor) -> Tensor:
+        """Allocate a number per head and token: (batch, nheads, seqlen) or, packed, (nheads, total)."""
+        sizes = (w.shape[1], w.shape[0]) if self.packed else w.shape[:3]
+        return w.new_empty(sizes, dtype=operator.stat_dtype(w.dtype))
+
+    def empty_channels(self, w: Tensor) -> Tensor:
+        """Allocate a number per channel of each sequence, (sequences, nheads, head_dim)."""
+        return w.new_empty(self.nsequences(w), w.shape[1], w.shape[-1], dtype=operator.stat_dtype(w.dtype))
+
+
+class State(NamedTuple):
+    """The running sums of a cache, as TokenStatsCache has them; decoding changes them in place."""
+
+    energy: Tensor
+    weighted: Tensor
+    mass: Tensor
+    lengths: Tensor
