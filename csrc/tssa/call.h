@@ -30,7 +30,7 @@ inline TssaCall Arguments::take<TssaCall>() {
 }
 
 #define CRATE_TSSA_CALL "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p"
-// What CPU and CUDA ops both take. Those of CUDA have workspaces behind it.
+// The arguments that CPU and CUDA ops share; those of CUDA have workspaces behind them.
 #define CRATE_TSSA_FWD                      \
   "Tensor w, Tensor temp, " CRATE_TSSA_CALL \
   ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!) energy, Tensor(d!) moment"

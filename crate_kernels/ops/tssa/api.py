@@ -74,7 +74,7 @@ def tssa(
         causal: the causal form.
         denom_bias: (nheads, >= seqlen) or (nheads, >= seqlen, 1), causal only; dtype as ``temp``. The gradient
             beyond the sequence is 0.
-        dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, a channel at a time (causal: an element),
+        dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, by channel (causal: by element),
             0 by default. The seed comes from torch's generator of w's device.
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
             and still get an output, so that what they hold must be finite. Where no token is left, output,

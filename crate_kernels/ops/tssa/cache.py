@@ -10,7 +10,7 @@ from crate_kernels.ops.tssa.call import State
 
 
 class TokenStatsCache:
-    """Running sums of causal TSSA: 2 * head_dim + 1 numbers a head, whatever the length.
+    """Running sums of causal TSSA: 2 * head_dim + 1 numbers per head, whatever the length.
 
     Pass it as ``tssa(w_new, temp, causal=True, cache=cache)``: the new tokens enter the sums one after the
     other. Inference only.
@@ -18,7 +18,7 @@ class TokenStatsCache:
     Args:
         batch: number of sequences.
         nheads: number of heads.
-        head_dim: channels a head.
+        head_dim: channels per head.
         dtype: dtype of the sums, float32 by default; float64 for float64 tokens.
         device: device of the sums; torch's default device by default.
 

@@ -117,7 +117,7 @@ def backward(
     scale = energy.sum(-1, keepdim=True).clamp_max_(1e37)
     denergy = _rows_dot(dsimilarity / scale, squares) / energy * scale / energy
     denergy = torch.where(energy > _FULL_FLOOR, -denergy, 0.0)
-    # w (2 Pi dM + 2 dq / c + 2 dc) as a rank-2 product a head, reusing the two big buffers.
+    # w (2 Pi dM + 2 dq / c + 2 dc) as a rank-2 product per head, reusing the two big buffers.
     bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
     denergy = denergy.unsqueeze(2)
     bracket += denergy if key_padding_mask is None else denergy * key_padding_mask[:, None, :, None]
@@ -171,7 +171,7 @@ def _running_moment(squares: Tensor, membership: Tensor, mask: Tensor | None) ->
 
 
 def _causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
-    """Return q from w^2 / c and the (batch or 1, nheads, seqlen) bias, which enters once a channel."""
+    """Return q from w^2 / c and the (batch or 1, nheads, seqlen) bias, which enters once per channel."""
     similarity = ratio.sum(-1)
     return similarity if bias is None else similarity + ratio.shape[-1] * bias.to(ratio.dtype)
 

@@ -1,7 +1,7 @@
 """The op boundary of token-statistics attention: schemas, fakes and the autograd.Functions.
 
-The full and the causal form are different functions with different saved tensors, so they are two
-ops: (w, temp, membership, energy, moment) are saved for one, (w, temp, denom_bias, membership) for the other.
+The full and the causal form are two ops, for they save different tensors: (w, temp, membership, energy, moment) and
+(w, temp, denom_bias, membership).
 """
 
 from __future__ import annotations

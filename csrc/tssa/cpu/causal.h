@@ -1,7 +1,7 @@
 // The causal form: running sums, so that one thread needs one step over the tokens.
 //
-// A running sum is what the chunks before a chunk add up to, plus a sum that starts with the chunk. Threads that
-// share a sequence take the chunks' totals first, and get the same bits as one that goes through it.
+// A running sum is the total of the chunks before, plus a sum that starts with the chunk. Threads that share a sequence
+// first take the totals of its chunks, and get the same bits as one thread that goes through it.
 #pragma once
 
 #include "tile.h"
@@ -19,7 +19,7 @@ struct CausalSums {
   void clear(const TssaProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
 };
 
-// What comes before chunk `chunk`; its own totals, until they are summed, are in the next slot.
+// The sums of the chunks before `chunk`. Its own totals, until they are summed, are in the next slot.
 CRATE_INLINE CausalSums before_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
   return CausalSums(p, s.work + chunk * CausalSums::size(p));
 }
@@ -41,7 +41,7 @@ CRATE_INLINE void running_mass(float before, const float* counted, float& local,
   local = total;
 }
 
-// denom_bias of a tile's tokens; past the end only for padded ones, which nobody reads.
+// denom_bias of a tile's tokens. Only padded ones, whose output nobody reads, are past the end.
 CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count) {
   const float* const row = s.bias + h * s.bias_tokens;
   const int64_t start = s.position + first;

@@ -1,8 +1,8 @@
 // The gradient of the causal form: two scans from the last token to the first, over running sums that are summed
 // again rather than stored.
 //
-// From the first token on, each chunk's totals are kept, and while a chunk is worked on those of its tiles. Where
-// several threads share a sequence, they first take the chunks' totals of either scan.
+// The totals of every chunk are kept, and, while a chunk is worked on, those of its tiles. Threads that share a
+// sequence first take the chunks' totals of either scan.
 #pragma once
 
 #include "causal.h"
@@ -10,7 +10,7 @@
 namespace {
 namespace tssa {
 
-// What comes after a chunk: the sums of chunks `chunk` and later.
+// The sums of chunks `chunk` and later.
 CRATE_INLINE CausalSums from_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
   return CausalSums(p, s.work + (s.chunks + 1 + chunk) * CausalSums::size(p));
 }
@@ -60,7 +60,7 @@ struct TileHead {
   const float *keep, *members, *counted, *masses, *inverse_masses;
 };
 
-// Lane n: dPi but for what later tiles add to V; `dw` gets what needs no dlogit, `dmoment` and `v` go on.
+// Lane n: dPi without the part of later tiles in V. `dw` gets all that needs no dlogit; `dmoment` is carried on.
 template <bool kDropout>
 CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float* at_tile, const float* after,
                              float* dmoment, float& v_sum) {
@@ -96,7 +96,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
   return sum_each(acc);
 }
 
-// Add to `dw` what c passes on; return this tile's sum of dlogit q, without the bias.
+// Add the gradient through c to `dw`; return this tile's sum of dlogit q, without the bias.
 CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlogit, const float* before,
                                 const float* at_tile, const float* after, float* denergy) {
   Vf dtemp = {};
@@ -120,7 +120,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
       const Vf per_energy = inverse * dlogit[n];
       const Vf similarity = per_energy * x * x;
       dtemp += similarity;
-      // What a token gets from itself, 1 / c - w^2 / c^2, is the sum before it over c^2: nothing cancels.
+      // A token's own part, 1 / c - w^2 / c^2, is the sum before it over c^2: nothing cancels.
       const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
       float* const dw = at(t.dw, n, v);
       store(dw, load(dw) + x * twice * (own - (later + suffix) * t.keep[n]));
@@ -131,8 +131,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
   return sum(dtemp);
 }
 
-// What a pass over a chunk leaves behind: the totals of a scan for others to add up, both scans carried on, or dw
-// alone.
+// Results of a pass over a chunk: the totals of one scan, for others to add up; both scans carried on; or dw alone.
 enum class Leave { dmoment, denergy, carried, nothing };
 
 template <Leave kLeave>

@@ -100,7 +100,7 @@ void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Floats out = place_tile(p, s.out, first, count, staging.out);
     load_members(p, s, first, count, Vf{}, staging.members, nullptr);
-    // Token by token, as memory has them: there is nothing to keep in registers.
+    // Token by token, as they lie in memory: there is nothing to keep in registers.
     for (int n = 0; n < kLanes; ++n) {
       for (int h = 0; h < p.nheads; ++h) {
         const Floats from = w.of_head(h), to = out.of_head(h);

@@ -40,7 +40,7 @@ void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
   }
 }
 
-// sum_n Pi g w, the sums of Pi, and sum_d g w A in the place of dlogit.
+// sum_n Pi g w and sum_n Pi; sum_d g w A goes in the place of dlogit.
 void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullBackwardWork work(p, s);

@@ -5,13 +5,13 @@
 
 #include "../../common/dtype.h"
 
-// Called from units of different levels: a copy that the linker shares would run on the wrong machine.
+// Units of different levels call these: a copy that the linker shares would run on the wrong machine.
 #define CRATE_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace crate_kernels {
 
-// Tokens of a chunk: the unit of work, and of partial sums. It depends on nothing, least of all on the number of
-// threads, so that sums are added in the same order whoever computes them.
+// Tokens per chunk, the unit of work and of partial sums. It depends on nothing, least of all on the number of threads:
+// sums are added in the same order whoever computes them.
 constexpr int64_t kTssaChunk = 64;
 
 // A tensor (heads, tokens, channels) of one sequence; strides in elements. Its elements are of type T, or, where T is

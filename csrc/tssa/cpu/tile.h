@@ -1,4 +1,4 @@
-// What the kernels of token statistics share: tiles of one token a lane, and sums over their tokens and channels.
+// Shared by the kernels of token statistics: tiles of one token per lane, and sums over their tokens and channels.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -80,12 +80,12 @@ CRATE_INLINE Floats place_tile(const TssaProblem& p, const Tokens& tokens, int64
 
 constexpr int kMostAtOnce = 256;  // channels that a conversion takes
 
-// Whether a head's channels are whole vectors of bf16.
+// Says if a head's channels are whole vectors of bf16.
 CRATE_INLINE bool in_bf16_vectors(const TssaProblem& p, const Tokens& tokens) {
   return p.dtype == Dtype::bf16 && tokens.channel == 1 && p.head_dim % kLanes == 0;
 }
 
-// Calls f(element, place in the tile) for every vector of its bf16 tokens.
+// Calls f(element, its place in the tile) for every vector of bf16 tokens.
 template <class F>
 CRATE_INLINE void each_bf16_vector(const TssaProblem& p, const Floats& tile, const Tokens& tokens, int64_t first,
                                    int count, const F& f) {
@@ -157,8 +157,8 @@ CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
   return keep;
 }
 
-// The tile's tokens that have something to sum over: all of them or none, or in the causal form those from the first
-// key on. Lanes beyond the last token have not: their q is 0, and an infinite temp times 0 is no number.
+// The tile's tokens with a kept token to sum over: all of them or none, or in the causal form those from the first kept
+// one on. Lanes beyond the last token are out: their q is 0, and an infinite temp times 0 is no number.
 CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
   const int64_t before = s.first_key - first;
   const Vi begun = iota() >= static_cast<int32_t>(before < 0 ? 0 : before > kLanes ? kLanes : before);
@@ -178,8 +178,8 @@ CRATE_INLINE void add_squares(const Floats& w, int vectors, const float* weight,
   }
 }
 
-// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. It comes first: w^2 times a small weight underflows for
-// channels which c itself still holds.
+// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. Multiply by it first: w^2 times a small weight
+// underflows for channels which c itself still holds.
 CRATE_INLINE void add_ratios(const Floats& w, int vectors, const float* inverse, const float* weight, float* sums) {
   for (int v = 0; v < vectors; ++v) {
     const Vf f = load(inverse + v * kLanes);
@@ -223,9 +223,9 @@ CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
   }
 }
 
-// Through the softmax over heads, (nheads, kLanes) each, in place: dlogit = Pi (dPi - sum_h Pi dPi). The mean is taken
-// away twice: where heads are nearly alike, or one has nearly all of a token, the first difference is mostly the
-// rounding of two large numbers, the membership's from 1 among it; of small ones the second sum is exact enough.
+// The gradient of the softmax over heads, (nheads, kLanes) each, in place: dlogit = Pi (dPi - sum_h Pi dPi). The mean
+// is taken away twice: where heads are nearly alike, or one has nearly all of a token, the first difference is mostly
+// the rounding of two large numbers; the second sum is of small ones, and exact enough.
 CRATE_INLINE void softmax_backward(int nheads, const float* membership, float* grad) {
   for (int time = 0; time < 2; ++time) {
     Vf mean = {};
@@ -256,7 +256,7 @@ CRATE_INLINE void add_parts(const float* parts, int64_t count, int64_t size, flo
   }
 }
 
-// What a thread keeps from tile to tile; the sizes are those of staging_size.
+// Memory that a thread keeps from tile to tile.
 struct Staging {
   float *w, *grad, *out;            // tiles that need a copy
   float *members, *counted, *dots;  // (nheads, kLanes) each
@@ -272,7 +272,7 @@ struct Staging {
     dots = counted + tokens;
     rest = dots + tokens;
   }
-  // The causal backward's: running sums at each tile, and the dropout factors of a tile.
+  // Behind the tiles, for the causal backward: running sums at each tile, and the dropout factors of a tile.
   static int64_t size(const TssaProblem& p) {
     const int64_t tile = kLanes * p.row_size(), tokens = kLanes * p.nheads;
     const int64_t sums = 2 * p.row_size() + p.head_size();
@@ -280,7 +280,7 @@ struct Staging {
   }
 };
 
-// Membership of a tile, and what of it enters the sums.
+// Membership of a tile, and its part that enters the sums.
 CRATE_INLINE void load_members(const TssaProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
                                float* members, float* counted) {
   for (int h = 0; h < p.nheads; ++h) {

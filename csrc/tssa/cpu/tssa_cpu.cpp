@@ -115,7 +115,7 @@ void run_steps(const TssaProblem& p, const TssaSequence& s, const TssaKernel& ke
   }
 }
 
-// A thread takes whole sequences, which then stay in its cache, unless there are fewer of them than threads.
+// A thread takes whole sequences, which then stay in its cache, unless there are fewer sequences than threads.
 void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaKernel& kernel) {
   const int64_t count = static_cast<int64_t>(sequences.size()), staging_size = kernels().staging_size(p);
   if (count >= torch::stable::get_num_threads()) {

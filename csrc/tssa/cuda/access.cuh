@@ -1,4 +1,4 @@
-// How elements are read and written, and which of them a thread has.
+// Reading and writing elements, and dealing them to threads.
 #pragma once
 
 #include "call.cuh"
@@ -28,8 +28,8 @@ struct TssaFloats {
   }
 };
 
-// N halves between memory and fp32: bf16 if `brain`, else fp16. Which of the two is looked at as the kernel runs, the
-// same way in every thread: half of the kernels to compile, for an instruction a channel at most.
+// N halves between memory and fp32: bf16 if `brain`, else fp16. The kernel asks as it runs, with one answer for all
+// threads: half of the kernels to compile, for at most one instruction per channel.
 template <class T, int N>
 CRATE_DEVICE void unpack_as(const uint32_t (&pairs)[N / 2], float (&x)[N]) {
 #pragma unroll
@@ -80,8 +80,8 @@ struct TssaHalves {
   }
 };
 
-// Four neighbouring channels of one head in any dtype, in one access of 8 or 16 bytes: what a thread has whose running
-// sums are in registers.
+// Four neighbouring channels of one head in any dtype, in one access of 8 or 16 bytes: as many as a thread keeps
+// running sums of in registers.
 struct TssaFours {
   static constexpr int kCount = 4;
   Dtype dtype;
@@ -109,7 +109,7 @@ struct TssaFours {
   }
 };
 
-// One element of any strides and alignment; the dtype is looked at as the kernel runs, for the rare call that needs it.
+// One element of any strides and alignment, for rare calls. The kernel asks for the dtype as it runs.
 struct TssaScalars {
   static constexpr int kCount = 1;
   Dtype dtype;
@@ -137,8 +137,8 @@ struct TssaScalars {
   }
 };
 
-// Calls f(head, channel, group, groups) for every vector of N channels that is the thread's: with fewer vectors than
-// threads the rows are dealt to groups of threads, with more a thread has several.
+// Calls f(head, channel, group, groups) for every vector of N channels that is the thread's. Fewer vectors than
+// threads: groups of threads share the rows. More: a thread has several vectors.
 template <int N, class F>
 CRATE_DEVICE void each_column(const TssaProblem& p, F f) {
   const int vectors = p.width / N, per_head = p.head_dim / N;
@@ -151,8 +151,9 @@ CRATE_DEVICE void each_column(const TssaProblem& p, F f) {
   }
 }
 
-// Adds up over `rows` what terms(row, head, channel, values) gives: sums[channel of the token]. Within a thread, then
-// over the groups of threads, in one order. `scratch` has N floats a thread; the caller's next barrier ends it.
+// sums[channel of the token] = the sum over `rows` of values, from terms(row, head, channel, values): within a thread,
+// then over the groups of threads, in one order. `scratch` has N floats per thread, in use until the caller's next
+// barrier.
 template <int N, class Terms>
 CRATE_DEVICE void sum_columns(const TssaProblem& p, int rows, float* scratch, float* sums, Terms terms) {
   const int threads = static_cast<int>(blockDim.x), spread = threads / (p.width / N);
@@ -178,7 +179,7 @@ CRATE_DEVICE void sum_columns(const TssaProblem& p, int rows, float* scratch, fl
   }
 }
 
-// sums[h] = what terms(row, h) adds up to over `rows`; a warp a head.
+// sums[h] = the sum of terms(row, h) over `rows`; one warp per head.
 template <class Terms>
 CRATE_DEVICE void sum_rows(const TssaProblem& p, int rows, float* sums, Terms terms) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -190,8 +191,8 @@ CRATE_DEVICE void sum_rows(const TssaProblem& p, int rows, float* sums, Terms te
   }
 }
 
-// In one warp, of one token: store(h, total) with what terms(h, channel, values) adds up to over a head's channels. The
-// numbers of a vector are added in fp32, vectors in Sum.
+// For one token in one warp: store(h, total) with the sum of values, from terms(h, channel, values), over the channels
+// of a head. The numbers of a vector are added in fp32, vectors in Sum.
 template <int N, class Sum, class Terms, class Store>
 CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
   const int lane = threadIdx.x % kWarp, own = lane % p.lanes, heads = kWarp / p.lanes, per_head = p.head_dim / N;
@@ -214,7 +215,7 @@ CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
 }
 
 // Writes zeros to the packed rows between a sequence and the next one, and to those before the first. Mostly there are
-// none. `rows`, the membership or null, is cleared likewise.
+// none. `rows` is the membership, cleared likewise, or null.
 template <class Access>
 CRATE_DEVICE void clear_uncovered(const TssaProblem& p, const Access& access, const TssaTokens& tokens, float* rows,
                                   const TssaSpan& s) {

@@ -27,7 +27,7 @@ struct TssaProblem {
   int nsequences, nheads, head_dim;
   int width;       // channels of a token, all heads together
   int seqlen;      // of every sequence, or of the longest packed one
-  int nchunks;     // of a sequence; a block has one
+  int nchunks;     // per sequence; a block has one
   int chunk_size;  // tokens
   int lanes;       // lanes of a warp that add up a head's channels: a power of two
   int64_t total;   // packed rows
@@ -103,8 +103,8 @@ CRATE_DEVICE float enters_sums(const TssaMask& keep, int n) {
 }
 
 // The elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) that dropout keeps: a bit each for `channels` of
-// `rows` tokens, 32 in all at most. Rows count within the sequence, and are 0 in the full form. One loop that is not
-// unrolled: ten rounds for every element of an unrolled one would be most of the code, for what is rare.
+// `rows` tokens, 32 in all at most. Rows count within the sequence, and are 0 in the full form. The loop is not
+// unrolled: ten rounds for every element would be most of the code, and dropout is rare.
 CRATE_DEVICE uint32_t kept_by_dropout(const TssaProblem& p, int index, int h, int row, int rows, int channel,
                                       int channels) {
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
@@ -119,7 +119,7 @@ CRATE_DEVICE uint32_t kept_by_dropout(const TssaProblem& p, int index, int h, in
   return bits;
 }
 
-// max(x, floor) that lets NaN through.
+// max(x, floor), or NaN for NaN.
 CRATE_DEVICE float floored(float x, float floor) {
   return x < floor ? floor : x;
 }

@@ -1,16 +1,16 @@
 // The causal form, forward: running sums over tokens, in chunks that are summed first.
 //
-// A block goes through its tokens in their order. A thread has some channels of all of them and their running sums;
-// what a token needs of all channels, its logits, meets in shared memory for a tile of tokens at a time. With one chunk
-// a sequence (short ones, very many, and decoding) that is all. As (read, written), in the passes and rows of full.cuh:
+// A block goes through its tokens in their order. A thread has some channels of all of them and their running sums. The
+// logits need all channels, and meet in shared memory tile by tile. Where a sequence is one chunk (short ones, very
+// many, and decoding) that is all. As (read, written), in the passes and rows of full.cuh:
 //
 //   form    passes  rows  launches
 //   alone   1, 1    0, 1  1
 //   chunks  3, 1    1, 1  5
 //
-// Beside them two sets of sums, 4 / (itemsize * 64) of a pass each, written twice and read three times. A step of
-// decoding reads and writes the state, 2 head_dim + 1 floats a head. Nothing that a token gets depends, in any bit, on
-// a later one: every running sum is added in the order of the tokens.
+// Chunks add two sets of sums, 4 / (itemsize * 64) of a pass each, written twice and read three times. A step of
+// decoding reads and writes the state, 2 head_dim + 1 floats per head. No bit of a token's output depends on a later
+// token: every running sum is added in the order of the tokens.
 #pragma once
 
 #include "heads.cuh"
@@ -19,7 +19,7 @@
 
 namespace crate_kernels {
 
-// The state of a cache: what comes before the first token. It is advanced where a block has a whole sequence.
+// The state of a cache: the sums before the first token. A block that has a whole sequence advances it.
 struct TssaState {
   float *energy, *weighted, *mass;
   int32_t* lengths;
@@ -31,12 +31,13 @@ struct TssaCausal {
   float* membership;
   const float* bias;  // (nheads, bias_tokens), or null
   int64_t bias_tokens;
-  // What comes before every chunk, and behind them all: sums of w^2 and kept tokens, of Pi w^2 and Pi. Null alone.
+  // Sums before every chunk, and of all chunks: of w^2 and kept tokens, of Pi w^2 and Pi. Null if a sequence is one
+  // chunk.
   float *sums_1, *sums_2;
   TssaState state;  // null without a cache
 };
 
-constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens whose logits meet, and that a thread loads at once
+constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens per tile, and per thread loaded at once
 
 // Calls f(vector, head, channel) for every vector of N channels that is the thread's.
 template <int N, class F>
@@ -48,7 +49,7 @@ CRATE_DEVICE void each_vector(const TssaProblem& p, F f) {
   }
 }
 
-// What a tile of tokens needs, and the running sums of the block's own tokens.
+// Shared memory: the running sums of the block's own tokens, then a tile's terms of q, logits and membership.
 struct TssaCausalShared {
   int64_t energy, moment, mass, partial, logits, members, bytes;
 
@@ -84,7 +85,7 @@ struct TssaMoments {
     }
   }
 
-  // Takes in a token x and makes it its output. A = 1 / (1 + M) without the division of M.
+  // Adds a token x to the sums and turns it into its output. A = 1 / (1 + M) without the division of M.
   CRATE_DEVICE void output(float (&x)[N], float member, float counted) {
     const float weight = member * counted;
     mass += weight;
@@ -105,7 +106,7 @@ CRATE_DEVICE void load_ahead(const Access& access, const TssaTokens& w, int firs
   for (int r = 0; r < kCausalAhead; ++r) access.load(w, min(first + r, rows - 1), h, d, x[r]);
 }
 
-// Which elements of `count` tokens from the block's n-th on are kept, N bits a token.
+// The elements of `count` tokens from the block's n-th on that dropout keeps, N bits per token.
 template <int N>
 CRATE_DEVICE uint32_t kept_tokens(const TssaProblem& p, const TssaSpan& s, int n, int count, int h, int d) {
   return p.seed == nullptr ? 0 : kept_by_dropout(p, s.index, h, s.first + n, count, d, N);

@@ -1,8 +1,8 @@
 // The causal form, backward: two scans from the last token to the first, over running sums summed again.
 //
 // A block has one chunk, a thread some channels of it. Where a step goes backwards, the running sums are kept at every
-// eighth token and added up from there. Steps, each with what scan_chunks made of the one before, as (read, written) in
-// the passes and rows of full.cuh; the gradient of the membership, where there is one, is read once more:
+// eighth token and added up from there. Each step reads the sums that scan_chunks made of the one before. As (read,
+// written) in the passes and rows of full.cuh; a gradient of the membership is one row more:
 //
 //   step     passes  rows  leaves
 //   totals   1, 0    1, 0  sums of Pi w^2, of w^2 and of Pi
@@ -11,8 +11,8 @@
 //   dw       2, 1    2, 0  dw
 //
 // 7 reads and 1 write in 7 launches; 4 and 1 in 2 where a sequence is one chunk, which has nothing before or behind it.
-// One launch more, for the gradient of the bias, reads a row. Beside them the chunks' sums, four sets of 4 / (itemsize
-// * 32) of a pass each. No atomics: every sum has one order.
+// One launch more, for the gradient of the bias, reads a row. The chunks' sums are four sets of 4 / (itemsize * 32) of
+// a pass each. There are no atomics: every sum has one order.
 #pragma once
 
 #include "causal.cuh"
@@ -24,8 +24,8 @@ struct TssaCausalBackward {
   TssaTokens w, dout, dw;
   const float *membership, *dmembership, *bias;
   int64_t bias_tokens;
-  float *dlogit, *dtemp;  // a number a token and head; (nsequences, nheads) where a sequence is one chunk
-  // What comes before every chunk, or behind it, and of all: Pi w^2, w^2 and Pi (2 width + nheads); dM / s and V;
+  float *dlogit, *dtemp;  // a number per head and token; (nsequences, nheads), where a sequence is one chunk
+  // Sums before every chunk, or behind it, and of all: of Pi w^2, w^2 and Pi (2 width + nheads); of dM / s and V; of
   // dc / temp and dtemp. Null where a sequence is one chunk.
   float *totals, *dmoments, *denergies;
 };
@@ -35,7 +35,7 @@ enum class TssaCausalBackwardStep { totals, dmoment, dlogit, dw };
 constexpr int kBackTile = 4, kBackMark = 8;  // tokens
 static_assert(kBackMark % kBackTile == 0, "a tile begins at a mark or whole tiles behind it");
 
-// The running sums at every kBackMark-th token but the first, and what a tile of tokens needs.
+// Shared memory: the running sums at every kBackMark-th token but the first, then sums and terms of a tile.
 struct TssaCausalBackwardShared {
   int64_t moment, energy, mass, dmoment, denergy, ratio, partial, pairs, dmass, dtemp, bytes;
 
@@ -56,7 +56,7 @@ struct TssaCausalBackwardShared {
   }
 };
 
-// A block's tokens and what comes before and behind them.
+// A block's tokens, and the sums before and behind them.
 template <class Access>
 struct TssaBackSide {
   static constexpr int N = Access::kCount;
@@ -87,7 +87,7 @@ struct TssaBackSide {
     denergies = b.denergies + chunk * size;
   }
 
-  // Which elements of `count` tokens from the n-th on dropout keeps; all of them without dropout.
+  // The elements of `count` tokens from the n-th on that dropout keeps; all of them without dropout.
   CRATE_DEVICE uint32_t kept(int n, int count, int h, int d) const {
     return b.problem.seed == nullptr ? ~0u : kept_by_dropout(b.problem, s.index, h, s.first + n, count, d, N);
   }
@@ -195,7 +195,7 @@ CRATE_DEVICE TssaThrough through_moment(float x, float g, float member, float mo
   return {gate, slope, -slope * moment};
 }
 
-// What a step of the backward scan knows of a tile's tokens, of one vector of channels.
+// A tile of the backward scan, of one vector of channels: tokens, gradients, and the running sums at each token.
 template <class Access>
 struct TssaBackTokens {
   static constexpr int N = Access::kCount;

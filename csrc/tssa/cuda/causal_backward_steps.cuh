@@ -216,8 +216,8 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
           const bool above = t.energy[r][i] > kCausalFloor;
           const float slope = gradient * inverse;
           dmoment[i] += through.slope;
-          // The sums without the token itself: what it gets from itself, 1 / c - w^2 / c^2, is one term, in which a
-          // first token cancels exactly.
+          // The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that a first
+          // token's cancels exactly.
           const float own = slope * (above ? (t.energy[r][i] - square * counted) * inverse : 1.0f);
           const float by_energy = temp * (own - denergy[i] * counted);
           denergy[i] += above ? slope * square * inverse : 0.0f;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaCausalBackw
   }
 }
 
-// ddenom_bias = head_dim temp_h sum_b dlogit: a thread a position and head, the sequences in their order.
+// ddenom_bias = head_dim temp_h sum_b dlogit: one thread per position and head, the sequences in their order.
 template <class = void>
 __global__ void __launch_bounds__(256) tssa_causal_dbias_kernel(TssaCausalBackward b, float* dbias) {
   const TssaProblem& p = b.problem;

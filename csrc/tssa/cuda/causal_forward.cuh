@@ -1,11 +1,11 @@
-// The kernels of the causal forward; causal.cuh says what they are.
+// The kernels of the causal forward, which causal.cuh describes.
 #pragma once
 
 #include "causal.cuh"
 
 namespace crate_kernels {
 
-// Where a block's sums are in sums_1 and sums_2.
+// Offset of a block's sums in sums_1 and sums_2.
 CRATE_DEVICE int64_t sums_place(const TssaProblem& p, const TssaSpan& s) {
   return (static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk) * (p.width + p.nheads);
 }
@@ -85,8 +85,8 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
   });
 }
 
-// The membership of a chunk, with its sums of Pi w^2 and Pi; or, where there are no sums before chunks to go by, all of
-// a sequence: the output too, after the state of a cache, which is advanced.
+// The membership of a chunk, with its sums of Pi w^2 and Pi. Alone, where a sequence is one chunk: the output too, from
+// the state of a cache on, which is advanced.
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCausal f, Access access) {
   constexpr int N = Access::kCount;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
       double similarity = 0.0;
       for (int v = 0; v < per_head; ++v) similarity += partial[r * vectors + h * per_head + v];
       if (f.bias != nullptr) {
-        // Past the end only for padded tokens, which nobody reads.
+        // Only padded tokens, whose output nobody reads, are past the end.
         const int64_t n = static_cast<int64_t>(position) + s.first + tile + r;
         similarity += static_cast<double>(p.head_dim) * f.bias[h * f.bias_tokens + min(n, f.bias_tokens - 1)];
       }
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
 
   if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   if (alone && !has_state) return;
-  __syncthreads();  // the state is replaced when every thread has read it
+  __syncthreads();  // every thread reads the state before any replaces it
   float* const to_moment = alone ? f.state.weighted + channels : f.sums_2 + mine;
   float* const to_mass = alone ? f.state.mass + heads : to_moment + p.width;
   each_vector<N>(p, [&](int v, int h, int d) {

@@ -7,10 +7,10 @@
 //   on chip  1, 1    0, 1  1
 //   chunks   3, 1    1, 1  5
 //
-// On chip, the tokens of a sequence are in the shared memory of one block, or spread over those of a cluster, whose
-// sums over tokens meet there; the second and later looks at them cost no traffic. In chunks a launch does one step,
-// and scan_chunks adds up what the blocks left: nheads * (head_dim + 1) floats a block and step, written and read once.
-// Energies and moments, one fp32 a channel and sequence, are written in both. Every sum has one order.
+// On chip, the tokens of a sequence are in the shared memory of one block, or spread over the blocks of a cluster,
+// whose sums over tokens meet there: later looks at them cost no traffic. In chunks a launch does one step, and
+// scan_chunks adds up the sums of the blocks: nheads * (head_dim + 1) floats per block and step, written and read once.
+// Both write energies and moments, one fp32 per channel and sequence. Every sum has one order.
 #pragma once
 
 #include "../../common/cuda/cluster.cuh"
@@ -23,11 +23,11 @@ struct TssaForward {
   TssaProblem problem;
   TssaTokens w, out;
   float *membership, *energy, *moment;
-  // Of every chunk, and behind them of the sequence: sums of w^2 and kept tokens, of Pi w^2 and Pi. Null on chip.
+  // Sums of every chunk, and behind them of the sequence: of w^2 and kept tokens, of Pi w^2 and Pi. Null on chip.
   float *sums_1, *sums_2;
 };
 
-// The tokens of a block of a cluster: as many as of its peers, as near as can be.
+// The tokens of a block of a cluster, which shares them out evenly.
 CRATE_DEVICE TssaSpan resident_span(const TssaProblem& p) {
   const int size = cluster_size();
   TssaSpan s = sequence_of(p, static_cast<int>(blockIdx.x) / size);
@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
 
 enum class TssaStep { energy, members, output };
 
-// One step on chunk blockIdx.x % nchunks of a sequence, read from memory, or from the caches when it is looked at
-// again.
+// One step on chunk blockIdx.x % nchunks of a sequence.
 template <class Access, TssaStep step>
 __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward f, Access access) {
   const TssaProblem& p = f.problem;
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
 
   if constexpr (step == TssaStep::energy) {
     energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
-    // The place of a head's sum is read by none but the first's; the scan adds them all.
+    // The first head has the number of kept tokens. The scan adds the others up too: they must be numbers.
     for (int h = 1 + threadIdx.x; h < p.nheads; h += blockDim.x) f.sums_1[mine + p.width + h] = 0.0f;
   } else if constexpr (step == TssaStep::members) {
     float* const inverse = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));

@@ -1,5 +1,5 @@
 // The full form, backward: a sequence on chip, or in chunks, as full.cuh has it. As (read, written), in its passes and
-// rows; the gradient of the membership, where there is one, is read once more:
+// rows; a gradient of the membership is one row more:
 //
 //   form     passes  rows  launches
 //   on chip  2, 1    1, 0  1
@@ -18,7 +18,7 @@ struct TssaBackward {
   TssaTokens w, dout, dw;
   const float *membership, *dmembership, *energy, *moment;
   float* dtemp;            // (nsequences, nheads)
-  float* dlogit;           // in chunks: a number a token and head, sum_d g w A before it is the gradient of the logit
+  float* dlogit;           // in chunks, per head and token: sum_d g w A, later the gradient of the logit
   float *sums_1, *sums_2;  // in chunks: of g w Pi and Pi, of dlogit w^2 / c
 };
 

@@ -1,4 +1,4 @@
-// The full form step by step, on the tokens of one block: backward. ops/tssa/reference.py has the equations.
+// The full form step by step, on the tokens of one block: backward. docs/tssa.md has the equations.
 #pragma once
 
 #include "full_steps.cuh"
@@ -21,7 +21,7 @@ CRATE_DEVICE void product_sums(const TssaProblem& p, const Access& access, const
   sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(keep, n); });
 }
 
-// dgate = sum_d g w A of every token and head, by a warp a token.
+// dgate = sum_d g w A of every token and head; one warp per token.
 template <class Access>
 CRATE_DEVICE void through_gate(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
                                const float* gate, int rows, const TssaRows& dgate) {
@@ -39,7 +39,7 @@ CRATE_DEVICE void through_gate(const TssaProblem& p, const Access& access, const
   }
 }
 
-// dS of every head from dM of its channels, by a warp a head.
+// dS of every head from dM of its channels; one warp per head.
 template <class Moment>
 CRATE_DEVICE void mass_gradient(const TssaProblem& p, const float* dmoment, float* dmass, Moment moment_of) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -51,7 +51,7 @@ CRATE_DEVICE void mass_gradient(const TssaProblem& p, const float* dmoment, floa
   }
 }
 
-// The gradient of every token's logits, where dgate was. `scratch` has nheads floats a warp.
+// The gradient of every token's logits, in the place of dgate. `scratch` has nheads floats per warp.
 template <class Access>
 CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* dmoment,
                                  const float* dmass, const TssaRows& members, const TssaRows& dmembership,
@@ -77,8 +77,8 @@ CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, con
   }
 }
 
-// Sums of dlogit w^2 / c: -dc c / temp of each channel. By c first: w^2 times a small gradient underflows for channels
-// which c itself still holds.
+// Sums of dlogit w^2 / c: -dc c / temp of each channel. Divide by c first: w^2 times a small gradient underflows for
+// channels which c itself still holds.
 template <class Access>
 CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& access, const TssaTokens& w,
                                            const TssaRows& dlogit, const float* energy, int rows, float* scratch,
@@ -95,7 +95,7 @@ CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& a
   });
 }
 
-// dtemp of a sequence: the sums above, added up over a head's channels; by a warp a head.
+// dtemp of a sequence: the sums above, added up over a head's channels; one warp per head.
 CRATE_DEVICE void temp_gradient(const TssaProblem& p, const float* similarity, float* dtemp) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   for (int h = threadIdx.x / kWarp; h < p.nheads; h += warps) {
@@ -106,7 +106,7 @@ CRATE_DEVICE void temp_gradient(const TssaProblem& p, const float* similarity, f
   }
 }
 
-// What dw needs of a channel.
+// The numbers of a channel that dw needs.
 struct TssaSlopes {
   float gate, dmoment, twice, denergy;
 };
@@ -122,7 +122,7 @@ CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmomen
   return {gate, dmoment, twice, above ? -twice * similarity : 0.0f};
 }
 
-// dw; slopes(h, channel, of) gives what it needs, once for each vector of a thread.
+// dw; slopes(h, channel, of) gives the numbers of a vector's channels, once per vector of a thread.
 template <class Access, class Slopes>
 CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
                            const TssaRows& members, const TssaRows& dlogit, const TssaMask& keep, const TssaTokens& dw,

@@ -1,4 +1,4 @@
-// Which form a call of the full form takes, and its launches.
+// The full form's choice between chip and chunks, and its launches.
 #pragma once
 
 #include "full_backward.cuh"
@@ -9,7 +9,7 @@ namespace tssa_full {
 
 constexpr int kChunkThreads = 256;
 
-// How a call runs: in `cluster` blocks a sequence with its tokens on chip, or in chunks (cluster 0), or not at all.
+// One way to run a call: `cluster` blocks per sequence with its tokens on chip, or chunks (cluster 0), or not at all.
 struct Form {
   int cluster = 0, threads = kChunkThreads;
   int64_t shared_bytes = 0;
@@ -56,7 +56,7 @@ inline void put_on_chip(const TssaProblem& p, bool backward, int32_t device, For
 }
 
 // Chunks of as many tokens as give every multiprocessor four blocks, from 32 to 256, but of no more than 48 kB: a block
-// looks at a chunk twice in some steps, and what a few hundred blocks look at should still be in the caches.
+// reads its chunk twice in some steps, and the chunks of a few hundred blocks should still be in the caches.
 inline void cut_in_chunks(TssaProblem& p, bool backward, int32_t device, Form& form) {
   form.cluster = 0;
   form.threads = kChunkThreads;

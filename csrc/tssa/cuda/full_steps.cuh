@@ -1,4 +1,4 @@
-// The full form step by step, on the tokens of one block: forward. ops/tssa/reference.py has the equations.
+// The full form step by step, on the tokens of one block: forward. docs/tssa.md has the equations.
 #pragma once
 
 #include "heads.cuh"
@@ -24,7 +24,7 @@ CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const 
   }
 }
 
-// The membership of every token, by a warp a token: kept in `members`, and in `stored` if that is another place.
+// The membership of every token, one warp per token: to `members`, and to `stored`, which may be the same.
 template <class Access>
 CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* inverse,
                              bool seen, int rows, double* scratch, const TssaRows& members, const TssaRows& stored) {
@@ -64,7 +64,7 @@ CRATE_DEVICE float channel_gate(const TssaProblem& p, float moment, int index, i
   return kept_by_dropout(p, index, h, 0, 1, d, 1) != 0 ? gate * p.keep_factor : 0.0f;
 }
 
-// The same of N channels from d on; moment_of(h, channel) gives M.
+// channel_gate of N channels from d on; moment_of(h, channel) gives M.
 template <int N, class Moment>
 CRATE_DEVICE void channel_gates(const TssaProblem& p, int index, int h, int d, Moment moment_of, float (&gate)[N]) {
 #pragma unroll
@@ -75,7 +75,7 @@ CRATE_DEVICE void channel_gates(const TssaProblem& p, int index, int h, int d, M
   for (int i = 0; i < N; ++i) gate[i] *= kept >> i & 1 ? p.keep_factor : 0.0f;
 }
 
-// out = -w Pi A; gate_of(h, channel, gate) gives A, once for each vector of a thread.
+// out = -w Pi A; gate_of(h, channel, gate) gives A, once per vector of a thread.
 template <class Access, class Gate>
 CRATE_DEVICE void write_out(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
                             const TssaTokens& out, int rows, Gate gate_of) {

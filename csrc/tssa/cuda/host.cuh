@@ -49,7 +49,7 @@ inline TssaProblem tssa_problem(const Tensor& w, const TssaCall& call) {
   return p;
 }
 
-// Whether `count` neighbouring channels of every token can be read and written at once.
+// Says if `count` neighbouring channels of every token can be read and written at once.
 inline bool tssa_vectors(const Tensor& t, int64_t count) {
   const int64_t last = t.dim() - 1;
   bool fits = t.stride(last) == 1 && t.size(last) % count == 0 &&
@@ -58,7 +58,7 @@ inline bool tssa_vectors(const Tensor& t, int64_t count) {
   return fits;
 }
 
-// Lanes of a warp that share a head's channels, `count` of them a lane at a time.
+// Sets the lanes of a warp that share a head's channels, `count` of them per lane at a time.
 inline void set_lanes(TssaProblem& p, int count) {
   for (p.lanes = 1; p.lanes < 32 && p.lanes * count < p.head_dim;) p.lanes *= 2;
 }

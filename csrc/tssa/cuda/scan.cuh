@@ -11,15 +11,15 @@ struct TssaSums {
   float* sums;  // (nsequences, nchunks + 1, size): of each chunk; the total comes behind them
   int nchunks, size;
   TssaScan scan;
-  // What comes before the first chunk, or null: (nsequences, size - heads) and (nsequences, heads).
+  // Sums before the first chunk, or null: (nsequences, size - heads) and (nsequences, heads).
   const float *channels, *by_head;
   int heads;
 };
 
 constexpr int kScanColumns = 32, kScanParts = 16;
 
-// A block has 32 columns of a sequence and 16 threads a column, each with a run of chunks: of these the sums, what
-// comes before each run, and then, unless only the total is wanted, each chunk's sum is replaced by what comes before
+// A block has 32 columns of a sequence and 16 threads per column, each with a run of chunks. It adds up each run, then
+// the runs before each one. Unless only the total is wanted, it replaces each chunk's sum by that of the chunks before
 // it (or behind it, if the chunks are taken from the last one). 3 passes over the sums, or 1; in one order.
 template <class = void>
 __global__ void __launch_bounds__(kScanColumns* kScanParts) tssa_scan_chunks_kernel(TssaSums a) {

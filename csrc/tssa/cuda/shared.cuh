@@ -1,4 +1,4 @@
-// How a block's shared memory is cut up: by the launcher, which asks for so much, and by the kernel.
+// The layout of a block's shared memory, for the launcher, which asks for its size, and for the kernel.
 #pragma once
 
 #include "call.cuh"
@@ -17,13 +17,13 @@ struct TssaShared {
   }
 };
 
-// What sums over columns (8 floats a thread) and the logits of tokens (nheads doubles a warp) need, one at a time.
+// Bytes for sums over columns (8 floats per thread) or for the logits of tokens (nheads doubles per warp).
 __host__ __device__ inline int64_t tssa_scratch(const TssaProblem& p, int threads) {
   const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * p.nheads * 8;
   return columns > logits ? columns : (logits + 15) / 16 * 16;
 }
 
-// On chip: `tokens` tensors of `rows` tokens, `by_head` numbers a token and head, and sums by channel and head.
+// On chip: tensors of `rows` tokens, numbers per head and token, and sums by channel and head.
 struct TssaResident {
   int64_t tokens[2], by_head[2], first, second, channels, heads, scratch, bytes;
 

@@ -1,11 +1,11 @@
 """The causal form in Triton, forward: running sums over tokens, in chunks that are summed first.
 
-One program goes through a chunk in tiles and carries the running sums in registers. With one chunk a sequence
-(short ones, very many, and decoding) that is all: w is read once. With several, their sums of w^2 come first, then
-the membership and the sums of Pi w^2, then the output; ``scan_chunks`` adds up what comes before each chunk.
+One program goes through a chunk in tiles and carries the running sums in registers. Where a sequence is one chunk
+(short ones, very many, and decoding) that is all: w is read once. Where it is several, their sums of w^2 come first,
+then the membership and the sums of Pi w^2, then the output; ``scan_chunks`` adds up what comes before each chunk.
 
-As (read, written), in passes of batch * nheads * seqlen * head_dim * itemsize bytes and in rows like the membership, of
-batch * nheads * seqlen * 4 bytes; nothing is a matrix product:
+Traffic as (read, written). A pass is batch * nheads * seqlen * head_dim * itemsize bytes; a row, as the membership is,
+batch * nheads * seqlen * 4 bytes. There is no matrix product.
 
 ====== ====== ===== ========
 way    passes rows  launches
@@ -14,8 +14,8 @@ alone  1, 1   0, 1  1
 chunks 3, 1   1, 1  5
 ====== ====== ===== ========
 
-In chunks there are beside them two sets of sums, 1 / CHUNK of a pass each, in fp32, each written twice and read twice.
-Nothing a token gets depends, in any bit, on a later one: every running sum is added in the order of the tokens.
+Chunks add two sets of sums, 1 / CHUNK of a pass each, in fp32, each written twice and read twice. No bit of a token's
+output depends on a later token: every running sum is added in the order of the tokens.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -107,9 +107,9 @@ def _tssa_causal_fwd_kernel(
 ):
     """Do ENERGY, MEMBERS or OUTPUT on chunk ``pid % nchunks`` of a sequence, or the latter two on a whole one.
 
-    ``parts_ptr`` takes the sums of a chunk, of w^2 and of kept tokens, then of Pi w^2 and of Pi; ``sums_1_ptr`` and
-    ``sums_2_ptr`` have them added up to each chunk. The state of a cache, if any, comes before the first token;
-    where one program has the whole sequence, it also carries the state on.
+    ENERGY stores the chunk's sums of w^2 and number of kept tokens to ``parts_ptr``, MEMBERS its sums of Pi w^2 and Pi.
+    ``sums_1_ptr`` and ``sums_2_ptr`` have these added up to each chunk. The state of a cache, if any, comes before the
+    first token; a program with the whole sequence also advances it.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -122,7 +122,7 @@ def _tssa_causal_fwd_kernel(
     membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # places in the state of a cache
+    by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # offsets into the state of a cache
 
     energy, moment = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     mass, keys = tl.zeros((BLOCK_H,), tl.float32), 0.0
@@ -150,7 +150,7 @@ def _tssa_causal_fwd_kernel(
             running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
             similarity = sum_over_channels(squares / floored(running, CAUSAL_FLOOR), DIMS)
             if bias_ptr is not None:
-                # Past the end only for padded tokens, which nobody reads.
+                # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
                 there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
                 bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
@@ -184,7 +184,7 @@ def _tssa_causal_fwd_kernel(
     elif MEMBERS and not OUTPUT:
         store_sums(parts_ptr, pid, moment, mass, DIMS)
     elif MEMBERS and lengths_ptr is not None:
-        # The state is replaced when every thread has read it.
+        # Every thread reads the state before any replaces it.
         tl.debug_barrier()
         store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
         store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
@@ -199,7 +199,7 @@ def _tssa_causal_fwd_kernel(
 def causal_arguments(
     sizes: Launch, w: Tensor, temp: Tensor, denom_bias: Tensor | None, out: Tensor, membership: Tensor
 ) -> dict[str, object]:
-    """Return what the forward and decoding give the kernel alike; no state."""
+    """Return the arguments that the forward and decoding share; they have no state."""
     bias = (0, 0) if denom_bias is None else denom_bias.stride()
     return {
         "w_ptr": w,

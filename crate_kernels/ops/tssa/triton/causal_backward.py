@@ -1,8 +1,8 @@
 """The causal form in Triton, backward: two scans from the last token to the first, over running sums summed again.
 
 A program has one chunk, with every head of its tokens, and goes through it in tiles. Where a step scans backwards, the
-running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Steps,
-each with what ``scan_chunks`` made of the one before; passes and rows as in ``causal.py``, (read, written):
+running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Each
+step reads the sums that ``scan_chunks`` made of the one before. Passes and rows as in ``causal.py``, (read, written):
 
 ======= ====== ===== ===================================================
 step    passes rows  leaves
@@ -13,9 +13,10 @@ DLOGIT  2, 0   1, 1  the gradient of the logits; sums of dc / temp; dtemp
 DW      2, 1   2, 0  dw
 ======= ====== ===== ===================================================
 
-7 reads and 1 write, in 7 launches (4 where a sequence is one chunk) and 1 for ddenom_bias, which reads a row more; so
-does the gradient of the membership. Beside them the chunks' sums, four sets of 1 / CHUNK of a pass in fp32, each
-written once and read once to three times, and read and written once by its scan. No atomics: every sum has one order.
+In all 7 reads and 1 write, in 7 launches (4 where a sequence is one chunk), and 1 launch for ddenom_bias, which reads
+one row more; so does the gradient of the membership. The chunks' sums are four sets of 1 / CHUNK of a pass in fp32,
+each written once and read once to three times, and read and written once by its scan. There are no atomics: every sum
+has one order.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -116,7 +117,8 @@ def _tssa_causal_bwd_kernel(
     """Do one step on chunk ``pid % nchunks`` of a sequence.
 
     ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
-    V, ``denergies_ptr`` those of dc / temp: of a chunk where the step stores them, up to it or from it on afterwards.
+    V, ``denergies_ptr`` those of dc / temp. A step stores the sums of its chunk; later steps read those up to the chunk
+    or from it on.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -201,8 +203,8 @@ def _tssa_causal_bwd_kernel(
             if DLOGIT:
                 dtemp += tl.sum(tl.sum(per_energy * squares, 2), 0)
             else:
-                # The sums without the token itself: what it gets from itself, 1 / c - w^2 / c^2, is one term, in
-                # which a first token cancels exactly.
+                # The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that a
+                # first token's cancels exactly.
                 later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
                 own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
                 dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])

@@ -1,7 +1,7 @@
 """The gradient of ``denom_bias`` in Triton, and of ``temp`` through it: sums over the sequences of a batch.
 
-One launch reads the gradient of the logits once, 1 / head_dim of a pass over w in fp32, and the bias, and writes the
-bias's gradient. A program has some positions and goes through the sequences in their order.
+One launch reads the gradient of the logits once, which is one row, and the bias, and writes the bias's gradient. A
+program has BLOCK_N positions and goes through the sequences in their order.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -40,7 +40,7 @@ def _tssa_causal_dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum dlogit over the sequences, BLOCK_N positions a program: ddenom_bias, and the bias's part of dtemp."""
+    """Sum dlogit over the sequences, BLOCK_N positions per program: ddenom_bias, and the bias's part of dtemp."""
     pid = tl.program_id(0)
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1)
     rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
@@ -52,7 +52,7 @@ def _tssa_causal_dbias_kernel(
     inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
     places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
     bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    # The bias enters the similarity once a channel.
+    # The bias enters the similarity once per channel.
     acc *= HEAD_DIM
     store_rows(Rows(dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
     store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)

@@ -1,8 +1,8 @@
 """Decoding in Triton: the causal forward, with the state of a cache before the first token and advanced by all.
 
-A step of one token is one launch. It reads the token and writes its output, (2 itemsize) head_dim bytes a head, reads
-and writes the state, 2 head_dim + 1 values in fp32, and writes the membership: (2 itemsize + 16) head_dim + 12 bytes a
-head and a step, however much has been decoded before. A long block, as a prompt, takes the forward's chunks.
+A step of one token is one launch. Per head it moves (2 itemsize + 16) head_dim + 12 bytes, however much was decoded
+before: it reads the token and writes its output, 2 itemsize head_dim; reads and writes the state, 2 head_dim + 1 values
+in fp32; and writes the membership. A long block, as a prompt, takes the forward's chunks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place.
 
-    A step is one launch, which reads the sums and writes them back; no value is read by the host. A long block, as a
-    prompt, goes by chunks, and its sums are added to the state at the end.
+    A step is one launch, which reads the sums and writes them back; the host reads nothing. The sums of a long block,
+    which goes by chunks, are added to the state at the end.
     """
     sizes, (energy, weighted, mass, lengths) = Launch(w, Call(key_padding_mask)), state
     out, membership = operator.empty_out(w), sizes.empty_rows()

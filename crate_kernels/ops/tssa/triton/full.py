@@ -1,12 +1,12 @@
 """The full form in Triton, forward: three steps over the tokens, each with what the one before summed over all of them.
 
-A launch does all steps where one program has a whole sequence: it reads w from memory once, and again from the L2
+Where one program has a whole sequence, one launch does all steps: it reads w from memory once, and again from the L2
 cache, which holds what the programs of one wave read. Longer sequences are cut into chunks: then each step is a launch
 of its own, with the chunks' sums added up in between. ``full_backward.py`` has the same two ways.
 
-A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize bytes; a row is the membership or
-scratch like it, batch * nheads * seqlen * 4 bytes. From memory, as (read, written), beside the least that can do, in
-passes (no sums from the producer of w), with nothing that is a matrix product:
+Traffic from memory as (read, written). A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize
+bytes; a row is the membership or scratch like it, batch * nheads * seqlen * 4 bytes. The floors are the least passes
+without sums from the producer of w. There is no matrix product.
 
 ============== =============== ============== =============== ============== ======== =======
 way            forward passes  forward rows   backward passes backward rows  launches floors
@@ -15,9 +15,9 @@ whole sequence 1, 1            0, 1           2, 1            1, 2           1 +
 chunks         3, 1            1, 1           5, 1            5, 2           3 + 3    4 and 6
 ============== =============== ============== =============== ============== ======== =======
 
-One row more is read for the gradient of the membership, where there is one. In chunks the sums at two boundaries, fp32,
-1 / CHUNK of a pass each, are written and read by one ``torch.sum`` a boundary. Energies and moments, (batch, nheads,
-head_dim) in fp32, are written and read back. There are no atomics: every sum has one order, whatever runs first.
+A gradient of the membership is one row more to read. Chunks add the sums between two steps, fp32, 1 / CHUNK of a pass
+each, written and read by one ``torch.sum`` per step. Energies and moments, (batch, nheads, head_dim) in fp32, are
+written and read back. There are no atomics: every sum has one order, whatever runs first.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -118,7 +118,8 @@ def _tssa_fwd_kernel(
     """Do the steps ENERGY, MEMBERS and OUTPUT, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum w^2 and the number of kept tokens, then
-    sum Pi w^2 and sum Pi. ``parts_ptr`` takes those of each chunk; ``sums_1_ptr``, ``sums_2_ptr`` have the sequence's.
+    sum Pi w^2 and sum Pi. A step stores its chunk's to ``parts_ptr``; ``sums_1_ptr`` and ``sums_2_ptr`` have the
+    sequence's.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -162,7 +163,7 @@ def _tssa_fwd_kernel(
             similarity = sum_over_channels(squares * inverse[None, :, :], DIMS)
             members = softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
-                # Where no token is left to sum over, out and every gradient vanish with the membership.
+                # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)
             store_rows(membership_at, members, rows, rows < last, DIMS)
             weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
@@ -181,7 +182,7 @@ def _tssa_fwd_kernel(
             store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
         gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
         if MEMBERS:
-            # The membership is read back, by other threads than those that stored it.
+            # Threads read back the membership that others stored.
             tl.debug_barrier()
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)

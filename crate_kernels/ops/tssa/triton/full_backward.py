@@ -1,6 +1,6 @@
 """The full form in Triton, backward: three steps over the tokens, of which the second needs no upstream gradient.
 
-It is launched as ``full.py`` is, and counts its passes there. q is never computed again: the sum of dlogit q is
+``full.py`` says how it is launched, and counts its passes. q is never computed again: the sum of dlogit q is
 sum_d (sum_n dlogit w^2) / c, whose inner sum dc needs as well.
 """
 
@@ -96,8 +96,8 @@ def _tssa_bwd_kernel(
     """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
-    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. The latter and its
-    sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
+    ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That gradient and
+    its sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -138,7 +138,7 @@ def _tssa_bwd_kernel(
         dmass = -tl.sum(dmoment * moment, 1)
     if DLOGIT:
         if DGATE:
-            # What one step stored is read by other threads in the next.
+            # Threads read what others stored in the step before.
             tl.debug_barrier()
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
@@ -161,7 +161,7 @@ def _tssa_bwd_kernel(
             denergy, _ = load_sums(sums_2_ptr, index, DIMS)
         else:
             tl.debug_barrier()
-        # Twice by c, not once by c^2, which underflows as well.
+        # Two divisions by c: c^2 underflows as well.
         similarity = denergy / energy / scale[:, None]
         if chunk == 0:
             store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)

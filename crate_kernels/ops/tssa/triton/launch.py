@@ -1,7 +1,8 @@
-"""How the kernels of token statistics are launched: in tiles and chunks, and with the arguments that they share."""
+"""Launches of the kernels of token statistics: tiles, chunks, and the arguments that all kernels share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton.scan import scan_chunks
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_FORWARD
 
-# Arguments that no kernel gains from knowing: Triton would compile a variant for 1 and for multiples of 16.
+# Sizes vary per call: do not specialise on them. Triton would compile variants for 1 and for multiples of 16.
 RUNTIME = (
     "nsequences",
     "nchunks",
@@ -49,12 +50,12 @@ class Launch:
         return self.nheads * self.head_dim
 
     def empty_rows(self, *leading: int) -> Tensor:
-        """Allocate fp32 for a value a token and head: (..., batch, nheads, seqlen) or (..., nheads, total)."""
+        """Allocate fp32 numbers per head and token: (..., batch, nheads, seqlen) or (..., nheads, total)."""
         sizes = (self.nheads, self.total) if self.call.packed else (self.nsequences, self.nheads, self.seqlen)
         return torch.empty(*leading, *sizes, dtype=torch.float32, device=self.device)
 
     def empty_sums(self, nchunks: int, *leading: int) -> Tensor:
-        """Allocate the sums of each chunk: one a channel, and behind all of them one a head."""
+        """Allocate the sums of each chunk: one per channel, and behind them one per head."""
         size = self.nheads * (self.head_dim + 1)
         return torch.empty(*leading, self.nsequences, nchunks, size, dtype=torch.float32, device=self.device)
 
@@ -92,7 +93,7 @@ def power_of_two(size: int) -> int:
 
 
 def _chunk_of_full(sizes: Launch, config: Config, tokens: int) -> int:
-    """Return how many tokens a program takes: all of a sequence, or as many as give every multiprocessor some."""
+    """Return the tokens per program: all of a sequence, or as many as keep every multiprocessor busy."""
     size, device = sizes.seqlen * sizes.width * sizes.dtype.itemsize, launch.multiprocessors(sizes.device)
     if size <= 1024 * config["WHOLE"] or (size <= 1024 * config["CROWD"] and 2 * sizes.nsequences >= device):
         return max(sizes.seqlen, 1)
@@ -100,11 +101,22 @@ def _chunk_of_full(sizes: Launch, config: Config, tokens: int) -> int:
     return min(max(-(-share // tokens), 4) * tokens, config["CHUNK"])
 
 
-def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, arguments: dict[str, Any]) -> None:
-    """Launch all ``steps`` at once where a program has a whole sequence, else one after the other.
+def _run_steps(
+    kernel: Any, steps: tuple[str, ...], sizes: Launch, arguments: dict[str, Any], add_up: Callable[[Tensor], Tensor]
+) -> None:
+    """Launch ``steps`` one after the other; each reads what ``add_up`` made of the chunks' sums of those before it."""
+    nchunks = arguments["nchunks"]
+    for number, step in enumerate(steps, 1):
+        parts = None if step == steps[-1] else sizes.empty_sums(nchunks)
+        kernel[(sizes.nsequences * nchunks,)](
+            **arguments | {"parts_ptr": parts}, **{name: name == step for name in steps}
+        )
+        if parts is not None:
+            arguments[f"sums_{number}_ptr"] = add_up(parts)
 
-    In the latter case the sums of each step over its chunks are added up for the next.
-    """
+
+def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, arguments: dict[str, Any]) -> None:
+    """Launch all ``steps`` at once where a program has a whole sequence, else one after the other."""
     config = table.config(sizes.device, sizes.width, sizes.seqlen, False, sizes.dtype)
     heads, channels = power_of_two(sizes.nheads), power_of_two(sizes.head_dim)
     tokens = min(max(1, config["TILE"] // (heads * channels)), power_of_two(sizes.seqlen))
@@ -113,22 +125,17 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
     arguments |= {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"]}
     arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": config["num_warps"]}
     arguments |= {"sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
-    grid = (sizes.nsequences * nchunks,)
     with launch.guard(sizes.device):
         if nchunks == 1:
-            kernel[grid](**arguments, **dict.fromkeys(steps, True))
+            kernel[(sizes.nsequences,)](**arguments, **dict.fromkeys(steps, True))
             return
-        for number, step in enumerate(steps, 1):
-            parts = None if step == steps[-1] else sizes.empty_sums(nchunks)
-            kernel[grid](**arguments | {"parts_ptr": parts}, **{name: name == step for name in steps})
-            if parts is not None:
-                arguments[f"sums_{number}_ptr"] = parts.sum(1)
+        _run_steps(kernel, steps, sizes, arguments, lambda parts: parts.sum(1))
 
 
 def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[str, int], int]:
-    """Return the arguments of a tile and a chunk, and how many chunks a sequence has.
+    """Return the arguments that cut a sequence into tiles and chunks, and the number of its chunks.
 
-    ``alone``: one program takes a whole sequence where there are enough of these to fill the device.
+    ``alone``: where there are enough sequences to fill the device, each is one chunk.
     """
     config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
     heads, channels = power_of_two(sizes.nheads), power_of_two(sizes.head_dim)
@@ -148,15 +155,10 @@ def run_causal(kernel: Any, sizes: Launch, arguments: dict[str, Any]) -> tuple[T
     """Launch the forward in one go, or by chunks; return the sums over all of these."""
     tile, nchunks = causal_tile(CAUSAL_FORWARD, sizes, alone=True)
     arguments |= {**tile, "sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
-    grid, steps = (sizes.nsequences * nchunks,), ("ENERGY", "MEMBERS", "OUTPUT")
+    steps = ("ENERGY", "MEMBERS", "OUTPUT")
     with launch.guard(sizes.device):
         if nchunks == 1:
-            kernel[grid](**arguments, ENERGY=False, MEMBERS=True, OUTPUT=True)
+            kernel[(sizes.nsequences,)](**arguments, ENERGY=False, MEMBERS=True, OUTPUT=True)
             return None
-        for number, step in enumerate(steps, 1):
-            parts = None if step == steps[-1] else sizes.empty_sums(nchunks)
-            kernel[grid](**arguments | {"parts_ptr": parts}, **{name: name == step for name in steps})
-            if parts is not None:
-                scan_chunks(parts)
-                arguments[f"sums_{number}_ptr"] = parts
+        _run_steps(kernel, steps, sizes, arguments, scan_chunks)
         return arguments["sums_1_ptr"][:, -1], arguments["sums_2_ptr"][:, -1]

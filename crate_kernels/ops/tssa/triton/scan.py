@@ -49,8 +49,8 @@ def _join_blocks(sums, totals, SIZE: tl.constexpr):
 def suffix_sums(x):
     """Return the sums over tokens, the first of three dimensions, from each one on, by doubling blocks of tokens.
 
-    ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles an element, whatever its layout.
-    Where a thread has all tokens of its channels, this takes none.
+    ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles per element, whatever its layout.
+    This takes none where a thread has all tokens of its channels.
     """
     sums, totals = x, x
     for level in tl.static_range(10):
@@ -115,12 +115,13 @@ def _scan_chunks_kernel(sums_ptr, nchunks, size, REVERSE: tl.constexpr, BLOCK_C:
         carried += tl.sum(values, 0)
 
 
-def scan_chunks(sums: Tensor, reverse: bool = False) -> None:
-    """Add up (..., nchunks, size) in place over the chunks up to each one, or from each one on."""
+def scan_chunks(sums: Tensor, reverse: bool = False) -> Tensor:
+    """Add up (..., nchunks, size) in place over the chunks up to each one, or from each one on; return it."""
     nchunks, size = sums.shape[-2:]
     if nchunks == 1:
-        return
+        return sums
     rows = sums.numel() // (nchunks * size) if sums.numel() else 0
     _scan_chunks_kernel[(rows * triton.cdiv(size, _COLUMNS),)](
         sums_ptr=sums, nchunks=nchunks, size=size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
     )
+    return sums

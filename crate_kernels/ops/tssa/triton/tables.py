@@ -3,11 +3,17 @@
 They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
 user's GPU.
 
-Keyed by the channels of a token, all heads together, in the place of head_dim. TILE counts the elements of a tile, of
-which one takes 16 fp32 registers of 256 threads; TOKENS its tokens; CHUNK the tokens of a program, at most, where it
-has not the whole sequence. It has where that is below WHOLE kB, whose program is done before further launches would
-have begun; or below CROWD kB, which every multiprocessor can keep in its share of the L2 cache (50 MB by 132 on an
-H100), if half of them get one. STAGES is the depth of the loads' pipeline.
+Keyed by the channels of a token, all heads together, in the place of head_dim.
+
+====== =========================================================================================================
+TILE   elements per tile; a tile of 4096 takes 16 fp32 registers of 256 threads
+TOKENS tokens per tile
+CHUNK  most tokens per program, where it has not the whole sequence
+WHOLE  kB of a sequence up to which one program has it: it is done before further launches would have begun
+CROWD  the same where half of the multiprocessors get one: each keeps its own in its share of the L2 cache, which is
+       50 MB by 132 on an H100
+STAGES depth of the loads' pipeline
+====== =========================================================================================================
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ def _causal(tokens: int, chunk: int, stages: int) -> Config:
     return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages}
 
 
-# A program a sequence wherever its share of the cache may hold it, or chunks always.
+# One program per sequence wherever its share of the cache may hold it, or chunks always.
 _FULL_CANDIDATES = tuple(
     _full(tile, chunk, stages, warps, whole, crowd)
     for (whole, crowd, chunk), tile, stages, warps in itertools.product(

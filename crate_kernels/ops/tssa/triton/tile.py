@@ -5,7 +5,7 @@ Padding is loaded as zero: beyond a tensor there are lanes, never bytes.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Rows(NamedTuple):
 
 @triton.jit
 def floored(x, FLOOR: tl.constexpr):
-    """Return max(x, FLOOR) that lets NaN through, which ``tl.maximum`` would not."""
+    """Return max(x, FLOOR), or NaN for NaN, which ``tl.maximum`` would not."""
     return tl.where(x < FLOOR, FLOOR, x)
 
 
 @triton.jit
 def chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
-    """Return what a program works on: sequence, chunk, the sequence's first row and length, the chunk's tokens.
+    """Return a program's sequence and chunk, the sequence's first row and length, the chunk's first token and its end.
 
-    A chunk is the tokens from the last but one result to the last, counted within the sequence.
+    The tokens of a chunk are counted within the sequence.
     """
     pid = tl.program_id(0)
     index, chunk = pid // nchunks, pid % nchunks
@@ -94,7 +94,7 @@ def _tokens_exist(there, DIMS: tl.constexpr):
 
 @triton.jit
 def load_tokens(at, rows, end, DIMS: tl.constexpr):
-    """Load a tile of tokens in fp32."""
+    """Load a tile of tokens in fp32, (BLOCK_N, BLOCK_H, BLOCK_D)."""
     inside = _tokens_exist(rows < end, DIMS)
     return tl.load(_token_places(at, rows, DIMS), mask=inside, other=0.0).to(tl.float32)
 
@@ -167,7 +167,7 @@ def store_heads(ptr, value, DIMS: tl.constexpr):
 
 @triton.jit
 def load_sums(ptr, number, DIMS: tl.constexpr):
-    """Load sums over tokens: one a channel, and behind all of them one a head; ``number`` counts such rows."""
+    """Load set ``number`` of sums over tokens: one per channel, and behind them one per head."""
     row = ptr + number.to(tl.int64) * (DIMS.NHEADS * (DIMS.HEAD_DIM + 1))
     return load_channels(row, DIMS), load_heads(row + DIMS.NHEADS * DIMS.HEAD_DIM, DIMS)
 
@@ -193,8 +193,8 @@ def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexp
 def sum_over_channels(x, DIMS: tl.constexpr):
     """Return the sums of a tile over its channels in float64, of which eight at a time are still added in float32.
 
-    Eight neighbours are in one thread; the exchange between threads is of one number a head. The few elements of one
-    token, as in decoding, are float64 from the start: they would go through shared memory to be grouped.
+    Eight neighbours are in one thread, and threads exchange one number per head. The few elements of one token, as in
+    decoding, are float64 from the start: they would go through shared memory to be grouped.
     """
     if x.shape[0] == 1:
         return tl.sum(x.to(tl.float64), 2)
@@ -207,9 +207,9 @@ def sum_over_channels(x, DIMS: tl.constexpr):
 def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
 
-    Up to their difference from the largest, logits are float64: a token that dominates its channels has q near
-    head_dim, and in float32 the logits of all its heads would lose what tells them apart. It is one number a head.
-    Beyond the last token q is 0, and an infinite temp times 0 is no number.
+    Logits are float64 until the largest is taken away: a token that dominates its channels has q near head_dim, and in
+    float32 the logits of all its heads would be alike. It is one number per head. Beyond the last token q is 0, and an
+    infinite temp times 0 is no number.
     """
     logits = temp.to(tl.float64)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
@@ -221,8 +221,8 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
 def softmax_backward(members, dmembers):
     """Return the gradient of the logits, (BLOCK_N, BLOCK_H).
 
-    The mean is taken away twice. Of a head that has nearly all of its token, the first difference is mostly the
-    rounding of two large numbers, the membership's from 1 among it; of small ones the second sum is exact enough.
+    The mean is taken away twice. Where a head has nearly all of its token, the first difference is mostly the rounding
+    of two large numbers; the second sum is of small ones, and exact enough.
     """
     dmembers -= tl.sum(members * dmembers, 1)[:, None]
     return members * (dmembers - tl.sum(members * dmembers, 1)[:, None])
@@ -234,7 +234,7 @@ def clear_uncovered(
 ):
     """Write zeros to the packed rows between sequence ``index`` and the next one, and to those before the first.
 
-    ``tokens_at`` and ``rows_at``, the latter possibly None, are of the whole tensors. Mostly there is no such row.
+    ``tokens_at`` and ``rows_at``, which may be None, are the whole tensors. Mostly there is no such row.
     """
     first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
     start, _ = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)

@@ -50,7 +50,7 @@ def _make(table: Table, nheads: int, head_dim: int, seqlen: int, device: str = "
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
             w, temp, *bias = leaves = [t.to(dtype, copy=True).requires_grad_(is_backward) for t in inputs]
             if causal:
-                outputs = reference.forward_causal(w, temp, *bias, Call())
+                outputs = reference.forward_causal(w, temp, bias[0], Call())
             else:
                 outputs = reference.forward(w, temp, Call())
             if not is_backward:
