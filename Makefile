@@ -1,5 +1,6 @@
 # Needs Python >= 3.11 with venv; everything else goes into .venv, at the versions of constraints.txt.
 # ARGS is passed on: make test ARGS='-k tssa', make demo ARGS=--help
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
 OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language bench)
@@ -7,38 +8,52 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: demo test aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
+.PHONY: help demo test aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
 
+help:
+	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
+		/^[a-z-]+:/ { if (text) printf "  make %-15s %s\n", substr($$1, 1, length($$1) - 1), text; text = "" }' $(MAKEFILE_LIST)
+	@echo; echo "ARGS is passed on: make test ARGS='-k tssa'"
+
+##@ Use
+## train a CRATE on real digits with everything here, into demo-output/
 demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
+##@ Test
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
 SPREAD = -n auto --dist worksteal
+## every test that needs no GPU
 test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
 
-# Every kernel for every GPU and head_dim; the suite compiles a covering set of them. No GPU is needed.
+# Of every head_dim; the suite compiles a covering set.
+## compile every Triton kernel for every GPU, without one
 aot: .venv/test.stamp
 	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.
 SHARD ?= 1/1
+## the kernels on this machine's GPU; SHARD=1/3 for a third of it
 test-gpu:
 	$(PYTHON) -m tests.gpu --shard $(SHARD) $(ARGS)
 
-# Every test of the operators on the CUDA kernels, which g++ compiles and a CPU runs; the suite has tests of their own.
+# g++ compiles them; the suite has tests of their own.
+## every operator test on the CUDA kernels, which a CPU runs
 test-emulated: .venv/test.stamp
 	$(BIN)/python -m pytest -p tests.tools.emulator.plugin tests/ops -k emulated $(ARGS)
 
-# Hundreds of drawn calls an operator and backend, other ones each time; the suite runs a few dozen.
+# Other calls each time; the suite runs a few dozen.
+## hundreds of drawn calls of every operator and backend
 fuzz: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
-# 20,000 drawn calls against equations that share no code with the package or its tests; it goes on where it was stopped.
+# It goes on where it was stopped.
 # make fuzz-apart ARGS='--seed 7' prints and repeats one of them.
+## 20,000 drawn calls against equations that share no code with the tests
 fuzz-apart: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m tests.apart $(ARGS)
 
@@ -47,13 +62,16 @@ fuzz-apart: .venv/test.stamp .venv/extension.stamp
 # Python itself is not compiled so: the runtimes come first by preloading.
 SANITIZED = HOME=$(CURDIR)/.venv/sanitized
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
+## the C++ kernels under the address and undefined-behaviour sanitizers
 test-sanitize: .venv/test.stamp
 	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
 		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
 
+##@ Change
 # The variable spares pyright its question for a newer release, which needs a network.
+## formatters, linters, types, and the docs without a warning
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -61,27 +79,31 @@ check: .venv/dev.stamp
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard $(addprefix tests/tools/emulator/*.,cpp h cu)))
 	$(SPHINX)
 
-# The pages of docs/ and the reference of the public names, in docs/_build/index.html.
 SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build
+## the pages of docs/ and the reference, into docs/_build/index.html
 docs: .venv/docs.stamp
 	$(SPHINX)
 
+##@ Measure
 # Less than 5 minutes on two cores; make bench ARGS='--tier full --results FILE.json' has every case.
+## the benchmarks, in some minutes
 bench: .venv/dev.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
 # make bench-gpu SHARD=1/6: a part of the benchmarks of this machine's GPU, with the Python that is active. It stops after
 # 8 minutes; run again, it goes on. What is in RESULTS in the end goes to benchmarks/results/<gpu>/.
 RESULTS ?= bench-output
+## the benchmarks of this machine's GPU; SHARD=1/6 for a sixth of them
 bench-gpu:
 	$(PYTHON) -m pytest benchmarks --benchmark-only --bench-device cuda --shard $(SHARD) --minutes 7 \
 		--results $(RESULTS) $(ARGS)
 
-# What README.md and docs/ say of speed, from benchmarks/results/.
+## write the tables of README.md and docs/ from benchmarks/results/
 tables: .venv/test.stamp
 	$(BIN)/python -m benchmarks.tables
 
-# Everything that the other targets made.
+##@ Tidy
+## remove what the other targets made
 clean:
 	rm -rf .venv build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -95,7 +117,7 @@ clean:
 	touch $@
 
 # Without a compiler everything works on the composite backend, so a failure is shown and passed over.
-.venv/extension.stamp: $(CPP) crate_kernels/_native/build.py .venv/made.stamp
+.venv/extension.stamp: $(CPP) $(wildcard crate_kernels/_native/*.py) .venv/made.stamp
 	-$(BIN)/python -m crate_kernels build
 	touch $@
 

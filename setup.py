@@ -5,9 +5,11 @@ Under build isolation there is no PyTorch by design: to compile, install with `p
 afterwards run `python -m crate_kernels build`. The CUDA library is left out beside a PyTorch without CUDA or a GPU.
 """
 
-import runpy
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -15,60 +17,63 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-# By path: importing the package would import PyTorch, which an isolated build does not have.
-BUILD = runpy.run_path(str(ROOT / "crate_kernels" / "_native" / "build.py"))
+# The builder as a package of its own: to import crate_kernels is to import PyTorch, which an isolated build lacks.
+sys.modules["_native"] = ModuleType("_native")
+sys.modules["_native"].__path__ = [str(ROOT / "crate_kernels" / "_native")]
+build = import_module("_native.build")
 CPU, CUDA = "crate_kernels._cpu", "crate_kernels._cuda"
 
 
-def compile_cuda(target):
+def compile_cuda(target, objects):
     import torch
 
     if torch.version.cuda is None:
-        raise BUILD["BuildError"]("this PyTorch has no CUDA")
+        raise build.BuildError("this PyTorch has no CUDA")
     if not torch.cuda.is_available():
-        raise BUILD["BuildError"]("PyTorch sees no GPU; python -m crate_kernels build --cuda compiles it all the same")
-    BUILD["compile_cuda"](ROOT / "csrc", target, BUILD["cuda_archs"]())
+        raise build.BuildError("PyTorch sees no GPU; python -m crate_kernels build --cuda compiles it all the same")
+    build.compile_cuda(ROOT / "csrc", target, build.cuda_archs(), objects)
 
 
 class OptionalBuild(build_ext):
     """Compile with the package's own builder; a failure leaves out what failed."""
 
     def get_ext_filename(self, fullname):
-        """Name the file: one serves every Python."""
+        """Return the file name without a Python version: one file serves every Python."""
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext):
         """Compile, or print why not."""
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.unlink(missing_ok=True)  # a build folder may hold an older one
+        objects = Path(self.build_temp).absolute()
         try:
             if ext.name == CUDA:
-                compile_cuda(target)
+                compile_cuda(target, objects)
             else:
-                BUILD["compile_extension"](ROOT / "csrc", target)
-        # Everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
+                build.compile_extension(ROOT / "csrc", target, objects)
+        # Catch everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
         except Exception as error:
             what = "the CUDA library" if ext.name == CUDA else "pure-Python install, the C++ extension"
             print(f"crate_kernels: {what} is left out: {error}")
             self.extensions.remove(ext)
 
     def build_extensions(self):
-        """Compile each of a copy of the list, from which what failed is removed."""
+        """Compile each; those that fail are removed from the list, so go through a copy of it."""
         for ext in list(self.extensions):
             self.build_extension(ext)
 
 
 class HonestWheel(bdist_wheel):
-    """Tag the wheel by what is in it: any machine where nothing was compiled, and any Python in either case."""
+    """Tag the wheel by its content: for any Python, and for any machine if nothing was compiled."""
 
     def run(self):
-        """Compile first: what failed is left out, and only then is it known whether the wheel is of one machine."""
+        """Compile first: the wheel is for one machine only if something compiled."""
         self.run_command("build")
         self.root_is_pure = not self.distribution.has_ext_modules()
         super().run()
 
     def get_tag(self):
-        """Return the tag: a library that was compiled is bound to PyTorch's stable ABI, not to Python's."""
+        """Return a tag for any Python: a compiled library is bound to PyTorch's stable ABI, not to Python's."""
         return "py3", "none", super().get_tag()[2]
 
 

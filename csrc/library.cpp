@@ -12,7 +12,7 @@
 namespace crate_kernels {
 namespace {
 
-// Found in the file by _build.py: whether a binary is of these sources is known without loading it.
+// Found in the file by libraries.py: whether a binary is of these sources is known without loading it.
 const char kSources[] = "crate_kernels sources " CRATE_QUOTED(CRATE_SOURCES);
 
 // Lines of "key value".

@@ -1,4 +1,4 @@
-"""Loads the C++ extension and the CUDA library where they were built: beside the package, or in the user's cache."""
+"""Loads the C++ extension and the CUDA library from beside the package or from the user's cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch  # whose libraries the extension links against
 
-from crate_kernels._native import build
+from crate_kernels._native import libraries
 
-# Looked for once: a call must cost no look at the disk.
-PATH = build.find()
-# A CPU or ROCm PyTorch lacks what the CUDA library calls.
-CUDA_PATHS = build.find_cuda() if torch.version.cuda else ()
+# Searched once, at import: a call must not touch the disk.
+PATH = libraries.find()
+# The CUDA library needs a PyTorch with CUDA: a CPU or ROCm one lacks functions that it calls.
+CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
 _loaded: list[Path] = []
 _cuda_loaded: list[Path] = []
 
@@ -47,7 +47,7 @@ def set_cpu_capability(level: str) -> None:
 
 
 def load_cuda() -> Path:
-    """Register ``torch.ops.crate_kernels_C.cuda_*`` and return the library that has them: that of this GPU if any."""
+    """Register ``torch.ops.crate_kernels_C.cuda_*`` and return their library: the one for this GPU, if any is."""
     if not _cuda_loaded:
         if not CUDA_PATHS:
             raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
@@ -73,7 +73,7 @@ def kernel_names() -> list[str]:
 
 
 def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
-    """Say what a CUDA kernel takes of the current GPU.
+    """Say how much of the current GPU a CUDA kernel uses.
 
     Args:
         name: one of ``kernel_names``.
@@ -81,8 +81,8 @@ def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> d
         shared_bytes: dynamic shared memory of a block, none by default.
 
     Returns:
-        registers, static_shared_bytes and local_bytes (where spilled registers go) a thread or block; max_threads a
-        block; ptx and binary, the architectures compiled for; blocks_per_multiprocessor of that size.
+        registers and local_bytes (spilled registers) per thread; static_shared_bytes and max_threads per block; ptx
+        and binary, the architectures that it was compiled for; blocks_per_multiprocessor, of that size.
 
     Raises:
         RuntimeError: there is no such kernel, or no GPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile what is not there yet; return 1 if that failed, but for a CUDA library that has no GPU or no nvcc."""
     if args.cuda:
-        return _report(_build.build_cuda_cached)
-    status = _report(_build.build_cached)
+        return _build_and_report(_build.build_cuda_cached)
+    status = _build_and_report(_build.build_cached)
     if torch.version.cuda is None:
         return status
     if not torch.cuda.is_available():
@@ -37,16 +38,24 @@ def run(args: argparse.Namespace) -> int:
     except _build.BuildError as error:
         print(f"build: the CUDA library is left out: {error}")
         return status
-    return max(status, _report(_build.build_cuda_cached))
+    return max(status, _build_and_report(_build.build_cuda_cached))
 
 
-def _report(build: Callable[[], tuple[Path, bool]]) -> int:
+def _build_and_report(build: Callable[..., tuple[Path, bool]]) -> int:
     start = time.perf_counter()
     try:
-        path, compiled = build()
+        path, compiled = build(show=_show)
     except (_build.BuildError, OSError) as error:  # OSError: a full disk, for one
+        _show("")
         print(f"build: {error}")
         return 1
+    _show("")
     took = f"compiled in {time.perf_counter() - start:.0f} s" if compiled else "already there"
     print(f"build: {path} ({took})")
     return 0
+
+
+def _show(line: str) -> None:
+    """Replace the last line of a terminal; a log gets the result alone."""
+    if sys.stdout.isatty():
+        print(f"\r\x1b[K{line}", end="", flush=True)

@@ -12,8 +12,8 @@ import torch
 
 from crate_kernels import __version__
 from crate_kernels._core import backends as _backend
-from crate_kernels._native import build
 from crate_kernels._native import extension as _extension
+from crate_kernels._native import libraries
 from crate_kernels.cli import table
 
 
@@ -57,7 +57,7 @@ def _extension_facts() -> dict[str, Any]:
     """Say what the C++ extension is, or how to get it."""
     if _extension.PATH is None:
         advice = "python -m crate_kernels build, with a C++ compiler installed"
-        if build.source_folder() is None:
+        if libraries.source_folder() is None:
             advice = "install from a source distribution: the C++ sources are not here"
         return {"path": None, "advice": advice}
     return {"path": str(_extension.PATH), "capability": _extension.cpu_capability(), **_extension.build_info()}

@@ -14,19 +14,22 @@ from torch.utils.cpp_extension import include_paths
 
 from crate_kernels._native import build as _build
 from crate_kernels._native import extension as _extension
+from crate_kernels._native import libraries as _libraries
+from crate_kernels._native import ninja_build
 from crate_kernels.cli import main
 
-SOURCES = _build.source_folder()
+SOURCES = _libraries.source_folder()
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="needs the C++ sources: run from a checkout")
-# Writes where it is asked to what a library says of its sources; the linker copies the first object.
-WRITE = r"""PATH=/usr/bin:/bin
+# Writes where it is asked to what a library says of its sources; the linker joins the objects.
+WRITE = r"""case "$*" in *--version*) exit;; esac
+PATH=/usr/bin:/bin
 for last; do
   case "$last" in
   -DCRATE_SOURCES=*) sources="${last#*=}";;
-  *.o) test -n "$object" || object="$last";;
+  *.o) objects="$objects $last";;
   esac
 done
-case "$*" in *-shared*) cat "$object" > "$last";; *) printf 'crate_kernels sources %s\0' "$sources" > "$last";; esac
+case "$*" in *-shared*) cat $objects > "$last";; *) printf 'crate_kernels sources %s\0' "$sources" > "$last";; esac
 """
 SLOW_COMPILER = """#!/bin/sh
 # Remembers that it was asked to link.
@@ -57,8 +60,10 @@ def build(tmp_path, monkeypatch, capsys):
 
 
 def left(folder):
-    """List the files of a cache."""
-    return [path.name for path in (folder / ".cache").rglob("*") if path.is_file()]
+    """List the files of a cache but for those of the folders in which the next build goes on."""
+    cache = folder / ".cache" / "crate_kernels"
+    files = [path.relative_to(cache) for path in cache.rglob("*") if path.is_file()]
+    return [path.name for path in files if not path.parts[0].startswith("objects-")]
 
 
 def test_parallel_first_use_builds_once(tmp_path, compiler):
@@ -123,7 +128,7 @@ def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler,
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_build.os, "replace", full)
+    monkeypatch.setattr(ninja_build.os, "replace", full)
     assert build(compiler[0]) == (1, "build: [Errno 28] No space left on device\n")
     assert left(tmp_path) == ["lock"]
 
@@ -131,17 +136,17 @@ def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler,
 def test_a_change_of_the_sources_is_another_build(tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(SOURCES, copy)
-    before = _build.source_hash(copy)
-    assert before == _build.source_hash(SOURCES)
+    before = _libraries.source_hash(copy)
+    assert before == _libraries.source_hash(SOURCES)
     (copy / "library.cpp").write_text("// changed\n")
-    assert _build.source_hash(copy) != before
-    assert _build.cache_folder(before) != _build.cache_folder(_build.source_hash(copy))
+    assert _libraries.source_hash(copy) != before
+    assert _libraries.cache_folder(before) != _libraries.cache_folder(_libraries.source_hash(copy))
 
 
 def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch):
     def identity():
-        extension, library = _build.source_hash(SOURCES), _build.cuda_source_hash(SOURCES)
-        return extension, library, _build.cache_folder("0"), _build.cuda_cache_folder("0")
+        extension, library = _libraries.source_hash(SOURCES), _libraries.cuda_source_hash(SOURCES)
+        return extension, library, _libraries.cache_folder("0"), _libraries.cuda_cache_folder("0")
 
     def changed(*changes):
         before = identity()
@@ -149,43 +154,43 @@ def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch
             patch.setattr(*changes)
             return [a != b for a, b in zip(identity(), before, strict=True)]
 
-    assert changed(_build, "_FLAGS", (*_build._FLAGS, "-g")) == [True, False, False, False]
-    assert changed(_build, "_CUDA_FLAGS", (*_build._CUDA_FLAGS, "-g")) == [False, True, False, False]
+    assert changed(_libraries, "FLAGS", (*_libraries.FLAGS, "-g")) == [True, False, False, False]
+    assert changed(_libraries, "CUDA_FLAGS", (*_libraries.CUDA_FLAGS, "-g")) == [False, True, False, False]
     assert changed(torch, "__version__", "2.99") == [False, False, True, False]  # the CUDA library fits every PyTorch
-    assert changed(_build, "_PLATFORM", "linux-riscv64") == [False, False, True, True]
+    assert changed(_libraries, "PLATFORM", "linux-riscv64") == [False, False, True, True]
 
 
 def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    beside = tmp_path / _build.EXTENSION
-    assert _build.find() is None
+    beside = tmp_path / _libraries.EXTENSION
+    assert _libraries.find() is None
     beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
-    assert _build.find() is None
-    beside.write_bytes(b"..." + _build._marker(_build.source_hash(SOURCES)) + b"...")
-    assert _build.find() == beside
-    monkeypatch.setattr(_build, "source_folder", lambda: None)  # no sources, nothing to compare with
+    assert _libraries.find() is None
+    beside.write_bytes(b"..." + _libraries.marker(_libraries.source_hash(SOURCES)) + b"...")
+    assert _libraries.find() == beside
+    monkeypatch.setattr(_libraries, "source_folder", lambda: None)  # no sources, nothing to compare with
     beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
-    assert _build.find() == beside
+    assert _libraries.find() == beside
     beside.write_bytes(b"another library")
-    assert _build.find() is None
+    assert _libraries.find() is None
 
 
 def test_the_users_own_build_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    sources = _build.source_hash(SOURCES)
-    cached = _build.cache_folder(sources) / _build.EXTENSION
+    sources = _libraries.source_hash(SOURCES)
+    cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
     cached.parent.mkdir(parents=True)
-    cached.write_bytes(_build._marker(sources))
-    assert _build.find() == cached
+    cached.write_bytes(_libraries.marker(sources))
+    assert _libraries.find() == cached
 
 
 def elf(sources, order="little"):
     """Return what tells a whole file: a header that says where the table of sections is, the marker, that table."""
-    marker = _build._marker(sources)
+    marker = _libraries.marker(sources)
     table = 64 + len(marker)
     header = bytearray(64)
     header[:6] = b"\x7fELF\x02" + bytes([1 if order == "little" else 2])
@@ -199,29 +204,29 @@ CUT = {"nothing": 0, "part of the header": 30, "header": 64, "no sections": 64 +
 @pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
 def test_what_is_left_of_a_library_is_neither_loaded_nor_already_there(cut, tmp_path, monkeypatch, compiler, build):
     """The process that maps it ends by SIGBUS."""
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    sources = _build.source_hash(SOURCES)
-    cached = _build.cache_folder(sources) / _build.EXTENSION
+    sources = _libraries.source_hash(SOURCES)
+    cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
     cached.parent.mkdir(parents=True)
     for order in ("little", "big"):
         cached.write_bytes(elf(sources, order))
-        assert _build.find() == cached
+        assert _libraries.find() == cached
         cached.write_bytes(elf(sources, order)[:cut])
-        assert _build.find() is None
+        assert _libraries.find() is None
     status, said = build(compiler[0])
     assert status == 0
     assert "compiled in" in said
-    assert _build.find() == cached
+    assert _libraries.find() == cached
     assert "already there" in build(compiler[0])[1]
 
 
 @pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
 def test_a_linkers_own_file_is_whole_and_a_part_of_it_is_not():
     content = _extension.PATH.read_bytes()
-    assert _build._whole(content)
-    assert not any(_build._whole(content[: len(content) * part // 8]) for part in range(1, 8))
+    assert _libraries._is_whole(content)
+    assert not any(_libraries._is_whole(content[: len(content) * part // 8]) for part in range(1, 8))
 
 
 HOMES = {
@@ -237,11 +242,11 @@ def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message,
         raise RuntimeError("Could not determine home directory.")
 
     (tmp_path / "file").touch()
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", none if home is None else lambda: home(tmp_path))
-    assert _build.find() is None
-    assert _build.find_cuda() == ()
+    assert _libraries.find() is None
+    assert _libraries.find_cuda() == ()
     for command in (["build"], ["build", "--cuda"]):
         monkeypatch.setattr(_build, "find_nvcc", lambda: "nvcc")
         assert main(command) == 1
@@ -255,7 +260,7 @@ STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_t
 def test_the_extension_includes_nothing_but_pytorchs_stable_headers():
     """Others refuse TORCH_TARGET_VERSION on some PyTorch, or are of one Python, and a floor that nobody runs breaks."""
     folders = include_paths()
-    command = ["c++", *_build._FLAGS, "-DCRATE_SOURCES=0", *(f"-isystem{path}" for path in folders), "-M"]
+    command = ["c++", *_libraries.FLAGS, "-DCRATE_SOURCES=0", *(f"-isystem{path}" for path in folders), "-M"]
     done = subprocess.run([*command, *map(str, SOURCES.rglob("*.cpp"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = {word for word in done.stdout.split() if word.endswith(".h")}
@@ -292,6 +297,7 @@ def toolkit(tmp_path, monkeypatch):
         return log
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    (tmp_path / "cat").symlink_to(shutil.which("cat"))  # prints what a failed nvcc said; there is no nvcc in this PATH
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     install.folder = folder
@@ -366,7 +372,7 @@ def test_an_nvcc_that_does_not_fit_is_refused_with_the_reason(release, cuda, mes
 
 
 def test_a_cuda_library_without_nvcc_is_left_out_and_no_failure(toolkit, monkeypatch, capsys):
-    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_cpu.so"), False))
+    monkeypatch.setattr(_build, "build_cached", lambda show: (Path("_cpu.so"), False))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["build"]) == 0
@@ -386,7 +392,7 @@ MACHINES = {
 def test_build_compiles_the_cuda_library_where_there_is_a_gpu(cuda, gpu, said, toolkit, monkeypatch, capsys):
     """It takes five minutes, and without a GPU nobody needs it."""
     log = toolkit()
-    monkeypatch.setattr(_build, "build_cached", lambda: (Path("_cpu.so"), False))
+    monkeypatch.setattr(_build, "build_cached", lambda show: (Path("_cpu.so"), False))
     monkeypatch.setattr(_build, "cuda_archs", lambda: _build.CUDA_ARCHS)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -403,14 +409,14 @@ def test_a_failed_nvcc_says_why_and_leaves_nothing(tmp_path, toolkit, monkeypatc
     toolkit(ending="echo no such architecture >&2; exit 1")
     assert main(["build", "--cuda"]) == 1
     assert "no such architecture" in capsys.readouterr().out
-    assert [p.name for p in (tmp_path / ".cache").rglob("*") if p.is_file()] == ["lock"]
+    assert left(tmp_path) == ["lock"]
 
 
 CHANGES = {
-    "kernels": ("ista/update.cuh", False, True),
-    "launchers": ("ista/ista_cuda.cu", False, True),
-    "cpu": ("ista/ista_cpu.cpp", True, False),
-    "cpu-header": ("ista/kernels.h", True, False),
+    "kernels": ("ista/cuda/update.cuh", False, True),
+    "launchers": ("ista/cuda/ista_cuda.cu", False, True),
+    "cpu": ("ista/cpu/ista_cpu.cpp", True, False),
+    "cpu-header": ("ista/cpu/kernels.h", True, False),
     "shared": ("common/dtype.h", True, True),
 }
 
@@ -419,27 +425,28 @@ CHANGES = {
 def test_a_change_rebuilds_what_is_made_of_it_and_nothing_else(name, extension, library, tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(SOURCES, copy)
-    before = _build.source_hash(copy), _build.cuda_source_hash(copy)
+    before = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
+    assert (copy / name).exists()
     with open(copy / name, "a") as file:
         file.write("// changed\n")
-    after = _build.source_hash(copy), _build.cuda_source_hash(copy)
+    after = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
     assert (before[0] != after[0], before[1] != after[1]) == (extension, library)
 
 
 def test_a_cuda_library_of_other_sources_is_not_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    installed, sources = tmp_path / "_cuda.so", _build.cuda_source_hash(SOURCES)
-    assert _build.find_cuda() == ()
-    installed.write_bytes(_build._marker("0123456789abcdef"))
-    assert _build.find_cuda() == ()
-    installed.write_bytes(b"..." + _build._marker(sources) + b"...")
-    own = _build.cuda_cache_folder(sources) / "_cuda-80.so"
+    installed, sources = tmp_path / "_cuda.so", _libraries.cuda_source_hash(SOURCES)
+    assert _libraries.find_cuda() == ()
+    installed.write_bytes(_libraries.marker("0123456789abcdef"))
+    assert _libraries.find_cuda() == ()
+    installed.write_bytes(b"..." + _libraries.marker(sources) + b"...")
+    own = _libraries.cuda_cache_folder(sources) / "_cuda-80.so"
     own.parent.mkdir(parents=True)
     own.touch()
-    assert _build.find_cuda() == (installed,)
-    own.write_bytes(_build._marker(sources))
-    assert _build.find_cuda() == (installed, own)
+    assert _libraries.find_cuda() == (installed,)
+    own.write_bytes(_libraries.marker(sources))
+    assert _libraries.find_cuda() == (installed, own)
     installed.write_bytes(elf(sources)[:-1])
-    assert _build.find_cuda() == (own,)
+    assert _libraries.find_cuda() == (own,)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels._native import build
+from crate_kernels._native import build, libraries
 from tests.native import report
 
 # Of PyTorch's CUDA half; a CPU PyTorch has everything else.
@@ -25,7 +25,7 @@ RECORDED = Path(__file__).with_name("spills.json")
 @pytest.fixture(scope="module")
 def built():
     """Compile for every architecture, once a change of the sources."""
-    if build.source_folder() is None:
+    if libraries.source_folder() is None:
         pytest.skip("needs the CUDA sources: run from a checkout")
     if shutil.which("nm") is None:
         pytest.skip("needs nm: install binutils")
@@ -86,7 +86,7 @@ def test_with_stand_ins_for_those_it_loads_and_says_what_it_is(built, kernels, t
     refused, *said = done.stdout.splitlines()
     assert refused.startswith("refused:")
     assert any(name in refused for name in UNRESOLVED)
-    assert f"sources {build.cuda_source_hash(build.source_folder())}" in said
+    assert f"sources {libraries.cuda_source_hash(libraries.source_folder())}" in said
     assert f"archs {'_'.join(ARCHS)}" in said
     named = [line for line in said if line.startswith("crate_kernels::")]
     # All but the one that is asked for its architecture.
@@ -102,7 +102,7 @@ def test_nothing_of_the_library_is_in_the_way_of_others(built):
 
 def test_no_path_of_the_machine_is_in_the_library(built):
     contents = built.read_bytes()
-    for folder in (build.source_folder(), Path(torch.__file__).parent, Path.home() / ".cache"):
+    for folder in (libraries.source_folder(), Path(torch.__file__).parent, Path.home() / ".cache"):
         assert str(folder).encode() not in contents
 
 
@@ -141,13 +141,43 @@ def test_static_shared_memory_fits_every_gpu(kernels):
 
 
 def test_headers_of_the_cpu_extension_that_the_cuda_library_includes_are_hashed():
-    folder = build.source_folder()
+    folder = libraries.source_folder()
     included = set()
     for path in (p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")):
         for line in path.read_text().splitlines():
             if line.startswith('#include "') and line.endswith('.h"'):
                 included.add((path.parent / line.split('"')[1]).resolve().relative_to(folder.resolve()).as_posix())
-    assert included == set(build._CUDA_HEADERS)
+    assert included == {path.relative_to(folder).as_posix() for path in libraries.shared_headers(folder)}
+
+
+def test_a_changed_header_recompiles_its_dependents_only(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    sources, root, target, report = (tmp_path / name for name in ("csrc", "root", "to/_cuda.so", "report"))
+    kernel = '#include "{}"\n__global__ void {}(int* x) {{ *x = VALUE; }}\n'
+    files = {"ista/cuda/a.cuh": "#define VALUE 1\n", "ista/cuda/a.cu": kernel.format("a.cuh", "kernel_a")}
+    files |= {"library.cu": kernel.format("common/dtype.h", "kernel_b"), "common/dtype.h": "#define VALUE 2\n"}
+    for name, text in {**files, "common/tensor.h": ""}.items():
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_text(text)
+
+    def compiled():
+        lines = []
+        build.compile_cuda(sources, target, ("80",), root, report, lines.append)
+        said = report.read_text()
+        assert said.count("kernel_a") == said.count("kernel_b") > 0  # of what is not compiled again too
+        return {line.split()[1] for line in lines[1:]}
+
+    try:
+        assert compiled() == {"csrc/library.cu", "csrc/ista/cuda/a.cu", "library.so"}
+    except build.BuildError as reason:
+        if "PyTorch has CUDA" not in str(reason):
+            raise
+        pytest.skip(str(reason))
+    (sources / "common/tensor.h").write_text("// nobody includes it, but the library says of what sources it is\n")
+    assert compiled() == {"csrc/library.cu", "library.so"}
+    (sources / "ista/cuda/a.cuh").write_text("#define VALUE 3\n")
+    assert compiled() == {"csrc/library.cu", "csrc/ista/cuda/a.cu", "library.so"}
 
 
 REPORT = """ptxas info    : 28 bytes gmem

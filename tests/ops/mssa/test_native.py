@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from crate_kernels import SubspaceCache, ista, ista_overcomplete, mssa, testing, tssa
 from crate_kernels._core import backends, operator
-from crate_kernels._native import build, extension
+from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
 from crate_kernels.ops.mssa.call import Call, DecodeCall
@@ -34,8 +34,8 @@ def failures(case, dtype, backend="cpp"):
 
 def test_build_info_names_the_sources_and_levels():
     info = extension.build_info()
-    assert info["sources"] == build.source_hash(build.source_folder())
-    assert info["torch_abi"] == build._TORCH_TARGET
+    assert info["sources"] == libraries.source_hash(libraries.source_folder())
+    assert info["torch_abi"] == libraries.TORCH_TARGET
     assert info["cpu_capabilities"].split()[0] == "portable"
     assert extension.cpu_capability() in info["cpu_capabilities"].split()
 
@@ -260,8 +260,8 @@ def test_drawn_calls_are_within_budget(shape, causal, dropout_p, dtype, padding,
 @pytest.mark.parametrize("name", ["portable", "avx512_bf16"])
 def test_instruction_set_units_share_no_symbol(name, tmp_path):
     """A weak symbol would be linked once, and a machine without the instructions could get the copy that has them."""
-    source = build.source_folder() / "common" / "cpu" / "isa" / f"{name}.cpp"
-    subprocess.run(["c++", *build._FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
+    source = libraries.source_folder() / "common" / "cpu" / "isa" / f"{name}.cpp"
+    subprocess.run(["c++", *libraries.FLAGS, "-O0", "-c", source, "-o", tmp_path / "unit.o"], check=True)
     symbols = subprocess.run(["nm", tmp_path / "unit.o"], check=True, capture_output=True, text=True).stdout
     # DW.ref. is the address of the unwinder's routine: data, the same everywhere.
     names = [line.split()[-2:] for line in symbols.splitlines()]

@@ -14,8 +14,7 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
 from crate_kernels._core import backends
-from crate_kernels._native import build as _build
-from crate_kernels._native import extension
+from crate_kernels._native import extension, libraries, ninja_build
 
 HERE = Path(__file__).parent
 EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
@@ -35,14 +34,14 @@ FLAGS = (
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
     "-DUSE_CUDA",
-    f"-DTORCH_TARGET_VERSION={_build._TORCH_TARGET}",
+    f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}",
     "-DCRATE_ARCHS=emulated",
 )
 
 
 def why_not():
     """Say why the kernels cannot be emulated here; None if they can."""
-    if _build.source_folder() is None:
+    if libraries.source_folder() is None:
         return "the CUDA sources are not here"
     if not sys.platform.startswith("linux"):
         return "the emulator needs Linux"
@@ -55,7 +54,7 @@ def why_not():
 
 def load():
     """Compile and load the library in place of the one that nvcc makes."""
-    extension.CUDA_PATHS = (build(_build.source_folder()),)
+    extension.CUDA_PATHS = (build(libraries.source_folder()),)
     extension.load_cuda()
 
 
@@ -79,10 +78,10 @@ def on_cuda(op):
 
 def build(folder):
     """Return the emulated library of the sources in ``folder``, compiled if it is not there yet."""
-    sources = _build.cuda_source_hash(folder)
+    sources = libraries.cuda_source_hash(folder)
     key = hashlib.sha256(repr((FLAGS, sources)).encode() + b"".join(path.read_bytes() for path in EMULATOR))
     target = Path.home() / ".cache" / "crate_kernels" / f"emulated-{key.hexdigest()[:16]}" / "_emulated.so"
-    with _build._locked(target.parent):
+    with ninja_build.locked(target.parent):
         if not target.exists():
             _compile(folder, sources, target)
     return target

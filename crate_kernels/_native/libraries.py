@@ -1,0 +1,156 @@
+"""Finds the compiled extension and CUDA library that fit the sources. The only place that knows sources and flags.
+
+``extension`` imports this module with the package: it reads a file or two and never compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+_PACKAGE = Path(__file__).parents[1]
+# The first PyTorch whose stable ABI carries the extension: 2.11.
+TORCH_TARGET = "0x020b000000000000"
+# One file serves every Python: the stable ABI, and operators instead of a Python module.
+EXTENSION, CUDA_LIBRARY = "_cpu.so", "_cuda.so"
+PLATFORM = sysconfig.get_platform()
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    # Kernels neither read errno nor trap. Without these flags, compilers keep rounding and minima scalar.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+)
+CUDA_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DUSE_CUDA",
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+    "-Xptxas=-v",  # report registers, shared memory and spills of every kernel
+    # PyTorch's headers have `long long` constants, and members that need a newer standard.
+    "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
+)
+
+
+class BuildError(RuntimeError):
+    """A library could not be compiled; the message says what to do about it."""
+
+
+def source_folder() -> Path | None:
+    """Return the folder of the C++ sources: inside an installed package, beside it in a checkout, or None."""
+    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        if (folder / "library.cpp").exists():
+            return folder
+    return None
+
+
+def source_hash(folder: Path) -> str:
+    """Identify the extension's sources and flags by their content."""
+    return _content_hash(FLAGS, folder, [p for p in folder.rglob("*") if p.suffix in (".cpp", ".h")])
+
+
+def cuda_source_hash(folder: Path) -> str:
+    """Identify the CUDA library's sources and flags by their content."""
+    own = [p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")]
+    return _content_hash(CUDA_FLAGS, folder, [*own, *shared_headers(folder)])
+
+
+def shared_headers(folder: Path) -> list[Path]:
+    """List the headers that both libraries include: those of no device."""
+    return [p for p in folder.rglob("*.h") if p.parent.name != "cpu"]
+
+
+def _content_hash(flags: tuple[str, ...], folder: Path, paths: list[Path]) -> str:
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in sorted(paths):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def user_cache() -> Path:
+    """Return the folder of everything that a user builds.
+
+    Raises:
+        BuildError: there is no home folder.
+    """
+    try:
+        return Path.home() / ".cache" / "crate_kernels"
+    except RuntimeError as error:
+        raise BuildError(f"there is no cache without a home folder: {error} Set HOME") from error
+
+
+def cache_folder(sources: str) -> Path:
+    """Return the user's folder for the extension of these sources, this PyTorch and this kind of machine."""
+    from torch import __version__ as torch_version
+
+    key = hashlib.sha256(f"{sources} {torch_version} {PLATFORM}".encode()).hexdigest()[:16]
+    return user_cache() / key
+
+
+def cuda_cache_folder(sources: str) -> Path:
+    """Return the user's folder for the CUDA libraries of these sources: one file per set of architectures.
+
+    The stable ABI makes them fit every Python, and every PyTorch that can load the extension at all.
+    """
+    return user_cache() / f"cuda-{sources}-{PLATFORM}"
+
+
+def find() -> Path | None:
+    """Return the compiled extension that fits the sources, or None.
+
+    An old extension beside the package does not count: it would answer calls that it does not know.
+    """
+    folder = source_folder()
+    sources = None if folder is None else source_hash(folder)
+    places = [_PACKAGE / EXTENSION]
+    if sources is not None:
+        with contextlib.suppress(BuildError):  # no home folder
+            places.append(cache_folder(sources) / EXTENSION)
+    return next((place for place in places if fits(place, sources)), None)
+
+
+def find_cuda() -> tuple[Path, ...]:
+    """Return the CUDA libraries that fit the sources: the installed one first."""
+    folder = source_folder()
+    sources = None if folder is None else cuda_source_hash(folder)
+    places = [_PACKAGE / CUDA_LIBRARY]
+    if sources is not None:
+        with contextlib.suppress(BuildError, OSError):  # no home folder, or an unreadable one
+            places += sorted(cuda_cache_folder(sources).glob("_cuda-*.so"))
+    return tuple(place for place in places if fits(place, sources))
+
+
+def fits(library: Path, sources: str | None) -> bool:
+    """Say if a library is there, whole, and compiled from these sources; None stands for any sources."""
+    try:
+        content = library.read_bytes()
+    except OSError:  # absent, or in an unreadable folder
+        return False
+    return _is_whole(content) and marker("" if sources is None else sources) in content
+
+
+def _is_whole(content: bytes) -> bool:
+    """Say if no end of an ELF file is missing: a process that maps a truncated one dies of SIGBUS.
+
+    Linkers write the table of sections last.
+    """
+    if content[:5] != b"\x7fELF\x02":  # not a 64-bit ELF file: the marker decides
+        return True
+    if len(content) < 64:
+        return False
+    order: Literal["little", "big"] = "little" if content[5] == 1 else "big"
+    offset, size, count = (int.from_bytes(content[start:stop], order) for start, stop in ((40, 48), (58, 60), (60, 62)))
+    return offset + size * count <= len(content)
+
+
+def marker(sources: str) -> bytes:
+    """Return the text by which a library names its sources; of any sources if ``sources`` is empty."""
+    return f"crate_kernels sources {sources}".encode() + (b"\0" if sources else b"")
