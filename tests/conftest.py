@@ -15,6 +15,8 @@ try:
 except ImportError:  # a GPU machine need not have it: drawn tests are skipped there
     settings = None
 
+pytest_plugins = ["tests.tools.emulator.fixtures"]  # here, so that all tests share one library
+
 # Tensors of tests are small. Threads that share them wait for each other, spinning, and where cores are busy the same
 # tests take sixty times as long. What needs more threads asks for them by the fixture; the variable is for processes
 # that tests start.

@@ -333,7 +333,7 @@ def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     room, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
     module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
-    # A module is imported, as the first time, while PyTorch traces; that of the emulator is a copy, which no name finds.
+    # Modules are imported anew while PyTorch traces; that of the emulator is a copy, which no name finds.
     copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] == "emulated"}
     monkeypatch.setattr(backends, "_kernels", copies)
     monkeypatch.delitem(sys.modules, module, raising=backend != "emulated")

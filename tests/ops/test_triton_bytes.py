@@ -9,7 +9,7 @@ from tests.ops.common import home, kernels, randn
 if "triton" not in kernels("tssa") or home("triton") != "cpu":
     pytest.skip("counts what Triton's interpreter does: needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista import call as ista_call
 from crate_kernels.ops.ista.triton import launch as ista
 from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
@@ -104,7 +104,7 @@ MANY, FEW = 80, 20  # from 32 tokens on a step is one product forward, from 22 b
 def step(count, need=(True, True)):
     x, dy = (randn(count, DIM, dtype=HALF, seed=seed) for seed in (0, 1))
     weight = randn(DIM, DIM, dtype=HALF, seed=2) / 6
-    call = Call(0.1, 0.1, True, HALF)
+    call = ista_call.Call(0.1, 0.1, True, HALF)
     with Traffic() as forward:
         y = ista.forward(x, weight, call)
     with Traffic() as backward:
@@ -145,7 +145,7 @@ def test_triton_ista_spares_what_a_gradient_that_is_not_needed_takes(count, need
 def test_triton_overcomplete_passes_as_often_as_it_says(steps):
     x, dout = (randn(MANY, DIM, dtype=HALF, seed=seed) for seed in (0, 1))
     weight, decoder = (randn(DIM, HIDDEN, dtype=HALF, seed=seed) / 6 for seed in (2, 3))
-    call = OvercompleteCall(0.1, 0.1, steps)
+    call = ista_call.OvercompleteCall(0.1, 0.1, steps)
     with test_triton_ista.going(0):
         with Traffic() as forward:
             _, *saved = ista.forward_overcomplete(x, weight, decoder, True, call)

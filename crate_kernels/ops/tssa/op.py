@@ -103,7 +103,7 @@ class TSSAFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None, *_: Any) -> Any:  # pyright: ignore
         saved, call = operator.saved("tssa", ctx)
-        w, temp, *_ = saved
+        w, temp = saved[:2]
         nothing = (None,) * (len(call) + 1)
         if dout is None and dmembership is None:
             return None, None, *nothing

@@ -5,7 +5,6 @@ import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 FUNCTIONS = pytest.mark.parametrize("function", [ista, ista_overcomplete])

@@ -10,7 +10,6 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from tests.ops.common import keep_mask, offsets, over_budget, randn
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 DTYPES = pytest.mark.parametrize("dtype", HALVES)

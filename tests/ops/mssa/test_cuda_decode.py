@@ -6,7 +6,6 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from tests.ops import test_cache as caches
 from tests.ops.common import DTYPES, randn
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 from tests.tools.emulator.plain import registered
 
 BATCH, HEADS = 2, 2

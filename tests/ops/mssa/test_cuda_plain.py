@@ -10,7 +10,6 @@ from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 from tests.ops.mssa import test_public as common
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 from tests.tools.emulator.plain import registered
 
 CASES = [case for case in testing.cases("mssa") if case.options.get("phi") not in ("relu", "identity")]

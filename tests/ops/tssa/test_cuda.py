@@ -10,7 +10,6 @@ from crate_kernels._core import backends, operator
 from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import Call
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 # What the full form does with a sequence of a few kB: all of it in one block, spread over a cluster, or in chunks of 32

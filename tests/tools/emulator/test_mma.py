@@ -5,7 +5,6 @@ import torch
 
 from tests.ops.common import randn
 from tests.ops.conftest import fixed_seed, poisoned_memory  # noqa: F401
-from tests.tools.emulator.fixtures import backend, device, library  # noqa: F401
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 LENGTH = 13  # of 16 rows

@@ -1,0 +1,145 @@
+"""The rules of the house, read from the sources: where imports point, where options are listed, where names belong."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "crate_kernels"
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__main__.py"]
+# Imports go down only; rooms of one floor may import each other.
+FLOORS = (
+    {"cli"},
+    {"experiments"},
+    {"bench"},
+    {"testing"},
+    {"__init__"},
+    {"_patch", "models"},
+    {"nn"},
+    {"analysis", "ops"},
+    {"_triton"},
+    {"_core"},
+    {"_native"},
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+BACKENDS = ("reference", "composite", "native", "triton")
+MOST_PARAMETERS = 8
+OPERATORS = ("mssa", "tssa", "ista", "ista_overcomplete")
+
+
+def name(path):
+    """Return the dotted name of a module below the package."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+@cache
+def nodes(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imports(path):
+    """List what a file imports from the package, by dotted names below it."""
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("crate_kernels"):
+            below = node.module.removeprefix("crate_kernels").lstrip(".")
+            yield from (f"{below}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def room(module):
+    first = module.partition(".")[0]
+    return first if first in FLOOR else "__init__"
+
+
+def test_imports_go_down_only():
+    up = [
+        f"{name(path)} imports {module}"
+        for path in SOURCES
+        for module in imports(path)
+        if FLOOR[room(module)] < FLOOR[room(name(path))]
+    ]
+    assert up == []
+
+
+def test_no_backend_imports_another():
+    across = []
+    for path in SOURCES:
+        first, *place = name(path).split(".")
+        if first != "ops" or len(place) < 2 or place[1] not in BACKENDS or place[-1] == "tune":
+            continue  # tuning checks a kernel against PyTorch
+        others = [f"ops.{place[0]}.{backend}" for backend in BACKENDS if backend != place[1]]
+        across += [f"{name(path)} imports {m}" for m in imports(path) if m.startswith(tuple(others))]
+    assert across == []
+
+
+def test_options_have_names():
+    """An integer index into the options or arguments of a call would be a second list of them."""
+    indexed = [
+        f"{name(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("call", "options", "rest", "FORM", "TERMS")
+        and re.search(r"\d", ast.unparse(node.slice))
+    ]
+    assert indexed == []
+
+
+def parameters(function):
+    return function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+
+
+def is_kernel(function):
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_parameter_lists_are_short():
+    """Only public functions and kernels list more: what is inside takes the record of a call."""
+    long = [
+        f"{name(path)}.{node.name}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and len([a for a in parameters(node) if a.arg not in ("self", "cls")]) > MOST_PARAMETERS
+        and not is_kernel(node)
+        and path.name != "api.py"
+        and room(name(path)) not in ("models", "nn")
+    ]
+    assert long == []
+
+
+def listed(path):
+    """Return the lines of the one list of operators."""
+    lists = [n for n in nodes(path) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "OPS"]
+    return {line for n in lists for line in range(n.lineno, n.end_lineno + 1)}
+
+
+def test_operators_are_named_in_their_rooms():
+    """A new operator is a new room, and a line in OPS: nothing that serves all operators asks which one it is."""
+    named = [
+        f"{name(path)}:{node.lineno} {node.value!r}"
+        for path in SOURCES
+        if room(name(path)) in ("_core", "_native", "_triton", "bench", "cli", "testing")
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and node.value in OPERATORS and node.lineno not in listed(path)
+    ]
+    assert named == []
+
+
+@pytest.mark.parametrize("folder", ["crate_kernels", "csrc", "tests", "docs", "benchmarks"])
+def test_every_file_that_is_named_exists(folder):
+    path = re.compile(
+        r"(?<![\w/.*{}<>-])(?:csrc|tests|benchmarks|docs|crate_kernels/(?!csrc))/?[\w/.-]+\.(?:py|cpp|h|cuh?|md|json)\b"
+    )
+    texts = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".rst")]
+    missing = {
+        f"{text.relative_to(ROOT)}: {found}"
+        for text in texts
+        if "_build" not in text.parts
+        for found in path.findall(text.read_text())
+        if not (ROOT / found).exists()
+    }
+    assert missing == set()
