@@ -1,6 +1,7 @@
 // Launching kernels: on the tensors' device and current stream, every launch checked. Grids are one-dimensional.
 //
-// tests/tools/emulator/emulator.h, which g++ includes first, stands in for the CUDA runtime: the same launchers run on the CPU.
+// tests/tools/emulator/emulator.h, which g++ includes first, stands in for the CUDA runtime: the same launchers run on
+// the CPU.
 #pragma once
 
 #include <cstdint>
