@@ -231,7 +231,7 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         for name in _PREFERENCE.get(home, ()):
             backend = _BACKENDS[name].serving(home)
             usable = home in (backend.devices or ()) and dtype in (backend.dtypes or ())
-            if usable and why_not(op, name, home) is None:
+            if usable and lacking(op, backend) is None:
                 return name
         return "composite"
     function = function or op

@@ -43,7 +43,7 @@ def _tensor_fields(record: type[tuple]) -> tuple[str, ...]:
 def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
     """Split the arguments of an op: tensors, the record of its options and the backend."""
     count = len(record._fields)
-    return args[: -count - 1], record(*args[-count - 1 : -1]), args[-1]
+    return args[: -count - 1], record._make(args[-count - 1 : -1]), args[-1]
 
 
 def body(op: str, function: str, record: Any, of: int) -> Callable:
@@ -57,13 +57,15 @@ def body(op: str, function: str, record: Any, of: int) -> Callable:
         record: the NamedTuple of the operator's options.
         of: which of the tensors says the device and dtype.
     """
-    count, holds_tensors = len(record._fields), bool(_tensor_fields(record))
+    fields = _tensor_fields(record)
 
     def run(*args: Any) -> Any:
-        tensors, options, backend = args[: -count - 1], args[-count - 1 : -1], args[-1]
-        if holds_tensors:
-            options = [x.contiguous() if isinstance(x, Tensor) else x for x in options]
-        return backends.run(op, function, backend, tensors[of], *tensors, record(*options))
+        tensors, call, backend = split(record, args)
+        for name in fields:
+            option = getattr(call, name)
+            if option is not None and not option.is_contiguous():
+                call = call._replace(**{name: option.contiguous()})
+        return backends.run(op, function, backend, tensors[of], *tensors, call)
 
     return run
 
@@ -159,18 +161,22 @@ def traced_by_autograd(function: type) -> type:
 
 def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
     """Save what a backward pass reads: ``tensors``, the options of the call, and its backend as ``ctx.backend``."""
-    fields = _tensor_fields(type(call))
-    ctx.save_for_backward(*tensors, *[getattr(call, name) for name in fields])
-    ctx.call, ctx.backend = call._replace(**dict.fromkeys(fields)) if fields else call, backend
+    ctx.held = [name for name in _tensor_fields(type(call)) if getattr(call, name) is not None]
+    if ctx.held:
+        tensors += tuple(getattr(call, name) for name in ctx.held)
+        call = call._replace(**dict.fromkeys(ctx.held))
+    ctx.save_for_backward(*tensors)
+    ctx.call, ctx.backend = call, backend
 
 
 def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the tensors and the options that ``save`` saved."""
-    every, fields = saved_tensors(op, ctx), _tensor_fields(type(ctx.call))
-    if not fields:
-        return every, ctx.call
-    count = len(every) - len(fields)
-    return every[:count], ctx.call._replace(**dict(zip(fields, every[count:], strict=True)))
+    tensors = saved_tensors(op, ctx)
+    held, call = ctx.held, ctx.call
+    if not held:
+        return tensors, call
+    first = len(tensors) - len(held)
+    return tensors[:first], call._replace(**dict(zip(held, tensors[first:], strict=True)))
 
 
 def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
@@ -211,7 +217,12 @@ def apply(function: Any, *args: Any) -> Any:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether any of ``tensors`` wants a gradient from this call, or may: a batched tensor does not say."""
-    return torch.is_grad_enabled() and (any(t is not None and t.requires_grad for t in tensors) or _transformed())
+    if not torch.is_grad_enabled():
+        return False
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return _transformed()
 
 
 def _transformed() -> bool:

@@ -67,8 +67,11 @@ class DecodeCall(NamedTuple):
 
 def empty_lse(w: Tensor) -> Tensor:
     """Allocate lse for the tokens ``w``: (batch, nheads, seqlen), or (nheads, total) if they are packed."""
-    rows = (w.shape[1], w.shape[0]) if w.dim() == 3 else w.shape[:3]
-    return w.new_empty(rows, dtype=operator.stat_dtype(w.dtype))
+    if w.dim() == 3:
+        total, nheads, _ = w.shape
+        return w.new_empty((nheads, total), dtype=operator.stat_dtype(w.dtype))
+    batch, nheads, seqlen, _ = w.shape
+    return w.new_empty((batch, nheads, seqlen), dtype=operator.stat_dtype(w.dtype))
 
 
 def empty_decoded(w: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:

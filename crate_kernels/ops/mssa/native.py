@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
-from crate_kernels._native.extension import Library, library
+from crate_kernels._native.extension import library
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
@@ -22,17 +22,12 @@ _LEAST_STRETCH = 64  # cached tokens that are worth a block
 _RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
 
 
-def _empty_out(lib: Library, w: Tensor, call: Call) -> Tensor:
-    """Allocate an output like ``w``; on CPUs clear packed rows that no sequence covers, as CUDA kernels do."""
-    out = operator.empty_out(w)
-    return out if lib.cuda else packing.clear_uncovered(out, call.cu_seqlens, 0)
-
-
 def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
     lib = library(w.device.type)
-    out, lse = _empty_out(lib, w, call), empty_lse(w)
-    if not lib.cuda:
+    out, lse = operator.empty_out(w), empty_lse(w)
+    if call.packed and not lib.cuda:  # CUDA kernels clear what no sequence covers
+        packing.clear_uncovered(out, call.cu_seqlens, 0)
         packing.clear_uncovered(lse, call.cu_seqlens, 1)
     lib.mssa_fwd(w, *call, out, lse)
     return out, lse
@@ -41,10 +36,13 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
     lib = library(w.device.type)
-    dw, lse = _empty_out(lib, w, call), lse.contiguous()
+    dw, lse = operator.empty_out(w), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    delta = (torch.empty_like(lse),) if lib.cuda else ()
-    lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw, *delta)
+    if lib.cuda:
+        lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw, torch.empty_like(lse))
+        return dw
+    packing.clear_uncovered(dw, call.cu_seqlens, 0)
+    lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw)
     return dw
 
 

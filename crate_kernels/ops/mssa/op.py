@@ -93,8 +93,8 @@ class MSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
-        (w,), call, backend = operator.split(Call, inputs)
-        operator.save(ctx, (w, *outputs), call, backend)
+        w, *options, backend = inputs
+        operator.save(ctx, (w, *outputs), Call._make(options), backend)
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -29,7 +29,7 @@ struct Head {
 
   // Offsets are checked on the CPU only; here they are clamped.
   static CRATE_DEVICE int bound(const Problem& call, int sequence) {
-    return min(max(call.cu_seqlens[sequence], 0), static_cast<int>(call.total));
+    return min(max(call.cu_seqlens[sequence], 0), call.total);
   }
 
   template <class T>
@@ -45,7 +45,7 @@ template <class T>
 CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int block, const Rows& to, float* numbers) {
   if (call.cu_seqlens == nullptr) return;
   const bool last = head.sequence == call.sequences - 1;
-  const int stop = last ? static_cast<int>(call.total) : Head::bound(call, head.sequence + 1);
+  const int stop = last ? call.total : Head::bound(call, head.sequence + 1);
   const auto clear = [&](int from, int until) {
     for (int row = from + block * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); row < until;
          row += call.blocks * static_cast<int>(blockDim.x)) {

@@ -59,7 +59,7 @@ CRATE_DEVICE Head head_of(const Problem& c, int index) {
 
 // Where a number a row begins: lse and its like are contiguous.
 CRATE_DEVICE int64_t number_of(const Problem& c, const Head& h) {
-  return c.cu_seqlens != nullptr ? h.head * c.total + h.first
+  return c.cu_seqlens != nullptr ? static_cast<int64_t>(h.head) * c.total + h.first
                                  : (static_cast<int64_t>(h.batch) * c.nheads + h.head) * c.seqlen;
 }
 

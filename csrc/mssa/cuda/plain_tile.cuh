@@ -227,7 +227,7 @@ CRATE_DEVICE void zero_uncovered(const Problem& c, const Rows& tokens, float* nu
     for (int d = threadIdx.x; d < c.access.head_dim; d += kThreads) {
       put_element(c, t.data, row * t.row + d * t.channel, 0.0f);
     }
-    if (numbers != nullptr && threadIdx.x == 0) numbers[h.head * c.total + row] = 0.0f;
+    if (numbers != nullptr && threadIdx.x == 0) numbers[static_cast<int64_t>(h.head) * c.total + row] = 0.0f;
   }
 }
 

@@ -7,18 +7,17 @@
 namespace crate_kernels::mssa {
 
 struct Problem {
-  Rows w, keys, out, g, dw;       // keys: w, or a cache that w was appended to; g: the gradient of out
-  float* lse;                     // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
-  float* delta;                   // scratch of lse's size
-  const float* dlse;              // of lse's size; null: no gradient
-  const bool* keep;               // (sequences, seqlen); null: every key
-  const int32_t* held;            // null, or the lengths of a cache before the new tokens; then keep is of those
-  const int32_t* cu_seqlens;      // (sequences + 1,); null: not packed
-  const int64_t* seed;            // null: no dropout
-  int64_t total;                  // packed rows
-  int sequences, nheads, seqlen;  // seqlen: of every sequence, or of the longest packed one
-  int capacity;                   // of the cache
-  int blocks, groups;             // per head: of rows, and of channels of the output
+  Rows w, keys, out, g, dw;              // keys: w, or a cache that w was appended to; g: the gradient of out
+  float* lse;                            // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
+  float* delta;                          // scratch of lse's size
+  const float* dlse;                     // of lse's size; null: no gradient
+  const bool* keep;                      // (sequences, seqlen); null: every key
+  const int32_t* held;                   // null, or the lengths of a cache before the new tokens; then keep is of those
+  const int32_t* cu_seqlens;             // (sequences + 1,); null: not packed
+  const int64_t* seed;                   // null: no dropout
+  int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
+  int capacity;                          // of the cache
+  int blocks, groups;                    // per head: of rows, and of channels of the output
   Access access;
   Dtype dtype;
   float scale, threshold, keep_factor;
@@ -53,7 +52,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   p.sequences = static_cast<int>(call.sequences(w));
   p.nheads = static_cast<int>(w.size(1));
   p.seqlen = static_cast<int>(packed ? call.max_seqlen : w.size(2));
-  p.total = w.size(packed ? 0 : 2);
+  p.total = static_cast<int>(w.size(packed ? 0 : 2));
   p.dtype = dtype_of(w);
   p.scale = static_cast<float>(call.scale);
   p.select = call.threshold.has_value();
