@@ -20,7 +20,7 @@ from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 class _Engine(steps.Engine):
     def rows(self, t: Tensor) -> Tensor:
-        return t.reshape(t.shape[:-1].numel(), t.shape[-1])  # of no channels -1 could be any number
+        return steps.flat(t)  # the library takes any strides
 
     def step(
         self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None

@@ -31,7 +31,7 @@ class Engine:
 
     def rows(self, t: Tensor) -> Tensor:
         """View tokens as contiguous rows; copy them if they are not."""
-        return t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous()
+        return flat(t).contiguous()
 
     def product_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype of products that are asked for in ``compute``."""
@@ -39,7 +39,7 @@ class Engine:
 
     def operand(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Return tokens as the left operand of products in ``dtype``."""
-        return tokens.to(dtype)
+        return cast(tokens, dtype)
 
     def one_product(self, tokens: Tensor) -> bool:
         """Whether the forward takes one product of the tokens and K = W - W^T W, rather than two products."""
@@ -55,11 +55,11 @@ class Engine:
 
     def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return K = W - W^T W, formed in weight's dtype or better and rounded once."""
-        return torch.addmm(weight, weight.t(), weight, alpha=-1).to(dtype)
+        return cast(torch.addmm(weight, weight.t(), weight, alpha=-1), dtype)
 
     def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of W from that of K: dK - W (dK + dK^T)."""
-        dgram = dgram.to(weight.dtype)
+        dgram = cast(dgram, weight.dtype)
         return torch.addmm(dgram, weight, self.plus_transpose(dgram), alpha=-1)
 
     def plus_transpose(self, square: Tensor) -> Tensor:
@@ -106,13 +106,23 @@ class Engine:
     def sum_over_tokens(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
         """Return scale * left^T @ right in ``dtype``."""
         product = scaled(left.t(), right, scale)
-        return product if dtype in (None, product.dtype) else product.to(dtype)
+        return product if dtype is None else cast(product, dtype)
 
     def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
         """Add scale * left^T @ right to ``total``, in place."""
         if total.dtype == left.dtype:
             return total.addmm_(left.t(), right, alpha=scale)
         return total.add_(scaled(left.t(), right, scale))
+
+
+def flat(t: Tensor) -> Tensor:
+    """View tokens as rows; copy them if no view is possible."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``t.to(dtype)``, in a quarter of its time where there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def scaled(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -128,7 +138,7 @@ def forward(engine: Engine, x: Tensor, weight: Tensor, call: Call) -> Tensor:
     if engine.one_product(tokens):
         right = engine.gram(weight, dtype)
     else:
-        right = weight.to(dtype)
+        right = cast(weight, dtype)
         left = engine.product(left, right.t(), left, -1.0)
     return engine.step(left, right, tokens, call).view(x.shape)
 
@@ -140,25 +150,25 @@ def backward(
     tokens, dtype = engine.rows(x), engine.product_dtype(call.compute)
     dy, y = engine.rows(dy), engine.rows(y)
     upstream = Upstream(engine.mask(dy, y, call, dtype), dy, y)
-    g, left = upstream.masked.to(dtype), engine.operand(tokens, dtype)
-    dx, dweight = x.new_empty(0), weight.new_empty(0)
+    g, left = cast(upstream.masked, dtype), engine.operand(tokens, dtype)
+    dx = dweight = None
     if engine.one_product_back(tokens, need_dx, need_dweight):
         if need_dx:
             dx = engine.input_gradient(upstream, g, engine.gram(weight, dtype).t(), call.step_size)
         if need_dweight:
-            dgram = engine.sum_over_tokens(left.to(dtype), g, call.step_size, engine.sum_dtype)
+            dgram = engine.sum_over_tokens(cast(left, dtype), g, call.step_size, engine.sum_dtype)
             dweight = engine.through_gram(dgram, weight)
     else:
         early, late = _early_and_late(engine, call)
-        matrix = weight.to(dtype)
+        matrix = cast(weight, dtype)
         dr = engine.product(g, matrix.t(), scale=early)  # gradient of the residual x - x W^T
         if need_dx:
             dx = engine.input_gradient(upstream, dr, matrix, late, base=dr)
         if need_dweight:
             residual = engine.product(left, matrix.t(), left, -1.0)
             dweight = engine.sum_over_tokens(residual, g, call.step_size, engine.sum_dtype)
-            dweight = engine.add_over_tokens(dweight, dr, left.to(dtype), -late).to(weight.dtype)
-    return dx.view(x.shape) if need_dx else dx, dweight
+            dweight = cast(engine.add_over_tokens(dweight, dr, cast(left, dtype), -late), weight.dtype)
+    return x.new_empty(0) if dx is None else dx.view(x.shape), weight.new_empty(0) if dweight is None else dweight
 
 
 def forward_overcomplete(
@@ -166,22 +176,23 @@ def forward_overcomplete(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
     dtype, steps = engine.product_dtype(x.dtype), call.steps
-    tokens, matrix = engine.rows(x).to(dtype), weight.to(dtype)
+    tokens, matrix = cast(engine.rows(x), dtype), cast(weight, dtype)
     codes = x.new_empty((steps, tokens.shape[0], weight.shape[1]) if keep else 0)
     residuals = x.new_empty((steps - 1, *tokens.shape) if keep else 0)
     in_place = keep and x.dtype == dtype  # what is kept is what is computed with
+    transposed = matrix.t()
     code, residual = None, tokens  # z_0 = 0 makes r_0 = x: the first step is one product
     for t in range(steps):
         if code is not None:
-            residual = engine.product(code, matrix.t(), tokens, -1.0, out=residuals[t - 1] if in_place else None)
+            residual = engine.product(code, transposed, tokens, -1.0, out=residuals[t - 1] if in_place else None)
         code = engine.step(residual, matrix, code, call, out=codes[t] if in_place else None)
         if keep and not in_place:
             codes[t] = code
             if t:
                 residuals[t - 1] = residual
     assert code is not None
-    out = engine.mm(code, (matrix if decoder is None else decoder.to(dtype)).t())
-    return out.to(x.dtype).view(x.shape), codes, residuals
+    out = engine.mm(code, (matrix if decoder is None else cast(decoder, dtype)).t())
+    return cast(out, x.dtype).view(x.shape), codes, residuals
 
 
 def backward_overcomplete(
@@ -197,33 +208,33 @@ def backward_overcomplete(
     """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
     dtype = engine.product_dtype(x.dtype)
     early, late = _early_and_late(engine, call)
-    tokens, dout, matrix = engine.rows(x).to(dtype), engine.rows(dout).to(dtype), weight.to(dtype)
+    tokens, dout, matrix = cast(engine.rows(x), dtype), cast(engine.rows(dout), dtype), cast(weight, dtype)
     # Half weights sum in their own dtype: sums in float32 would be as many bytes again as the products write. A
     # float32 weight beside half tokens gets a float32 sum of half products.
     sums = torch.promote_types(weight.dtype, dtype)
-    code = codes[-1].to(dtype)
+    code = cast(codes[-1], dtype)
     ddecoder, dweight = weight.new_empty(0), engine.sum_over_tokens(dout, code, 1.0, sums)
     if decoder is not None:
-        ddecoder, dweight = dweight.to(decoder.dtype), None
-    dcode = engine.product(dout, matrix if decoder is None else decoder.to(dtype), gate=code)
-    dx = None
+        ddecoder, dweight = cast(dweight, decoder.dtype), None
+    dcode = engine.product(dout, matrix if decoder is None else cast(decoder, dtype), gate=code)
+    dx, transposed = None, matrix.t()
     for t in range(call.steps - 1, -1, -1):
-        residual = residuals[t - 1].to(dtype) if t else tokens
+        residual = cast(residuals[t - 1], dtype) if t else tokens
         if dweight is None:
             dweight = engine.sum_over_tokens(residual, dcode, call.step_size, sums)
         else:
             dweight = engine.add_over_tokens(dweight, residual, dcode, call.step_size)
         if t:
-            code = codes[t - 1].to(dtype)
-            dr = engine.product(dcode, matrix.t(), scale=early)
+            code = cast(codes[t - 1], dtype)
+            dr = engine.product(dcode, transposed, scale=early)
             dweight = engine.add_over_tokens(dweight, dr, code, -late)
             dcode = engine.product(dr, matrix, dcode, -late, gate=code)
             dx = dr if dx is None else dx.add_(dr)
     assert dweight is not None
-    dx = engine.add_product(dx, dcode, matrix.t(), early)
+    dx = engine.add_product(dx, dcode, transposed, early)
     if late != 1.0:
         dx = dx.mul_(late)
-    return dx.to(x.dtype).view(x.shape), dweight.to(weight.dtype), ddecoder
+    return cast(dx, x.dtype).view(x.shape), cast(dweight, weight.dtype), ddecoder
 
 
 def _early_and_late(engine: Engine, call: Call | OvercompleteCall) -> tuple[float, float]:
