@@ -2,8 +2,8 @@
 
 import torch
 
+from crate_kernels.ops.mssa import triton as kernels
 from crate_kernels.ops.mssa.call import Call, DecodeCall
-from crate_kernels.ops.mssa.triton import launch as kernels
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 

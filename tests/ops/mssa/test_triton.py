@@ -19,7 +19,7 @@ import triton.language as tl
 from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.splits import choose_splits
 from crate_kernels.ops.mssa.triton import tables
-from crate_kernels.ops.mssa.triton.tile import parts
+from crate_kernels.ops.mssa.triton.tile import split_dims
 
 DEVICE = home("triton")
 
@@ -43,12 +43,13 @@ def test_the_mask_is_that_of_every_backend(seed, p):
 
 @pytest.mark.parametrize("head_dim", range(1, 257))
 def test_parts_are_powers_of_two_that_cover_a_head(head_dim):
-    widths = [width for width in parts(head_dim) if width]
-    padded = sum(widths)
-    assert all(width >= 16 and width & (width - 1) == 0 for width in widths)
+    dims = split_dims(head_dim)
+    padded = sum(dims.WIDTHS)
+    assert len(dims.WIDTHS) <= 3
+    assert all(width >= 16 and width & (width - 1) == 0 for width in dims.WIDTHS)
     assert head_dim <= padded < max(head_dim, 1) + (16 if head_dim <= 128 else 32)
-    assert parts(48) == (32, 16, 0)
-    assert parts(112) == (64, 32, 16)
+    assert split_dims(48) == (48, (0, 32), (32, 16))
+    assert split_dims(112) == (112, (0, 64, 96), (64, 32, 16))
 
 
 def tokens(*shape, seed=0, dtype=torch.float32):

@@ -8,11 +8,9 @@ symmetric, has both directions in it:
     dw_j = sum_i  P_ij g_i + A_ij w_i
     A_ij = scale (P_ij (g_i.w_j - delta_i + dlse_i) + P_ji (g_j.w_i - delta_j + dlse_j))
 
-Five products a tile, 10 seqlen^2 head_dim FLOP a head; dq, dk and dv apart would take seven products. Off the causal
-diagonal one direction exists: four products after it, three before it. Memory gives g, out and lse once to the kernel
-of delta.py, and w, g and two numbers a row to the main kernel; it takes dw once.
-
-terms.py has the walk over tiles, and what ``rows``, ``call``, ``FORM`` and ``TERMS`` are.
+Five products per tile, 10 seqlen^2 head_dim FLOP per head; dq, dk and dv apart would take seven products. Off the
+causal diagonal one direction exists: four products after it, three before it. Memory gives g, out and lse once to the
+kernel of delta.py, and w, g and two numbers per row to the main kernel; it takes dw once. terms.py has the walk.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -20,51 +18,49 @@ terms.py has the walk over tiles, and what ``rows``, ``call``, ``FORM`` and ``TE
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from crate_kernels._triton import jit
-from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.terms import numbers, walk
+from crate_kernels._core import operator
+from crate_kernels._triton import jit, launch
+from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.triton import tables, tile
+from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
+from crate_kernels.ops.mssa.triton.head import Form, find_head, offset_of, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strides
+from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
 
 @triton.jit
-def _block(
-    rows,
-    dw_at,
-    call,
+def _write_block(
+    inputs,
+    dw,
+    scores,
     extent,
     start_j,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
     TAIL_I: tl.constexpr,
-    DERIVED: tl.constexpr,
     FORM: tl.constexpr,
     TERMS: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head."""
-    length, threshold = call[1], call[8]
-    offs_j = start_j + tl.arange(0, BLOCK_J)
-    mask_j = offs_j < length
-    # Beyond the end the last row again: zeros would be keys whose weights can overflow.
-    held_j = tl.minimum(offs_j, length - 1)
-    w_j = tile.load(rows[0], held_j, held_j >= 0, DIMS)
-    g_j = tile.load(rows[1], held_j, held_j >= 0, DIMS) if TERMS[2] else w_j
-    l_j, delta_j, dlse_j = numbers(rows, held_j, length, TERMS)
-    own = (w_j, g_j, l_j, delta_j, dlse_j)
-    acc = tile.zeros(BLOCK_J, DIMS)
-    if TERMS[3]:
+    own = load_block(inputs, start_j, scores.length, BLOCK_J, FORM, TERMS)
+    acc = tile.zeros(BLOCK_J, FORM.DIMS)  # (BLOCK_J, HEAD_DIM)
+    if TERMS.SELECT:
         # Apart: the threshold is exact as a factor of the sum, and would be rounded as one of the weights.
-        VALUES: tl.constexpr = (True, False, False, True, False)
-        acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, VALUES, DIMS)
-        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + threshold)
-        if TERMS[1]:
-            REST: tl.constexpr = (False, True, False, False, True)
-            acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, False, FORM, REST, DIMS)
+        SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
+        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, SELECTED)
+        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.threshold)
+        if TERMS.SCORES:
+            REST: tl.constexpr = Terms(SCORES=True, HAS_DLSE=True)
+            acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, REST)
     else:
-        acc = walk(acc, own, rows, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
-    tile.store(dw_at, acc, offs_j, mask_j, DIMS)
+        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
+    offs_j = start_j + tl.arange(0, BLOCK_J)
+    tile.store(dw, acc, offs_j, offs_j < scores.length, FORM.DIMS)
 
 
 @triton.jit
@@ -79,7 +75,7 @@ def _extent(extent_ptr, count):
     return tl.min(low, 0), tl.max(high, 0)
 
 
-# Lengths change from call to call: none of them may have kernels compiled of its own.
+# Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"])
 def _mssa_bwd_kernel(
     g_ptr,
@@ -117,19 +113,16 @@ def _mssa_bwd_kernel(
     scale,
     threshold,
     HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
     TAIL_J: tl.constexpr,
     TAIL_I: tl.constexpr,
-    DERIVED: tl.constexpr,
     VALUES: tl.constexpr,
     SCORES: tl.constexpr,
     PRODUCTS: tl.constexpr,
-    SELECT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    SELECT: tl.constexpr,
+    DERIVED: tl.constexpr,
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -138,39 +131,101 @@ def _mssa_bwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
-    DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
-    FORM: tl.constexpr = (CAUSAL, PADDED, DROPOUT, NEGATIVE, PRECISION)
-    TERMS: tl.constexpr = (VALUES, SCORES, PRODUCTS, SELECT, HAS_DLSE)
+    FORM: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL, PADDED, DROPOUT, NEGATIVE)
+    TERMS: tl.constexpr = Terms(VALUES, SCORES, PRODUCTS, HAS_DLSE, SELECT, DERIVED)
     tl.static_assert(BLOCK_J % BLOCK_I == 0)  # tiles after the diagonal start where it ends
     pid = tl.program_id(0)
-    head, pid_j = pid // num_j, pid % num_j
-    batch, h = head // nheads, head % nheads
-    start, length = jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    batch64, h64, start64 = batch.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    at = (w_ptr + batch64 * stride_wb + h64 * stride_wh + start64 * stride_ws, stride_ws, stride_wd)
-    dw_at = (dw_ptr + batch64 * stride_ob + h64 * stride_oh + start64 * stride_os, stride_os, stride_od)
-    g_at = at
-    if VALUES:
-        g_at = (g_ptr + batch64 * stride_gb + h64 * stride_gh + start64 * stride_gs, stride_gs, stride_gd)
-    number = batch64 * stride_lb + h64 * stride_lh + start64
-    dlse_at = dlse_ptr + number if HAS_DLSE else lse_ptr
-    rows = (at, g_at, lse_ptr + number, delta_ptr + number, dlse_at)
-    if PADDED:
-        mask_ptr += batch64 * seqlen
-    seed = tl.load(seed_ptr) if DROPOUT else 0
-    call = (mask_ptr, length, head, seed, qk_scale, drop_last, keep_factor, scale, threshold)
+    pid_j = pid % num_j
+    head = find_head(pid // num_j, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
+    w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
+    dw = tokens_of(head, dw_ptr, stride_ob, stride_oh, stride_os, stride_od)
+    g = tokens_of(head, g_ptr, stride_gb, stride_gh, stride_gs, stride_gd) if VALUES else w
+    offset = offset_of(head, stride_lb, stride_lh)
+    dlse_at = dlse_ptr + offset if HAS_DLSE else lse_ptr
+    inputs = Inputs(w=w, g=g, lse_ptr=lse_ptr + offset, delta_ptr=delta_ptr + offset, dlse_ptr=dlse_at)
+    scores = scores_of(head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM, scale, threshold)
     extent = (0.0, 0.0)
     if DERIVED:
-        extent = _extent(extent_ptr + 2 * head.to(tl.int64) * num_m, num_m)
+        extent = _extent(extent_ptr + 2 * head.number.to(tl.int64) * num_m, num_m)
     start_j = pid_j * BLOCK_J
     if TAIL_J < BLOCK_J:
         if pid_j == num_j - 1:
-            _block(rows, dw_at, call, extent, start_j, TAIL_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
+            _write_block(inputs, dw, scores, extent, start_j, TAIL_J, BLOCK_I, TAIL_I, FORM, TERMS)
         else:
-            _block(rows, dw_at, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
-    elif start_j < length:
-        _block(rows, dw_at, call, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, DERIVED, FORM, TERMS, DIMS)
+            _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
+    elif start_j < head.length:
+        _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
     if PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
-        first, stop = jit.uncovered(cu_seqlens_ptr, batch, sequences, seqlen, total)
-        tile.zero_rows((dw_ptr + h64 * stride_oh, stride_os, stride_od), first, stop, pid_j, num_j, BLOCK_J, DIMS)
+        first, stop = jit.uncovered(cu_seqlens_ptr, head.batch, sequences, seqlen, total)
+        every = tile.Tokens(dw_ptr + head.h.to(tl.int64) * stride_oh, stride_os, stride_od)
+        tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM.DIMS)
+
+
+_DELTA_ROWS = 32  # of the kernel of delta.py, whose products grow with its blocks
+
+
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
+    """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
+    dw = operator.empty_out(w)
+    if dw.numel() == 0:
+        return dw
+    sizes = Launch(w, call)
+    select = call.threshold is not None
+    # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
+    products = dout is not None and not select
+    scores = products or dlse is not None
+    config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
+    derived = bool(config.pop("DERIVED")) and scores and not (call.causal or call.padded or select)
+    block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
+    num_j, num_m = sizes.blocks(block_j), sizes.blocks(_DELTA_ROWS)
+    g, lse = w if dout is None else dout, lse.contiguous()
+    form = sizes.form()
+    shared = {
+        "g_ptr": g,
+        "w_ptr": w,
+        "lse_ptr": lse,
+        "delta_ptr": torch.empty_like(lse),
+        "extent_ptr": w.new_empty(sizes.heads, num_m, 2, dtype=torch.float32),
+        "num_m": num_m,
+        "PRODUCTS": products,
+        **strides("g", g),
+        **strides("w", w),
+        **sizes.row_strides(),
+        **sizes.sizes(),
+    }
+    with launch.guard(w.device):
+        if products or derived:
+            # Only with dropout does delta walk over keys: else all forms share a kernel.
+            walks = products and call.seed is not None
+            plain = {
+                "mask_ptr": None,
+                "seed_ptr": None,
+                **dict.fromkeys(("CAUSAL", "PADDED", "DROPOUT", "NEGATIVE"), False),
+            }
+            _mssa_bwd_delta_kernel[(sizes.heads * num_m,)](
+                **shared,
+                **strides("o", out),
+                **form | ({} if walks else plain),
+                out_ptr=out,
+                BLOCK_M=_DELTA_ROWS,
+            )
+        _mssa_bwd_kernel[(sizes.heads * num_j,)](
+            **shared,
+            **strides("o", dw),
+            **form,
+            dw_ptr=dw,
+            dlse_ptr=None if dlse is None else dlse.contiguous(),
+            num_j=num_j,
+            scale=call.scale,
+            threshold=call.threshold or 0.0,
+            TAIL_J=sizes.tail(block_j),
+            TAIL_I=block_i if call.causal else sizes.tail(block_i),
+            VALUES=dout is not None,
+            SCORES=scores,
+            HAS_DLSE=dlse is not None,
+            SELECT=select and dout is not None,
+            DERIVED=derived,
+            **config,
+        )
+    return dw

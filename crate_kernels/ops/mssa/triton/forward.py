@@ -1,8 +1,8 @@
 """The forward of subspace attention in Triton: a tile of w, once on chip, is both key and value.
 
 The symbols of docs/mssa.md, ``s_ij = scale * w_i . w_j``. A program owns BLOCK_M rows i and walks over tiles of
-BLOCK_N keys j: two products a tile, 4 seqlen^2 head_dim FLOP a head (half of it when causal). Memory gives w once, and
-once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once. rows.py has the
+BLOCK_N keys j: two products per tile, 4 seqlen^2 head_dim FLOP per head (half of it when causal). Memory gives w once,
+and once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once. rows.py has the
 walk and the two forms of the softmax, pairs.py the form for short sequences that finds each score once.
 """
 
@@ -11,11 +11,18 @@ walk and the two forms of the softmax, pairs.py the form for short sequences tha
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from crate_kernels._triton import jit
-from crate_kernels.ops.mssa.triton import tile
+from crate_kernels._core import operator
+from crate_kernels._triton import jit, launch
+from crate_kernels.ops.mssa.call import Call, empty_lse
+from crate_kernels.ops.mssa.triton import tables, tile
+from crate_kernels.ops.mssa.triton.head import Form, find_head, offset_of, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strides
+from crate_kernels.ops.mssa.triton.pairs import MOST_TILES, forward_pairs
 from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
 
 
@@ -29,7 +36,7 @@ def _largest(top_ptr, count):
     return tl.max(top, 0)
 
 
-# Lengths change from call to call: none of them may have kernels compiled of its own.
+# Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_norms_kernel(
     w_ptr,
@@ -45,24 +52,20 @@ def _mssa_norms_kernel(
     num_m,
     qk_scale,
     HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Write the largest n of every block of BLOCK_M rows to top (heads, num_m); w is read once."""
-    DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
+    DIMS: tl.constexpr = tile.split_dims(HEAD_DIM)
     pid = tl.program_id(0)
-    head = pid // num_m
-    batch, h = head // nheads, head % nheads
-    start, length = jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    offset = batch.to(tl.int64) * stride_wb + h.to(tl.int64) * stride_wh + start.to(tl.int64) * stride_ws
+    head = find_head(pid // num_m, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
     offs_m = pid % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    w = tile.load((w_ptr + offset, stride_ws, stride_wd), offs_m, offs_m < length, DIMS)
-    tl.store(top_ptr + pid, tl.max(norms(w, qk_scale), 0))
+    w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
+    w_m = tile.load(w, offs_m, offs_m < head.length, DIMS)  # (BLOCK_M, HEAD_DIM)
+    tl.store(top_ptr + pid, tl.max(norms(w_m, qk_scale), 0))
 
 
+# Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_m", "drop_last"])
 def _mssa_fwd_kernel(
     w_ptr,
@@ -88,12 +91,9 @@ def _mssa_fwd_kernel(
     num_m,
     qk_scale,
     drop_last,
-    factor,
+    keep_factor,
     threshold,
     HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_M: tl.constexpr,
@@ -111,57 +111,88 @@ def _mssa_fwd_kernel(
 
     The last block has TAIL_M rows, and the last keys come in tiles of TAIL_N: 197 rows cost 208 and not 256.
     """
-    DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
-    FORM: tl.constexpr = (CAUSAL, PADDED, DROPOUT, NEGATIVE, PRECISION)
+    FORM: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL, PADDED, DROPOUT, NEGATIVE)
     pid = tl.program_id(0)
-    head = pid if WHOLE else pid // num_m
+    number = pid if WHOLE else pid // num_m
     # The longest rows of the causal form first: they are what the last programs would wait for.
     pid_m = num_m - 1 - pid % num_m if CAUSAL else pid % num_m
-    batch, h = head // nheads, head % nheads
-    start, length = jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    batch64, h64, start64 = batch.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    at = (w_ptr + batch64 * stride_wb + h64 * stride_wh + start64 * stride_ws, stride_ws, stride_wd)
-    out_at = (out_ptr + batch64 * stride_ob + h64 * stride_oh + start64 * stride_os, stride_os, stride_od)
-    lse_ptr += batch64 * stride_lb + h64 * stride_lh + start64
-    if PADDED:
-        mask_ptr += batch64 * seqlen
-    seed = tl.load(seed_ptr) if DROPOUT else 0
-    call = (mask_ptr, length, head, seed, qk_scale, drop_last, threshold)
+    head = find_head(number, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
+    w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
+    out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
+    lse_ptr += offset_of(head, stride_lb, stride_lh)
+    scores = scores_of(head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM, threshold=threshold)
     before = 0.0
     if WHOLE:
         tl.static_assert(not PACKED and not (CAUSAL and SOFTMAX == "bounded"))
         if SOFTMAX == "bounded":
             top = tl.zeros((BLOCK_M,), tl.float32)
-            for start_m in range(0, length, BLOCK_M):
+            for start_m in range(0, head.length, BLOCK_M):
                 rows = start_m + tl.arange(0, BLOCK_M)
-                top = tl.maximum(top, norms(tile.load(at, rows, rows < length, DIMS), qk_scale))
+                top = tl.maximum(top, norms(tile.load(w, rows, rows < head.length, FORM.DIMS), qk_scale))
             before = tl.max(top, 0)
         tail = (num_m - 1) * BLOCK_M if TAIL_M < BLOCK_M else num_m * BLOCK_M
         for start_m in range(0, tail, BLOCK_M):
-            attend_rows(
-                at, out_at, lse_ptr, call, start_m, before, factor, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS
-            )
+            attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
         if TAIL_M < BLOCK_M:
-            attend_rows(at, out_at, lse_ptr, call, tail, before, factor, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM, DIMS)
+            attend_rows(w, out, lse_ptr, scores, tail, before, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM)
     else:
         start_m = pid_m * BLOCK_M
         if SOFTMAX == "bounded":
-            before = _largest(top_ptr + head.to(tl.int64) * num_m, pid_m if CAUSAL else num_m)
+            before = _largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if CAUSAL else num_m)
         if TAIL_M < BLOCK_M:
             if pid_m == num_m - 1:
-                attend_rows(
-                    at, out_at, lse_ptr, call, start_m, before, factor, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM, DIMS
-                )
+                attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM)
             else:
-                attend_rows(
-                    at, out_at, lse_ptr, call, start_m, before, factor, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS
-                )
-        elif start_m < length:
-            attend_rows(
-                at, out_at, lse_ptr, call, start_m, before, factor, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS
-            )
+                attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
+        elif start_m < head.length:
+            attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
         if PACKED:
             sequences = tl.num_programs(0) // (nheads * num_m)
-            first, stop = jit.uncovered(cu_seqlens_ptr, batch, sequences, seqlen, total)
-            tile.zero_rows((out_ptr + h64 * stride_oh, stride_os, stride_od), first, stop, pid_m, num_m, BLOCK_M, DIMS)
-            tile.zero_numbers(lse_ptr - start64, first, stop, pid_m, num_m, BLOCK_M)
+            first, stop = jit.uncovered(cu_seqlens_ptr, head.batch, sequences, seqlen, total)
+            every = tile.Tokens(out_ptr + head.h.to(tl.int64) * stride_oh, stride_os, stride_od)
+            tile.zero_rows(every, first, stop, pid_m, num_m, BLOCK_M, FORM.DIMS)
+            tile.zero_numbers(lse_ptr - head.start.to(tl.int64), first, stop, pid_m, num_m, BLOCK_M)
+
+
+def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse``; shapes as in the public function."""
+    out, lse = operator.empty_out(w), empty_lse(w)
+    if out.numel() == 0:
+        return out, lse
+    sizes = Launch(w, call)
+    config = dict(tables.FORWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
+    bounded, whole, pairs = (bool(config.pop(name)) for name in ("BOUNDED", "WHOLE", "PAIRS"))
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    num_m = sizes.blocks(block_m)
+    many = sizes.heads >= 2 * launch.multiprocessors(w.device)
+    softmax = call.threshold is None and call.scale > 0
+    # fp16 holds weights down to 2^-24 only: they are small in the bounded form, and never in the online one.
+    # A padded query is no key of its own, so that its row has no lower bound.
+    bounded = bounded and softmax and w.dtype != torch.float16 and not call.padded
+    plain = softmax and not (call.causal or call.packed or call.padded or call.dropout_p)
+    if pairs and plain and many and num_m <= MOST_TILES:
+        forward_pairs(w, out, lse, sizes, block_m, config["num_warps"])
+        return out, lse
+    whole = whole and many and not call.packed and not (call.causal and bounded)
+    shared = {"num_m": num_m, **sizes.sizes(), **strides("w", w)}
+    top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded and not whole else None
+    with launch.guard(w.device):
+        if top is not None:
+            _mssa_norms_kernel[(sizes.heads * num_m,)](w_ptr=w, top_ptr=top, BLOCK_M=block_m, **shared)
+        _mssa_fwd_kernel[(sizes.heads * (1 if whole else num_m),)](
+            w_ptr=w,
+            out_ptr=out,
+            lse_ptr=lse,
+            top_ptr=top,
+            **shared,
+            **strides("o", out),
+            **sizes.row_strides(),
+            **sizes.form(),
+            threshold=call.threshold or 0.0,
+            TAIL_M=sizes.tail(block_m),
+            TAIL_N=block_n if call.causal else sizes.tail(block_n),
+            SOFTMAX="bounded" if bounded else "online" if call.threshold is None else "threshold",
+            WHOLE=whole,
+            **config,
+        )
+    return out, lse

@@ -28,8 +28,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.triton import tile
+from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, offset_of, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strides
 from crate_kernels.ops.mssa.triton.rows import HIGHEST, RANGE, attend_rows, finish, norms
 
 MOST_TILES = 4  # tuples are unrolled: the pairs are code
@@ -44,18 +48,17 @@ _HIGHEST_HALF = tl.constexpr(1048576.0)
 
 
 @triton.jit
-def _weights(a, b, start_b, shift, call, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _weights(a, b, start_b, shift, scores, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Return exp(s - shift) of the rows of ``a`` and of ``b``; MASKED, 0 for rows of ``b`` beyond the length."""
-    qk_scale, length = call
-    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * qk_scale - shift  # (rows of a, rows of b)
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scores.qk_scale - shift  # (rows of a, rows of b)
     if MASKED:
-        s = tl.where((start_b + tl.arange(0, b.shape[0]) < length)[None, :], s, -float("inf"))
+        s = tl.where((start_b + tl.arange(0, b.shape[0]) < scores.length)[None, :], s, -float("inf"))
     return tl.exp(s).to(b.dtype)
 
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr):
-    """Return the state of a tile: its accumulator (ROWS, WIDTH) and its rows' sums, of which there are equal columns.
+    """Return the state of a tile: its accumulator (ROWS, WIDTH) and its rows' sums, as several equal columns.
 
     TURNED is transposed: the smallest product of warp groups has 64 rows, but may have 8 columns.
     """
@@ -67,7 +70,7 @@ def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def _add(state, p, w, TURNED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add p w and the sums of p's rows to a state; TURNED, w^T p and those of its columns.
+    """Add p w and the sums of p's rows to a state; TURNED, w^T p and the sums of its columns.
 
     Sums are products with ones. tl.sum would leave every weight in a register until the sum is wanted, and spill; and
     the sums of columns would pass through shared memory.
@@ -82,50 +85,50 @@ def _add(state, p, w, TURNED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    state, start, shift, out_at, lse_ptr, length, MASKED: tl.constexpr, TURNED: tl.constexpr, DIMS: tl.constexpr
-):
+def _write(state, start, shift, out, lse_ptr, length, MASKED: tl.constexpr, TURNED: tl.constexpr, DIMS: tl.constexpr):
     """Write out and lse of a tile."""
     acc, sums = state
     if TURNED:
         acc, sums = tl.trans(acc), tl.trans(sums)
     rows = start + tl.arange(0, acc.shape[0])
     mask = rows < length if MASKED else tl.full((acc.shape[0],), 1, tl.int1)
-    finish(((acc,), shift, tl.max(sums, 1)), out_at, lse_ptr, rows, mask, 1.0, DIMS)
+    finish(((acc,), shift, tl.max(sums, 1)), out, lse_ptr, rows, mask, 1.0, DIMS)
 
 
 @triton.jit
-def _attend(tiles, shift, out_at, lse_ptr, call, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DIMS: tl.constexpr):
+def _attend(tiles, shift, out, lse_ptr, scores, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Write out and lse: each tile meets itself and those before it, which are done when they have met the last."""
-    length = call[1]
     LAST: tl.constexpr = len(tiles) - 1
     NARROW: tl.constexpr = tiles[LAST].shape[0] < BLOCK
+    DIMS: tl.constexpr = FORM.DIMS
+    PRECISION: tl.constexpr = FORM.PRECISION
+    length = scores.length
     states = ()
     for j in tl.static_range(len(tiles)):
         w_j = tiles[j]
-        state_j = _zeros(w_j.shape[0], DIMS[1], NARROW and j == LAST)
+        state_j = _zeros(w_j.shape[0], DIMS.WIDTHS[0], NARROW and j == LAST)
         before = states
         states = ()
         for i in tl.static_range(j):
-            p = _weights(tiles[i], w_j, j * BLOCK, shift, call, j == LAST, PRECISION)  # (BLOCK, rows of j)
+            p = _weights(tiles[i], w_j, j * BLOCK, shift, scores, j == LAST, PRECISION)  # (BLOCK, rows of j)
             state_i = _add(before[i], p, w_j, False, PRECISION)
             if j == LAST:
-                _write(state_i, i * BLOCK, shift, out_at, lse_ptr, length, False, False, DIMS)
+                _write(state_i, i * BLOCK, shift, out, lse_ptr, length, False, False, DIMS)
             else:
                 states += (state_i,)
             p = p if NARROW and j == LAST else tl.trans(p)
             state_j = _add(state_j, p, tiles[i], NARROW and j == LAST, PRECISION)
         # Keys beyond the end are masked as columns, and are rows to a turned state.
-        p = _weights(w_j, w_j, j * BLOCK, shift, call, j == LAST, PRECISION)
+        p = _weights(w_j, w_j, j * BLOCK, shift, scores, j == LAST, PRECISION)
         p = tl.trans(p) if NARROW and j == LAST else p
         state_j = _add(state_j, p, w_j, NARROW and j == LAST, PRECISION)
         if j == LAST:
-            _write(state_j, j * BLOCK, shift, out_at, lse_ptr, length, True, NARROW, DIMS)
+            _write(state_j, j * BLOCK, shift, out, lse_ptr, length, True, NARROW, DIMS)
         else:
             states += (state_j,)
 
 
-# Lengths change from call to call: none of them may have kernels compiled of its own, but for its number of tiles.
+# Sizes vary per call: do not specialise on them, but for the number of tiles.
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen"])
 def _mssa_fwd_pairs_kernel(
     w_ptr,
@@ -145,42 +148,61 @@ def _mssa_fwd_pairs_kernel(
     seqlen,
     qk_scale,
     HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TAIL_M: tl.constexpr,
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write out and lse of a head of at most TILES tiles of BLOCK_M rows, the last of them of TAIL_M."""
-    DIMS: tl.constexpr = (HEAD_DIM, D0, D1, D2)
-    head = tl.program_id(0)
-    batch, h = (head // nheads).to(tl.int64), (head % nheads).to(tl.int64)
-    at = (w_ptr + batch * stride_wb + h * stride_wh, stride_ws, stride_wd)
-    out_at = (out_ptr + batch * stride_ob + h * stride_oh, stride_os, stride_od)
-    lse_ptr += batch * stride_lb + h * stride_lh
+    FORM: tl.constexpr = Form(tile.whole_dims(HEAD_DIM), PRECISION)
+    head = find_head(tl.program_id(0), nheads, seqlen, 0, None, False)
+    at = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
+    out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
+    lse_ptr += offset_of(head, stride_lb, stride_lh)
     tiles = ()
     low, high = tl.full((BLOCK_M,), float("inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(TILES - 1):
         rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        w = tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), DIMS)
+        w = tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
         n = norms(w, qk_scale)
         low, high = tl.minimum(low, n), tl.maximum(high, n)
         tiles += w
     rows = (TILES - 1) * BLOCK_M + tl.arange(0, TAIL_M)
-    w = tile.load(at, rows, rows < seqlen, DIMS)
+    w = tile.load(at, rows, rows < seqlen, FORM.DIMS)  # (TAIL_M, HEAD_DIM)
     n = norms(w, qk_scale)
     tiles += w
     least = tl.minimum(tl.min(low, 0), tl.min(tl.where(rows < seqlen, n, float("inf")), 0))
     most = tl.maximum(tl.max(high, 0), tl.max(n, 0))
     FP16: tl.constexpr = w_ptr.dtype.element_ty == tl.float16
     SINGLE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
+    scores = Scores(length=seqlen, qk_scale=qk_scale)
     if (most - least <= (_RANGE_FP16 if FP16 else RANGE)) & (most <= (HIGHEST if SINGLE else _HIGHEST_HALF)):
         shift = 2 * most - _TOP_FP16 if FP16 else most + least
-        _attend(tiles, shift, out_at, lse_ptr, (qk_scale, seqlen), BLOCK_M, PRECISION, DIMS)
+        _attend(tiles, shift, out, lse_ptr, scores, BLOCK_M, FORM)
     else:
-        FORM: tl.constexpr = (False, False, False, False, PRECISION)
-        call = (None, seqlen, head, 0, qk_scale, 0, 0.0)
         for start in range(0, seqlen, BLOCK_M):
-            attend_rows(at, out_at, lse_ptr, call, start, 0.0, 1.0, "online", BLOCK_M, BLOCK_M, BLOCK_M, FORM, DIMS)
+            attend_rows(at, out, lse_ptr, scores, start, 0.0, "online", BLOCK_M, BLOCK_M, BLOCK_M, FORM)
+
+
+def forward_pairs(w: Tensor, out: Tensor, lse: Tensor, sizes: Launch, block: int, warps: int) -> None:
+    """Write ``out`` and ``lse`` of a full, unmasked call of at most MOST_TILES blocks."""
+    with launch.guard(w.device):
+        _mssa_fwd_pairs_kernel[(sizes.heads,)](
+            w_ptr=w,
+            out_ptr=out,
+            lse_ptr=lse,
+            **strides("w", w),
+            **strides("o", out),
+            **sizes.row_strides(),
+            nheads=sizes.nheads,
+            seqlen=sizes.seqlen,
+            qk_scale=sizes.call.scale,
+            HEAD_DIM=sizes.head_dim,
+            BLOCK_M=block,
+            TAIL_M=sizes.tail(block),
+            TILES=sizes.blocks(block),
+            PRECISION=launch.dot_precision(w.dtype),
+            # The only loop is that of the rare online softmax, whose pipeline would take registers from the pairs.
+            num_warps=warps,
+            num_stages=1,
+        )

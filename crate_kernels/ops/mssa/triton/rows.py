@@ -14,9 +14,6 @@ Two forms of the softmax:
 
 In the causal form the maximum of n is over j <= i, and each row takes its form by itself: no bit of a prefix depends
 on what comes after it.
-
-In these functions ``call`` is (mask_ptr, length, head, seed, qk_scale, drop_last, threshold) and ``FORM`` is (CAUSAL,
-PADDED, DROPOUT, NEGATIVE, PRECISION); NEGATIVE says that qk_scale is the magnitude of a scale below 0.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -29,6 +26,7 @@ import triton.language as tl
 
 from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
+from crate_kernels.ops.mssa.triton.head import signed_products
 
 # A row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it.
 RANGE = tl.constexpr(55.0)
@@ -37,23 +35,30 @@ HIGHEST = tl.constexpr(4.0)
 
 
 @triton.jit
-def mask_scores(s, call, offs_m, offs_n, FORM: tl.constexpr):
-    """Scale scores and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
-    mask_ptr, length, qk_scale = call[0], call[1], call[4]
-    allowed = (offs_n < length)[None, :]
-    if FORM[0]:
+def mask_scores(s, scores, offs_m, offs_n, FORM: tl.constexpr):
+    """Scale products and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
+    allowed = (offs_n < scores.length)[None, :]
+    if FORM.CAUSAL:
         allowed = allowed & (offs_n[None, :] <= offs_m[:, None])
-    if FORM[1]:
-        allowed = allowed & (tl.load(mask_ptr + offs_n, mask=offs_n < length, other=0) != 0)[None, :]
-    return tl.where(allowed, s * qk_scale, -float("inf"))
+    if FORM.PADDED:
+        keep = tl.load(scores.mask_ptr + offs_n, mask=offs_n < scores.length, other=0) != 0
+        allowed = allowed & keep[None, :]
+    return tl.where(allowed, s * scores.qk_scale, -float("inf"))
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+    """Return the state of rows that have met no key: (accumulator, maximum or bound, sum)."""
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    return tile.zeros(BLOCK_M, FORM.DIMS), l_i - float("inf"), l_i
 
 
 @triton.jit
 def attend_tiles(
     state,
     w_m,
-    at,
-    call,
+    w,
+    scores,
     offs_m,
     start,
     stop,
@@ -61,22 +66,18 @@ def attend_tiles(
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FORM: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
-    """Walk over the keys [start, stop), starting from and returning (accumulator, maximum or bound, sum)."""
+    """Walk over the keys [start, stop) of the tokens ``w``, starting from a state and returning the next."""
     acc, m_i, l_i = state
-    _, length, head, seed, qk_scale, drop_last, threshold = call
     for start_n in range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        w_n = tile.load(at, offs_n, offs_n < length, DIMS)  # (BLOCK_N, head_dim)
-        s = tile.products(w_m, w_n, FORM[4])  # (BLOCK_M, BLOCK_N)
-        if FORM[3]:
-            s = -s
+        w_n = tile.load(w, offs_n, offs_n < scores.length, FORM.DIMS)  # (BLOCK_N, HEAD_DIM)
+        s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
         if MASKED:
-            s = mask_scores(s, call, offs_m, offs_n, FORM)
+            s = mask_scores(s, scores, offs_m, offs_n, FORM)
         before = m_i
         if PASS == "online" or PASS == "statistics":
-            m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * qk_scale)
+            m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.qk_scale)
         # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
         base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
         if PASS == "online" or PASS == "statistics":
@@ -85,16 +86,17 @@ def attend_tiles(
             if PASS == "online":
                 acc = tile.scale(acc, shrink)
         # Where nothing is masked, the scaling is part of the exponent's multiply-add.
-        p = tl.exp((s if MASKED else s * qk_scale) - base[:, None])
+        p = tl.exp((s if MASKED else s * scores.qk_scale) - base[:, None])
         if PASS == "select":
             # Against the sum, not divided by it: a probability equal to the threshold is not above it.
-            p = tl.where(p > threshold * l_i[:, None], 1.0, 0.0)
+            p = tl.where(p > scores.threshold * l_i[:, None], 1.0, 0.0)
         else:
             l_i += tl.sum(p, 1)
         if PASS != "statistics":
-            if FORM[2]:
-                p = tl.where(jit.keep_mask(seed, head, offs_m[:, None], offs_n[None, :], drop_last), p, 0.0)
-            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM[4])
+            if FORM.DROPOUT:
+                kept = jit.keep_mask(scores.seed, scores.head, offs_m[:, None], offs_n[None, :], scores.drop_last)
+                p = tl.where(kept, p, 0.0)
+            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM.PRECISION)
     return acc, m_i, l_i
 
 
@@ -102,29 +104,28 @@ def attend_tiles(
 def _walk(
     state,
     w_m,
-    at,
-    call,
+    w,
+    scores,
     start_m,
     PASS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
     FORM: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """Walk over all the keys of a block of rows: unmasked as far as possible, then TAIL_N at a time with masks."""
-    length = call[1]
+    length = scores.length
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    if FORM[1]:
+    if FORM.PADDED:
         whole = 0
-    elif FORM[0]:
+    elif FORM.CAUSAL:
         whole = (start_m + 1) // BLOCK_N * BLOCK_N
     else:
         whole = length // BLOCK_N * BLOCK_N
-    stop = tl.minimum(start_m + BLOCK_M, length) if FORM[0] else length
-    if not FORM[1]:
-        state = attend_tiles(state, w_m, at, call, offs_m, 0, whole, PASS, False, BLOCK_N, FORM, DIMS)
-    return attend_tiles(state, w_m, at, call, offs_m, whole, stop, PASS, True, TAIL_N, FORM, DIMS)
+    stop = tl.minimum(start_m + BLOCK_M, length) if FORM.CAUSAL else length
+    if not FORM.PADDED:
+        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, PASS, False, BLOCK_N, FORM)
+    return attend_tiles(state, w_m, w, scores, offs_m, whole, stop, PASS, True, TAIL_N, FORM)
 
 
 @triton.jit
@@ -134,71 +135,69 @@ def norms(w, qk_scale):
 
 
 @triton.jit
-def finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
+def finish(state, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
     """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf."""
     acc, m_i, l_i = state
     empty = l_i == 0.0
-    sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # rows of no concern may have a sum too small to divide by
-    tile.store(out_at, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
+    sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # a row outside the mask may have a sum too small to divide by
+    tile.store(out, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
     tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
 
 
 @triton.jit
 def attend_rows(
-    at,
-    out_at,
+    w,
+    out,
     lse_ptr,
-    call,
+    scores,
     start_m,
     before,
-    factor,
     SOFTMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
     FORM: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """Attend with the rows [start_m, start_m + BLOCK_M) of a head.
 
     SOFTMAX is "online", "bounded" or "threshold"; ``before`` is the largest n of the keys that all these rows see.
     """
-    length, qk_scale = call[1], call[4]
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < length
-    w_m = tile.load(at, offs_m, mask_m, DIMS)  # (BLOCK_M, head_dim)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    state = (tile.zeros(BLOCK_M, DIMS), l_i - float("inf"), l_i)
+    mask_m = offs_m < scores.length
+    factor = scores.keep_factor
+    w_m = tile.load(w, offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+    state = empty_state(BLOCK_M, FORM)
     if SOFTMAX == "bounded":
-        n_m = norms(w_m, qk_scale)
+        acc, _, l_i = state
+        n_m = norms(w_m, scores.qk_scale)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
-        if FORM[0]:
+        if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
             own = tl.arange(0, BLOCK_M)
             top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
         far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST))
         some = tl.max(far.to(tl.int32), 0) > 0
-        bounded = (state[0], n_m + top, l_i)
-        if FORM[0]:
+        bounded = (acc, n_m + top, l_i)
+        if FORM.CAUSAL:
             near = mask_m & (far == 0)
             if tl.max(near.to(tl.int32), 0) > 0:
-                bounded = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-                finish(bounded, out_at, lse_ptr, offs_m, near, factor, DIMS)
+                bounded = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                finish(bounded, out, lse_ptr, offs_m, near, factor, FORM.DIMS)
             if some:
-                state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-                finish(state, out_at, lse_ptr, offs_m, far, factor, DIMS)
+                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                finish(state, out, lse_ptr, offs_m, far, factor, FORM.DIMS)
         else:
             if some:
-                state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
+                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
             else:
-                state = _walk(bounded, w_m, at, call, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-            finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
+                state = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+            finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
     elif SOFTMAX == "threshold":
-        state = _walk(state, w_m, at, call, start_m, "statistics", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-        acc, m_i, l_i = _walk(state, w_m, at, call, start_m, "select", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-        # What _finish divides by the sum is to be weights of ``threshold``.
-        state = (tile.scale(acc, l_i * call[6]), m_i, l_i)
-        finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
+        state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+        acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+        # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
+        state = (tile.scale(acc, l_i * scores.threshold), m_i, l_i)
+        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
     else:
-        state = _walk(state, w_m, at, call, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM, DIMS)
-        finish(state, out_at, lse_ptr, offs_m, mask_m, factor, DIMS)
+        state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)

@@ -1,10 +1,6 @@
-"""What tiles of rows give to the gradient of the rows that a program owns; backward.py has the equations.
+"""The walk of the backward: tiles of rows i add to the gradient of a block of rows j; backward.py has the equations.
 
 Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
-
-In these functions ``rows`` is (where w is, where g is, lse_ptr, delta_ptr, dlse_ptr), ``call`` is (mask_ptr, length,
-head, seed, qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as in the forward, and ``TERMS`` is
-(VALUES: P g, SCORES: A w, PRODUCTS: A has g.w - delta in it, SELECT: phi="threshold", LSE: A has dlse in it).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -12,107 +8,149 @@ head, seed, qk_scale, drop_last, keep_factor, scale, threshold), ``FORM`` is as 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
+from crate_kernels.ops.mssa.triton.head import signed_products
+from crate_kernels.ops.mssa.triton.tile import Tokens
 
 # What underflows on the way is a weight below 2^-62, whatever the factors that follow.
 EXTENT = tl.constexpr(44.0)
 
 
+class Terms(NamedTuple):
+    """The terms of the gradient that a walk adds up."""
+
+    VALUES: bool = False  # P g
+    SCORES: bool = False  # A w
+    PRODUCTS: bool = False  # A has g.w - delta in it
+    HAS_DLSE: bool = False  # A has dlse in it
+    SELECT: bool = False  # phi="threshold": P is 1 where it is above the threshold, else 0
+    DERIVED: bool = False  # the second exponential comes from the first
+
+
+class Inputs(NamedTuple):
+    """Tensors that the backward of a head reads, from its first row on."""
+
+    w: Tokens
+    g: Tokens
+    lse_ptr: tl.tensor
+    delta_ptr: tl.tensor
+    dlse_ptr: tl.tensor
+
+
+class Block(NamedTuple):
+    """The rows j that a program owns."""
+
+    offs: tl.tensor  # (BLOCK_J,)
+    w: tl.tuple  # (BLOCK_J, HEAD_DIM), as is g
+    g: tl.tuple
+    lse: tl.tensor  # (BLOCK_J,), as are delta and dlse
+    delta: tl.tensor
+    dlse: tl.tensor
+
+
 @triton.jit
-def numbers(rows, offs, length, TERMS: tl.constexpr):
+def _load_numbers(inputs, offs, length, TERMS: tl.constexpr):
     """Load L, delta and dlse of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
-    lse = tl.load(rows[2] + offs, mask=offs < length, other=-float("inf"))
-    delta = tl.load(rows[3] + offs, mask=offs < length, other=0.0) if TERMS[2] else 0.0
-    dlse = tl.load(rows[4] + offs, mask=offs < length, other=0.0) if TERMS[4] else 0.0
+    lse = tl.load(inputs.lse_ptr + offs, mask=offs < length, other=-float("inf"))
+    delta = tl.load(inputs.delta_ptr + offs, mask=offs < length, other=0.0) if TERMS.PRODUCTS else 0.0
+    dlse = tl.load(inputs.dlse_ptr + offs, mask=offs < length, other=0.0) if TERMS.HAS_DLSE else 0.0
     return tl.where(lse == -float("inf"), float("inf"), lse), delta, dlse
 
 
 @triton.jit
-def _probabilities(s, base, call, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Return exp(s - base); what is masked may be large, so it is masked before the exponential."""
-    mask_ptr, length, _, _, qk_scale, _, _, _, _ = call
-    if MASKED:
-        allowed = keys < length
-        if FORM[1]:
-            allowed = allowed & (tl.load(mask_ptr + keys, mask=allowed, other=0) != 0)
-        if FORM[0]:
-            allowed = allowed & (keys <= queries)
-        return tl.exp(tl.where(allowed, s * qk_scale - base, -float("inf")))
-    else:
-        return tl.exp(s * qk_scale - base)
+def load_block(inputs, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
+    """Load the rows [start_j, start_j + BLOCK_J)."""
+    # Beyond the end the last row again: zeros would be keys whose weights can overflow.
+    offs = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)
+    w = tile.load(inputs.w, offs, offs >= 0, FORM.DIMS)
+    g = tile.load(inputs.g, offs, offs >= 0, FORM.DIMS) if TERMS.PRODUCTS else w
+    lse, delta, dlse = _load_numbers(inputs, offs, length, TERMS)
+    return Block(offs=offs, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
 
 @triton.jit
-def dropped(x, call, queries, keys, FORM: tl.constexpr):
+def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Return exp(s - base); masked scores may be large: mask them before the exponential."""
+    exponent = s * scores.qk_scale - base
+    if MASKED:
+        allowed = keys < scores.length
+        if FORM.PADDED:
+            allowed = allowed & (tl.load(scores.mask_ptr + keys, mask=allowed, other=0) != 0)
+        if FORM.CAUSAL:
+            allowed = allowed & (keys <= queries)
+        exponent = tl.where(allowed, exponent, -float("inf"))
+    return tl.exp(exponent)
+
+
+@triton.jit
+def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
     """Return ``x`` times the dropout factor of every (query, key)."""
-    if FORM[2]:
-        _, _, head, seed, _, drop_last, keep_factor, _, _ = call
-        return tl.where(jit.keep_mask(seed, head, queries, keys, drop_last), x * keep_factor, 0.0)
+    if FORM.DROPOUT:
+        kept = jit.keep_mask(scores.seed, scores.head, queries, keys, scores.drop_last)
+        return tl.where(kept, x * scores.keep_factor, 0.0)
     else:
         return x
 
 
 @triton.jit
-def _tiles(
+def _add_tiles(
     acc,
     own,
-    rows,
-    call,
-    offs_j,
+    inputs,
+    scores,
     start,
     stop,
     centre,
-    KEY: tl.constexpr,
-    QUERY: tl.constexpr,
     MASKED: tl.constexpr,
-    DERIVED: tl.constexpr,
     BLOCK_I: tl.constexpr,
     FORM: tl.constexpr,
     TERMS: tl.constexpr,
-    DIMS: tl.constexpr,
+    KEY: tl.constexpr = True,
+    QUERY: tl.constexpr = True,
 ):
-    """Add what rows [start, stop) give to the owned rows, which take part as KEY, as QUERY or as both."""
-    w_j, g_j, l_j, delta_j, dlse_j = own
-    _, length, _, _, _, _, _, scale, threshold = call
-    key_j = offs_j[:, None]
+    """Add the terms of rows [start, stop) to the owned rows, which take part as KEY, as QUERY or as both."""
+    length = scores.length
+    key_j = own.offs[:, None]
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = tile.load(rows[0], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
-        l_i, delta_i, dlse_i = numbers(rows, offs_i, length, TERMS)
-        s = tile.products(w_j, w_i, FORM[4])  # (BLOCK_J, BLOCK_I)
-        if FORM[3]:
-            s = -s
+        w_i = tile.load(inputs.w, offs_i, offs_i < length, FORM.DIMS)  # (BLOCK_I, HEAD_DIM)
+        l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, TERMS)
+        s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         a = tl.zeros_like(s)
         if KEY:
-            p = _probabilities(s, l_i[None, :], call, key_i, key_j, MASKED, FORM)
-            if TERMS[0]:
-                g_i = tile.load(rows[1], offs_i, offs_i < length, DIMS)  # (BLOCK_I, head_dim)
-                weights = tl.where(p > threshold, 1.0, 0.0) if TERMS[3] else p
-                weights = dropped(weights, call, key_i, key_j, FORM)
-                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM[4])
-            if TERMS[2]:
-                d = dropped(tile.products(w_j, g_i, FORM[4]), call, key_i, key_j, FORM) - delta_i[None, :]
+            p = _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
+            if TERMS.VALUES:
+                g_i = tile.load(inputs.g, offs_i, offs_i < length, FORM.DIMS)  # (BLOCK_I, HEAD_DIM)
+                weights = tl.where(p > scores.threshold, 1.0, 0.0) if TERMS.SELECT else p
+                weights = _dropped(weights, scores, key_i, key_j, FORM)
+                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM.PRECISION)
+            if TERMS.PRODUCTS:
+                d = tile.products(own.w, g_i, FORM.PRECISION)
+                d = _dropped(d, scores, key_i, key_j, FORM) - delta_i[None, :]
                 # After the difference, which may be small: delta - dlse would be rounded as delta is.
-                a = p * (d + dlse_i[None, :] if TERMS[4] else d)
-            elif TERMS[4]:
+                a = p * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
+            elif TERMS.HAS_DLSE:
                 a = p * dlse_i[None, :]
-        if QUERY and TERMS[1]:
-            if DERIVED:
-                t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - l_j)[:, None]
+        if QUERY and TERMS.SCORES:
+            if TERMS.DERIVED and not MASKED:
+                t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - own.lse)[:, None]
             else:
-                t = _probabilities(s, l_j[:, None], call, key_j, key_i, MASKED, FORM)
-            if TERMS[2]:
-                d = dropped(tile.products(g_j, w_i, FORM[4]), call, key_j, key_i, FORM) - delta_j[:, None]
-                a += t * (d + dlse_j[:, None] if TERMS[4] else d)
+                t = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM)
+            if TERMS.PRODUCTS:
+                d = tile.products(own.g, w_i, FORM.PRECISION)
+                d = _dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
+                a += t * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
             else:
-                a += t * dlse_j[:, None]
-        if TERMS[1]:
-            acc = tile.add_product(acc, (a * scale).to(w_i[0].dtype), w_i, FORM[4])
+                a += t * own.dlse[:, None]
+        if TERMS.SCORES:
+            acc = tile.add_product(acc, (a * scores.scale).to(w_i[0].dtype), w_i, FORM.PRECISION)
     return acc
 
 
@@ -120,44 +158,30 @@ def _tiles(
 def walk(
     acc,
     own,
-    rows,
-    call,
+    inputs,
+    scores,
     extent,
     start_j,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
     TAIL_I: tl.constexpr,
-    DERIVED: tl.constexpr,
     FORM: tl.constexpr,
     TERMS: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """Walk over all the rows that owned rows meet, with masks only where they cut."""
-    length = call[1]
-    offs_j = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)  # beyond the end the last row again
-    if FORM[0]:
+    length = scores.length
+    if FORM.CAUSAL:
         after = tl.minimum(start_j + BLOCK_J, length)
-        if TERMS[1]:
-            acc = _tiles(
-                acc, own, rows, call, offs_j, 0, start_j, 0.0, False, True, FORM[1], False, BLOCK_I, FORM, TERMS, DIMS
-            )
-        acc = _tiles(
-            acc, own, rows, call, offs_j, start_j, after, 0.0, True, True, True, False, BLOCK_I, FORM, TERMS, DIMS
-        )
-        return _tiles(
-            acc, own, rows, call, offs_j, after, length, 0.0, True, False, FORM[1], False, BLOCK_I, FORM, TERMS, DIMS
-        )
+        if TERMS.SCORES:
+            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, FORM.PADDED, BLOCK_I, FORM, TERMS, KEY=False)
+        acc = _add_tiles(acc, own, inputs, scores, start_j, after, 0.0, True, BLOCK_I, FORM, TERMS)
+        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, FORM.PADDED, BLOCK_I, FORM, TERMS, QUERY=False)
     else:
         low, high = extent
-        whole = 0 if FORM[1] else length // BLOCK_I * BLOCK_I
-        if DERIVED:
+        whole = 0 if FORM.PADDED else length // BLOCK_I * BLOCK_I
+        if TERMS.DERIVED:
             # Rows further apart are rare: they take the masked loop from the start instead of a third one.
             whole = tl.where(high - low <= EXTENT, whole, 0)
-        if not FORM[1]:
-            acc = _tiles(
-                acc, own, rows, call, offs_j, 0, whole, 0.5 * (low + high),
-                True, True, False, DERIVED, BLOCK_I, FORM, TERMS, DIMS,
-            )  # fmt: skip
-        return _tiles(
-            acc, own, rows, call, offs_j, whole, length, 0.0, True, True, True, False, TAIL_I, FORM, TERMS, DIMS
-        )
+        if not FORM.PADDED:
+            acc = _add_tiles(acc, own, inputs, scores, 0, whole, 0.5 * (low + high), False, BLOCK_I, FORM, TERMS)
+        return _add_tiles(acc, own, inputs, scores, whole, length, 0.0, True, TAIL_I, FORM, TERMS)

@@ -1,11 +1,12 @@
-"""Tiles of tokens in Triton: what the forward, the backward and the decoding kernels of mssa do with them.
+"""Tiles of tokens, and what the kernels of mssa do with them.
 
-A tile is (rows, head_dim). Triton's widths are powers of two, so that head_dim 48 would cost what 64 costs; a tile
-is therefore a tuple of up to three parts of D0, D1 and D2 channels, 48 = 32 + 16, and a product over channels is a
-sum over parts. No part is narrower than 16, which is what a matrix product needs.
+A tile is (rows, head_dim). Triton's widths are powers of two, and a head_dim of 48 would cost as much as 64. A tile is
+therefore a tuple of up to three parts, 48 = 32 + 16, and a product over channels is a sum over parts. A matrix product
+needs parts of at least 16 channels.
 
-In the kernels ``at`` is (pointer to a head's first row, stride of rows, stride of channels) and ``DIMS`` is
-(head_dim, D0, D1, D2).
+The records of this room are made anew by name in each kernel. Triton's compiler keeps the fields of a record static
+only where it is assigned as ``tl.constexpr``, hence records of constants (Dims, Form, Terms) apart from records of
+tensors (Tokens, Head, Scores). Its cache of compiled kernels does not see these classes: do not change a default.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -13,110 +14,106 @@ In the kernels ``at`` is (pointer to a head's first row, stride of rows, stride 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
-def parts(head_dim: int) -> tuple[int, int, int]:
+class Tokens(NamedTuple):
+    """The tokens of one head: a pointer to the first, and the strides of tokens and of channels."""
+
+    ptr: tl.tensor
+    stride_s: tl.tensor
+    stride_d: tl.tensor
+
+
+class Dims(NamedTuple):
+    """The channels of a head, and the first channel and the width of each part of a tile."""
+
+    HEAD_DIM: int
+    FIRST: tuple[int, ...]
+    WIDTHS: tuple[int, ...]
+
+
+@triton.constexpr_function
+def split_dims(head_dim):
     """Split head_dim, padded to a multiple of 16 (of 32 above 128), into at most three powers of two.
 
     240 would need four, hence the coarser padding of wide heads; 256 is one part.
     """
     step = 16 if head_dim <= 128 else 32
     left = max(-(-head_dim // step) * step, 16)
-    widths = []
+    first, widths = (), ()
     while left:
-        widths.append(1 << (left.bit_length() - 1))
+        first += (sum(widths),)
+        widths += (1 << (left.bit_length() - 1),)
         left -= widths[-1]
-    first, second, third = (*widths, 0, 0)[:3]
-    return first, second, third
+    return Dims(head_dim, first, widths)
+
+
+@triton.constexpr_function
+def whole_dims(head_dim):
+    """Return one part that covers head_dim."""
+    return Dims(head_dim, (0,), (max(1 << (head_dim - 1).bit_length(), 16),))
 
 
 @triton.jit
-def _offsets(at, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the int64 offsets of channels [FIRST, FIRST + WIDTH) of some rows."""
+def _part(tokens, rows, mask, k: tl.constexpr, DIMS: tl.constexpr):
+    """Return the pointers of part ``k`` of a tile, and a mask of those that exist: rows of ``mask``, real channels."""
+    WIDTH: tl.constexpr = DIMS.WIDTHS[k]
     tl.static_assert(WIDTH >= 16)
-    channels = FIRST + tl.arange(0, WIDTH)
-    return rows.to(tl.int64)[:, None] * at[1] + channels.to(tl.int64)[None, :] * at[2]
+    channels = DIMS.FIRST[k] + tl.arange(0, WIDTH)
+    inside = mask[:, None]
+    if DIMS.FIRST[k] + WIDTH > DIMS.HEAD_DIM:
+        inside = inside & (channels < DIMS.HEAD_DIM)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * tokens.stride_s + channels.to(tl.int64)[None, :] * tokens.stride_d
+    return tokens.ptr + offsets, inside  # (rows, WIDTH)
 
 
 @triton.jit
-def _inside(mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return which elements exist: rows of ``mask``, channels below head_dim."""
-    if FIRST + WIDTH > DIM:
-        return mask[:, None] & (FIRST + tl.arange(0, WIDTH) < DIM)[None, :]
-    else:
-        return mask[:, None]
-
-
-@triton.jit
-def _load_part(at, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    return tl.load(at[0] + _offsets(at, rows, FIRST, WIDTH), mask=_inside(mask, FIRST, WIDTH, DIM), other=0.0)
-
-
-@triton.jit
-def load(at, rows, mask, DIMS: tl.constexpr):
+def load(tokens, rows, mask, DIMS: tl.constexpr):
     """Load a tile; rows outside ``mask`` and channels beyond head_dim are 0."""
-    a = _load_part(at, rows, mask, 0, DIMS[1], DIMS[0])
-    if DIMS[2] == 0:
-        return (a,)
-    else:
-        b = _load_part(at, rows, mask, DIMS[1], DIMS[2], DIMS[0])
-        if DIMS[3] == 0:
-            return (a, b)
-        else:
-            return (a, b, _load_part(at, rows, mask, DIMS[1] + DIMS[2], DIMS[3], DIMS[0]))
+    tile = ()
+    for k in tl.static_range(len(DIMS.WIDTHS)):
+        at, inside = _part(tokens, rows, mask, k, DIMS)
+        tile += (tl.load(at, mask=inside, other=0.0),)
+    return tile
 
 
 @triton.jit
-def _store_part(at, part, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    values = part.to(at[0].dtype.element_ty)
-    tl.store(at[0] + _offsets(at, rows, FIRST, WIDTH), values, mask=_inside(mask, FIRST, WIDTH, DIM))
-
-
-@triton.jit
-def store(at, tile, rows, mask, DIMS: tl.constexpr):
+def store(tokens, tile, rows, mask, DIMS: tl.constexpr):
     """Store a tile in the dtype of the pointer; rows outside ``mask`` are left alone."""
-    _store_part(at, tile[0], rows, mask, 0, DIMS[1], DIMS[0])
-    if DIMS[2] > 0:
-        _store_part(at, tile[1], rows, mask, DIMS[1], DIMS[2], DIMS[0])
-    if DIMS[3] > 0:
-        _store_part(at, tile[2], rows, mask, DIMS[1] + DIMS[2], DIMS[3], DIMS[0])
+    for k in tl.static_range(len(tile)):
+        at, inside = _part(tokens, rows, mask, k, DIMS)
+        tl.store(at, tile[k].to(tokens.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, DIMS: tl.constexpr):
     """Return a tile of fp32 zeros: an accumulator."""
-    a = tl.zeros((ROWS, DIMS[1]), tl.float32)
-    if DIMS[2] == 0:
-        return (a,)
-    elif DIMS[3] == 0:
-        return (a, tl.zeros((ROWS, DIMS[2]), tl.float32))
-    else:
-        return (a, tl.zeros((ROWS, DIMS[2]), tl.float32), tl.zeros((ROWS, DIMS[3]), tl.float32))
+    tile = ()
+    for k in tl.static_range(len(DIMS.WIDTHS)):
+        tile += (tl.full((ROWS, DIMS.WIDTHS[k]), 0.0, tl.float32),)
+    return tile
 
 
 @triton.jit
 def scale(tile, factor):
     """Return a tile with each row times ``factor`` (rows,)."""
-    a = tile[0] * factor[:, None]
-    if len(tile) == 1:
-        return (a,)
-    elif len(tile) == 2:
-        return (a, tile[1] * factor[:, None])
-    else:
-        return (a, tile[1] * factor[:, None], tile[2] * factor[:, None])
+    scaled = ()
+    for k in tl.static_range(len(tile)):
+        scaled += (tile[k] * factor[:, None],)
+    return scaled
 
 
 @triton.jit
 def add(a, b):
     """Return the sum of two tiles."""
-    if len(a) == 1:
-        return (a[0] + b[0],)
-    elif len(a) == 2:
-        return (a[0] + b[0], a[1] + b[1])
-    else:
-        return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+    total = ()
+    for k in tl.static_range(len(a)):
+        total += (a[k] + b[k],)
+    return total
 
 
 @triton.jit
@@ -131,14 +128,10 @@ def products(a, b, PRECISION: tl.constexpr):
 @triton.jit
 def add_product(acc, p, b, PRECISION: tl.constexpr):
     """Return acc + p b, with ``p`` (rows of acc, rows of b) in the dtype of ``b``."""
-    first = tl.dot(p, b[0], acc[0], input_precision=PRECISION)
-    if len(b) == 1:
-        return (first,)
-    elif len(b) == 2:
-        return (first, tl.dot(p, b[1], acc[1], input_precision=PRECISION))
-    else:
-        second = tl.dot(p, b[1], acc[1], input_precision=PRECISION)
-        return (first, second, tl.dot(p, b[2], acc[2], input_precision=PRECISION))
+    total = ()
+    for k in tl.static_range(len(b)):
+        total += (tl.dot(p, b[k], acc[k], input_precision=PRECISION),)
+    return total
 
 
 @triton.jit
@@ -151,11 +144,11 @@ def row_products(a, b):
 
 
 @triton.jit
-def zero_rows(at, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
+def zero_rows(tokens, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
     """Zero rows [first, stop): of their blocks of ROWS, ``pid``, ``pid + step``, ..."""
     for start in range(first + pid * ROWS, stop, step * ROWS):
         rows = start + tl.arange(0, ROWS)
-        store(at, zeros(ROWS, DIMS), rows, rows < stop, DIMS)
+        store(tokens, zeros(ROWS, DIMS), rows, rows < stop, DIMS)
 
 
 @triton.jit

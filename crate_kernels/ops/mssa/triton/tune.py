@@ -11,8 +11,8 @@ from torch import Tensor
 from crate_kernels._triton.launch import Row
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.mssa import composite, reference
+from crate_kernels.ops.mssa import triton as kernels
 from crate_kernels.ops.mssa.call import Call, DecodeCall
-from crate_kernels.ops.mssa.triton import launch as kernels
 from crate_kernels.ops.mssa.triton import tables
 
 _TOKENS = 1 << 16  # of each timed call, over batch and heads
