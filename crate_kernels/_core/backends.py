@@ -2,8 +2,8 @@
 
 A backend is a name and a package that holds one module an operator. A kernel module defines
 ``forward`` and ``backward`` (and ``decode`` where the operator has a cache); adding the file
-``ops/<op>/<backend>.py`` is all it takes to offer one. ``cpp`` is two: C++ for CPU tensors in ``cpp.py``, CUDA C++ for
-CUDA tensors in ``cuda.py``.
+``ops/<op>/<backend>.py`` is all it takes to offer one. ``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors,
+both in ``native.py``; each needs its own library.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ _BACKENDS = {
         ),
         Backend(
             "cpp",
-            "crate_kernels.ops.{op}.cpp",
+            "crate_kernels.ops.{op}.native",
             devices=("cpu",),
             dtypes=_FLOATS,
             missing=None if extension.PATH else "the C++ extension is not built (python -m crate_kernels build)",
             on_cuda=Backend(
                 "cpp on cuda",
-                "crate_kernels.ops.{op}.cuda",
+                "crate_kernels.ops.{op}.native",
                 devices=("cuda",),
                 dtypes=_FLOATS,
                 missing=_cuda_missing(),
@@ -111,16 +111,9 @@ def _is_there(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _module_name(package: str, op: str) -> str:
-    """Return the name of a kernel module; native.py, in rooms that have it, is both cpp.py and cuda.py."""
-    module, native = package.format(op=op), f"crate_kernels.ops.{op}.native"
-    replaced = module in (f"crate_kernels.ops.{op}.cpp", f"crate_kernels.ops.{op}.cuda")
-    return native if replaced and _is_there(native) else module
-
-
 # Probed once: a call must cost no look at the disk, and compile cannot trace one.
 _has_kernel = {
-    (op, v.name): _is_there(_module_name(v.package, op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
+    (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
 }
 
 
@@ -137,7 +130,7 @@ def serving(name: str, device_type: str = "cpu") -> Backend:
 def register(backend: Backend) -> None:
     """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
     _BACKENDS[backend.name] = backend
-    _has_kernel.update({(op, backend.name): _is_there(_module_name(backend.package, op)) for op in OPS})
+    _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
 
 
 def unregister(name: str) -> None:
@@ -153,7 +146,7 @@ def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
     serving = _BACKENDS[backend].serving(device_type)
     module = _kernels.get((op, serving.name))
     if module is None:
-        module = importlib.import_module(_module_name(serving.package, op))
+        module = importlib.import_module(serving.package.format(op=op))
         _kernels[op, serving.name] = module
     return module
 

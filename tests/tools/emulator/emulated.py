@@ -61,10 +61,8 @@ def load():
 def register():
     """Offer what computes for CUDA tensors under the name "cpp" for CPU tensors under the name "emulated"."""
     floats = backends._BACKENDS["cpp"].dtypes
-    backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.cuda", ("cpu",), floats))
-    for op in backends.OPS:
-        if find_spec(f"crate_kernels.ops.{op}.native"):
-            backends._kernels[op, "emulated"] = on_cuda(op)
+    backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.native", ("cpu",), floats))
+    backends._kernels |= {(op, "emulated"): on_cuda(op) for op in backends.OPS}
 
 
 def on_cuda(op):
