@@ -159,7 +159,7 @@ def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
     if tuple(value.shape) not in ((nheads,), (nheads, 1)):
         raise ValueError(f"tssa: {name} must be (nheads,) = ({nheads},), got {tuple(value.shape)}")
     _check_dtype(name, value, w)
-    return value.reshape(nheads)
+    return value if value.dim() == 1 else value.reshape(nheads)
 
 
 def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
