@@ -13,7 +13,8 @@ causal diagonal one direction exists: four products after it, three before it. M
 kernel of delta.py, and w, g and two numbers per row to the main kernel; it takes dw once. terms.py has the walk.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -34,31 +35,20 @@ from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
 
 @triton.jit
-def _write_block(
-    inputs,
-    dw,
-    scores,
-    extent,
-    start_j,
-    BLOCK_J: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    TAIL_I: tl.constexpr,
-    FORM: tl.constexpr,
-    TERMS: tl.constexpr,
-):
+def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
     """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head."""
     own = load_block(inputs, start_j, scores.length, BLOCK_J, FORM, TERMS)
     acc = tile.zeros(BLOCK_J, FORM.DIMS)  # (BLOCK_J, HEAD_DIM)
     if TERMS.SELECT:
         # Apart: the threshold is exact as a factor of the sum, and would be rounded as one of the weights.
         SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
-        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, SELECTED)
+        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, SELECTED)
         acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.threshold)
         if TERMS.SCORES:
             REST: tl.constexpr = Terms(SCORES=True, HAS_DLSE=True)
-            acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, REST)
+            acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, REST)
     else:
-        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
+        acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     offs_j = start_j + tl.arange(0, BLOCK_J)
     tile.store(dw, acc, offs_j, offs_j < scores.length, FORM.DIMS)
 
@@ -131,7 +121,9 @@ def _mssa_bwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
-    FORM: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL, PADDED, DROPOUT, NEGATIVE)
+    FORM: tl.constexpr = Form(
+        tile.split_dims(HEAD_DIM), PRECISION, BLOCK_I, TAIL_I, "online", CAUSAL, PADDED, DROPOUT, NEGATIVE
+    )
     TERMS: tl.constexpr = Terms(VALUES, SCORES, PRODUCTS, HAS_DLSE, SELECT, DERIVED)
     tl.static_assert(BLOCK_J % BLOCK_I == 0)  # tiles after the diagonal start where it ends
     pid = tl.program_id(0)
@@ -150,11 +142,11 @@ def _mssa_bwd_kernel(
     start_j = pid_j * BLOCK_J
     if TAIL_J < BLOCK_J:
         if pid_j == num_j - 1:
-            _write_block(inputs, dw, scores, extent, start_j, TAIL_J, BLOCK_I, TAIL_I, FORM, TERMS)
+            _write_block(inputs, dw, scores, extent, start_j, TAIL_J, FORM, TERMS)
         else:
-            _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
+            _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     elif start_j < head.length:
-        _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, BLOCK_I, TAIL_I, FORM, TERMS)
+        _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     if PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
         first, stop = jit.uncovered(cu_seqlens_ptr, head.batch, sequences, seqlen, total)

@@ -9,7 +9,8 @@ being right as they grow.
 Positions beyond the capacity are dropped: never written, and seen by no token.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _mssa_decode_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write out and lse of some new tokens over one stretch: part (heads, splits, new, HEAD_DIM)."""
-    CACHED: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, NEGATIVE=NEGATIVE)
-    CAUSAL: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL=True, NEGATIVE=NEGATIVE)
+    CACHED: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, BLOCK_N, BLOCK_N, NEGATIVE=NEGATIVE)
+    CAUSAL: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, BLOCK_N, BLOCK_N, CAUSAL=True, NEGATIVE=NEGATIVE)
     pid = tl.program_id(0)
     split = pid % splits
     pid_m = pid // splits % num_m
@@ -95,14 +96,14 @@ def _mssa_decode_kernel(
     stop = tl.minimum(first + stretch, length)
     whole = first + (stop - first) // BLOCK_N * BLOCK_N
     scores = Scores(length=stop, qk_scale=qk_scale)
-    state = attend_tiles(state, w_m, cached, scores, offs_m, first, whole, "online", False, BLOCK_N, CACHED)
-    state = attend_tiles(state, w_m, cached, scores, offs_m, whole, stop, "online", True, BLOCK_N, CACHED)
+    state = attend_tiles(state, w_m, cached, scores, offs_m, first, whole, "online", False, CACHED)
+    state = attend_tiles(state, w_m, cached, scores, offs_m, whole, stop, "online", True, CACHED)
     if split == splits - 1:
         scores = Scores(length=appended, qk_scale=qk_scale)
         whole = tl.minimum(start_m + 1, appended) // BLOCK_N * BLOCK_N
         stop = tl.minimum(start_m + BLOCK_M, appended)
-        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, BLOCK_N, CAUSAL)
-        state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, BLOCK_N, CAUSAL)
+        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, CAUSAL)
+        state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, CAUSAL)
         end = tile.Tokens(cached.ptr + length.to(tl.int64) * stride_cs, stride_cs, stride_cd)
         tile.store(end, w_m, offs_m, offs_m < appended, CACHED.DIMS)
 

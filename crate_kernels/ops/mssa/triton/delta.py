@@ -9,7 +9,8 @@ from the products that it is subtracted from, by an online softmax, whose larges
 tile more than the five of the main kernel.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def _mssa_bwd_delta_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write delta of every row, and the least and the largest lse of every block of BLOCK_M."""
-    FORM: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL, PADDED, DROPOUT, NEGATIVE)
+    FORM: tl.constexpr = Form(
+        tile.split_dims(HEAD_DIM), PRECISION, BLOCK_M, BLOCK_M, "online", CAUSAL, PADDED, DROPOUT, NEGATIVE
+    )
     pid = tl.program_id(0)
     start_m = pid % num_m * BLOCK_M
     head = find_head(pid // num_m, nheads, seqlen, total, cu_seqlens_ptr, PACKED)

@@ -6,7 +6,8 @@ and once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes o
 walk and the two forms of the softmax, pairs.py the form for short sequences that finds each score once.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def _mssa_fwd_kernel(
 
     The last block has TAIL_M rows, and the last keys come in tiles of TAIL_N: 197 rows cost 208 and not 256.
     """
-    FORM: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, CAUSAL, PADDED, DROPOUT, NEGATIVE)
+    FORM: tl.constexpr = Form(
+        tile.split_dims(HEAD_DIM), PRECISION, BLOCK_N, TAIL_N, SOFTMAX, CAUSAL, PADDED, DROPOUT, NEGATIVE
+    )
     pid = tl.program_id(0)
     number = pid if WHOLE else pid // num_m
     # The longest rows of the causal form first: they are what the last programs would wait for.
@@ -132,20 +135,20 @@ def _mssa_fwd_kernel(
             before = tl.max(top, 0)
         tail = (num_m - 1) * BLOCK_M if TAIL_M < BLOCK_M else num_m * BLOCK_M
         for start_m in range(0, tail, BLOCK_M):
-            attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
+            attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
         if TAIL_M < BLOCK_M:
-            attend_rows(w, out, lse_ptr, scores, tail, before, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM)
+            attend_rows(w, out, lse_ptr, scores, tail, before, TAIL_M, FORM)
     else:
         start_m = pid_m * BLOCK_M
         if SOFTMAX == "bounded":
             before = _largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if CAUSAL else num_m)
         if TAIL_M < BLOCK_M:
             if pid_m == num_m - 1:
-                attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, TAIL_M, BLOCK_N, TAIL_N, FORM)
+                attend_rows(w, out, lse_ptr, scores, start_m, before, TAIL_M, FORM)
             else:
-                attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
         elif start_m < head.length:
-            attend_rows(w, out, lse_ptr, scores, start_m, before, SOFTMAX, BLOCK_M, BLOCK_N, TAIL_N, FORM)
+            attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
         if PACKED:
             sequences = tl.num_programs(0) // (nheads * num_m)
             first, stop = jit.uncovered(cu_seqlens_ptr, head.batch, sequences, seqlen, total)

@@ -1,6 +1,7 @@
 """One head of one sequence in the kernels of mssa: where its rows are, and how its products become weights."""
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Scores(NamedTuple):
 
     length: tl.tensor
     qk_scale: tl.tensor  # magnitude of the scale
-    mask_ptr: tl.tensor | None = None  # padding mask of the sequence
+    mask_ptr: int = 0  # padding mask of the sequence
     head: int = 0  # number of the head, from which dropout draws
     seed: int = 0
     drop_last: int = 0
@@ -44,6 +45,9 @@ class Form(NamedTuple):
 
     DIMS: Dims
     PRECISION: str  # of products of fp32
+    BLOCK: int  # rows of a tile that a walk goes over
+    TAIL: int  # rows of such a tile where masks cut
+    SOFTMAX: str = "online"  # or "bounded", or "threshold"
     CAUSAL: bool = False
     PADDED: bool = False
     DROPOUT: bool = False
@@ -55,14 +59,14 @@ def find_head(number, nheads, seqlen, total, cu_seqlens_ptr, PACKED: tl.constexp
     """Return the head of this number."""
     batch, h = number // nheads, number % nheads
     start, length = jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    return Head(number=number, batch=batch, h=h, start=start, length=length)
+    return Head(number, batch, h, start, length)
 
 
 @triton.jit
 def tokens_of(head, ptr, stride_b, stride_h, stride_s, stride_d):
     """Return the tokens of a head in a tensor."""
     batch, h, start = head.batch.to(tl.int64), head.h.to(tl.int64), head.start.to(tl.int64)
-    return Tokens(ptr=ptr + batch * stride_b + h * stride_h + start * stride_s, stride_s=stride_s, stride_d=stride_d)
+    return Tokens(ptr + batch * stride_b + h * stride_h + start * stride_s, stride_s, stride_d)
 
 
 @triton.jit
@@ -76,20 +80,9 @@ def scores_of(
     head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM: tl.constexpr, scale=0.0, threshold=0.0
 ):
     """Return the scores of a head, with its own padding mask and the value of the seed."""
-    if FORM.PADDED:
-        mask_ptr += head.batch.to(tl.int64) * seqlen
+    mask_at = mask_ptr + head.batch.to(tl.int64) * seqlen if FORM.PADDED else 0  # Triton 3.6 cannot return None
     seed = tl.load(seed_ptr) if FORM.DROPOUT else 0
-    return Scores(
-        length=head.length,
-        qk_scale=qk_scale,
-        mask_ptr=mask_ptr,
-        head=head.number,
-        seed=seed,
-        drop_last=drop_last,
-        keep_factor=keep_factor,
-        scale=scale,
-        threshold=threshold,
-    )
+    return Scores(head.length, qk_scale, mask_at, head.number, seed, drop_last, keep_factor, scale, threshold)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ sm_80 spills 1.8 kB for 197 tokens, because the operands of its products are reg
 and no spill for 128; gfx942 takes 362, which leaves one program a compute unit. Both keep the row form.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _mssa_fwd_pairs_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write out and lse of a head of at most TILES tiles of BLOCK_M rows, the last of them of TAIL_M."""
-    FORM: tl.constexpr = Form(tile.whole_dims(HEAD_DIM), PRECISION)
+    FORM: tl.constexpr = Form(tile.whole_dims(HEAD_DIM), PRECISION, BLOCK_M, BLOCK_M)
     head = find_head(tl.program_id(0), nheads, seqlen, 0, None, False)
     at = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
     out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
@@ -181,7 +182,7 @@ def _mssa_fwd_pairs_kernel(
         _attend(tiles, shift, out, lse_ptr, scores, BLOCK_M, FORM)
     else:
         for start in range(0, seqlen, BLOCK_M):
-            attend_rows(at, out, lse_ptr, scores, start, 0.0, "online", BLOCK_M, BLOCK_M, BLOCK_M, FORM)
+            attend_rows(at, out, lse_ptr, scores, start, 0.0, BLOCK_M, FORM)
 
 
 def forward_pairs(w: Tensor, out: Tensor, lse: Tensor, sizes: Launch, block: int, warps: int) -> None:
@@ -203,6 +204,5 @@ def forward_pairs(w: Tensor, out: Tensor, lse: Tensor, sizes: Launch, block: int
             TILES=sizes.blocks(block),
             PRECISION=launch.dot_precision(w.dtype),
             # The only loop is that of the rare online softmax, whose pipeline would take registers from the pairs.
-            num_warps=warps,
-            num_stages=1,
+            **{"num_warps": warps, "num_stages": 1},
         )

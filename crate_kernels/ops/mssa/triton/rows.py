@@ -16,7 +16,8 @@ In the causal form the maximum of n is over j <= i, and each row takes its form 
 on what comes after it.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -55,19 +56,10 @@ def empty_state(BLOCK_M: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    state,
-    w_m,
-    w,
-    scores,
-    offs_m,
-    start,
-    stop,
-    PASS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr,
+    state, w_m, w, scores, offs_m, start, stop, PASS: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr
 ):
     """Walk over the keys [start, stop) of the tokens ``w``, starting from a state and returning the next."""
+    BLOCK_N: tl.constexpr = FORM.TAIL if MASKED else FORM.BLOCK
     acc, m_i, l_i = state
     for start_n in range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -101,31 +93,20 @@ def attend_tiles(
 
 
 @triton.jit
-def _walk(
-    state,
-    w_m,
-    w,
-    scores,
-    start_m,
-    PASS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TAIL_N: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Walk over all the keys of a block of rows: unmasked as far as possible, then TAIL_N at a time with masks."""
+def _walk(state, w_m, w, scores, start_m, PASS: tl.constexpr, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+    """Walk over all the keys of a block of rows: unmasked as far as possible, then with masks."""
     length = scores.length
     offs_m = start_m + tl.arange(0, BLOCK_M)
     if FORM.PADDED:
         whole = 0
     elif FORM.CAUSAL:
-        whole = (start_m + 1) // BLOCK_N * BLOCK_N
+        whole = (start_m + 1) // FORM.BLOCK * FORM.BLOCK
     else:
-        whole = length // BLOCK_N * BLOCK_N
+        whole = length // FORM.BLOCK * FORM.BLOCK
     stop = tl.minimum(start_m + BLOCK_M, length) if FORM.CAUSAL else length
     if not FORM.PADDED:
-        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, PASS, False, BLOCK_N, FORM)
-    return attend_tiles(state, w_m, w, scores, offs_m, whole, stop, PASS, True, TAIL_N, FORM)
+        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, PASS, False, FORM)
+    return attend_tiles(state, w_m, w, scores, offs_m, whole, stop, PASS, True, FORM)
 
 
 @triton.jit
@@ -145,29 +126,14 @@ def finish(state, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
 
 
 @triton.jit
-def attend_rows(
-    w,
-    out,
-    lse_ptr,
-    scores,
-    start_m,
-    before,
-    SOFTMAX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TAIL_N: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Attend with the rows [start_m, start_m + BLOCK_M) of a head.
-
-    SOFTMAX is "online", "bounded" or "threshold"; ``before`` is the largest n of the keys that all these rows see.
-    """
+def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+    """Attend with the rows [start_m, start_m + BLOCK_M) of a head; ``before`` is the largest n of keys they all see."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < scores.length
     factor = scores.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, FORM)
-    if SOFTMAX == "bounded":
+    if FORM.SOFTMAX == "bounded":
         acc, _, l_i = state
         n_m = norms(w_m, scores.qk_scale)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
@@ -181,23 +147,23 @@ def attend_rows(
         if FORM.CAUSAL:
             near = mask_m & (far == 0)
             if tl.max(near.to(tl.int32), 0) > 0:
-                bounded = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                bounded = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
                 finish(bounded, out, lse_ptr, offs_m, near, factor, FORM.DIMS)
             if some:
-                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
                 finish(state, out, lse_ptr, offs_m, far, factor, FORM.DIMS)
         else:
             if some:
-                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
             else:
-                state = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+                state = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
             finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
-    elif SOFTMAX == "threshold":
-        state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, BLOCK_N, TAIL_N, FORM)
-        acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+    elif FORM.SOFTMAX == "threshold":
+        state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
+        acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.threshold), m_i, l_i)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
     else:
-        state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, BLOCK_N, TAIL_N, FORM)
+        state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)

@@ -3,7 +3,8 @@
 Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -100,21 +101,11 @@ def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
 
 @triton.jit
 def _add_tiles(
-    acc,
-    own,
-    inputs,
-    scores,
-    start,
-    stop,
-    centre,
-    MASKED: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    FORM: tl.constexpr,
-    TERMS: tl.constexpr,
-    KEY: tl.constexpr = True,
-    QUERY: tl.constexpr = True,
-):
+    acc, own, inputs, scores, start, stop, centre,
+    MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, KEY: tl.constexpr = True, QUERY: tl.constexpr = True,
+):  # fmt: skip
     """Add the terms of rows [start, stop) to the owned rows, which take part as KEY, as QUERY or as both."""
+    BLOCK_I: tl.constexpr = FORM.TAIL if MASKED else FORM.BLOCK
     length = scores.length
     key_j = own.offs[:, None]
     for start_i in range(start, stop, BLOCK_I):
@@ -155,33 +146,21 @@ def _add_tiles(
 
 
 @triton.jit
-def walk(
-    acc,
-    own,
-    inputs,
-    scores,
-    extent,
-    start_j,
-    BLOCK_J: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    TAIL_I: tl.constexpr,
-    FORM: tl.constexpr,
-    TERMS: tl.constexpr,
-):
+def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
     """Walk over all the rows that owned rows meet, with masks only where they cut."""
     length = scores.length
     if FORM.CAUSAL:
         after = tl.minimum(start_j + BLOCK_J, length)
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, FORM.PADDED, BLOCK_I, FORM, TERMS, KEY=False)
-        acc = _add_tiles(acc, own, inputs, scores, start_j, after, 0.0, True, BLOCK_I, FORM, TERMS)
-        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, FORM.PADDED, BLOCK_I, FORM, TERMS, QUERY=False)
+            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, FORM.PADDED, FORM, TERMS, KEY=False)
+        acc = _add_tiles(acc, own, inputs, scores, start_j, after, 0.0, True, FORM, TERMS)
+        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, FORM.PADDED, FORM, TERMS, QUERY=False)
     else:
         low, high = extent
-        whole = 0 if FORM.PADDED else length // BLOCK_I * BLOCK_I
+        whole = 0 if FORM.PADDED else length // FORM.BLOCK * FORM.BLOCK
         if TERMS.DERIVED:
             # Rows further apart are rare: they take the masked loop from the start instead of a third one.
             whole = tl.where(high - low <= EXTENT, whole, 0)
         if not FORM.PADDED:
-            acc = _add_tiles(acc, own, inputs, scores, 0, whole, 0.5 * (low + high), False, BLOCK_I, FORM, TERMS)
-        return _add_tiles(acc, own, inputs, scores, whole, length, 0.0, True, TAIL_I, FORM, TERMS)
+            acc = _add_tiles(acc, own, inputs, scores, 0, whole, 0.5 * (low + high), False, FORM, TERMS)
+        return _add_tiles(acc, own, inputs, scores, whole, length, 0.0, True, FORM, TERMS)

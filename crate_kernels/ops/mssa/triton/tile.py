@@ -4,12 +4,13 @@ A tile is (rows, head_dim). Triton's widths are powers of two, and a head_dim of
 therefore a tuple of up to three parts, 48 = 32 + 16, and a product over channels is a sum over parts. A matrix product
 needs parts of at least 16 channels.
 
-The records of this room are made anew by name in each kernel. Triton's compiler keeps the fields of a record static
-only where it is assigned as ``tl.constexpr``, hence records of constants (Dims, Form, Terms) apart from records of
-tensors (Tokens, Head, Scores). Its cache of compiled kernels does not see these classes: do not change a default.
+Triton's compiler keeps a record constant only where it is assigned as ``tl.constexpr``: records of constants (Dims,
+Form, Terms) are apart from records of tensors (Tokens, Head, Scores, ...). Its cache of compiled kernels is not keyed
+by these classes: do not change the default of a field.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
