@@ -15,7 +15,7 @@ from crate_kernels.ops.mssa.call import Call, DecodeCall
 _PHI = ("softmax", "threshold", "relu", "identity")
 _PLAIN_PHI = ("relu", "identity")
 _CPP_THRESHOLD_HEAD_DIM = 64
-_MAX_HEAD_DIM = 256  # of kernels: tiles of a head are held on chip
+_MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
 _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 
@@ -134,11 +134,13 @@ def mssa(
         raise ValueError("mssa: max_seqlen must be None without cu_seqlens")
     elif key_padding_mask is not None:
         checks.padding_mask("mssa", key_padding_mask, w)
-    w = _autocast(w)
-    name = _choose(w, phi, backend)
+    w = _cast_by_autocast(w)
+    name = _choose_backend(w, phi, backend)
     if cache is not None:
         _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
-        if w.shape[2] > 0:  # no token: nothing to append, and the result is as empty without a cache
+        if (
+            w.shape[2] > 0
+        ):  # without a token there is nothing to append, and the plain call returns the same empty result
             step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
             return _decode(w, cache, step, backends.of_op(name, backend))
 
@@ -158,14 +160,14 @@ def mssa(
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
-def _autocast(w: Tensor) -> Tensor:
+def _cast_by_autocast(w: Tensor) -> Tensor:
     """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
     dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w.device.type)
     return w if dtype is None else w.to(dtype)
 
 
-def _choose(w: Tensor, phi: str, requested: str | None) -> str:
-    """Resolve the backend; what kernels do not have, plain PyTorch does."""
+def _choose_backend(w: Tensor, phi: str, requested: str | None) -> str:
+    """Resolve the backend; None is composite for the calls that kernels do not have."""
     name = backends.resolve("mssa", requested, w.device, w.dtype)
     if name in ("reference", "composite"):
         return name
@@ -173,7 +175,7 @@ def _choose(w: Tensor, phi: str, requested: str | None) -> str:
     if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
         lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}" if w.shape[-1] else "head_dim = 0"
     if lacking is None:
-        # The thresholded kernels find every score twice: composite takes 0.8-1.0 of their time in wide heads.
+        # The thresholded kernels compute every score twice: composite takes 0.8-1.0 of their time in wide heads.
         wide = phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM
         slow = name == "cpp" and w.device.type == "cpu" and wide
         return "composite" if slow and requested is None else name
@@ -191,7 +193,7 @@ def _check_cache(
     packed: bool,
     key_padding_mask: Tensor | None,
 ) -> None:
-    """Refuse what decoding does not have, before anything is written."""
+    """Refuse arguments that decoding does not have, before anything is written."""
     if not isinstance(cache, SubspaceCache):
         raise TypeError(f"mssa: cache must be a SubspaceCache, got {type(cache).__name__}")
     if not causal:
@@ -203,7 +205,7 @@ def _check_cache(
     if phi != "softmax":
         raise ValueError(f"mssa: phi must be 'softmax' with a cache, got {phi!r}")
     checks.inference_only("mssa", w=w)
-    cache._check_room(w)
+    cache._check_space(w)
     if key_padding_mask is not None:
         checks.right_padded("mssa", key_padding_mask)
 

@@ -1,4 +1,4 @@
-"""Others that compute subspace self-attention: PyTorch's attention, FlashAttention, decoding on other caches."""
+"""Other implementations of subspace self-attention: PyTorch's attention, FlashAttention, decoding on other caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crate_kernels.ops.mssa.api import mssa
 from crate_kernels.ops.mssa.cache import SubspaceCache
 
 _HALF = (torch.bfloat16, torch.float16)
-_ROWS = 1024  # of scores at a time: float64 scores of 16384 tokens would not fit
+_ROWS = 1024  # rows of scores at a time: float64 scores of 16384 tokens would not fit
 
 
 def _sdpa(case: Case, backend: SDPBackend | None = None) -> Function:

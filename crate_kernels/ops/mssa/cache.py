@@ -20,8 +20,8 @@ class SubspaceCache:
     Args:
         batch: number of sequences.
         nheads: number of heads.
-        max_seqlen: capacity, in tokens a sequence.
-        head_dim: channels a head.
+        max_seqlen: capacity, in tokens per sequence.
+        head_dim: channels per head.
         dtype: dtype of the cached tokens; torch's default dtype by default.
         device: device of the cache; torch's default device by default.
 
@@ -47,12 +47,12 @@ class SubspaceCache:
         checks.cache_sizes("SubspaceCache", sizes, dtype)
         self.data = torch.zeros(batch, nheads, max_seqlen, head_dim, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._bound = 0  # no sequence is longer
+        self._bound = 0  # upper bound of the lengths
         self._uniform = True  # every sequence has exactly _bound tokens
 
     @property
     def max_seqlen(self) -> int:
-        """Capacity, in tokens a sequence."""
+        """Capacity, in tokens per sequence."""
         return self.data.shape[2]
 
     def reset(self) -> None:
@@ -73,7 +73,7 @@ class SubspaceCache:
         checks.integer("SubspaceCache.truncate", "lengths", lengths, minimum=0)
         self.lengths.clamp_(max=lengths)
         self._bound = min(self._bound, lengths)
-        # Longer than every sequence, a limit leaves ragged lengths ragged; 0 makes them equal.
+        # A limit above every length leaves ragged lengths ragged; 0 makes them equal.
         self._uniform = self._uniform or self._bound == 0
         if not self._uniform:
             self._refresh_bound()
@@ -98,7 +98,7 @@ class SubspaceCache:
         copy._bound, copy._uniform = self._bound, self._uniform
         return copy
 
-    def _check_room(self, w: Tensor) -> None:
+    def _check_space(self, w: Tensor) -> None:
         """Refuse new tokens that do not fit this cache; nothing is written."""
         batch, nheads, _, head_dim = self.data.shape
         checks.cache_matches("mssa", w, (batch, nheads, None, head_dim), self.data.device, self.data.dtype)
@@ -109,7 +109,7 @@ class SubspaceCache:
             )
 
     def _advance(self, new: int, ragged: bool) -> None:
-        """Account for ``new`` appended places, of which a padding mask may have kept fewer."""
+        """Account for ``new`` appended places; a ragged padding mask kept fewer of them."""
         self._bound += new
         if ragged:
             self._refresh_bound()

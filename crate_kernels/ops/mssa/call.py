@@ -52,8 +52,8 @@ class DecodeCall(NamedTuple):
 
     Attributes:
         key_padding_mask: (batch, new tokens) bool, right-padded, True = keep; None keeps every token.
-        bound: length that no cached sequence exceeds; it says where nothing is written, for lengths do.
-        uniform: every cached sequence is ``bound`` long.
+        bound: upper bound of the cached lengths, known without waiting for a GPU.
+        uniform: every cached length is ``bound``.
         scale: factor of the scores.
         need_lse: compute lse too; it has no element otherwise.
     """

@@ -20,7 +20,7 @@ from crate_kernels.ops.mssa.logsumexp import logsumexp
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Identity whose gradient refuses to be differentiated again, with advice."""
+    """Identity whose gradient refuses to be differentiated again, and says what to do."""
 
     generate_vmap_rule = True
 
@@ -40,7 +40,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 def _allowed(
     key_padding_mask: Tensor | None, causal: bool, seqlen: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask in which no row is empty, and which rows truly have a key.
+    """Return a mask in which no row is empty, and the rows that truly have a key.
 
     A row without a key attends to everything and its output is cleared afterwards: that keeps NaN
     out of both directions on every SDPA backend.
@@ -57,8 +57,8 @@ def _allowed(
 def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float) -> Tensor:
     """Call PyTorch's attention with the keys as values.
 
-    It masks with -inf before it scales on some paths, and takes row maxima of unscaled scores on others: only a
-    positive scale is safe, so the sign goes into the query.
+    Some of its paths mask with -inf before they scale, others take row maxima of unscaled scores: only a positive scale
+    is safe, so the query takes the sign.
     """
     if scale <= 0.0:
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
@@ -69,7 +69,7 @@ def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
 
 def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
     """Return scale * (w w^T) w as w (w^T w), which is linear in seqlen."""
-    # Sums over tokens are beyond fp16 where neither a score nor an output is.
+    # Sums over tokens overflow fp16 where neither scores nor outputs do.
     x = w.float() if w.dtype == torch.float16 else w
     keys = x if key_padding_mask is None else x * key_padding_mask[:, None, :, None]
     return (scale * (x @ (keys.transpose(-1, -2) @ x))).to(w.dtype)
@@ -119,7 +119,7 @@ def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Te
     if call.cu_seqlens is None:
         return dense(w, call)
     if call.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        # The offsets are free to read, so each sequence costs no more than its own length.
+        # Offsets on the CPU are free to read: each sequence costs no more than its own length.
         bounds, one = call.cu_seqlens.tolist(), call.batched(None)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         parts = [dense(sequence.transpose(0, 1)[None], one) for sequence in w.split(lengths)]
@@ -152,7 +152,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         out = _attend(w, w, None, True, scale, 0.0)
     else:
         out = _attend(w, keys, safe, False, scale, 0.0)
-    # An op's output must not alias its input, and its layout is fixed by the op's fake.
+    # An op's output may not alias its input, and has the layout of the op's fake.
     out = operator.merged_layout(out if has_key is None else torch.where(has_key, out, 0.0))
     if not need_lse:
         return out, w.new_empty(0, dtype=operator.stat_dtype(w.dtype))
@@ -163,9 +163,9 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
 def _clear_beyond(keys: Tensor, lengths: Tensor) -> None:
     """Zero the places after each sequence's last token: their weights are 0, but 0 times NaN is NaN.
 
-    Tokens that were dropped stay in the cache until they are overwritten, for kernels stop at a sequence's length; only
-    the products here read beyond it. Where lengths are free to read, rows are cleared one by one: with 8 sequences of
-    512 to 1024 tokens that adds 1.0 ms to a step of 3.2 ms, a masked fill 6.8 ms and a masked copy 22 ms.
+    Dropped tokens stay in the cache until they are overwritten. Kernels stop at a sequence's length; only the products
+    here read beyond it. Lengths on the CPU are free to read, so rows are cleared one by one: with 8 sequences of 512 to
+    1024 tokens that adds 1.0 ms to a step of 3.2 ms, a masked fill 6.8 ms, a masked copy 22 ms.
     """
     if lengths.device.type == "cpu":
         for row, length in zip(keys, lengths.tolist(), strict=True):
@@ -176,10 +176,10 @@ def _clear_beyond(keys: Tensor, lengths: Tensor) -> None:
 
 
 def _append_ragged(w: Tensor, data: Tensor, lengths: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Write each sequence's kept tokens after its own length; return how many keys each token sees.
+    """Write each sequence's kept tokens after its own length; return the number of keys that each token sees.
 
-    Without a host-side length a dropped write cannot be skipped, so it is turned into a repetition
-    of one that happens anyway: the first kept token's, or the slot's own content where none is.
+    Without lengths on the host a dropped write cannot be skipped. It repeats one that happens anyway: that of the
+    first kept token, or of the slot's own content where no token is kept.
     """
     batch, _, new, _ = w.shape
     capacity = data.shape[2]

@@ -1,7 +1,7 @@
-"""The logsumexp of the scores for composite, which PyTorch's attention does not return; differentiable in w.
+"""The logsumexp of the scores, which PyTorch's attention does not return, for composite; differentiable in w.
 
-One product forward and three backward, a chunk of rows at a time. How many chunks there are depends on the sizes, so
-the loops are inside ops: compiled, one graph serves every length.
+One product forward and three backward, a chunk of rows at a time. The number of chunks depends on the sizes, so
+the loops are inside ops: one compiled graph serves every length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa.call import Call, empty_lse
 
-# Rows of scores alive at once: 64 MB in fp32, beside which a launch is free.
+# Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -42,7 +42,7 @@ def _forward(w: Tensor, *options: Any) -> Tensor:
 
 
 def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
-    # dS = P * dlse, and w is the query of a row and the key of a column.
+    # dS = P * dlse; w is the query of a row and the key of a column.
     call = Call(*options)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)

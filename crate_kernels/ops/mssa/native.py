@@ -17,7 +17,7 @@ from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_l
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _GROUP = 4  # new tokens that share a reading of the cache: kGroup of decode_cuda.cu
-_MOST_TOKENS = 16  # of a step that reads the cache for each group; of more, products are the cost
+_MOST_TOKENS = 16  # new tokens per step whose cost is reading the cache; with more it is the products
 _LEAST_STRETCH = 64  # cached tokens that are worth a block
 _RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
 
@@ -61,9 +61,9 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
 
 
 def _empty_stretches(w: Tensor, data: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-    """Allocate what a step leaves of each stretch of the cache: weighted rows, and (maximum, sum) of the weights.
+    """Allocate the results of a step per stretch of the cache: weighted rows, and (maximum, sum) of the weights.
 
-    None for a long block of tokens, or for a cache that packs of 16 bytes cannot read: a forward serves those.
+    None for a long block of tokens, or for a cache that cannot be read in packs of 16 bytes: a forward serves those.
     """
     batch, nheads, new, head_dim = w.shape
     in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous()

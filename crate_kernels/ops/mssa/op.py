@@ -34,7 +34,7 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     """FLOP of one (seqlen, seqlen, head_dim) product over the whole call; halved when causal."""
     _, call, _ = operator.split(Call, options)
     if len(w_shape) == 3:
-        # Packed offsets are not shapes: count every sequence as the longest.
+        # Offsets are not shapes: count every packed sequence as the longest.
         total, nheads, head_dim = w_shape
         product = 2 * nheads * total * call.max_seqlen * head_dim
     else:
@@ -43,9 +43,8 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     return product // 2 if call.causal else product
 
 
-# Up to so many new tokens the cpp kernel, which the cache's reading limits, beats the products of composite. With 1024
-# cached tokens, composite's time over its own is 1.1-1.3 for 8 new tokens, 0.9-1.0 for 16 and 0.8 for 64, in fp32 and
-# bf16 on one AVX-512 thread; in fp16 it is 1.6 for 64 yet.
+# cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
+# fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
 _CPP_DECODE_TOKENS = 8
 
 
@@ -53,7 +52,7 @@ _body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0)
 
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Decode by the backend; where none was named, by composite's products where they are faster than cpp's kernel."""
+    """Decode by the backend; if none was named, by composite where it is faster than cpp."""
     _, call, backend = operator.split(DecodeCall, options)
     many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
     if many and backend == backends.AUTO and w.device.type == "cpu" and backends.chosen("mssa", backend, w) == "cpp":

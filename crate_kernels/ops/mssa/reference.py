@@ -30,7 +30,7 @@ from crate_kernels.ops.mssa.call import Call, DecodeCall
 
 
 def _allowed(w: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return which keys each query may see, (batch or 1, 1, seqlen or 1, seqlen), or None for all."""
+    """Return the keys that each query may see, (batch or 1, 1, seqlen or 1, seqlen), or None for all."""
     allowed = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
     if causal:
         lower = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
@@ -48,7 +48,7 @@ def _attend(scores: Tensor, values: Tensor, allowed: Tensor | None, factor: Tens
 
 
 def _softmax(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return probabilities, logsumexp and, where keys can be missing, which rows have any."""
+    """Return probabilities, logsumexp and, where keys can be missing, the rows that have any."""
     if allowed is None:
         return scores.softmax(-1), scores.logsumexp(-1), None
     has_key = allowed.any(-1, keepdim=True)
@@ -103,7 +103,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         data[b, :, start:end] = new
         lengths[b] = end
         keys = data[b, :, :end]
-        visible = start + keep.cumsum(0)  # (seqlen,): all cached tokens and the new ones up to this
+        visible = start + keep.cumsum(0)  # (seqlen,): cached tokens, and new ones up to this one
         allowed = torch.arange(end, device=w.device) < visible[:, None]
         out, lse = _attend(call.scale * (w[b] @ keys.transpose(-1, -2)), keys, allowed[None], None)
         outs.append(out)

@@ -1,4 +1,4 @@
-"""What tests, ``verify`` and benchmarks need to know of subspace self-attention."""
+"""Subspace self-attention for tests, ``verify`` and benchmarks."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _CASES = (
     _case("zero-tokens", 2, 3, 65, 16, special="zero token"),
     _case("mixed-norms", 2, 3, 65, 16, special="mixed norms"),
     _case("common-mean", 2, 3, 65, 16, special="common mean"),
-    # Scores of 2600 that differ by a few: what two roundings of one weight differ by is multiplied by the mean.
+    # Scores of 2600 that differ by a few: the mean multiplies the difference of two roundings of one weight.
     _case("high-mean", 2, 3, 65, 16, special="common mean", scale=10.0, magnitude=0.05),
-    # One weight is all, a token's own or another's: eager subtracts from a product that very product.
+    # One weight is all of its row, a token's own or another's: eager subtracts a product from itself.
     *(
         _case(f"{name}saturated", 1, 1, 70, 48, magnitude=40.0, special="mixed norms", **options)
         for name, options in (
@@ -74,7 +74,7 @@ _CASES = (
     _case("identity-causal-pad", 2, 3, 65, 16, phi="identity", return_lse=False, causal=True, padding="right"),
     *(_case(f"{phi}-packed", 0, 3, 0, 16, lengths=(5, 0, 64, 1, 33), phi=phi, return_lse=False) for phi in _PLAIN),
     *(_case(f"{phi}-packed-empty", 0, 3, 0, 16, lengths=(0, 0), phi=phi, return_lse=False) for phi in _PLAIN),
-    # The sums of w_id w_ie over tokens are beyond fp16; what eager forms, scores and outputs, is not.
+    # The sums of w_id w_ie over tokens overflow fp16; eager's scores and outputs do not.
     _case("identity-large", 1, 2, 129, 8, phi="identity", return_lse=False, scale=2**-10, magnitude=24.0),
     _case(
         "identity-large-pad",

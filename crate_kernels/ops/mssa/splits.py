@@ -1,4 +1,4 @@
-"""Into how many parts the kernels of a GPU, Triton's and CUDA's, cut a sequence."""
+"""The number of parts that Triton's and CUDA's kernels cut a sequence into."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def cdiv(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
+    """Return the number of blocks that cover a length."""
     return -(-length // block)
 
 
@@ -14,10 +14,10 @@ _MOST_SPLITS = 128
 
 
 def choose_splits(blocks: int, processors: int, tiles: int) -> int:
-    """Choose into how many stretches a sequence of ``tiles`` is split, as FlashAttention does.
+    """Choose the number of stretches that a sequence of ``tiles`` is split into, as FlashAttention does.
 
-    None where the blocks all but fill the device; else the fewest whose last wave is nearly as full as that of the
-    best number, for each stretch costs a partial result.
+    1 if the blocks nearly fill the device. Else the fewest whose last wave is nearly as full as that of the best
+    number: each stretch costs a partial result.
     """
     if blocks >= 0.8 * processors:
         return 1

@@ -3,11 +3,11 @@
 // Pair form: with ghat_i = dout_i / l_i and dhat_i = (delta_i - dlse_i) / l_i, the tile
 //   A_ij = scale E_ij (gamma_j (ghat_i . w_j - dhat_i) + gamma_i (ghat_j . w_i - dhat_j))
 // is symmetric, and both bracketed products are one of inner size 2 head_dim. Rows and columns then take
-//   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products a pair.
+//   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products per pair of tiles.
 // Row form: P_ij = 2^(S_ij - lse_i), A_ij = scale P_ij (R_ij dout_i . w_j - delta_i + dlse_i),
-//   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products a tile.
-// delta_i = dout_i . out_i is as good as out is; where that is not enough, it is sum_j P_ij R_ij dout_i . w_j: one
-// more.
+//   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products per tile.
+// delta_i = dout_i . out_i is as exact as out. Where that is not enough, one product more gives
+// delta_i = sum_j P_ij R_ij dout_i . w_j.
 #pragma once
 
 #include "gradients.h"
@@ -47,15 +47,15 @@ void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const f
   }
 }
 
-// Largest |lse| whose rounding is small beside the dtype's: it is the relative error that 1 / l takes from lse.
+// Largest |lse| whose rounding is small beside the dtype's: the rounding of lse is the relative error of 1 / l.
 CRATE_INLINE float trusted_lse(Dtype dtype) {
   return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
 }
 
-// Largest |w|^2 scale / 2, in bits, with which 1 / l may come from lse and delta from out. Where one weight is all, the
-// weight is exactly 1, out exactly the token and dP - delta exactly 0: what rounding leaves of it is multiplied by
-// |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats; 16-bit tokens survive the rounding of out, but not
-// of out with dropout, which is a multiple of the token.
+// Largest |w|^2 scale / 2, in bits, with which 1 / l may come from lse and delta from out. A weight that is all of its
+// row is exactly 1, its out exactly the token and its dP - delta exactly 0. A rounding error left there is multiplied
+// by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. 16-bit tokens survive the rounding of out, but
+// not with dropout, where out is a multiple of the token.
 CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
   return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : INFINITY;
 }
@@ -141,7 +141,7 @@ class Backward : Head<T> {
       stage(head_.dout, p_.dtype, p_.head_dim, token, count, factor, width, staging_);
     }
     pack_panel<T>(staging_, width, p_.head_dim, count, panel);
-    // With phi = "threshold" the weights are constants, and only lse has a gradient with respect to the scores.
+    // Thresholded weights are constants: only lse has a gradient with respect to the scores.
     if (head_.dout.data == nullptr || p_.threshold) {
       for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
     } else {
@@ -164,7 +164,7 @@ class Backward : Head<T> {
     }
   }
 
-  // Whether the lse and out of some tokens may be used; `tallest` is the largest |h| that their scores have part in.
+  // True if lse and out of some tokens are exact enough; `tallest` is the largest |h| in their scores.
   bool trusted(const int32_t* token, int count, float tallest) const {
     if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
     const float most = trusted_lse(p_.dtype);
@@ -174,7 +174,7 @@ class Backward : Head<T> {
     return true;
   }
 
-  // Where weights are summed anew: the exact ones.
+  // Sums of exact weights, where they are summed anew.
   Sums& wanted(Scores& s) const { return T::kPair == 1 ? s.sums : s.exact_sums; }
 
   void pairs(float largest) {
@@ -241,20 +241,20 @@ class Backward : Head<T> {
     Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
   }
 
-  // Fill in the shifts of a block and what its weights then lack to be probabilities, from the lse; true if that and
-  // `delta` are as exact as the dtype.
+  // Fill in, from the lse, the shifts of a block and the factors that make its weights probabilities. True if these
+  // and `delta` are as exact as the dtype.
   bool shift_rows(Block& b, float tallest, float* residual) const {
     for (int r = 0; r < kTile; ++r) {
       const bool real = r < b.count && b.limit[r] > 0;
       const double lse = head_.lse[b.token[r]] * kLog2e;
       b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
-      // What rounding took from the shift; with a threshold the weights themselves are compared.
+      // The factor is the rounding error of the shift. With a threshold the weights themselves are compared.
       residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
     }
     return p_.threshold || trusted(b.token, b.count, tallest);
   }
 
-  // The same, and delta, from the scores: sums of the very weights that delta is subtracted from.
+  // Fill in the same and delta from the scores: sums of the very weights that delta is subtracted from.
   void measure_rows(Block& b, const float* queries, float* residual, float* delta) {
     for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
     Base::shift_by_maxima(b, queries);
@@ -279,7 +279,7 @@ class Backward : Head<T> {
     const float* queries = key_panels_ + panel_at(b.token[0] / kTile);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
     float tallest = tallest_;
-    if (keys_.count < head_.seqlen) {  // the keys' own packing does not have these tokens side by side
+    if (keys_.count < head_.seqlen) {  // packed keys do not have these tokens side by side
       stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
       pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
@@ -297,7 +297,7 @@ class Backward : Head<T> {
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 
-    // Of thresholded weights only the lse depends on the scores.
+    // Thresholded weights are constants: only lse depends on the scores.
     const bool scored = !p_.threshold || head_.dlse != nullptr;
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);

@@ -1,5 +1,5 @@
-// Decoding: a few new tokens of one head against its cached ones. Each cached row is read once for all the new
-// tokens of a group and serves as key and as value; what limits a step is the memory that the cache is read from.
+// Decoding: a few new tokens of one head against its cached ones. Memory traffic of the cache limits a step, so each
+// cached row is read once for a whole group of new tokens, as key and as value.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -10,10 +10,10 @@ namespace {
 using crate_kernels::MssaDecode;
 using crate_kernels::MssaProblem;
 
-constexpr int kDecodeBlock = 16;    // cached tokens at a time
+constexpr int kDecodeBlock = 16;    // cached tokens per step of the walk
 constexpr int kDecodeQueries = 16;  // new tokens that share a reading of the cache
 
-// One new token, and the softmax of what it has seen so far. Logarithms are to base 2.
+// One new token, and its softmax over the keys so far. Logarithms are to base 2.
 struct DecodeQuery {
   alignas(64) float query[256], out[256];
   float largest, total;
@@ -44,7 +44,7 @@ struct DecodeQuery {
       store(out + c, acc);
     }
   }
-  // Add what another part of the cache gave.
+  // Add the result of another part of the cache.
   CRATE_INLINE void add(const float* part, int width) {
     const float both = part[width] > largest ? part[width] : largest;
     if (both == -INFINITY) return;

@@ -1,5 +1,5 @@
-// The CPU op of decoding: append new tokens to a cache and attend over it, every head a task, or several where heads
-// are fewer than threads.
+// The CPU op of decoding: append new tokens to a cache and attend over it. A head is a task, or several where heads are
+// fewer than threads.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace crate_kernels {
 namespace {
 
-constexpr int64_t kLeastPart = 256;  // cached tokens: below, a task costs more than it spares
+constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a task costs more than it spares
 
 struct Sequence {
   int64_t start;     // cached tokens before the new ones

@@ -1,9 +1,9 @@
 // Forward of one head.
 //
-// Pair form (full attention, one thread a head): with h_i = S_ii / 2 and gamma_j = 2^(h_j - max h), the weights
-// E_ij = 2^(S_ij - h_i - h_j) are symmetric, so a tile serves its rows and its columns: three products a pair.
-// Row form (everything else): one block of queries against its keys, two products a tile, with a row shift that is
-// a bound of its scores, or their maximum where the bound is too loose.
+// Pair form (full attention, one thread per head): with h_i = S_ii / 2 and gamma_j = 2^(h_j - max h), the weights
+// E_ij = 2^(S_ij - h_i - h_j) are symmetric, so a tile serves its rows and its columns: three products per pair of
+// tiles. Row form (everything else): one block of queries against its keys, two products per tile, with a row shift
+// that is a bound of its scores, or their maximum where the bound is too loose.
 #pragma once
 
 #include "head.h"
@@ -184,7 +184,7 @@ class Forward : Head<T> {
     const float inverse = total > 0.0f ? 1.0f / total : total;  // NaN stays
     for (int d = 0; d < width_; ++d) out[d] *= inverse;
     write_row(element(head_.out, token, p_.dtype), p_.dtype, head_.out.dim_stride, p_.head_dim, out);
-    // In double: the backward takes 1 / l from lse, where an error of lse is a relative one.
+    // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
     head_.lse[token] =
         total == 0.0f ? -INFINITY : static_cast<float>((log2(static_cast<double>(exact)) + shift) * kLn2);
   }

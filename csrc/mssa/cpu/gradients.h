@@ -29,7 +29,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
     multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
-    // Each product meets its delta before the next begins: where one weight is all, the two are equal to the bit.
+    // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
 #pragma GCC unroll 4
     for (int v = 0; v < kColumns; ++v) {
       const int j = j0 + v * kLanes;
@@ -48,7 +48,8 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
         for (int r = 0; r < kRows; ++r) d[r][v] -= delta * s.row_u[r0 + r];
       }
     }
-    // After the differences, which may be small beside their terms: a sum with delta would be rounded as delta is.
+    // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
+    // be much smaller.
     if (s.row_dlse != nullptr) {
 #pragma GCC unroll 4
       for (int v = 0; v < kColumns; ++v) {
@@ -74,7 +75,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
   if (s.symmetric) gradients.mirror(s.columns);
 }
 
-// deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums a row.
+// deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums per row.
 template <class T>
 void add_deltas(const ScoreGradients& s, float* deltas) {
   const auto add = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {

@@ -1,4 +1,4 @@
-// What forward and backward share of one head: which tokens are keys, their packing, softmax shifts.
+// One head, for the forward and the backward: its keys, their packing, softmax shifts.
 #pragma once
 
 #include "../../common/cpu/philox.h"
@@ -15,8 +15,8 @@ using crate_kernels::MssaView;
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 // Largest spread of |w_i|^2 scale / 2, in bits, that needs no maximum: 60 nats. Beyond about 80, 1 / l overflows.
 constexpr float kSafeSpread = 86.5f;
-// Largest h, in bits, of the forms without maxima: scores are rounded to 2^-10 there, and by so much that weights of
-// nearly equal tokens overflow at 2^29.
+// Largest h, in bits, of the forms without maxima. Scores of this size are rounded to 2^-10; from 2^29 on, rounding
+// makes weights of nearly equal tokens overflow.
 constexpr float kSafeHeight = 4096.0f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
@@ -25,12 +25,12 @@ CRATE_INLINE char* element(const MssaView& view, int64_t token, Dtype dtype) {
   return static_cast<char*>(view.data) + token * view.token_stride * crate_kernels::itemsize(dtype);
 }
 
-// The tokens that are keys, in order, as the kernel numbers them: padded ones leave no gap.
+// The tokens that are keys, numbered in order; padded ones leave no gap.
 struct Keys {
   int count = 0;
   int blocks = 0;
   int32_t* token;  // of each key, zero in the padding to whole tiles
-  int32_t* rank;   // of each token: how many keys come before it
+  int32_t* rank;   // of each token: the number of keys before it
 
   void find(const MssaHead& head) {
     for (int64_t t = 0; t < head.seqlen; ++t) {
@@ -83,22 +83,22 @@ CRATE_INLINE int in_block(int count, int block) {
   return count - block * kTile < kTile ? count - block * kTile : kTile;
 }
 
-// Which part computes query block `block` of a triangle, so that parts have about equal work.
+// True if `part` computes query block `block` of a triangle: parts have about equal work.
 CRATE_INLINE bool owns_block(int block, int part, int parts) {
   const int place = block % (2 * parts);
   return part == (place < parts ? place : 2 * parts - 1 - place);
 }
 
-// h = S_ii / 2 in bits, to an integer: any value near it serves, sums and differences of integers are exact, and so
-// are products with 2^h, so that neither the shifts of the scores nor the masses of the values are rounded.
+// h = S_ii / 2 in bits, rounded to an integer. Any value near S_ii / 2 serves. Sums of integers and products with 2^h
+// are exact, so neither the shifts of the scores nor the masses of the values are rounded.
 CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
   const float magic = 12582912.0f;
   const float h = 0.5f * factor * row_dot(row, row, width);
   return (h + magic) - magic;
 }
 
-// Whether the head can go without row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j)
-// is at most 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
+// True if the head needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j) is at most 2
+// for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
 CRATE_INLINE bool safe_spread(const float* half_norm, int count, float* largest) {
   float most = -INFINITY, least = INFINITY;
   for (int n = 0; n < count; ++n) {
@@ -109,7 +109,7 @@ CRATE_INLINE bool safe_spread(const float* half_norm, int count, float* largest)
   return most - least <= kSafeSpread && most <= kSafeHeight;
 }
 
-// A block of queries, how many keys each sees, and the shifts of their scores.
+// A block of queries, the number of keys that each sees, and the shifts of their scores.
 struct Block {
   int count;
   int most, least;  // of limit
@@ -119,7 +119,7 @@ struct Block {
   int columns(int j) const { return most - j * kTile < kTile ? most - j * kTile : kTile; }
 };
 
-// What both directions know of a head of which `T` is how words are packed.
+// State of one head in either direction; `T` packs its words.
 template <class T>
 class Head {
  public:
@@ -133,7 +133,7 @@ class Head {
         factor_(static_cast<float>(p.scale * kLog2e)) {}
 
  protected:
-  // Whether tiles may serve their rows and their columns.
+  // True if tiles may serve their rows and their columns.
   bool pairs_allowed() const { return p_.scale > 0 && !p_.causal && !p_.dropout && !p_.threshold; }
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
@@ -236,12 +236,12 @@ class Head {
     memset(sums.column, 0, count * sizeof(float));
   }
   static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
-  // Where a pair adds: its rows' partial sums, and its columns' in `column`, for add_columns.
+  // Destination of a pair's sums: partial sums of its rows, and those of its columns in `column`, for add_columns.
   static Sums at(const Sums& sums, int i, float* column) {
     return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
   }
-  // Column sums of a tile are added up apart and then to the total, in which the rounding of every single weight would
-  // grow with their number: to four times eager's error at 8192 tokens.
+  // Sum the columns of a tile apart, then add to the total. Weights added to the total one by one would be rounded to
+  // its size each: four times eager's error at 8192 tokens.
   static void add_columns(const Sums& sums, int j, const float* tile) {
     float* const total = sums.column + j * kTile;
     for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
@@ -266,7 +266,7 @@ CRATE_INLINE void dropout_factors(const MssaProblem& p, const MssaHead& head, co
   }
 }
 
-// What multiplies the values: phi of the weights, times the dropout factors if any.
+// The weights of the values: phi of the probabilities, times the dropout factors if any.
 CRATE_INLINE void transform_weights(const MssaProblem& p, const float* dropout, int rows, float* weights) {
   for (int n = 0; n < rows * kTile; n += kLanes) {
     Vf weight = load(weights + n);

@@ -1,4 +1,4 @@
-// What the CPU ops of subspace attention share: from a call's arguments to the structs of kernels.h.
+// From the arguments of a call to the structs of kernels.h, for all CPU ops of subspace attention.
 #pragma once
 
 #include "../../common/cpu/capability.h"

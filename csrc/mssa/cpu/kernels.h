@@ -1,4 +1,4 @@
-// What the instruction-set units offer to mssa_cpu.cpp: plain structs and function pointers only.
+// The kernels that each instruction-set unit offers to mssa_cpu.cpp: plain structs and function pointers only.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,7 @@ struct MssaView {
   int64_t dim_stride;
 };
 
-// What every head of a call shares.
+// The numbers that every head of a call shares.
 struct MssaProblem {
   Dtype dtype;
   int head_dim;
@@ -29,7 +29,7 @@ struct MssaProblem {
   uint64_t seed;
 };
 
-// One head of one sequence. `keep` is null or says which tokens are keys.
+// One head of one sequence. `keep` says which tokens are keys; null: all.
 struct MssaHead {
   int64_t seqlen;
   uint32_t counter;  // batch * nheads + head, for dropout
@@ -39,13 +39,13 @@ struct MssaHead {
   const float* dlse;  // null: no gradient
 };
 
-// New tokens of one head against its cached ones, `visible[i]` of which the i-th new token may see.
+// New tokens of one head against its cached ones: the i-th new token sees the first `visible[i]`.
 struct MssaDecode {
   MssaView w, keys, out;
   int64_t new_tokens;
   const int32_t* visible;
   float* lse;        // null: not wanted
-  float* partial;    // of a cache that is read in parts: mssa_decode_size floats a part and new token
+  float* partial;    // where a cache is read in parts: mssa_decode_size floats per part and new token
   int64_t per_part;  // cached tokens of a part
 };
 
@@ -56,20 +56,20 @@ struct MssaKernels {
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
   // Sum the shares of rows [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
-  // Write out and lse; with parts > 1, write what part `part` of the cache gives to `partial`.
+  // Write out and lse; with parts > 1, write the result of part `part` of the cache to `partial`.
   void (*decode)(const MssaProblem&, const MssaDecode&, int part, int parts);
   // Sum the parts, in their order, and write out and lse.
   void (*decode_combine)(const MssaProblem&, const MssaDecode&, int parts);
 };
 
-// One table a level; null where a level adds nothing for that element type.
+// One table per level; null where a level adds nothing for that element type.
 struct MssaTables {
   const MssaKernels* f32;   // any dtype, converted to fp32
   const MssaKernels* bf16;  // bf16 products; softmax without dropout only
 };
 extern const MssaTables mssa_portable, mssa_avx2, mssa_avx512, mssa_avx512_bf16;
 
-// Floats that one part of a cache leaves for one new token: out as it is before the division, largest score, sum.
+// Floats that one part of a cache leaves for one new token: out before the division, largest score, sum.
 static inline int64_t mssa_decode_size(int head_dim) {
   return (head_dim + 15) / 16 * 16 + 16;  // whole lines of the cache
 }

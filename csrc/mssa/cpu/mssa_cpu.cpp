@@ -50,7 +50,7 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
   return heads;
 }
 
-// Into how many parts every head is cut, so that no thread is without work.
+// The number of parts that every head is cut into, so that no thread is without work.
 int parts_of(const std::vector<MssaHead>& heads) {
   const int64_t threads = torch::stable::get_num_threads(), count = static_cast<int64_t>(heads.size());
   if (threads <= count || count == 0) return 1;
@@ -84,7 +84,7 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
                   [&](int64_t i, Arena& arena) { k.backward(p, heads[i], 0, 1, arena, nullptr); });
     return;
   }
-  // Every part has its own accumulator, and rows are summed in the order of the parts: the same for every run.
+  // Every part has its own accumulator. Rows are summed in the order of the parts: every run gives the same bits.
   std::vector<int64_t> offsets = {0};
   for (const MssaHead& head : heads) {
     offsets.push_back(offsets.back() + parts * mssa_partial_size(head.seqlen, p.head_dim));

@@ -1,7 +1,7 @@
 // Packed operands of the tile products, and the micro-kernel.
 //
-// Operands are packed as 32-bit words: one float, or two bf16 neighbours along the summed index, which is what
-// one multiply-accumulate takes from each lane. Everything else is the same for both.
+// Operands are packed as 32-bit words: one float, or two bf16 neighbours along the summed index, which
+// one multiply-accumulate takes from each lane. All else is the same for both.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int kTile = 64;  // tokens a tile; four AVX-512 vectors
+constexpr int kTile = 64;  // tokens per tile: four AVX-512 vectors
 static_assert(kTile % kLanes == 0, "a tile is whole vectors");
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
@@ -17,7 +17,7 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 }
 
 struct Float32 {
-  static constexpr int kPair = 1;  // elements a word
+  static constexpr int kPair = 1;  // elements per word
   static CRATE_INLINE Vf broadcast(const float* word) { return splat(*word); }
   static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return acc + a * b; }
   static CRATE_INLINE Vf round(Vf v) { return v; }
@@ -55,7 +55,7 @@ struct BFloat16 {
 };
 #endif
 
-// Words a head's channels take, and rows of a panel with room for whole transposed blocks.
+// Words of a head's channels, and rows of a panel, rounded up to whole transposed blocks.
 template <class T>
 constexpr int channel_words(int head_dim) {
   return (head_dim + T::kPair - 1) / T::kPair;
@@ -149,7 +149,7 @@ CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const 
   }
 }
 
-// Rows of a micro-kernel that is `columns` vectors wide: what the registers hold beside operands.
+// Rows of a micro-kernel that is `columns` vectors wide: as many as the registers hold beside operands.
 constexpr int group_rows(int columns) {
   return CRATE_LANES == 16 ? (columns == 4 ? 6 : 8) : (columns == 2 ? (CRATE_LANES == 8 ? 6 : 4) : 8);
 }

@@ -5,13 +5,13 @@
 
 namespace {
 
-// Where a tile adds the sums of its weights; null: not wanted.
+// Destinations of the sums of a tile's weights; null: not wanted.
 struct Sums {
-  float* row;  // kLanes partial sums a row
+  float* row;  // kLanes partial sums per row
   float* column;
 };
 
-// What the tile of query block i and key block j is computed from; arrays start at the tile's tokens.
+// Inputs of the tile of query block i and key block j; arrays start at the tile's tokens.
 struct Scores {
   const float *query_panel, *key_panel;
   int words;                  // a token's channels
@@ -19,9 +19,9 @@ struct Scores {
   float factor;               // scale * log2(e)
   const float* row_shift;     // weight = 2^(factor * w_i . w_j - row_shift_i - column_shift_j)
   const float* column_shift;  // null: 0
-  const int32_t* limit;       // null, or how many of the tile's columns each row may see
-  const float* column_mass;   // what a column's weight counts in the row sums
-  const float* row_mass;      // and a row's in the column sums
+  const int32_t* limit;       // null, or the number of the tile's columns that each row may see
+  const float* column_mass;   // factor of a column's weight in the row sums
+  const float* row_mass;      // factor of a row's weight in the column sums
   Sums sums;                  // of rounded weights
   Sums exact_sums;            // of exact ones; wanted where they differ
   float* exact;               // null, or kTile x kTile weights before rounding
@@ -36,7 +36,7 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
       Vf total = load(sums.row + (r0 + r) * kLanes);
 #pragma GCC unroll 4
       for (int v = 0; v < kColumns; ++v) {
-        // Products sum the columns of this block: what rows and columns of it are rounded to may not be mixed.
+        // Products sum the columns of this block: do not mix the roundings of its rows and of its columns.
         if (s.symmetric && j0 / kLanes + v == r0 / kLanes) continue;
         total += e[r][v] * load(s.column_mass + j0 + v * kLanes);
       }
@@ -66,8 +66,8 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
       const int r = (first + n) / kColumns, v = (first + n) % kColumns;
       Vf shift = splat(s.row_shift[r0 + r]);
       if (s.column_shift != nullptr) shift += load(s.column_shift + j0 + v * kLanes);
-      // Rounded before the shift, as maxima are: the largest weight of a row that is shifted by its maximum is exactly
-      // 1, and a symmetric pair has one weight, wherever in a tile it is computed.
+      // Round before the shift, as maxima are rounded: the largest weight of a row that is shifted by its maximum is
+      // exactly 1, and a symmetric pair has one weight, wherever in a tile it is computed.
       x[n] = rounded(e[r][v] * s.factor) - shift;
     }
     exp2(x);
@@ -100,7 +100,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
         for (int r = 0; r < kRows; ++r) store(s.exact + (r0 + r) * kTile + j0 + v * kLanes, e[r][v]);
       }
     }
-    // The normaliser adds what the products will, rounded weights; lse adds exact ones.
+    // The normaliser sums rounded weights, as the products do; lse sums exact ones.
     if constexpr (T::kPair == 2) {
       add_sums(e, s, s.exact_sums, r0, j0);
 #pragma GCC unroll 4
@@ -116,7 +116,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
   if (s.symmetric) weights.mirror(s.columns);
 }
 
-// maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima a row.
+// maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima per row.
 template <class T>
 void update_maxima(const Scores& s, float* maxima) {
   for_column_groups(0, (s.columns + kLanes - 1) / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {

@@ -1,12 +1,12 @@
-// One 64 x 64 tile of weights, and the products that it is the left operand of.
+// One 64 x 64 tile of weights, and the products with it on the left.
 #pragma once
 
 #include "operand.h"
 
 namespace {
 
-// Weights of a tile, as left operands of both sums over tokens. With one element a word the two layouts are
-// one; with two, words pair neighbours along the index that the product sums.
+// Weights of a tile, as left operands of both sums over tokens. With one element per word the two layouts
+// are one; with two, words pair neighbours along the index that the product sums.
 template <class T>
 struct Tile {
   static constexpr int kRowWords = kTile / T::kPair;
@@ -39,10 +39,10 @@ struct Tile {
 
   // Complete the columns of a symmetric tile whose rows are there from the diagonal on; rows are not completed.
   void mirror(int columns) {
-    constexpr int kWordColumns = kLanes * T::kPair;  // columns a vector of words holds
+    constexpr int kWordColumns = kLanes * T::kPair;  // columns in a vector of words
     float* const to = T::kPair == 1 ? by_row : by_column;
     for (int r = 0; r + kLanes < columns; r += kLanes) {
-      // With two elements a word, the first block may hold the diagonal too: it is its own mirror image.
+      // With two elements per word, the first block may hold the diagonal too: it is its own mirror image.
       for (int c = (r + kLanes) / kWordColumns * kWordColumns; c < columns; c += kWordColumns) {
         transpose_block(by_row + r * kRowWords + c / T::kPair, kRowWords, to + c / T::kPair * kTile + r, kTile);
       }
@@ -75,14 +75,14 @@ struct Strides<T, ByColumn> {
   static CRATE_INLINE const float* of(const Tile<T>& tile) { return T::kPair == 1 ? tile.by_row : tile.by_column; }
 };
 
-// Rows a bf16 tile computes: pairs, the last possibly with a row of padding.
+// Rows that a bf16 tile computes: pairs, the last possibly with a row of padding.
 template <class T>
 CRATE_INLINE int whole_rows(int rows) {
   return static_cast<int>(round_up(rows, T::kPair));
 }
 
 // Call body(Int<rows>, first row, Int<columns>, first vector) for the micro-kernels that cover a tile; of a symmetric
-// tile, for those of its diagonal and what is right of it: 5/8 of the vectors where four make a row.
+// tile, those on and right of its diagonal: 5/8 of the vectors where four make a row.
 template <class T, class Body>
 CRATE_INLINE void for_groups(int rows, int columns, bool symmetric, const Body& body) {
   const int vectors = (columns + kLanes - 1) / kLanes, whole = whole_rows<T>(rows);
@@ -98,7 +98,7 @@ CRATE_INLINE void for_groups(int rows, int columns, bool symmetric, const Body& 
 
 // out[r] += row_factor[r] * (left_a right_a)[r] + (left_b right_b)[r], summed over `tokens` tokens.
 //
-// A tile's product is summed from zero and then added: going on in the output costs four times the error.
+// Sum a tile's product from zero, then add it: accumulating in the output has four times the error.
 template <class T, class Order>
 void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left_a, const float* right_a,
                 const float* row_factor, const Tile<T>* left_b, const float* right_b) {

@@ -1,15 +1,14 @@
-// Decoding with a SubspaceCache: a few new tokens of each head against what the cache holds of it. What limits a step
-// is the memory that the cache is read from, so each cached row is read once, 16 bytes a lane, and stays in registers
-// as key and as value.
+// Decoding with a SubspaceCache: a few new tokens of each head against its cached ones. Memory traffic of the cache
+// limits a step, so each cached row is read once, 16 bytes per lane, and stays in registers as key and as value.
 //
-// A row is spread over `lanes` lanes of a warp, whose lanes / 32 slots each walk over keys of their own with a softmax
-// of their own; at the end slots, then warps, then blocks are combined by their largest scores. A block attends with
-// TOKENS new tokens over one of `splits` stretches of the cached sequence; that of the last stretch also attends over
-// the new tokens, where they are, and appends its own to the cache, where no block of this launch reads. The combining
-// kernel advances the lengths, which nothing reads any more by then.
+// A row is spread over `lanes` lanes. Each of the 32 / lanes slots of a warp walks over its own keys with its own
+// softmax. At the end slots, then warps, then blocks are combined by their largest scores. A block attends with TOKENS
+// new tokens over one of `splits` stretches of the cached sequence. The block of the last stretch also attends over the
+// new tokens, and appends its own to the cache, where no block of this launch reads. The combining kernel advances the
+// lengths: nothing reads them after it.
 #pragma once
 
-#include "room.cuh"
+#include "space.cuh"
 #include "rows.cuh"
 
 namespace crate_kernels {
@@ -20,7 +19,7 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 struct Step {
   Rows w, cache, out;
   float* lse;                // null: not wanted
-  float *part, *statistics;  // of a stretch: sum of weighted rows; largest score and sum of weights
+  float *part, *statistics;  // per stretch: sum of weighted rows; largest score and sum of weights
   const bool* keep;
   int32_t* lengths;
   Dtype dtype;
@@ -55,7 +54,7 @@ struct Slice {
   CRATE_DEVICE float at(int n) const { return to_float(pack[n / Pack<T>::kCount].at[n % Pack<T>::kCount]); }
 };
 
-// The softmax of a new token over the keys that a slot has met; `out` is the lane's part.
+// The softmax of a new token over a slot's keys so far; `out` is the lane's part.
 template <int CHANNELS>
 struct Attention {
   float largest, sum, out[CHANNELS];
@@ -66,10 +65,10 @@ struct Attention {
 #pragma unroll
     for (int d = 0; d < CHANNELS; ++d) out[d] *= shrink;
   }
-  // Any finite number does where there is no key: weights are 0 then and not NaN.
+  // Without a key, any finite base makes the weights 0 instead of NaN.
   CRATE_DEVICE static float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
-  // Add what the slots `step` lanes away have; both sides get the same.
+  // Add the state of the slots `step` lanes away; both sides get the same.
   CRATE_DEVICE void merge(int step) {
     const float other = __shfl_xor_sync(kAllLanes, largest, step), both = fmaxf(largest, other);
     shrink_to(finite(both));
@@ -80,7 +79,7 @@ struct Attention {
   }
 };
 
-// Attend with TOKENS tokens over KEYS keys a slot of rows [first, stop); token n may see keys up to `last` + n.
+// Attend with TOKENS tokens over KEYS keys per slot of rows [first, stop); token n may see keys up to `last` + n.
 template <class T, int TOKENS, int VECTORS, int KEYS>
 CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
                          const Slice<T, VECTORS> (&query)[TOKENS], const Tokens<T>& rows, int first, int stop, int last,
@@ -131,19 +130,19 @@ CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
   }
 }
 
-// Floats of shared memory: of every warp and token the weighted rows, the largest score and the sum.
+// Bytes of shared memory: per warp and token the weighted rows, the largest score and the sum.
 inline int64_t decode_shared(int tokens, int head_dim) {
   return static_cast<int64_t>(sizeof(float)) * kWarps * tokens * (head_dim + 2);
 }
 
-// Write what TOKENS new tokens get from one stretch: part (heads, splits, count, head_dim), statistics (..., 2).
+// Write the results of TOKENS new tokens for one stretch: part (heads, splits, count, head_dim), statistics (..., 2).
 template <class T, int TOKENS, int VECTORS>
 __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Step c) {
   constexpr int kCount = Pack<T>::kCount, kChannels = VECTORS * kCount, kKeys = TOKENS == 1 ? 8 : 4;
   const int split = blockIdx.x % c.splits, place = blockIdx.x / c.splits;
   const int head = place / c.groups, token = place % c.groups * TOKENS;
   const int batch = head / c.nheads, warp = threadIdx.x / kWarp, lane = threadIdx.x % c.lanes;
-  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  const CacheSpace space = space_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
   const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
 
   Slice<T, VECTORS> query[TOKENS];
@@ -158,20 +157,20 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   }
 
   const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once
-  const int stretch = (room.held + c.splits - 1) / c.splits, begin = split * stretch;
-  const int end = begin + stretch < room.held ? begin + stretch : room.held;
+  const int stretch = (space.held + c.splits - 1) / c.splits, begin = split * stretch;
+  const int end = begin + stretch < space.held ? begin + stretch : space.held;
   for (int first = begin + warp * step; first < end; first += kWarps * step) {
-    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, room.held, c);
+    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, space.held, c);
   }
   if (split == c.splits - 1) {
-    const int seen = token + TOKENS < room.appended ? token + TOKENS : room.appended;
+    const int seen = token + TOKENS < space.appended ? token + TOKENS : space.appended;
     for (int first = warp * step; first < seen; first += kWarps * step) {
       attend<T, TOKENS, VECTORS, kKeys>(state, query, w, first, seen, token, c);
     }
     for (int n = threadIdx.x; n < TOKENS * c.head_dim; n += kThreads) {
       const int row = token + n / c.head_dim, d = n % c.head_dim;
-      if (row < room.appended) {
-        cache.data[(room.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+      if (row < space.appended) {
+        cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
       }
     }
   }

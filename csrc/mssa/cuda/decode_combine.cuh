@@ -1,4 +1,4 @@
-// What follows a pass over a cache, or stands for it: combining stretches, appending tokens, advancing lengths.
+// The kernels around a pass over a cache: combine stretches, append tokens, advance lengths.
 #pragma once
 
 #include "decode.cuh"
@@ -7,8 +7,8 @@ namespace crate_kernels {
 namespace decoding {
 
 CRATE_DEVICE void advance(const Step& c, int batch) {
-  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
-  if (threadIdx.x == 0) c.lengths[batch] = room.held + room.appended;
+  const CacheSpace space = space_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  if (threadIdx.x == 0) c.lengths[batch] = space.held + space.appended;
 }
 
 // Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
@@ -41,16 +41,16 @@ __global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) mssa_append_kernel(Step c) {
   const int head = blockIdx.x / c.groups, start = blockIdx.x % c.groups * kThreads, batch = head / c.nheads;
-  const Room room = room_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
+  const CacheSpace space = space_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
   const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
-  const int rows = room.appended - start < kThreads ? room.appended - start : kThreads;
+  const int rows = space.appended - start < kThreads ? space.appended - start : kThreads;
   for (int n = threadIdx.x; n < rows * c.head_dim; n += kThreads) {
     const int64_t row = start + n / c.head_dim, d = n % c.head_dim;
-    cache.data[(room.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+    cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
   }
 }
 
-// Advance the lengths, a warp each.
+// Advance the lengths, one warp per sequence.
 __global__ void __launch_bounds__(kWarp) mssa_advance_kernel(Step c) {
   advance(c, blockIdx.x);
 }

@@ -5,7 +5,7 @@
 namespace crate_kernels::decoding {
 namespace {
 
-// Tokens of a block, where they are several: _GROUP of native.py.
+// Tokens of a block that has several: _GROUP of native.py.
 constexpr int kGroup = 4;
 
 Step step_of(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call) {
@@ -53,7 +53,7 @@ void step(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call,
     const int packs = (c.head_dim + Pack<T>::kCount - 1) / Pack<T>::kCount;
     c.lanes = 1;
     while (c.lanes < packs && c.lanes < static_cast<int>(kWarp)) c.lanes *= 2;
-    if constexpr (sizeof(T) == 4) {  // 256 halves are a pack a lane
+    if constexpr (sizeof(T) == 4) {  // 256 halves are one pack per lane
       if (packs > c.lanes) {
         launch_decode<T, 2>(c, heads, stream);
       } else {

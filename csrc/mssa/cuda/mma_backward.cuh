@@ -6,21 +6,20 @@
 //     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
 //     dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
 //
-// Five products a tile, all of them with the warp's own rows, or what is found of them, on the left: nothing passes
-// from warp to warp. Off the causal diagonal one direction exists: four products after it, three before it.
+// Five products per tile, all with the warp's own rows or their weights on the left: nothing passes from warp to warp.
+// Off the causal diagonal one direction exists: four products after it, three before it.
 #pragma once
 
 #include "mma_call.cuh"
 
 namespace crate_kernels::mssa {
 
-// Which sums of the above are wanted, of a walk over the tiles: P g (of selected weights, where `select`), A w, and
-// whether A has g.w in it.
+// The sums that a walk over the tiles adds: P g (of selected weights, where `select`), A w, and g.w in A.
 struct Terms {
   bool values, scores, products, select;
 };
 
-// In what the rows of a tile and the owned ones take part: owned rows as keys, as queries, or as both.
+// Roles of the owned rows for a tile: keys, queries, or both.
 struct Roles {
   bool key, query, masked;
 };
@@ -41,9 +40,9 @@ template <class T, int DIM, int ROWS16, bool HELD>
 struct Gradient {
   float acc[ROWS16][DIM / 8][4] = {};
   Own<T, DIM, ROWS16, HELD> w;
-  Own<T, DIM, ROWS16, false> g;  // of one product to w's two: held as well, it leaves the rest too few registers
+  Own<T, DIM, ROWS16, false> g;  // one product reads g, two read w: held too, g leaves too few registers
   float base[ROWS16][2], shift[ROWS16][2];
-  uint32_t keep = ~0u;  // bit 2 m + half: whether the row may be seen as a key
+  uint32_t keep = ~0u;  // bit 2 m + half: the row may be a key
 
   // s += own rows of w . the 16 rows of a tile.
   CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], const T* tile) const {
@@ -61,7 +60,7 @@ struct Gradient {
     }
   }
 
-  // Both that take the tile's rows of w, which are then read once.
+  // Add both products with the tile's rows of w, which are then read once.
   CRATE_DEVICE void scores_of_both(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
 #pragma unroll(HELD ? DIM / 16 : 4)
     for (int k = 0; k < DIM / 16; ++k) {
@@ -101,7 +100,7 @@ struct Gradient {
     }
   }
 
-  // Adds what 16 rows i from `other` on give to the owned rows, the first of which is `row`.
+  // Adds the terms of 16 rows i from `other` on to the owned rows, the first of which is `row`.
   CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const bool* mask, uint64_t seed,
                              const Others<T>& tile, int row, int other, Terms terms, Roles roles) {
     const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
@@ -152,7 +151,7 @@ struct Gradient {
         for (int i = 0; i < 8; ++i) {
           const float key = keys >> i & 1 ? call.keep_factor : 0.0f, query = queries >> i & 1 ? call.keep_factor : 0.0f;
           value[i / 4][i % 4] *= key;
-          // Rounded before the shift, which is rounded too, is subtracted.
+          // Round the product before subtracting the shift, which is rounded too.
           dp[m][i / 4][i % 4] = __fmul_rn(dp[m][i / 4][i % 4], key);
           dt[m][i / 4][i % 4] = __fmul_rn(dt[m][i / 4][i % 4], query);
         }

@@ -1,17 +1,17 @@
-// The walk of the backward over tiles of rows; mma_backward.cuh has what a tile gives.
+// The walk of the backward over tiles of rows; mma_backward.cuh has the terms of one tile.
 #pragma once
 
 #include "mma_backward.cuh"
 
 namespace crate_kernels::mssa {
 
-// Adds all tiles of COLUMNS rows, two of which are in shared memory: one is copied while the other is computed with.
+// Adds all tiles of COLUMNS rows, two of which are in shared memory: one is copied while the other is used.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Problem& call,
                        const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, int first,
                        int row, Terms terms) {
   const uint64_t seed = call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
-  // Before the owned rows, when causal, others are keys alone, and owned rows are queries: A w, if anything.
+  // Causal: rows before the owned ones are keys only, owned rows are queries; without scores they add nothing.
   const int begin = call.causal && !terms.scores ? first / COLUMNS : 0;
   const int count = (head.length + COLUMNS - 1) / COLUMNS;
   const auto stage = [&](int n) { return others_at<T, DIM>(stages + n % 2 * others_bytes<DIM>(COLUMNS), COLUMNS); };
@@ -74,15 +74,15 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   for (int m = 0; m < ROWS16; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Beyond the end there is nothing to load; those rows are zeros here, and their results are not stored.
+      // Rows past the end are zeros in the tile, and their results are not stored: any row's numbers do.
       const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
       gradient.base[m][half] = base_of(call.lse[head.row + j]);
       gradient.shift[m][half] = call.delta[head.row + j];
       if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
     }
   }
-  // The threshold is exact as a factor of the sum of what it selects, and would be rounded as one of the weights: that
-  // sum goes first, by itself.
+  // As a weight the threshold would be rounded; as a factor of a sum it is exact. So the sum of the selected rows goes
+  // first, by itself.
   const bool apart = call.select && values;
   Terms terms = {values, scores && !apart, products, apart};
   while (true) {
@@ -101,7 +101,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   store_tile<T, DIM>(head.view<T>(call, call.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length, call.access);
 }
 
-// A block has as many warps as it is launched with, four at most.
+// At most four warps per block.
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
 __global__ void __launch_bounds__(128) mma_backward_kernel(Problem call) {
   if constexpr (kTensorCores) {

@@ -39,8 +39,8 @@ struct Head {
   }
 };
 
-// Writes zeros where no sequence is: `block` of `blocks` blocks to its share of the rows after a sequence, and before
-// the first. There are none where the offsets are as they should be. `numbers`, where given, gets them too.
+// Writes zeros to packed rows that no sequence covers, which only wrong offsets leave: each block its share of the rows
+// after its sequence, and of those before the first. `numbers`, if not null, gets them too.
 template <class T>
 CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int block, const Rows& to, float* numbers) {
   if (call.cu_seqlens == nullptr) return;
@@ -58,8 +58,8 @@ CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int blo
   if (head.sequence == 0) clear(0, head.start);
 }
 
-// Which weights of 16 rows and COLUMNS columns dropout keeps: bit 4 n + e is for element e of the n-th product of 8
-// columns. Rows are queries and columns keys, or the reverse. Not unrolled: the words alone are 100 instructions each.
+// Dropout mask of 16 rows and COLUMNS columns: bit 4 n + e keeps element e of the n-th product of 8 columns. Rows are
+// queries and columns keys, or the reverse. Not unrolled: each Philox word is 100 instructions.
 template <int COLUMNS>
 CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& head, int row, int column,
                                 bool reverse) {
@@ -75,7 +75,7 @@ CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& 
   return bits;
 }
 
-// Which of COLUMNS keys padding keeps, of those that a lane has: bit 2 n + e is for column e of the n-th product.
+// Padding mask of a lane's part of COLUMNS keys: bit 2 n + e keeps column e of the n-th product.
 template <int COLUMNS>
 CRATE_DEVICE uint32_t key_bits(const bool* keep, int key, int length) {
   uint32_t bits = 0;
@@ -87,9 +87,10 @@ CRATE_DEVICE uint32_t key_bits(const bool* keep, int key, int length) {
   return bits;
 }
 
-// e^x of a score less its row's maximum or logsumexp. The scaled score is rounded before the difference: that of the
-// largest is then 0, forward and back, where a fused multiply-add leaves what was rounded, and a weight of 1 would be
-// 1.002 of scores in ten thousands. For the same reason scores are not scaled by log2(e).
+// exp(scale * score - base), with a row's maximum or logsumexp as base. The scaled score is rounded before the
+// difference, so that the largest one gives exactly 0, forward and back. A fused multiply-add would leave its rounding
+// error: for scores in ten thousands a weight of 1.002 instead of 1. For the same reason scores are not scaled by
+// log2(e).
 CRATE_DEVICE float weight(float score, float scale, float base) {
   return exp2_fast((__fmul_rn(score, scale) - base) * 1.44269504f);
 }

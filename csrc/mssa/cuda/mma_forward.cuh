@@ -1,9 +1,9 @@
-// The forward of subspace attention on tensor cores, row by row: a block's walk over tiles of keys, of which the next
-// is copied while this one is computed with. mma_rows.cuh has what a tile gives.
+// The forward of subspace attention on tensor cores: a block walks over tiles of keys, and copies the next tile while
+// it uses this one. mma_rows.cuh has the terms of one tile.
 #pragma once
 
 #include "mma_rows.cuh"
-#include "room.cuh"
+#include "space.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -13,18 +13,18 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
   clear_uncovered<T>(call, head, block, call.out, call.lse);
-  // The longest rows of the causal form first: they are what the last blocks would wait for.
+  // Longest causal rows first: started last, they would be waited for.
   const int first = (call.causal ? call.blocks - 1 - block : block) * rows;
   if (first >= head.length) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
   const View<const T> w = head.view<const T>(call, call.w);
   const View<const T> keys = head.view<const T>(call, call.keys);
-  int before = 0, length = head.length;  // keys in front of the rows, and in all
+  int before = 0, length = head.length;  // keys before the rows, and all keys
   if (call.held != nullptr) {
-    const Room room = room_of(call.held[head.sequence], call.keep, head.sequence, call.seqlen, call.capacity);
-    before = room.held;
-    length = room.held + room.appended;
+    const CacheSpace space = space_of(call.held[head.sequence], call.keep, head.sequence, call.seqlen, call.capacity);
+    before = space.held;
+    length = space.held + space.appended;
   }
   const int stop = call.causal ? min(before + first + rows, length) : length;
   const int count = (stop + COLUMNS - 1) / COLUMNS;
@@ -70,7 +70,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   if (row < head.length) finish_rows<T, DIM, ROWS16>(state, own_tile + warp_rows * DIM, call, head, row);
 }
 
-// A block has as many warps as it is launched with, four at most.
+// At most four warps per block.
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
 __global__ void __launch_bounds__(128) mma_forward_kernel(Problem call) {
   if constexpr (kTensorCores) {

@@ -9,10 +9,10 @@
 
 namespace crate_kernels::mssa {
 
-// The kernels of a class of head dims: those up to DIM, padded. A warp owns 16 `rows` rows and meets tiles of so many
-// columns; its operands stay in registers where they are held. These are the most that spill nothing on sm_80 and
-// sm_90, and blocks of four warps fit 99 KB of shared memory, the least that any of these GPUs has; they have not been
-// timed. A class more is 8 kernels more to compile.
+// Tiles of a class of head dims: those up to DIM, padded to it. A warp owns 16 * rows rows and walks over tiles of
+// `columns` keys; `held`: its operands stay in registers. These are the largest that spill nothing on sm_80 and sm_90
+// and let blocks of four warps fit 99 KB of shared memory, the least of any of these GPUs. They have not been timed.
+// One class more is 8 kernels more to compile.
 struct Tiles {
   int rows, columns;
   bool held;
@@ -42,7 +42,7 @@ void with_class(Dtype dtype, int head_dim, F&& f) {
   typed(std::integral_constant<int, 256>{});
 }
 
-// As many warps as leave no multiprocessor without a block, and none without rows.
+// The most warps per block that leave no multiprocessor without a block, and no warp without rows.
 inline int warps_of(int64_t heads, int64_t seqlen, int rows, int multiprocessors) {
   int warps = kMostWarps;
   const auto blocks = [&] { return heads * ((seqlen + rows * warps - 1) / (rows * warps)); };
@@ -50,7 +50,7 @@ inline int warps_of(int64_t heads, int64_t seqlen, int rows, int multiprocessors
   return warps;
 }
 
-// A launch of as many blocks a head as its longest sequence fills; there is one at least, for rows of no sequence.
+// A launch of the blocks that the longest sequence fills, per head; at least one, which clears uncovered rows.
 inline Launch launch_of(Problem& call, int32_t device, int rows, int64_t shared_of_row, int64_t shared_of_tiles) {
   const int64_t heads = static_cast<int64_t>(call.sequences) * call.nheads;
   const int warps = warps_of(heads, call.seqlen, rows, multiprocessors(device));

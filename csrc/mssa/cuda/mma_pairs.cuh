@@ -1,34 +1,34 @@
-// The forward of short sequences on tensor cores: a block owns a head, and meets each pair of tiles of tokens once.
+// The forward of short sequences on tensor cores: a block owns a head, and computes each pair of tiles once.
 //
-// Scores are symmetric, and so are the weights P_ij = exp(s_ij - shift) with one shift for the whole head: what tile i
-// gives to tile j is the transpose of what j gives to i. A pair of tiles takes three products instead of four, and one
-// exponential instead of two:
+// Scores are symmetric, and so are the weights P_ij = exp(s_ij - shift) with one shift for the whole head: the
+// weights of tile i for tile j are the transpose of those of j for i. A pair of tiles takes three products instead of
+// four, and one exponential instead of two:
 //
 //     out_i += P_ij w_j,        out_j += P_ij^T w_i.
 //
 // A tile is the 16 rows of a warp, which keeps them and their output in registers from start to end; all tiles are in
-// shared memory. In step r warp i finds the weights of pair (i, i + r mod tiles), adds what they give to its own rows,
-// and leaves them in shared memory, where the warp of tile i + r reads them transposed. Every pair is met once, every
-// step is as long for all warps, nothing is added atomically; w is read once and out written once.
+// shared memory. In step r warp i finds the weights of pair (i, i + r mod tiles), adds their terms to its own rows,
+// and leaves them in shared memory, where the warp of tile i + r reads them transposed. Each pair is computed once, all
+// warps take equally long per step, nothing is added atomically; w is read once and out written once.
 //
-// With n_k = s_kk / 2, 2 min n <= s_kk and s_ij <= 2 max n: for the shift in their middle no weight is above
-// exp(max n - min n), and no row's sum below exp(min n - max n). Heads for which that leaves the range of the weights'
-// dtype take the online softmax of mma_rows.cuh, on the tiles that are there. Sums are of the weights as the
-// products have them, rounded, and products themselves: with ones.
+// With n_k = s_kk / 2, 2 min n <= s_kk and s_ij <= 2 max n: with the shift in their middle no weight is above
+// exp(max n - min n), and no row's sum below exp(min n - max n). Heads that leave the range of the weights' dtype take
+// the online softmax of mma_rows.cuh, on the same tiles in shared memory. Row sums are products of the rounded weights
+// with ones.
 #pragma once
 
 #include "mma_rows.cuh"
 
 namespace crate_kernels::mssa {
 
-constexpr int kMostTiles = 16;  // 512 threads, of 128 registers each
+constexpr int kMostTiles = 16;  // 512 threads with 128 registers each
 
-// From 2^29 on, what scores and norms are rounded to is enough for weights of equal tokens to overflow.
+// From 2^29 on, the rounding of scores and norms makes weights of equal tokens overflow.
 constexpr float kHighest = 1048576.0f;
 
 // bf16: a row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it. fp16 holds weights from 2^-24 to
-// 2^16: the largest are put at e^10; rows at this distance then sum to e^-2 or more, of which 256 times half of 2^-24
-// is an eighth of the rounding of fp16.
+// 2^16: the shift puts the largest at e^10. Rows at this distance then sum to e^-2 or more; 256 errors of half of 2^-24
+// are an eighth of fp16's rounding of that.
 template <class T>
 struct PairRange {
   static constexpr float kMost = 55.0f;
@@ -40,7 +40,7 @@ struct PairRange<fp16> {
   static CRATE_DEVICE float shift(float, float most) { return 2.0f * most - 10.0f; }
 };
 
-// The least and the largest n of the head, in `extremes`: two numbers a tile.
+// The least and the largest n of the head; `extremes` has two numbers per tile.
 template <class T, int DIM>
 CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row, int length, float2* extremes) {
   float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8
@@ -54,7 +54,7 @@ CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row
   }
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = blockDim.x / kWarp;
   upper = 0.5f * scale * row_sum(upper), lower = 0.5f * scale * row_sum(lower);
-  // fminf and fmaxf would hide a NaN; infinity is as far out of range, and they do not.
+  // fminf and fmaxf hide a NaN but not infinity, which is as far out of range.
   upper = upper == upper ? upper : INFINITY, lower = lower == lower ? lower : INFINITY;
   const bool has_upper = row + lane / 4 < length, has_lower = row + lane / 4 + 8 < length;
   const auto widen = [](float2 a, float2 b) { return make_float2(fminf(a.x, b.x), fmaxf(a.y, b.y)); };
@@ -95,7 +95,7 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
   pack_left<T>(p, s[0], s[1]);
 }
 
-// Adds p w, and the sums of p's rows, of which all columns are one.
+// Adds p w and p's row sums, which every column of a product with ones has.
 template <class T, int DIM>
 CRATE_DEVICE void add_weighted(RowState<T, DIM, 1>& state, float (&sums)[4], const uint32_t (&p)[4], const T* tile) {
   const uint32_t one = pack_pair<T>(1.0f, 1.0f), ones[2] = {one, one};
@@ -112,11 +112,11 @@ template <class T, int DIM>
 CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, true>& own, const T* tiles, T* exchange,
                                float scale, float shift, int length) {
   const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp, count = blockDim.x / kWarp;
-  // Of an even number of tiles, those half of them apart are met by the first half of the warps.
+  // With an even number of tiles, the first half of the warps computes the pairs that are half the tiles apart.
   const auto meets = [&](int tile, int step) { return 2 * step != count || tile < step; };
   float sums[4] = {};
   for (int step = 0; 2 * step <= count; ++step) {
-    // Written again two steps on: every warp has read it by the barrier between.
+    // Overwritten two steps later: the barrier between lets every warp read it first.
     T* const weights = exchange + step % 2 * kMostTiles * 256;
     if (meets(i, step)) {
       const int j = (i + step) % count;
@@ -128,7 +128,7 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
         memcpy(weights + i * 256 + tile_offset<16>(lane / 4 + n % 2 * 8, n / 2) + lane % 4 * 2, &p[n], sizeof p[n]);
       }
     }
-    if (step == 0) continue;  // a tile has itself once
+    if (step == 0) continue;  // a tile is paired with itself once
     __syncthreads();
     const int j = (i + count - step) % count;
     if (meets(j, step)) {
@@ -169,11 +169,11 @@ CRATE_DEVICE void pairs_block(const Problem& call) {
     }
     state.finish_sums();
   }
-  __syncthreads();  // own rows, which others read until here, are written by way of
+  __syncthreads();  // others read the own rows until here; out is staged there
   finish_rows<T, DIM, 1>(state, all + row * DIM, call, head, row);
 }
 
-// Of a plain softmax with a positive scale; a block has a warp for every 16 tokens.
+// A plain softmax with a positive scale only; one warp per 16 tokens.
 template <class T, int DIM>
 __global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Problem call) {
   if constexpr (kTensorCores) {

@@ -1,10 +1,10 @@
-// What the forward of subspace attention on tensor cores does with a tile of keys: each warp owns rows i, and
+// A tile of keys in the forward of subspace attention on tensor cores. Each warp owns rows i:
 //
 //     out_i = sum_j exp(s_ij - m_i) w_j / l_i,    s_ij = scale w_i . w_j,    l_i = sum_j exp(s_ij - m_i),
 //
 // with the running maximum m of the online softmax (Milakov and Gimelshein; Dao, FlashAttention-2). Query, key and
-// value are one matrix, so one tile in shared memory is read as keys and, transposed, as values: half the traffic, and
-// half the shared memory, of attention with a tile of each.
+// value are one matrix, so one tile in shared memory is read as keys and, transposed, as values: half the traffic and
+// half the shared memory of attention with two matrices.
 #pragma once
 
 #include "mma_call.cuh"
@@ -14,7 +14,7 @@ namespace crate_kernels::mssa {
 // `statistics` and `select` are the two passes of phi = "threshold".
 enum class Pass { online, statistics, select };
 
-// What a warp has of its 16 ROWS16 rows; a lane has two rows of every 16, and of l its own columns' share.
+// State of a warp's 16 * ROWS16 rows. A lane has two rows of every 16, and its own columns' share of l.
 template <class T, int DIM, int ROWS16>
 struct RowState {
   float acc[ROWS16][DIM / 8][4] = {};
@@ -34,15 +34,15 @@ struct RowState {
   }
 };
 
-// Which keys a row may see, and which weights are kept.
+// The mask of a warp's rows: keys that a row may see, weights that dropout keeps.
 struct RowMask {
   const bool* keep;  // of this sequence
   uint64_t seed;
-  float scale;  // its magnitude; the sign is the left operand's
+  float scale;  // magnitude; the left operand has the sign
   int length;   // of the keys
 };
 
-// Where among the keys the rows of a warp start, and where the keys of a tile do.
+// Positions among the keys: of a warp's first row, and of a tile's first key.
 struct Place {
   int row, key;
 };
@@ -51,7 +51,7 @@ template <int ROWS16, int COLUMNS>
 CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem& call, const RowMask& mask,
                               Place place) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  // Bit by bit and without a branch: columns past the length, the diagonal and the mask are rare, and then many.
+  // Branch-free: masked tiles are rare, but in one, many columns are masked.
   uint32_t kept_keys = ~0u;
   if (mask.keep != nullptr) kept_keys = key_bits<COLUMNS>(mask.keep, place.key, mask.length);
 #pragma unroll
@@ -72,7 +72,7 @@ CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem&
   }
 }
 
-// What the left operand is multiplied with, to have a positive scale: its sign bits are flipped, or all bits cleared.
+// Sign of the scale, moved into the left operand: its sign bits are flipped, or, for 0, all bits cleared.
 struct Sign {
   uint32_t keep, flip;
 
@@ -123,7 +123,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
         top = fmaxf(before, row_max(most) * mask.scale);
         state.largest[m][half] = top;
       }
-      // Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
+      // Without a key so far, any finite base makes the weights 0 instead of NaN.
       const float base = top == -INFINITY ? 0.0f : top;
       if (pass != Pass::select) {
         const float shrink = weight(before, 1.0f, base);
@@ -140,7 +140,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const float p = weight(s[m][n][e], mask.scale, base);
-          // Against the sum, not divided by it: a probability equal to the threshold is not above it.
+          // Compare with threshold * sum: a division could round an equal probability above the threshold.
           s[m][n][e] = pass == Pass::select ? (p > level ? 1.0f : 0.0f) : p;
           if (pass != Pass::select) state.sum[m][half] += p;
         }

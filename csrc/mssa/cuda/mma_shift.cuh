@@ -1,9 +1,9 @@
-// What the backward takes from a row once: shift = delta - dlse, delta = sum_d g out; mma_backward.cuh has the
+// The number per row that the backward needs: shift = delta - dlse, delta = sum_d g out; mma_backward.cuh has the
 // equations.
 //
-// Except with dropout: where one weight is all, out is factor w_j rounded, the backward subtracts delta from
-// factor g_i.w_j, and what the rounding took is multiplied by s_ij. There delta_i = sum_j P_ij R_ij g_i.w_j is found
-// from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1.
+// With dropout, out is rounded as factor * w_j where one weight is all of its row; the backward subtracts delta from
+// factor * g_i.w_j, and s_ij multiplies the rounding error. There delta_i = sum_j P_ij R_ij g_i.w_j is summed from the
+// products that it is subtracted from, by an online softmax, whose largest weight is exactly 1.
 #pragma once
 
 #include "mma_rows.cuh"
@@ -12,16 +12,16 @@ namespace crate_kernels::mssa {
 
 constexpr int kShiftWarps = 4;
 
-// Writes shift of every row; a warp reads 16 rows of g and of out once. What is selected is piecewise constant: no g.
+// Writes shift of every row; a warp reads 16 rows of g and of out once. With phi = "threshold" g has no part in it.
 //
-// The diagonal of a product as the backward makes them, not a sum in an order of its own: where a weight is near 1, out
-// is near w, and g.w - shift is what remains of two numbers that cancel.
+// Take the diagonal of a product, which sums in the backward's order: where a weight is near 1, out is near w, and
+// g.w - shift cancels.
 template <class T>
 CRATE_DEVICE void shift_rows(const Problem& call) {
   const Head head(call, blockIdx.x / call.blocks);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
-  float upper[4] = {}, lower[4] = {};  // rows and columns below 8; from 8 on
+  float upper[4] = {}, lower[4] = {};  // rows and columns 0 to 7; 8 to 15
   if (call.products) {
     const View<const T> g = head.view<const T>(call, call.g);
     const View<const T> out = head.view<const T>(call, call.out);
@@ -74,7 +74,7 @@ constexpr int64_t dropout_shift_bytes() {
   return (2 * kShiftWarps * 16 + kShiftColumns) * DIM * 2;
 }
 
-// The same with dropout: a warp owns 16 rows of w and g, and meets 16 keys at a time.
+// The same with dropout: a warp owns 16 rows of w and g, and takes 16 keys per step.
 template <class T, int DIM>
 CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   constexpr int kRows = kShiftWarps * 16;

@@ -9,7 +9,7 @@
 
 namespace crate_kernels::mssa {
 
-constexpr int kHalves = 8;  // of 16 bytes, which is what one lane of ldmatrix addresses: a chunk
+constexpr int kHalves = 8;  // halves per chunk: the 16 bytes that one lane of ldmatrix addresses
 
 constexpr __host__ __device__ int swizzle_bits(int dim) {
   int bits = 0;
@@ -17,9 +17,9 @@ constexpr __host__ __device__ int swizzle_bits(int dim) {
   return bits;
 }
 
-// Where a chunk of a row is, in halves from the start of the tile. Eight rows are what ldmatrix reads at once, and the
-// banks are eight chunks wide: rows of an even number of chunks would meet in some of them, so the chunks that a power
-// of two divides into are permuted from row to row. Rows repeat after eight.
+// Place of a chunk of a row, in halves from the start of the tile. ldmatrix reads eight rows at once, and the banks are
+// eight chunks wide: rows with an even number of chunks would collide, so their chunks are permuted from row to row.
+// The permutation repeats after eight rows.
 template <int DIM>
 constexpr __host__ __device__ __forceinline__ int tile_offset(int row, int chunk) {
   constexpr int kBits = swizzle_bits(DIM);
@@ -33,7 +33,7 @@ struct View {
   int64_t row, channel;
 };
 
-// Copies rows [first, first + rows) into a tile, rows from `length` on as zeros; done once the copies were waited for.
+// Copies rows [first, first + rows) into a tile, rows from `length` on as zeros; asynchronous.
 template <class T, int DIM>
 CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int first, int length, const Access& access) {
   constexpr int kChunks = DIM / kHalves;
@@ -80,7 +80,7 @@ CRATE_DEVICE void store_tile(const View<T>& to, const T* tile, int rows, int fir
   }
 }
 
-// The operands below are of a tile from a row that is a multiple of 8 on; k counts 16 channels.
+// Operands below start at a row of a tile that is a multiple of 8; k counts 16 channels.
 
 // Rows 0 to 15 as left operand.
 template <int DIM, class T>
@@ -114,7 +114,7 @@ CRATE_DEVICE void right(uint32_t (&b)[2][2], const T* tile, int k) {
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
-// A warp's own 16 ROWS16 rows as left operand: in registers where they fit, else read again for every product.
+// A warp's own 16 ROWS16 rows as left operand: held in registers, or read again for every product.
 template <class T, int DIM, int ROWS16, bool HELD>
 struct Own {
   const T* tile;
@@ -170,7 +170,7 @@ CRATE_DEVICE void round_rows(T* tile, const float (&acc)[DIM / 8][4], float uppe
   }
 }
 
-// The sum, or the largest, of the four lanes that share a row of a product.
+// The sum or the maximum over the four lanes that share a row of a product.
 CRATE_DEVICE float row_sum(float v) {
   v += __shfl_xor_sync(kAllLanes, v, 1);
   return v + __shfl_xor_sync(kAllLanes, v, 2);

@@ -13,7 +13,7 @@ using namespace mssa;
 
 constexpr int kPairsDim = 64;
 
-// A block of the pair form has a head to itself: there are to be enough of them for every multiprocessor.
+// The pair form has one block per head: use it only if every multiprocessor gets one.
 bool takes_pairs(const Problem& call, int32_t device) {
   const bool simple = call.scale > 0.0f && !call.select && !call.causal && call.keep == nullptr &&
                       call.cu_seqlens == nullptr && call.seed == nullptr;
@@ -103,7 +103,7 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   plain::backward(problem, device);
 }
 
-// Without scratch for a pass over the cache, as a forward that reads it.
+// Without `part` and `statistics`, a forward that reads the cache serves.
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse,
             std::optional<Tensor> part, std::optional<Tensor> statistics) {
   if (out.numel() == 0) return;

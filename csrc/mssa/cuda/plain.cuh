@@ -1,11 +1,12 @@
-// Subspace attention by fp32 products of the CUDA cores, for what no matrix product of tensor cores takes: fp32 tokens,
-// GPUs before sm_80, and everything else that another kernel refuses.
+// Subspace attention by fp32 products of the CUDA cores: for fp32 tokens, GPUs before sm_80, and every other call that
+// the tensor-core kernels refuse.
 //
 // A block of kThreads owns kOwned rows of one head and walks over tiles of kTile rows. Both are staged in shared memory
-// as fp32, kChunk channels at a time, so that the same shared memory, less than Turing's 64 KB, serves every head_dim;
+// as fp32, kChunk channels at a time, so that less than Turing's 64 KB of shared memory serves every head_dim;
 // a tile is key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, columns 8 apart,
-// which with these pitches is free of bank conflicts. Of the output a block has up to CHUNKS chunks, as many as there
-// are registers for: heads wider than that are cut into groups of chunks, whose blocks find the scores each for itself.
+// which with these pitches is free of bank conflicts. A block accumulates up to CHUNKS chunks of the output, as many as
+// fit its registers. Wider heads are cut into groups of chunks, each with its own blocks, which compute the scores
+// again.
 #pragma once
 
 #include "../../common/cuda/device.cuh"
@@ -16,17 +17,17 @@ namespace crate_kernels {
 namespace plain {
 
 constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunk = 64;
-constexpr int kPart = 4;                 // rows and columns of a thread
+constexpr int kPart = 4;                 // rows and columns per thread
 constexpr int kColumnLanes = 8;          // lanes of a warp along a row
-constexpr int kWarpRows = 16;            // rows of a warp
+constexpr int kWarpRows = 16;            // rows per warp
 constexpr int kWeightPitch = kTile + 8;  // floats between rows of weights in shared memory
 
 constexpr int kPitch = kChunk + 4;               // floats between staged rows: odd in units of 16 bytes
-constexpr int kColumns = kChunk / kColumnLanes;  // of a chunk of the output, of a thread
+constexpr int kColumns = kChunk / kColumnLanes;  // per thread, of a chunk of the output
 
 using mssa::Problem;
 
-// What a block is for. Every block of rows comes with all its groups.
+// The part of the problem that a block computes. Groups vary fastest.
 struct Place {
   int head, block, group;
 };
@@ -57,7 +58,7 @@ CRATE_DEVICE Head head_of(const Problem& c, int index) {
   return h;
 }
 
-// Where a number a row begins: lse and its like are contiguous.
+// Offset of a head in lse, delta and dlse, which have one number per row.
 CRATE_DEVICE int64_t number_of(const Problem& c, const Head& h) {
   return c.cu_seqlens != nullptr ? static_cast<int64_t>(h.head) * c.total + h.first
                                  : (static_cast<int64_t>(h.batch) * c.nheads + h.head) * c.seqlen;

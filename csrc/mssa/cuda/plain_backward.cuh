@@ -1,6 +1,6 @@
 // The backward of subspace attention by fp32 products: one accumulator, no atomics, the same bits every time.
 //
-// The symbols of docs/mssa.md; g is the gradient of out, L is lse and dlse its gradient. A block owns rows j of w, as
+// Symbols as in docs/mssa.md; g is the gradient of out, L is lse and dlse its gradient. A block owns rows j of w, as
 // keys and as queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both
 // directions in it:
 //
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   }
   float acc[CHUNKS][kPart][kColumns] = {};
 
-  // Without a gradient of the scores, rows before the owned ones give nothing: these are no keys of theirs.
+  // Without a gradient of the scores, earlier rows add nothing: owned rows are no keys of theirs.
   for (int first = c.causal && !c.scores ? start : 0; first < h.length; first += kTile) {
-    // What the rows of the warp are to these; warps whose rows are absent, or are nothing to them, only help to stage.
+    // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
     const int mine = start + t.warp_row;
     const bool as_keys = mine < h.length && (!c.causal || first + kTile > mine);
     const bool as_queries = c.scores && mine < h.length && (!c.causal || first < mine + kWarpRows);
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     }
     --staged;
 
-    // s becomes the weights of g, gw those of w.
+    // s becomes the weights of g, gw the weights of w.
     if (as_keys || as_queries) {
       const uint32_t kept_p = as_keys ? keep_bits(c, h, start + t.row, first + t.column, false) : 0;
       const uint32_t kept_q = as_queries ? keep_bits(c, h, start + t.row, first + t.column, true) : 0;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           const float q = as_queries && row_kept && (!c.causal || i <= j) ? expf(score - own[a].lse) : 0.0f;
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
-          // The products are rounded as delta's are, and the differences, which may be small, come before dlse.
+          // Round the products as delta's are. Add dlse after the differences, which may be small.
           const float key = __fmul_rn(factor_p, gw[a][b]) - row.delta + row.dlse;
           const float query = __fmul_rn(factor_q, wg[a][b]) - own[a].delta + own[a].dlse;
           gw[a][b] = c.scale * (p * key + q * query);
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     }
 
     const int count = h.length - first < kTile ? (h.length - first + 3) / 4 * 4 : kTile;
-    if (CHUNKS > 1) __syncwarp();  // `second` is where the warp has read its owned rows
+    if (CHUNKS > 1) __syncwarp();  // `second` overwrites the owned rows that the warp has read
     put_weights(weights, s, t);
     if (CHUNKS > 1) put_weights(second, gw, t);
     __syncwarp();

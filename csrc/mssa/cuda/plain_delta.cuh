@@ -1,9 +1,8 @@
-// What the backward by fp32 products subtracts from each product g_i.w_j: delta_i = g_i . out_i.
+// delta_i = g_i . out_i, which the backward by fp32 products subtracts from each product g_i.w_j.
 //
-// Except with dropout: where one weight is all, out is factor w_j rounded, the backward subtracts delta from
-// factor g_i.w_j, and what the rounding took is multiplied by s_ij. There delta_i = sum_j P_ij R_ij g_i.w_j is found
-// from the products that it is subtracted from, by the softmax with a running maximum, whose largest weight is
-// exactly 1.
+// With dropout, out is rounded as factor * w_j where one weight is all of its row; the backward subtracts delta from
+// factor * g_i.w_j, and s_ij multiplies the rounding error. There delta_i = sum_j P_ij R_ij g_i.w_j is summed from the
+// products that it is subtracted from, by the softmax with a running maximum, whose largest weight is exactly 1.
 #pragma once
 
 #include "plain_forward.cuh"
@@ -14,8 +13,8 @@ namespace plain {
 constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
 constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
 
-// Write delta = sum_d g out of kOwned rows. A thread adds a row up channel by channel, as the products of the
-// main kernel are: where a weight is near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
+// Write delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main
+// kernel's products: where a weight is near 1, out is near w, and g.w - delta cancels.
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;

@@ -1,9 +1,9 @@
-// The forward of subspace attention by fp32 products: the usual softmax with a running maximum; for phi = "threshold" a
-// pass for maximum and sum, and another in which the weights above the threshold are added up.
+// The forward of subspace attention by fp32 products: a softmax with a running maximum. phi = "threshold" takes two
+// passes: one for maximum and sum, one that adds up the rows whose weights are above the threshold.
 #pragma once
 
 #include "plain_tile.cuh"
-#include "room.cuh"
+#include "space.cuh"
 
 namespace crate_kernels {
 namespace plain {
@@ -44,7 +44,7 @@ CRATE_DEVICE float row_sum(float v) {
   return v;
 }
 
-// Turn scores into weights relative to the row's largest score, and return by what everything before shrinks.
+// Turn scores into weights relative to the row's largest score; return the factor of all earlier sums.
 CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
   float largest = row.largest;
 #pragma unroll
@@ -53,7 +53,7 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
   for (int step = kColumnLanes / 2; step > 0; step /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
   }
-  // Without a key so far any finite number does: the weights are 0 and not NaN.
+  // Without a key so far, any finite base makes the weights 0 instead of NaN.
   const float base = largest == -INFINITY ? 0.0f : largest, shrink = expf(row.largest - base);
   float sum = 0.0f;
 #pragma unroll
@@ -71,17 +71,17 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
 
   const Place place = place_of(c);
   const Head h = head_of(c, place.head);
-  // The longest rows of the causal form first: they are what the last blocks would wait for.
+  // Longest causal rows first: started last, they would be waited for.
   const int start = (c.causal ? c.blocks - 1 - place.block : place.block) * kOwned;
   if (place.group == 0) zero_uncovered(c, c.out, c.lse, h, place.block);
   if (start >= h.length) return;
 
-  // Keys before the first new token: what the cache holds.
+  // `before`: cached tokens, which are keys before the first new one.
   int before = 0, keys = h.length;
   if (c.held != nullptr) {
-    const Room room = room_of(c.held[h.batch], c.keep, h.batch, c.seqlen, c.capacity);
-    before = room.held;
-    keys = room.held + room.appended;
+    const CacheSpace space = space_of(c.held[h.batch], c.keep, h.batch, c.seqlen, c.capacity);
+    before = space.held;
+    keys = space.held + space.appended;
   }
   const bool* const keep =
       c.held == nullptr && c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
           if (pass == 0) {
             shrink[i] = weigh(s[i], row[i]);
           } else {
-            // Against the sum, not divided by it: a probability equal to the threshold is not above it.
+            // Compare with threshold * sum: a division could round an equal probability above the threshold.
             const float least = c.threshold * row[i].sum;
 #pragma unroll
             for (int j = 0; j < kPart; ++j) s[i][j] = expf(s[i][j] - row[i].largest) > least ? 1.0f : 0.0f;

@@ -1,4 +1,4 @@
-// What the plain kernels do with tiles: staging them in shared memory, products with them, writing rows.
+// Tiles of the plain kernels: staging in shared memory, products, writing rows.
 #pragma once
 
 #include "plain.cuh"
@@ -20,8 +20,8 @@ CRATE_DEVICE void put_halves(float* to, const uint4& bits) {
   *reinterpret_cast<float4*>(to + 4) = make_float4(c.x, c.y, d.x, d.y);
 }
 
-// Copy channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory; what does not exist is 0.
-// The dtype is no template argument: it costs a branch for 16 bytes, and would cost three times as many kernels.
+// Copy channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory, zeros past the end.
+// The dtype is no template argument: a branch per 16 bytes instead of three times as many kernels.
 template <int ROWS>
 CRATE_DEVICE void stage(const Problem& c, float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
@@ -71,8 +71,8 @@ CRATE_DEVICE uint4 halves_at(const float* from) {
   return make_uint4(pack_pair<T>(a.x, a.y), pack_pair<T>(a.z, a.w), pack_pair<T>(b.x, b.y), pack_pair<T>(b.z, b.w));
 }
 
-// Copy a chunk of the owned rows from shared memory to channels [channel, channel + kChunk): out of the registers of
-// the threads that found them, writes would be of 8 bytes, and three times the code of everything else.
+// Copy a chunk of the owned rows from shared memory to channels [channel, channel + kChunk). Writes straight from the
+// threads' registers would be 8 bytes each, and three times the code of everything else.
 CRATE_DEVICE void unstage(const Problem& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
 #pragma unroll 1
@@ -108,7 +108,7 @@ CRATE_DEVICE void load4(const float* from, float (&v)[4]) {
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
 }
 
-// Rounded before anything is subtracted, in the forward as in the backward: the weight of a row's only key is then
+// Round the scaled score before anything is subtracted, forward and backward: the weight of a row's only key is then
 // exactly 1 in both.
 CRATE_DEVICE float scaled(float s, float scale) {
   return __fmul_rn(s, scale);
@@ -126,14 +126,14 @@ struct Thread {
   CRATE_DEVICE int column_at(int j) const { return column + kColumnLanes * j; }
 };
 
-// Channels of a chunk that exist, in fours.
+// Channels of a chunk below head_dim, rounded up to fours.
 CRATE_DEVICE int channels_of(const Problem& c, int chunk) {
   const int left = (c.access.head_dim - chunk * kChunk + 3) / 4 * 4;
   return left < kChunk ? left : kChunk;
 }
 
-// Scores of wide heads are summed up chunk by chunk, and in the backward as in the forward: hundreds of squares added
-// to one number, as on the diagonal, would lose digits.
+// Sum scores of wide heads chunk by chunk, forward and backward alike: hundreds of squares added to one number, as on
+// the diagonal, would lose digits.
 CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][kPart]) {
 #pragma unroll
   for (int i = 0; i < kPart; ++i) {
@@ -142,8 +142,8 @@ CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][
   }
 }
 
-// sum += weights tile: a thread's 4 rows, and of the kChunk columns fours that are 32 apart. Summed up from 0 for each
-// tile, for an output that thousands of tiles were added to one weight at a time would lose digits.
+// sum += weights tile: a thread's 4 rows, and of the kChunk columns fours that are 32 apart. Each tile is summed
+// from 0: thousands of tiles added to the output one weight at a time would lose digits.
 CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weights, const float* tile, const Thread& t,
                                int count) {
   const float* const row = weights + t.row * kWeightPitch;
@@ -169,7 +169,7 @@ CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weigh
   }
 }
 
-// Write the chunks from `first_chunk` on of the owned rows by way of `tile`, that of the owned rows; row i times
+// Write the chunks from `first_chunk` on of the owned rows by way of `tile`, the owned rows' own; row i times
 // factor[i].
 template <int CHUNKS>
 CRATE_DEVICE void write_rows(const Problem& c, float* tile, const HeadRows& to,
@@ -192,7 +192,7 @@ CRATE_DEVICE void write_rows(const Problem& c, float* tile, const HeadRows& to,
   }
 }
 
-// Leave a thread's part of a tile of weights where its warp finds them.
+// Store a thread's part of a tile of weights for its warp.
 CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], const Thread& t) {
 #pragma unroll
   for (int i = 0; i < kPart; ++i) {
@@ -201,8 +201,8 @@ CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], co
   }
 }
 
-// Which of a thread's weights dropout keeps: bit kPart * i + j for row first_row + 4 i as query and column first_column
-// + 8 j as key, or the other way round. Not unrolled: it would be most of the kernel.
+// Dropout mask of a thread's weights: bit kPart * i + j for row + 4 i as query and column + 8 j as key, or the reverse.
+// Not unrolled: it would be most of the kernel.
 CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int column, bool row_is_query) {
   if (c.seed == nullptr) return 0xffff;
   const uint64_t seed = *c.seed;
@@ -216,7 +216,7 @@ CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int co
   return bits;
 }
 
-// Zero the packed rows after sequence h that belong to none, which only offsets that do not rise leave.
+// Zero the packed rows after sequence h that no sequence covers; only offsets that do not rise leave any.
 CRATE_DEVICE void zero_uncovered(const Problem& c, const Rows& tokens, float* numbers, const Head& h, int block) {
   if (c.cu_seqlens == nullptr) return;
   const int64_t stop = h.batch == c.sequences - 1 ? c.total : clamped_offset(c, h.batch + 1);

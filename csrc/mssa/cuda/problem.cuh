@@ -7,14 +7,14 @@
 namespace crate_kernels::mssa {
 
 struct Problem {
-  Rows w, keys, out, g, dw;              // keys: w, or a cache that w was appended to; g: the gradient of out
-  float* lse;                            // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
-  float* delta;                          // scratch of lse's size
-  const float* dlse;                     // of lse's size; null: no gradient
-  const bool* keep;                      // (sequences, seqlen); null: every key
-  const int32_t* held;                   // null, or the lengths of a cache before the new tokens; then keep is of those
-  const int32_t* cu_seqlens;             // (sequences + 1,); null: not packed
-  const int64_t* seed;                   // null: no dropout
+  Rows w, keys, out, g, dw;   // keys: w, or a cache that w was appended to; g: the gradient of out
+  float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
+  float* delta;               // scratch of lse's size
+  const float* dlse;          // of lse's size; null: no gradient
+  const bool* keep;           // (sequences, seqlen); null: every key
+  const int32_t* held;        // lengths of a cache before the new tokens, whose mask `keep` is then; null: no cache
+  const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
+  const int64_t* seed;        // null: no dropout
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
   int capacity;                          // of the cache
   int blocks, groups;                    // per head: of rows, and of channels of the output
@@ -23,7 +23,7 @@ struct Problem {
   float scale, threshold, keep_factor;
   uint32_t drop_last;             // the largest Philox word that is dropped
   bool causal, select;            // select: phi = "threshold"
-  bool values, products, scores;  // of the backward: terms with g_i, with g_i.w_j, with a gradient of scores
+  bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
 };
 
 // A cache that the tokens of a call were appended to, while its lengths are still those of before.
@@ -61,7 +61,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   p.keep_factor = 1.0f;
   if (call.seed.has_value()) {
     p.keep_factor = call.keep_factor();
-    // Of p > 0 at least one word is dropped; for p = 0 the API draws no seed.
+    // p > 0 drops at least one word; for p = 0 the API draws no seed.
     p.drop_last = static_cast<uint32_t>(call.keep_from() - 1);
   }
   return p;

@@ -15,8 +15,7 @@ struct Rows {
   bool wide;  // every row is whole packs of 16 bytes
 };
 
-// How the tensors of a call are read and written; wide: in packs of 16 bytes, which all their rows are whole numbers
-// of.
+// Access to all tensors of a call; wide: in packs of 16 bytes, because all their rows are whole packs.
 namespace mssa {
 struct Access {
   int head_dim;

@@ -1,17 +1,17 @@
-// What a cache has room for.
+// How many new tokens fit into a cache.
 #pragma once
 
 #include "../../common/cuda/device.cuh"
 
 namespace crate_kernels {
 
-struct Room {
-  int held, appended;  // tokens in the cache, and how many of the new ones follow them
+struct CacheSpace {
+  int held, appended;  // tokens in the cache, and new ones that fit behind them
 };
 
 // New tokens beyond the capacity are dropped: never written, and seen by no token. `keep` (batch, count) is
 // right-padded, so that its kept tokens are the first; null keeps all. Every lane of a warp takes part.
-CRATE_DEVICE Room room_of(int length, const bool* keep, int batch, int count, int capacity) {
+CRATE_DEVICE CacheSpace space_of(int length, const bool* keep, int batch, int count, int capacity) {
   const int held = length < 0 ? 0 : length < capacity ? length : capacity;
   int kept = count;
   if (keep != nullptr) {
