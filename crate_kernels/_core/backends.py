@@ -1,9 +1,8 @@
 """What is installed, what ``backend=None`` means, and why a backend is unavailable.
 
-A backend is a name and a package that holds one module an operator. A kernel module defines
-``forward`` and ``backward`` (and ``decode`` where the operator has a cache); adding the file
-``ops/<op>/<backend>.py`` is all it takes to offer one. ``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors,
-both in ``native.py``; each needs its own library.
+A backend is a name and a package with one kernel module per operator. A kernel module defines ``forward`` and
+``backward``, and ``decode`` where the operator has a cache. Adding the file ``ops/<op>/<backend>.py`` offers one.
+``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors, both in ``native.py``; each needs its own library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from crate_kernels._native import extension
 
 OPS = ("mssa", "tssa", "ista")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# The interpreter runs Triton kernels on CPU tensors; it is read once, as Triton itself does.
+# The interpreter runs Triton kernels on CPU tensors. The variable is read once, as Triton reads it.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -36,9 +35,9 @@ class Backend:
         package: where the kernel modules are, with ``{op}`` standing for the operator.
         devices: device types it takes; None means any.
         dtypes: dtypes it takes; None means any floating dtype.
-        missing: why nothing of it can run in this process, None if it can.
-        remedy: what the user can do about it, for messages.
-        on_cuda: what serves CUDA tensors under this name, where that is something else.
+        missing: why it cannot run in this process; None if it can.
+        remedy: advice to the user, for messages.
+        on_cuda: the variant for CUDA tensors under the same name; None if it is this one.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Backend:
     remedy: str = "use backend='composite'"
     on_cuda: Backend | None = None
 
-    def serving(self, device_type: str) -> Backend:
-        """Return what serves tensors on such a device: itself, but for ``on_cuda``."""
+    def for_device(self, device_type: str) -> Backend:
+        """Return the variant for tensors on such a device."""
         return self.on_cuda if self.on_cuda is not None and device_type == "cuda" else self
 
     def variants(self) -> tuple[Backend, ...]:
-        """List itself and what else serves under its name."""
+        """List itself and its variants."""
         return (self,) if self.on_cuda is None else (self, self.on_cuda)
 
 
@@ -96,14 +95,13 @@ _BACKENDS = {
     )
 }
 _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
-# The ``backend`` of an op whose caller named none: its body chooses, where it runs, and may substitute. Users cannot
-# ask for it.
+# The ``backend`` of an op whose caller named none. The op's body chooses when it runs, and may substitute composite.
 AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
 
 
 def _is_there(package: str) -> bool:
-    """Whether a kernel module exists; ours by its file or folder, so that nothing is imported."""
+    """Whether a kernel module exists. For ours, look for the file or folder, so that nothing is imported."""
     root, _, rest = package.partition(".")
     if root == "crate_kernels":
         place = Path(__file__).parents[1].joinpath(*rest.split("."))
@@ -111,7 +109,7 @@ def _is_there(package: str) -> bool:
     return find_spec(package) is not None
 
 
-# Probed once: a call must cost no look at the disk, and compile cannot trace one.
+# Looked up once: a call must not look at the disk, and compile cannot trace that.
 _has_kernel = {
     (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
 }
@@ -122,9 +120,9 @@ def names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def serving(name: str, device_type: str = "cpu") -> Backend:
-    """Return what computes for tensors on such a device under a name that users know."""
-    return _BACKENDS[name].serving(device_type)
+def for_device(name: str, device_type: str = "cpu") -> Backend:
+    """Return the variant of a named backend for tensors on such a device."""
+    return _BACKENDS[name].for_device(device_type)
 
 
 def register(backend: Backend) -> None:
@@ -143,35 +141,35 @@ def unregister(name: str) -> None:
 
 def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
     """Import, once, the module that computes ``op`` on ``backend`` for tensors on such a device."""
-    serving = _BACKENDS[backend].serving(device_type)
-    module = _kernels.get((op, serving.name))
+    chosen = _BACKENDS[backend].for_device(device_type)
+    module = _kernels.get((op, chosen.name))
     if module is None:
-        module = importlib.import_module(serving.package.format(op=op))
-        _kernels[op, serving.name] = module
+        module = importlib.import_module(chosen.package.format(op=op))
+        _kernels[op, chosen.name] = module
     return module
 
 
 class Refused(Exception):
-    """What a kernel raises, before it writes anything, for a shape that it cannot take; says what it takes and got."""
+    """A kernel cannot take a shape. Raised before anything is written; the message says what it takes and got."""
 
 
 def of_op(name: str, requested: str | None) -> str:
-    """Return what an op gets as its ``backend`` where ``requested`` was resolved to ``name``."""
+    """Return the ``backend`` argument of an op, for a request that was resolved to ``name``."""
     return AUTO if requested is None and name != "composite" else name
 
 
 def chosen(op: str, backend: str, of: Tensor) -> str:
-    """Return the backend that an op's body runs on a tensor: the one that was named, or the best for none."""
+    """Return the backend that an op's body runs on a tensor: the named one, or the best if none was named."""
     return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
 
 
 def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
-    """Call a function of the kernel module of ``backend``; only where none was named may composite take its place.
+    """Call a function of the kernel module of ``backend``. Only if none was named may composite take its place.
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
         MemoryError: there is no memory for what a kernel needs beside its results.
-        RuntimeError: none was named where the call was traced, and here is no kernel.
+        RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
     name = chosen(op, backend, of)
     body = getattr(kernel(op, name, of.device.type), function, None)
@@ -188,16 +186,16 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
     return getattr(kernel(op, "composite"), function)(*args)
 
 
-def why_not(op: str, name: str, device_type: str = "cpu") -> str | None:
+def unavailable_reason(op: str, name: str, device_type: str = "cpu") -> str | None:
     """Say why ``op`` cannot run on backend ``name`` in this process, on such a device; None if it can.
 
-    That a backend does not take the device at all is for ``resolve`` to say.
+    ``resolve`` says whether it takes the device at all.
     """
-    return lacking(op, serving(name, device_type))
+    return variant_reason(op, for_device(name, device_type))
 
 
-def lacking(op: str, backend: Backend) -> str | None:
-    """Say what a backend, itself or as a variant, lacks to compute ``op`` in this process; None if nothing."""
+def variant_reason(op: str, backend: Backend) -> str | None:
+    """Say why one variant of a backend cannot compute ``op`` in this process; None if it can."""
     if not _has_kernel[op, backend.name]:
         return f"{backend.name} has no {op} kernel yet"
     return backend.missing
@@ -220,11 +218,10 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not take that dtype.
     """
     if requested is None:
-        home = device.type
-        for name in _PREFERENCE.get(home, ()):
-            backend = _BACKENDS[name].serving(home)
-            usable = home in (backend.devices or ()) and dtype in (backend.dtypes or ())
-            if usable and lacking(op, backend) is None:
+        for name in _PREFERENCE.get(device.type, ()):
+            backend = _BACKENDS[name].for_device(device.type)
+            usable = device.type in (backend.devices or ()) and dtype in (backend.dtypes or ())
+            if usable and variant_reason(op, backend) is None:
                 return name
         return "composite"
     function = function or op
@@ -232,8 +229,8 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")
     if requested not in _BACKENDS:
         raise ValueError(f"{function}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
-    backend = _BACKENDS[requested].serving(device.type)
-    reason = why_not(op, requested, device.type)
+    backend = _BACKENDS[requested].for_device(device.type)
+    reason = unavailable_reason(op, requested, device.type)
     if reason is not None:
         raise RuntimeError(f"{function}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
     if backend.devices is not None and device.type not in backend.devices:

@@ -101,7 +101,7 @@ def published_form(model: nn.Module) -> nn.Module:
     return plain
 
 
-def why_not(network: Network, provider: str) -> str | None:
+def unavailable_reason(network: Network, provider: str) -> str | None:
     """Say why a provider cannot run a network; None if it can."""
     if provider == "timm-vit":
         if network.vit is None:
@@ -200,7 +200,7 @@ def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
 
 def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
     """Time a forward pass, or a training step, which has the loss, the gradients and AdamW."""
-    reason = why_not(network, row.provider)
+    reason = unavailable_reason(network, row.provider)
     if reason is not None:
         row.skipped = reason
         return row

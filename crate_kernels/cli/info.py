@@ -65,7 +65,7 @@ def _extension_facts() -> dict[str, Any]:
 
 def _cuda_facts() -> dict[str, Any]:
     """Say what the CUDA library is, or why there is none."""
-    reason = _backend.serving("cpp", "cuda").missing
+    reason = _backend.for_device("cpp", "cuda").missing
     if reason is not None:
         return {"path": None, "reason": reason}
     path = _extension.load_cuda()
@@ -74,14 +74,14 @@ def _cuda_facts() -> dict[str, Any]:
 
 def _state(op: str, name: str, devices: list[str]) -> dict[str, Any]:
     """Say whether a backend can run on a device of this machine, and likewise what serves CUDA tensors in its place."""
-    state = _available(op, _backend.serving(name), devices)
-    if (on_cuda := _backend.serving(name, "cuda")) is not _backend.serving(name):
+    state = _available(op, _backend.for_device(name), devices)
+    if (on_cuda := _backend.for_device(name, "cuda")) is not _backend.for_device(name):
         state["on_cuda"] = _available(op, on_cuda, devices)
     return state
 
 
 def _available(op: str, backend: _backend.Backend, devices: list[str]) -> dict[str, Any]:
-    reason = _backend.lacking(op, backend)
+    reason = _backend.variant_reason(op, backend)
     if reason is None and backend.devices is not None and not set(backend.devices) & set(devices):
         reason = f"takes {' or '.join(backend.devices)} tensors, and PyTorch sees no such device"
     return {"available": reason is None, "reason": reason}

@@ -129,7 +129,7 @@ def bystander():
 
 
 def test_info_calls_nothing_available_that_has_no_device_here(bystander, monkeypatch, capsys):
-    triton, cpp = backends.serving("triton"), backends.serving("cpp")
+    triton, cpp = backends.for_device("triton"), backends.for_device("cpp")
     monkeypatch.setitem(backends._BACKENDS, "triton", replace(triton, devices=("cuda",), missing=None))
     built = replace(cpp, missing=None, on_cuda=replace(cpp.on_cuda, missing=None))
     monkeypatch.setitem(backends._BACKENDS, "cpp", built)

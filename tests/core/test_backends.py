@@ -109,8 +109,8 @@ def test_without_the_cuda_library_cuda_tensors_get_composite(op, cuda_library):
     cuda_library("there is no nvcc")
     assert backends.resolve(op, None, CUDA, torch.float32) == "composite"
     assert backends.resolve(op, None, CPU, torch.float32) == "cpp"
-    assert backends.why_not(op, "cpp") is None
-    assert backends.why_not(op, "cpp", "cuda") == "there is no nvcc"
+    assert backends.unavailable_reason(op, "cpp") is None
+    assert backends.unavailable_reason(op, "cpp", "cuda") == "there is no nvcc"
     with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' is unavailable: there is no nvcc; use backend='co"):
         backends.resolve(op, "cpp", CUDA, torch.float32)
 
@@ -138,8 +138,8 @@ def test_cpp_has_one_module_for_cpus_and_gpus(op, monkeypatch):
 def test_importing_loads_no_library_and_finds_only_what_pytorch_can_load(cuda, found, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.ops, "load_library", pytest.fail)
-    monkeypatch.setattr(extension.build, "find", lambda: "_cpu.so")
-    monkeypatch.setattr(extension.build, "find_cuda", lambda: ("_cuda.so",))
+    monkeypatch.setattr(extension.libraries, "find", lambda: "_cpu.so")
+    monkeypatch.setattr(extension.libraries, "find_cuda", lambda: ("_cuda.so",))
     module = runpy.run_path(extension.__file__)
     assert (module["PATH"], module["CUDA_PATHS"]) == ("_cpu.so", found)
 
@@ -193,7 +193,7 @@ def test_a_registered_backend_is_offered_until_it_is_unregistered():
     backends.register(Backend("extra", KERNELS, remedy="wait"))
     try:
         assert backends.names() == (*before, "extra")
-        assert backends.why_not("mssa", "extra") is None
+        assert backends.unavailable_reason("mssa", "extra") is None
         assert backends.resolve("mssa", "extra", CPU, torch.float64) == "extra"
         assert backends.kernel("tssa", "extra").__name__ == "crate_kernels.ops.tssa.composite"
     finally:
@@ -213,14 +213,14 @@ def test_a_registered_backend_computes_what_is_asked_of_it(registered):
 
 def test_a_backend_without_a_kernel_for_the_op_says_so(registered):
     registered("partial", "crate_kernels.{op}")
-    assert backends.why_not("tssa", "partial") == "partial has no tssa kernel yet"
+    assert backends.unavailable_reason("tssa", "partial") == "partial has no tssa kernel yet"
     with pytest.raises(RuntimeError, match=r"tssa: backend='partial' is unavailable: partial has no tssa kernel yet; "):
         crate_kernels.tssa(torch.randn(1, 1, 2, 4), torch.ones(1), backend="partial")
 
 
 def test_a_backend_that_is_missing_keeps_its_reason_and_remedy(registered):
     registered("away", KERNELS, missing="no such driver", remedy="install the driver")
-    assert backends.why_not("ista", "away") == "no such driver"
+    assert backends.unavailable_reason("ista", "away") == "no such driver"
     with pytest.raises(RuntimeError, match=r"is unavailable: no such driver; install the driver$"):
         backends.resolve("ista", "away", CPU, torch.float32)
 
@@ -230,8 +230,8 @@ def test_registering_imports_no_kernel(registered, tmp_path, monkeypatch):
     (tmp_path / "kernels_on_disk" / "mssa.py").write_text("raise ImportError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     registered("disk", "kernels_on_disk.{op}")
-    assert backends.why_not("mssa", "disk") is None
-    assert backends.why_not("tssa", "disk") == "disk has no tssa kernel yet"
+    assert backends.unavailable_reason("mssa", "disk") is None
+    assert backends.unavailable_reason("tssa", "disk") == "disk has no tssa kernel yet"
     with pytest.raises(ImportError, match=r"^imported$"):
         backends.kernel("mssa", "disk")
 
@@ -337,13 +337,16 @@ print([backends.resolve(op, None, torch.device(d), torch.float32) for op in back
     assert plain.stdout == steered.stdout
 
 
-def test_only_the_interpreter_of_triton_reads_the_environment():
-    """And that one is no choice: it says on which device Triton can run at all."""
+def test_no_variable_of_the_environment_chooses_what_computes():
+    """Triton's says on which device it can run at all, and the other how many compilers run side by side."""
     root = backends.Path(crate_kernels.__file__).parent
     reads = [
         f"{path.name}: {line.strip()}"
         for path in sorted(root.rglob("*.py"))
         for line in path.read_text().splitlines()
-        if re.search(r"os\.(environ(?!\.setdefault)|getenv)", line)
+        if re.search(r"(?<!\*\*)os\.(environ(?!\.setdefault)|getenv)", line)
     ]
-    assert reads == ["backends.py: " + '_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"']
+    assert reads == [
+        'backends.py: _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"',
+        'ninja_build.py: asked = os.environ.get("MAX_JOBS")',
+    ]

@@ -96,7 +96,9 @@ def test_a_named_backend_decodes(op, backend, device, dtype, ran):
     assert ran == [(module(op, backend, device), "decode")] * 2
 
 
-@pytest.mark.skipif(_backend.why_not("mssa", "cpp") is not None, reason="needs python -m crate_kernels build")
+@pytest.mark.skipif(
+    _backend.unavailable_reason("mssa", "cpp") is not None, reason="needs python -m crate_kernels build"
+)
 def test_where_none_is_named_composite_takes_what_it_is_faster_at(ran):
     w = randn(2, 3, 12, 8, dtype=torch.bfloat16)
     outputs_and_gradients(call("ista", None), w)

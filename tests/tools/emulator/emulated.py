@@ -39,7 +39,7 @@ FLAGS = (
 )
 
 
-def why_not():
+def unavailable_reason():
     """Say why the kernels cannot be emulated here; None if they can."""
     if libraries.source_folder() is None:
         return "the CUDA sources are not here"

@@ -13,7 +13,7 @@ AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
 @pytest.fixture(scope="session")
 def library():
     """Load the emulated library and return ``torch.ops.crate_kernels_C``."""
-    reason = emulated.why_not()
+    reason = emulated.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:

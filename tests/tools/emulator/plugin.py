@@ -11,7 +11,7 @@ from tests.tools.emulator import emulated
 
 def pytest_configure(config):
     """Offer the backend, or end with the reason."""
-    reason = emulated.why_not()
+    reason = emulated.unavailable_reason()
     if reason is not None:
         pytest.exit(reason, returncode=2)
     emulated.load()
