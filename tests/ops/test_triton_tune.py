@@ -18,7 +18,7 @@ if "triton" not in kernels("tssa"):
 
 from crate_kernels.ops.ista.triton import launch as ista_kernels
 from crate_kernels.ops.ista.triton import tune as ista_tune
-from crate_kernels.ops.mssa.triton import launch as mssa_kernels
+from crate_kernels.ops.mssa import triton as mssa_kernels
 from crate_kernels.ops.mssa.triton import tune as mssa_tune
 from crate_kernels.ops.tssa import triton as tssa_kernels
 from crate_kernels.ops.tssa.triton import tune as tssa_tune
