@@ -1,4 +1,4 @@
-"""The options of a call, once: op schemas are made from these records, and every backend takes them."""
+"""The options of each call, in one list: schemas are made from these records, and every backend takes them."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class OvercompleteCall(NamedTuple):
 
     @property
     def nonnegative(self) -> bool:
-        """Whether the threshold is ReLU: codes are never negative."""
+        """True: codes are thresholded by ReLU."""
         return True

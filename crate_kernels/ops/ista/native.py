@@ -1,8 +1,7 @@
-"""Sparse-coding steps by PyTorch's products and csrc/ista, which does all that is between them.
+"""Sparse-coding steps by PyTorch's products; csrc/ista does everything between them, each time in one pass.
 
-On CPUs only the upper half of the symmetric W^T W is multiplied, and elementwise work is one pass over a product's
-output, in place. On GPUs, products of the tokens with a matrix, and passes over tensors of the tokens' size, (read,
-written), beside what the products themselves read and write:
+CPUs multiply only the upper half of the symmetric W^T W. On GPUs these are the products of the tokens with a matrix,
+and the passes over tensors of the tokens' size, (read, written), beside the reads and writes of the products:
 
 ====================== ==================== ========= ==============================================================
 call                   products             passes    what
@@ -15,8 +14,8 @@ overcomplete forward   2 steps              2 a step and a residual, 1 out
 overcomplete backward  4 steps              2 in, 1 out for each gradient of a code; dx is added up in the products
 ====================== ==================== ========= ==============================================================
 
-There the form is chosen by FLOP: as long as no GPU has said otherwise, one product from dim tokens on, of which
-training spares three for two of dim^3. The passes are in ``steps.py``.
+GPUs take the form of fewer FLOP, which no GPU has been timed on: one product from dim tokens on. The passes are in
+``steps.py``.
 """
 
 from __future__ import annotations
@@ -33,16 +32,29 @@ from crate_kernels.ops.ista.call import Call, OvercompleteCall
 _linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 # Where the processor has no float16 arithmetic, PyTorch's float16 product takes 30 times as long as float32's.
 _FAST_FLOAT16 = _linear is not None and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-# W^T W by panels leaves out 5/12 of the product: at most so many, at least so wide. Below 256 their calls cost more.
+# W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
+# _LEAST_DIM their calls cost more than they spare.
 _PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
-_FEW = 1 << 16  # elements, up to which one call fewer counts for more than one pass fewer
+_FEW = 1 << 16  # up to this many elements, one call costs more than one pass
 
 
-class _Cpu(steps.Engine):
-    scales_late, sum_dtype = True, torch.float32
-
+class _Native(steps.Engine):
     def __init__(self, lib: Library) -> None:
-        self.lib, self.update = lib, lib.ista_update
+        self.lib = lib
+        self.update = lib.ista_update  # (product, base, gate, scale, threshold, nonnegative, out); on GPUs gated too
+
+    def step(
+        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+    ) -> Tensor:
+        product = self.mm(left, right)
+        if out is None:
+            out = product if base is None else _like(product, base.dtype)
+        self.update(product, base, None, call.step_size, call.threshold, call.nonnegative, out)
+        return out
+
+
+class _Cpu(_Native):
+    scales_late, sum_dtype = True, torch.float32
 
     def product_dtype(self, compute: torch.dtype) -> torch.dtype:
         return torch.float32 if compute == torch.float16 and not _FAST_FLOAT16 else compute
@@ -52,14 +64,14 @@ class _Cpu(steps.Engine):
         return count >= self._square(dim) * dim
 
     def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
-        # Products with the tokens that one form spares, against the square ones that it has instead.
+        # The one-product form spares products with the tokens, and has products of squares instead.
         count, dim = tokens.shape
         square = self._square(dim)
         spared, squares = (3, 1 + square) if need_dx and need_dweight else (1, square) if need_dx else (3, 1)
         return spared * count >= squares * dim
 
     def _square(self, dim: int) -> float:
-        """Return what W - W^T W costs, in products with dim tokens."""
+        """Return the cost of W - W^T W, in products with dim tokens."""
         return 5 / 8 if dim > _LEAST_DIM else 1.0
 
     def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,15 +104,6 @@ class _Cpu(steps.Engine):
             return _linear(left, right.t(), None, "none", [], "")
         return torch.mm(left, right)
 
-    def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
-    ) -> Tensor:
-        product = self.mm(left, right)
-        if out is None:
-            out = product if base is None else _like(product, base.dtype)
-        self.update(product, base, None, call.step_size, call.threshold, call.nonnegative, out)
-        return out
-
     def product(
         self,
         left: Tensor,
@@ -130,7 +133,7 @@ class _Cpu(steps.Engine):
         self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
     ) -> Tensor:
         product = self.product(left, right, base, 1.0 if base is None else -1.0)
-        dx = product if product.dtype == upstream.masked.dtype else upstream.masked  # which no product reads then
+        dx = product if product.dtype == upstream.masked.dtype else upstream.masked  # products read a copy of it then
         self.update(product, upstream.masked, None, scale, 0.0, False, dx)
         return dx
 
@@ -142,23 +145,11 @@ class _Cpu(steps.Engine):
         return total
 
 
-class _Cuda(steps.Engine):
-    def __init__(self, lib: Library) -> None:
-        self.lib, self.update = lib, lib.ista_update
-
+class _Cuda(_Native):
     def plus_transpose(self, square: Tensor) -> Tensor:
         both = torch.empty_like(square)
         self.lib.ista_symmetrize(square, both)
         return both
-
-    def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
-    ) -> Tensor:
-        product = self.mm(left, right)
-        if out is None:
-            out = product if base is None else _like(product, base.dtype)
-        self.update(product, base, None, None, call.step_size, call.threshold, call.nonnegative, out)
-        return out
 
     def product(
         self,
@@ -172,12 +163,12 @@ class _Cuda(steps.Engine):
         if base is None and gate is None:
             return steps.scaled(left, right, scale, out)
         product = torch.mm(left, right, out=out)
-        self.update(product, base, None, gate, scale, 0.0, False, product)
+        self.update(product, base, gate, scale, 0.0, False, product)
         return product
 
     def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
         masked = torch.empty_like(dy, dtype=dtype)
-        self.update(None, None, dy, y, 1.0, 0.0, False, masked)
+        self.update(None, None, y, 1.0, 0.0, False, masked, dy)
         return masked
 
     def input_gradient(
@@ -187,9 +178,9 @@ class _Cuda(steps.Engine):
         product = torch.mm(left, right)
         dx = _like(product, dy.dtype)
         if base is None and masked.dtype == dy.dtype:
-            self.update(product, masked, None, None, scale, 0.0, False, dx)
-        else:  # what was rounded for the products is not what is added
-            self.update(product, base, dy, y, scale if base is None else -scale, 0.0, False, dx)
+            self.update(product, masked, None, scale, 0.0, False, dx)
+        else:  # dy is added as it was given, not as it was rounded for the products
+            self.update(product, base, y, scale if base is None else -scale, 0.0, False, dx, dy)
         return dx
 
     def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -199,7 +190,7 @@ class _Cuda(steps.Engine):
 
 
 def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for what ``t`` becomes in ``dtype``: its own if that fits."""
+    """Return memory for ``t`` in ``dtype``: its own if it has that dtype."""
     return t if t.dtype == dtype else torch.empty_like(t, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """The op boundary of sparse coding: schemas, fakes and the autograd.Functions.
 
-Saved tensors are (x, weight, y): the mask of the backward is y itself. How many products a call
-takes depends on the number of tokens and is decided inside the op, so compile never recompiles for it.
+Saved tensors are (x, weight, y): the mask of the backward is y itself. The number of products per call
+depends on the number of tokens and is decided inside the op, so compile never recompiles for it.
 """
 
 from __future__ import annotations

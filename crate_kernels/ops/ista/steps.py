@@ -1,7 +1,8 @@
-"""The passes of sparse coding, written once; a backend is an engine that says how each product is computed.
+"""The forward and backward passes of sparse coding, written once for all backends.
 
-An engine decides where a step takes one product with K = W - W^T W and where two, in which dtype products run, what is
-fused into them, and in which order a result is scaled and rounded. Derivations are in ``reference.py``.
+Each backend is an engine, which computes the products. It also decides when a step takes one product with
+K = W - W^T W rather than two, the dtype of products, the work fused into them, and the order in which a result is
+scaled and rounded. Derivations are in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class Upstream(NamedTuple):
 
 
 class Engine:
-    """How a backend computes what a pass is made of. Rows are (tokens, width); ``out`` is None for a new tensor."""
+    """The parts of a pass, as one backend computes them. Rows are (tokens, width); ``out`` None: a new tensor."""
 
-    scales_late = False  # gradients are multiplied by step_size when they are added up, not when they are products
-    sum_dtype: torch.dtype | None = None  # of sums over tokens in a step of ``ista``; None: that of the products
+    # The gradient of a residual is multiplied by step_size where it is added, not where it is computed.
+    scales_late = False
+    # Dtype of the sums over tokens in a step of ``ista``; None: that of the products.
+    sum_dtype: torch.dtype | None = None
 
     def rows(self, t: Tensor) -> Tensor:
         """View tokens as contiguous rows; copy them if they are not."""
@@ -42,13 +45,13 @@ class Engine:
         return cast(tokens, dtype)
 
     def one_product(self, tokens: Tensor) -> bool:
-        """Whether the forward takes one product of the tokens and K = W - W^T W, rather than two products."""
+        """Tell whether the forward takes one product of the tokens, with K = W - W^T W, rather than two."""
         return tokens.shape[0] >= tokens.shape[1]
 
     def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
-        """Whether the backward takes the one-product form.
+        """Tell whether the backward takes the one-product form.
 
-        It spares 3 products with the tokens (of either gradient alone, 1) for 2 (1) of dim^3.
+        It spares 3 products with the tokens and costs 2 of dim^3; for either gradient alone, 1 and 1.
         """
         spared, squares = (3, 2) if need_dx and need_dweight else (1, 1)
         return spared * tokens.shape[0] >= squares * tokens.shape[1]

@@ -13,7 +13,7 @@
 namespace crate_kernels {
 namespace {
 
-// Elements a task: enough to hide its start, and no more than a core's second-level cache holds.
+// Elements per task: enough to hide its start, and no more than a core's second-level cache holds.
 constexpr int64_t kGrain = 1 << 15;
 
 const IstaKernels& kernels() {
@@ -36,8 +36,8 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> ga
                         static_cast<float>(threshold),
                         nonnegative};
   const IstaKernels& k = kernels();
-  // One stretch a thread, as the products before and after it are cut: what a core reads is in its own cache. Taking
-  // what comes next instead made the product that follows 10-30% slower.
+  // One stretch per thread, as the products before and after it are cut: each core reads from its own cache. With the
+  // next free chunk per thread instead, the product that follows was 10-30% slower.
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { k.update(u, begin, end); });
 }
 

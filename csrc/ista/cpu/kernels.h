@@ -21,7 +21,7 @@ struct IstaSquare {
   int64_t dim;
 };
 
-// Rows of a square matrix that one task owns; products that leave out what symmetry gives are cut there too.
+// Rows of a square matrix per task. Products that compute one half of a symmetric matrix are cut at the same rows.
 constexpr int64_t kIstaBand = 16;
 
 struct IstaKernels {

@@ -7,8 +7,8 @@
 namespace crate_kernels {
 namespace {
 
-void update(std::optional<Tensor> product, std::optional<Tensor> base, std::optional<Tensor> gated,
-            std::optional<Tensor> gate, double scale, double threshold, bool nonnegative, Tensor out) {
+void update(std::optional<Tensor> product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale,
+            double threshold, bool nonnegative, Tensor out, std::optional<Tensor> gated) {
   IstaUpdate u = {};
   u.numel = out.numel();
   u.product = operand(product, "product", u.numel);
@@ -49,8 +49,8 @@ void symmetrize(Tensor a, Tensor both) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def(
-      "cuda_ista_update(Tensor? product, Tensor? base, Tensor? gated, Tensor? gate, float scale, float threshold, "
-      "bool nonnegative, Tensor(a!) out) -> ()");
+      "cuda_ista_update(Tensor? product, Tensor? base, Tensor? gate, float scale, float threshold, bool nonnegative, "
+      "Tensor(a!) out, Tensor? gated=None) -> ()");
   m.def("cuda_ista_symmetrize(Tensor a, Tensor(a!) both) -> ()");
 }
 

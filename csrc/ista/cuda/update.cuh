@@ -17,7 +17,7 @@ struct IstaUpdate {
 
 constexpr int kIstaThreads = 256, kIstaItems = 8;  // 16 bytes of halves
 
-// Items [at, at + count) of an operand; those beyond are left alone.
+// Reads items [at, at + count) of an operand.
 CRATE_DEVICE void read_items(const Operand& operand, int64_t at, int count, bool wide, float (&v)[kIstaItems]) {
   if (operand.dtype == Dtype::f32) {
     const float* const from = static_cast<const float*>(operand.data) + at;
@@ -36,7 +36,7 @@ CRATE_DEVICE void read_items(const Operand& operand, int64_t at, int count, bool
     }
     return;
   }
-  // The bits of either half format, told apart by a branch that all threads take alike.
+  // Bits of either half format; all threads take the same branch.
   const uint16_t* const from = static_cast<const uint16_t*>(operand.data) + at;
   Pack<uint16_t> pack;
   if (wide) {
@@ -97,7 +97,7 @@ CRATE_DEVICE float ista_shrink(float v, float threshold, bool nonnegative) {
   return v > threshold ? v - threshold : v < -threshold ? v + threshold : v * 0.0f;
 }
 
-// A thread does kIstaItems neighbours; every operand may be the output, element for element.
+// Each thread does kIstaItems neighbours; every operand may be the output, element for element.
 __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kIstaThreads + threadIdx.x) * kIstaItems;
   if (at >= u.numel) return;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u)
   write_items(u.out, at, count, wide, v);
 }
 
-constexpr int kIstaTile = 32, kIstaTileRows = 8;  // a block of 32 x 8 threads does a tile of 32 x 32
+constexpr int kIstaTile = 32, kIstaTileRows = 8;  // 32 x 8 threads per tile of 32 x 32
 
 // both = a + a^T, of a square; tile (i, j) of it from tiles (i, j) and (j, i) of a.
 template <class T>

@@ -47,8 +47,8 @@ UPDATES = {
 
 
 def update(operands, out, scale=1.0, threshold=0.0, nonnegative=False):
-    tensors = [operands.get(name) for name in OPERANDS]
-    torch.ops.crate_kernels_C.cuda_ista_update(*tensors, scale, threshold, nonnegative, out)
+    product, base, gated, gate = map(operands.get, OPERANDS)
+    torch.ops.crate_kernels_C.cuda_ista_update(product, base, gate, scale, threshold, nonnegative, out, gated)
 
 
 def expected(operands, scale=1.0, threshold=0.0, nonnegative=False):

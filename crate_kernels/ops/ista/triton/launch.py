@@ -1,8 +1,8 @@
-"""Sparse-coding steps on a GPU: fused products where they are half precision, the library's elsewhere.
+"""Sparse-coding steps on a GPU: fused products in half precision, the library's elsewhere.
 
-Products of the tokens with a matrix, and passes over tensors of the tokens' size, (read, written); a pass is tokens *
-dim * itemsize bytes, or with ``hidden`` in place of dim. All products fused; each that is the library's (float32, or
-as ``tables.py`` has it) takes 2 reads and 1 write more where anything is added to it (``product.py``):
+The table counts products of the tokens with a matrix, and passes over tensors of the tokens' size, (read, written). A
+pass is tokens * dim * itemsize bytes, or with ``hidden`` in place of dim. It is for fused products; each product of the
+library (float32, or by ``tables.py``) takes 2 reads and 1 write more where anything is added to it (``product.py``):
 
 ====================== ================= ========= =================== ===============================================
 call                   products          passes    passes of hidden    what
@@ -10,17 +10,17 @@ call                   products          passes    passes of hidden    what
 forward, many tokens   1                 1, 1                          x in, y out
 forward, few           2                 3, 2                          x twice, r out and in, y out
 backward, many         2                 5, 2                          dy, y in, g' out; g' in, dx out; x, g' in
-backward, few          5                 11, 4                         the weight is what takes the time to read
+backward, few          5                 11, 4                         reading the weight takes the time
 overcomplete forward   2 steps           2 s + 1, 2 s + 1, steps       s = steps - 1; codes and residuals are written
                        (of dim * hidden) s + 1                         where they are kept
 overcomplete backward  4 steps           3 s + 4,  5 s + 4, steps      3 for one step; dx is added up in the last
                        (of dim * hidden) steps                         product, or past two steps by 2 reads, 1 write
 ====================== ================= ========= =================== ===============================================
 
-The least is 1 product forward and 3 for training; 2 and 6 in the two-product form, to which the backward adds
-the residual's, which is not kept. Beside them K = W - W^T W and its derivative, dim^3 each. The sums over all tokens,
-x^T g', are the library's products: their few output tiles need its split along the tokens. Masking dy into g' first is
-one pass, and lets both products of the backward read one tensor by asynchronous copies. The form of a step and
+The least is 1 product forward and 3 for training; 2 and 6 in the two-product form, whose backward computes the
+residual again rather than keep it. Beside them K = W - W^T W and its derivative take dim^3 each. The sums over all
+tokens, x^T g', are the library's products: their few output tiles need its split along the tokens. Masking dy into g'
+first is one pass, and lets both products of the backward read one tensor by asynchronous copies. The form of a step and
 the way of a product are looked up in ``tables.py``, never timed in a call. The passes are in ``steps.py``.
 """
 
@@ -72,7 +72,7 @@ class _Engine(steps.Engine):
         masked, dy, y = upstream
         if base is None and masked.dtype == dy.dtype:
             return product(left, right, Epilogue(scale, masked))
-        # What was rounded for the products is not what is added.
+        # dy is added as it was given, not as it was rounded for the products.
         return product(left, right, Epilogue(scale if base is None else -scale, base, dy, y), dtype=dy.dtype)
 
     def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -80,7 +80,7 @@ class _Engine(steps.Engine):
 
 
 def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
-    """Whether ``tokens`` take one product; from ``equal`` times dim tokens on it is no more FLOP than two."""
+    """Tell whether ``tokens`` take one product; from ``equal`` times dim tokens on it is no more FLOP than two."""
     count, dim = tokens.shape
     return 100 * count >= table.config(tokens.device, dim, count, False, tokens.dtype)["ONE"] * equal * dim
 

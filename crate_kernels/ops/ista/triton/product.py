@@ -1,4 +1,4 @@
-"""One product of tokens with a matrix, and everything that a sparse-coding step does to it.
+"""One product of tokens with a matrix, and everything that a sparse-coding step does to its result.
 
 ``product`` computes ``act(base + gate * gated + scale * left @ right)``, in one of two ways:
 
@@ -10,11 +10,10 @@ library 2        the same, and the product is written and read once more; a ``ba
                  read twice
 ======= ======== ======================================================================================
 
-The fused way is a Triton kernel with all that in its epilogue. For sums of up to some 2500 terms reading and writing
-the tokens takes a GPU so long beside multiplying them that the library's faster inner loop is expected to gain less
-than its passes cost (``tables.py``). float32 products are the library's: without tensor cores they take ten times
-as long as the passes, and PyTorch's setting for TF32 holds. There is no persistent and no TMA variant: nobody has
-measured that one gains.
+The fused way is a Triton kernel with all of this in its epilogue. The library multiplies faster, but needs more passes
+over the tokens. For sums of up to about 2500 terms these are expected to cost more than it gains (``tables.py``).
+float32 products are the library's: without tensor cores they take ten times as long as the passes, and PyTorch's
+setting for TF32 holds. There is no persistent and no TMA variant: no measurement says that one gains.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -34,7 +33,7 @@ from crate_kernels._triton import launch
 from crate_kernels.ops.ista.steps import scaled
 from crate_kernels.ops.ista.triton.tables import PRODUCT
 
-_ELEMENTS = 2048  # of a program of the elementwise kernel
+_ELEMENTS = 2048  # per program of the elementwise kernel
 _NONE, _RELU, _SOFT = 0, 1, 2
 
 
@@ -129,7 +128,7 @@ def _ista_update_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do to a product that is in memory what the epilogue of ``_ista_product_kernel`` does; all contiguous."""
+    """Run the epilogue of ``_ista_product_kernel`` on a product in memory; all tensors are contiguous."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < elements
     if product_ptr is None:
@@ -141,7 +140,7 @@ def _ista_update_kernel(
 
 
 class Epilogue(NamedTuple):
-    """What is done to a product; tensors are (rows, columns) and contiguous, and absent where they are None."""
+    """The work after a product; tensors are (rows, columns) and contiguous."""
 
     scale: float = 1.0  # factor of the product
     base: Tensor | None = None  # added
@@ -152,7 +151,7 @@ class Epilogue(NamedTuple):
 
     @property
     def only_scales(self) -> bool:
-        """Whether it adds nothing and cuts nothing off."""
+        """True: it adds nothing and clears nothing."""
         return self.base is None and self.gate is None and self.threshold is None
 
     def arguments(self) -> dict[str, Any]:
@@ -185,7 +184,8 @@ def product(
         out = left.new_empty(rows, columns, dtype=dtype or right.dtype)
     if out.numel() == 0:
         return out
-    # The pointers of widths that 16-byte loads do not divide fill the registers: of a large tile, and of few threads.
+    # Widths that 16-byte loads do not divide need more pointers, which fill the registers where tiles are large or
+    # threads few.
     even = inner % 16 == 0 and columns % 16 == 0
     config = dict(PRODUCT.config(left.device, inner, rows if even else min(rows, 1024), False, left.dtype))
     if not even:

@@ -1,4 +1,4 @@
-"""Launch tables of ista's Triton kernels: tiles of a product, whose product it is, and which form a step takes.
+"""Launch tables of ista's Triton kernels: the tiles of a product, its way (fused or library), and the form of a step.
 
 They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
 user's GPU.
@@ -15,9 +15,9 @@ def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) 
     return {**sizes, "LIBRARY": library}
 
 
-# The library's product costs 3 more passes over the result: it is written and read again, and no operand of the product
-# is at hand for the epilogue. That is 6 bytes an element, 2 ps at an H100's 3 TB/s. A kernel that multiplies at 80% of
-# the library's 700 TFLOP/s loses 0.7 fs an element for each of the ``inner`` it sums over: as much where inner is 2800.
+# The library's product costs 3 more passes over the result: it is written and read again, and the epilogue reads an
+# operand of the product again. That is 6 bytes per element, 2 ps at an H100's 3 TB/s. A kernel that multiplies at 80%
+# of the library's 700 TFLOP/s loses 0.7 fs per element and term of its sum: as much where the sums have 2800 terms.
 _LONGEST_FUSED = 2560
 _BY_LIBRARY = Row(_product(128, 128, 32, 8, 2, library=1))
 
@@ -62,9 +62,9 @@ PRODUCT = Table(
 
 
 def _form(name: str) -> Table:
-    """Return the table of a choice between forms: of one product with the tokens, and K = W - W^T W, or of two.
+    """Return the table of a choice between forms: one product with the tokens, and K = W - W^T W, or two.
 
-    ONE is the number of tokens from which it is one, in percent of that at which it is fewer FLOP.
+    ONE is the number of tokens from which it is one product, in percent of the number from which that is fewer FLOP.
     """
     always, by_flop, never = ({"ONE": percent} for percent in (0, 100, 1 << 40))
     keys = ("sm_80", "sm_90", "gfx942", INTERPRETER)
