@@ -40,7 +40,7 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
     own = load_block(inputs, start_j, scores.length, BLOCK_J, FORM, TERMS)
     acc = tile.zeros(BLOCK_J, FORM.DIMS)  # (BLOCK_J, HEAD_DIM)
     if TERMS.SELECT:
-        # Apart: the threshold is exact as a factor of the sum, and would be rounded as one of the weights.
+        # Add up selected values first: the threshold is exact as a factor of the sum, and rounded as a weight.
         SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, SELECTED)
         acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.threshold)
@@ -154,7 +154,7 @@ def _mssa_bwd_kernel(
         tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM.DIMS)
 
 
-_DELTA_ROWS = 32  # of the kernel of delta.py, whose products grow with its blocks
+_DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied with all of them
 
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:

@@ -3,8 +3,8 @@
 A program attends with BLOCK_M new tokens over one of ``splits`` stretches of the cached sequence; that of the last
 stretch also attends over the new tokens, and appends its own to the cache. ``_mssa_combine_kernel`` then weighs the
 stretches by their lse, and advances the lengths, which nothing reads any more by then. Bytes of a step: batch * nheads
-* cached * head_dim * itemsize, once. Lengths are read on the device, sequence by sequence: a captured graph goes on
-being right as they grow.
+* cached * head_dim * itemsize, once. Lengths are read on the device, sequence by sequence: a captured graph stays
+right as they grow.
 
 Positions beyond the capacity are dropped: never written, and seen by no token.
 """
@@ -171,7 +171,7 @@ def _mssa_combine_kernel(
         tl.store(lengths_ptr + head.batch, length + appended)
 
 
-_COMBINED_ROWS = 16
+_COMBINED_ROWS = 16  # new tokens per program of the second kernel
 
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         "part_ptr": w.new_empty(heads, splits, new, head_dim, dtype=torch.float32),
         "part_lse_ptr": w.new_empty(heads, splits, new, dtype=torch.float32),
         "lengths_ptr": lengths,
-        "mask_ptr": None if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
+        "mask_ptr": call.key_padding_mask,
         "nheads": nheads,
         "new": new,
         "capacity": data.shape[2],

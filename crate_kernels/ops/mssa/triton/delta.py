@@ -118,8 +118,8 @@ def _mssa_bwd_delta_kernel(
             delta = _delta_of_weights(g_m, w, scores, start_m, BLOCK_M, FORM)
         else:
             out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
-            # The diagonal of a product as the main kernel makes them, not a sum in an order of its own: where a weight
-            # is near 1, out is near w, and g.w - delta is what remains of two numbers that cancel.
+            # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
+            # cancels, and a sum in another order would leave its rounding.
             s = tile.products(g_m, tile.load(out, offs_m, mask_m, FORM.DIMS), PRECISION)  # (BLOCK_M, BLOCK_M)
             own = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)

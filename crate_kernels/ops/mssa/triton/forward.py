@@ -117,7 +117,7 @@ def _mssa_fwd_kernel(
     )
     pid = tl.program_id(0)
     number = pid if WHOLE else pid // num_m
-    # The longest rows of the causal form first: they are what the last programs would wait for.
+    # Causal: begin with the longest rows, which else would run last and alone.
     pid_m = num_m - 1 - pid % num_m if CAUSAL else pid % num_m
     head = find_head(number, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
     w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
@@ -169,8 +169,8 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     num_m = sizes.blocks(block_m)
     many = sizes.heads >= 2 * launch.multiprocessors(w.device)
     softmax = call.threshold is None and call.scale > 0
-    # fp16 holds weights down to 2^-24 only: they are small in the bounded form, and never in the online one.
-    # A padded query is no key of its own, so that its row has no lower bound.
+    # fp16 holds weights down to 2^-24 only: all of a row may be smaller in the bounded form, never in the online one.
+    # A padded query is not among its own keys: its sum has no lower bound.
     bounded = bounded and softmax and w.dtype != torch.float16 and not call.padded
     plain = softmax and not (call.causal or call.packed or call.padded or call.dropout_p)
     if pairs and plain and many and num_m <= MOST_TILES:

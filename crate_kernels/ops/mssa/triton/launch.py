@@ -1,6 +1,6 @@
 """The sizes of a call of mssa, and the arguments that its Triton kernels share.
 
-Kernels take any strides and write into what is allocated here; no launch waits for the device.
+Kernels take any strides and write into what their launchers allocate; no launch waits for the device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Launch:
         """Return the arguments of the kernels that attend."""
         call = self.call
         return {
-            "mask_ptr": None if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
+            "mask_ptr": call.key_padding_mask,
             "seed_ptr": call.seed,
             "drop_last": launch.drop_last(call.dropout_p) if call.dropout_p else 0,
             "keep_factor": 1.0 / (1.0 - call.dropout_p),

@@ -1,4 +1,4 @@
-"""The forward of short sequences in Triton: one program a head, each pair of tiles of tokens met once.
+"""The forward of short sequences in Triton: one program per head, each pair of tiles of tokens met once.
 
 Scores are symmetric, and so are weights ``P_ij = exp(s_ij - shift)`` with one shift for the whole head: what tile i
 gives to tile j is the transpose of what j gives to i. A pair of tiles i < j takes three products instead of four, and

@@ -29,9 +29,9 @@ from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import signed_products
 
-# A row's sum is at least 2^-80, and a weight that underflows is 2^-46 of it.
+# A row's sum is then at least 2^-80, and a weight that underflows at most 2^-46 of it.
 RANGE = tl.constexpr(55.0)
-# Up to it no weight of a row is beside 1 as small as fp32's rounding.
+# Up to this n every weight of a row is above fp32's rounding of the largest: none is all.
 HIGHEST = tl.constexpr(4.0)
 
 

@@ -10,9 +10,10 @@ from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
 
 
 def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
-    """BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program a head.
+    """Return a configuration of the forward.
 
-    PAIRS takes the pair form, with tiles of BLOCK_M, wherever it is for the call; the rest is for other calls.
+    BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program per head. PAIRS takes the
+    pair form, with tiles of BLOCK_M, for calls that it serves; the other entries are for all other calls.
     """
     sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
@@ -23,7 +24,7 @@ _FORWARD_SINGLE = (
     Row(_forward(32, 32, 8, 1), head_dim=128),
     Row(_forward(32, 16, 8, 1)),
 )
-# The masks of a head_dim of 72, 88 or 104, which is padded, take the registers that 80, 96 and 112 have left.
+# head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
     Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
@@ -44,8 +45,9 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
     *_FORWARD_WIDE,
 )
-# Its 512 columns of tensor memory hold two programs at a time, and so do its registers with tiles of 64 keys (127 of
-# them, and 254 with 128) and without the bounded softmax, which has the online one beside it (217 when causal, or 122).
+# Its 512 columns of tensor memory hold two programs at a time. Its registers do, too, but not in all forms:
+#   keys per tile                64: 127 registers     128: 254
+#   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
@@ -54,7 +56,7 @@ _FORWARD_BLACKWELL = (
 FORWARD = Table(
     "mssa_forward",
     {
-        # Sides that differ, so that a confusion of them shows; what a test computes fits few of them.
+        # Not square: swapping M and N must fail a test. Small: a test crosses a few tiles.
         INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1, pairs=1)),),
         "sm_80": _FORWARD_AMPERE,
         "sm_89": _FORWARD_AMPERE,
@@ -81,7 +83,10 @@ FORWARD = Table(
 
 
 def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Config:
-    """DERIVED takes the second exponential of a tile from the first where that is exact."""
+    """Return a configuration of the backward.
+
+    DERIVED takes the second exponential of a tile from the first where that is exact.
+    """
     return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
 
 
@@ -133,7 +138,7 @@ BACKWARD = Table(
 
 
 def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Config:
-    """RESIDENT is how many programs a multiprocessor is to hold: the splitting of sequences aims at that many."""
+    """Return a configuration of decoding; sequences are split until a multiprocessor has RESIDENT programs."""
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
 
 

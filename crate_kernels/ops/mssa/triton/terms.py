@@ -19,7 +19,7 @@ from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import signed_products
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
-# What underflows on the way is a weight below 2^-62, whatever the factors that follow.
+# Only weights below 2^-62 underflow on the way, whatever factors follow.
 EXTENT = tl.constexpr(44.0)
 
 
@@ -125,7 +125,7 @@ def _add_tiles(
             if TERMS.PRODUCTS:
                 d = tile.products(own.w, g_i, FORM.PRECISION)
                 d = _dropped(d, scores, key_i, key_j, FORM) - delta_i[None, :]
-                # After the difference, which may be small: delta - dlse would be rounded as delta is.
+                # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
                 a = p * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
             elif TERMS.HAS_DLSE:
                 a = p * dlse_i[None, :]
