@@ -141,10 +141,9 @@ def _nothing_intercepts(args: tuple) -> bool:
     graph = torch.is_grad_enabled()
     for a in args:
         kind = type(a)
-        if kind in _TENSORS:
-            if graph and a.requires_grad:
-                return False
-        elif kind not in _SCALARS:  # a subclass, a symbol
+        if kind in _SCALARS:
+            continue
+        if kind not in _TENSORS or (graph and a.requires_grad):  # a subclass, a symbol; autograd
             return False
     return True
 
@@ -161,12 +160,12 @@ def traced_by_autograd(function: type) -> type:
 
 def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
     """Save what a backward pass reads: ``tensors``, the options of the call, and its backend as ``ctx.backend``."""
-    ctx.held = [name for name in _tensor_fields(type(call)) if getattr(call, name) is not None]
-    if ctx.held:
-        tensors += tuple(getattr(call, name) for name in ctx.held)
-        call = call._replace(**dict.fromkeys(ctx.held))
+    held = [name for name in _tensor_fields(type(call)) if getattr(call, name) is not None]
+    if held:
+        tensors += tuple(getattr(call, name) for name in held)
+        call = call._replace(**dict.fromkeys(held))
     ctx.save_for_backward(*tensors)
-    ctx.call, ctx.backend = call, backend
+    ctx.call, ctx.held, ctx.backend = call, held, backend
 
 
 def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
