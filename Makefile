@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -24,10 +24,15 @@ demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
 SPREAD = -n auto --dist worksteal
-## every test that needs no GPU
+## the operators, models and tools against their equations, in some minutes; no GPU
 test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
+
+## make test, and what takes long for what it adds
+test-all: test
+	$(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS) tests/ops -k triton
 
 # Of every head_dim; the suite compiles a covering set.
 ## compile every Triton kernel for every GPU, without one

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from crate_kernels import testing
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "crate_kernels"
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__main__.py"]
@@ -27,7 +29,6 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 BACKENDS = ("reference", "composite", "native", "triton")
 MOST_PARAMETERS = 8
-OPERATORS = ("mssa", "tssa", "ista", "ista_overcomplete")
 
 
 def name(path):
@@ -124,7 +125,7 @@ def test_operators_are_named_in_their_rooms():
         for path in SOURCES
         if room(name(path)) in ("_core", "_native", "_triton", "bench", "cli", "testing")
         for node in nodes(path)
-        if isinstance(node, ast.Constant) and node.value in OPERATORS and node.lineno not in listed(path)
+        if isinstance(node, ast.Constant) and node.value in testing.SPECS and node.lineno not in listed(path)
     ]
     assert named == []
 

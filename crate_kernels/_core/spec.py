@@ -17,10 +17,10 @@ class Case:
     """One named call of one operator.
 
     Attributes:
-        op: the public function: "mssa", "tssa", "ista" or "ista_overcomplete".
+        op: the public function.
         name: unique within the op.
-        shape: (batch, nheads, seqlen, head_dim), or for ista (batch, seqlen, dim), with hidden last for the
-            overcomplete form.
+        shape: (batch, nheads, seqlen, head_dim) of attention, else (batch, seqlen, dim), with hidden last where codes
+            are wider than tokens.
         options: keyword arguments of the public function that are not tensors.
         padding: key padding: "" for none, "right", "left", "scattered", or "row" for one fully padded row.
         lengths: packed sequences; their sum replaces batch and seqlen.

@@ -26,6 +26,7 @@ def collected(*arguments):
     return {line for line in lines if "::" in line}
 
 
+@pytest.mark.exhaustive
 def test_shards_are_a_partition():
     whole, *parts = (collected("--tier", "full", "--shard", shard) for shard in ("1/1", "1/2", "2/2"))
     assert len(whole) > 300
@@ -34,11 +35,13 @@ def test_shards_are_a_partition():
     assert min(map(len, parts)) > len(whole) / 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shard", ["0/2", "3/2"])
 def test_shard_that_is_none(shard):
     assert "--shard must be i/n" in suite("--collect-only", "--shard", shard).stderr
 
 
+@pytest.mark.exhaustive
 def test_brief_tier_is_a_part():
     brief, full = (collected("--tier", tier) for tier in ("brief", "full"))
     assert brief < full

@@ -132,7 +132,7 @@ def run(args):
     kernels = "triton" if args.dry_run else "(triton or cpp-cuda)"
     select = f"{kernels} and ({args.k})" if args.k else kernels
     os.chdir(ROOT)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, *folders], plugins=[shard])
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", "-k", select, *folders], plugins=[shard])
     failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]
     print(f"test-gpu: {len(shard.record['tests'])} results in {path}, {len(failed)} failed, {shard.left} left")
     if (

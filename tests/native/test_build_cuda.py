@@ -12,6 +12,8 @@ import torch
 from crate_kernels._native import build, libraries
 from tests.native import report
 
+pytestmark = pytest.mark.exhaustive  # where nvcc is, it compiles for minutes
+
 # Of PyTorch's CUDA half; a CPU PyTorch has everything else.
 UNRESOLVED = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
 STRICT = ("sm_80", "sm_90a")  # where kernels of 16-bit types may not spill at all

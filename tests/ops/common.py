@@ -145,7 +145,7 @@ def over_budget(case, dtype, backend, device):
         pytest.skip(reason)
     if case.options.get("phi") in ("relu", "identity") and backend != "composite":
         pytest.skip("kernels have no phi='relu' or 'identity'; composite runs these cases")
-    key = str(case), dtype, device
+    key = repr(case), dtype, device  # other cases may have the same name
     if key not in _expected:
         _expected[key] = eager_and_exact(case, dtype, device)
     return [m for m in measured(case, dtype, backend, device, *_expected[key]) if not m.passed]

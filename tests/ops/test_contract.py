@@ -130,7 +130,9 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("name", list(DYNAMIC))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n.endswith("composite") else ()) for n in DYNAMIC]
+)
 def test_compiles_with_every_size_a_symbol(name):
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((2, 2, 9, 16), (1, 2, 12, 16)):

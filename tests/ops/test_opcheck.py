@@ -42,7 +42,7 @@ def _mssa_backward_args(name, backend, **kwargs):
 
 def _lse_args(causal, backward=False):
     w, mask = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.arange(5) < torch.tensor([[5], [2]])
-    call = Call(mask, None, 0, None, causal, 0.3, 0.0, None)
+    call = Call(key_padding_mask=mask, causal=causal, scale=0.3)
     lse = logsumexp._lse_fwd(w, *call)
     w.requires_grad_()
     return (torch.randn_like(lse), w, lse, *call) if backward else (w, *call)

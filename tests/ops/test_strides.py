@@ -49,7 +49,7 @@ def mssa(lay, shape, device, packed):
 def mssa_lse(lay, shape, device, masked):
     w = draw(lay, device, *shape)
     mask = lay(torch.ones(shape[0], shape[2], dtype=torch.bool, device=device)) if masked else None
-    call = Call(mask, None, 0, None, True, 0.3, 0.0, None)
+    call = Call(key_padding_mask=mask, causal=True, scale=0.3)
     lse = yield logsumexp._lse_fwd, (w, *call)
     yield logsumexp._lse_bwd, (draw(lay, device, *lse.shape, seed=1), w, lse, *call)
 

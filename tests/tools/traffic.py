@@ -39,7 +39,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if self._operands is None and not func.is_view and "empty" not in func.name():
+        moves = isinstance(result, torch.Tensor) and not func.is_view and "empty" not in func.name()
+        if self._operands is None and moves:
             for tensor in args:  # behind them is, if anything, where the result goes
                 if isinstance(tensor, torch.Tensor):
                     self.read[tensor.numel()] += tensor.numel()

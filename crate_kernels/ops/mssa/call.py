@@ -23,14 +23,14 @@ class Call(NamedTuple):
         threshold: weights above it become it, others 0; None keeps the softmax.
     """
 
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int
-    seed: Tensor | None
-    causal: bool
-    scale: float
-    dropout_p: float
-    threshold: float | None
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    seed: Tensor | None = None
+    causal: bool = False
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    threshold: float | None = None
 
     @property
     def packed(self) -> bool:

@@ -13,6 +13,7 @@ from crate_kernels._core import draw
 from crate_kernels._core.spec import Case, Inputs, Spec, Sweep, Timed, Work, timed_attention
 from crate_kernels.ops.mssa import baselines
 from crate_kernels.ops.mssa.api import mssa
+from crate_kernels.ops.mssa.call import Call
 
 _case = partial(Case.of, "mssa", return_lse=True)
 _PLAIN = ("relu", "identity")
@@ -150,8 +151,8 @@ def _work(case: Case) -> Work:
 
 def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callable[[], Any]]:
     w = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked)
-    options = (None, None, 0, None, False, 32**-0.5, 0.0, None, backend)
-    return {"raw op": lambda: torch.ops.crate_kernels.mssa_fwd(w, *options), "public": lambda: mssa(w)}
+    options = Call(scale=32**-0.5)
+    return {"raw op": lambda: torch.ops.crate_kernels.mssa_fwd(w, *options, backend), "public": lambda: mssa(w)}
 
 
 SPECS = (

@@ -25,6 +25,7 @@ from crate_kernels._core.spec import (
 )
 from crate_kernels.ops.tssa.api import tssa
 from crate_kernels.ops.tssa.cache import TokenStatsCache
+from crate_kernels.ops.tssa.call import Call
 
 _case = partial(Case.of, "tssa", return_membership=True)
 
@@ -108,7 +109,7 @@ def _work(case: Case) -> Work:
 def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callable[[], Any]]:
     w, temp = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked), torch.ones(2, 1, device=device)
     return {
-        "raw op": lambda: torch.ops.crate_kernels.tssa_fwd(w, temp, None, None, 0, None, 0.0, backend),
+        "raw op": lambda: torch.ops.crate_kernels.tssa_fwd(w, temp, *Call(), backend),
         "public": lambda: tssa(w, temp),
     }
 

@@ -70,6 +70,7 @@ def test_the_demo_from_digits_to_report(demo, small):
     assert metrics["layers"]["after"]["coding_rate"] == pytest.approx(after["coding_rate"])
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_is_not_trained_again_unless_told(demo):
     demo()
     status, out, _, folder = demo()

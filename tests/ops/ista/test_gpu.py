@@ -8,6 +8,8 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import over_budget
 
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+
 # In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
 WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
 MODELS = [(70, 64), (9, 64)] if DRY else [(25216, 768), (12608, 576), (197, 1024), (1, 768)]

@@ -58,6 +58,7 @@ def test_turing_has_the_shared_memory(plain, device, dtype):
         assert over_budget(case(f"turing{shape[-1]}", *shape), dtype, plain, "cpu") == []
 
 
+@pytest.mark.exhaustive
 def test_error_does_not_grow_with_the_number_of_tokens(plain):
     assert over_budget(case("many-tokens", 1, 1, 4096, 16), torch.float32, plain, "cpu") == []
 

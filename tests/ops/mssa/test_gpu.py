@@ -9,6 +9,8 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import channels_in_order, over_budget
 
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+
 MANY = (2, 3, 65, 64) if DRY else (32, 12, 197, 64)  # heads enough for one program each
 
 

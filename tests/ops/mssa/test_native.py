@@ -277,7 +277,7 @@ def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
     one = torch.zeros(1, 1, 1, 8)
     w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
     with pytest.raises(MemoryError, match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_fwd(w, None, None, 0, None, False, 1.0, 0.0, None, out, torch.zeros(1))
+        torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1))
 
 
 @pytest.mark.parametrize("function", ["forward", "backward"])

@@ -8,6 +8,8 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import over_budget
 
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 

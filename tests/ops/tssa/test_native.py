@@ -53,6 +53,7 @@ def test_every_level_is_within_budget(name, dtype, level):
     assert [(str(case), m) for case in testing.cases("tssa") for m in failures(case, dtype)] == []
 
 
+@pytest.mark.exhaustive
 @FORMS
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_tail_of_tokens(name, causal, level):

@@ -20,7 +20,7 @@ _DECODED = 16  # sequences of a timed step of decoding
 
 
 def _call(head_dim: int, causal: bool) -> Call:
-    return Call(None, None, 0, None, causal, head_dim**-0.5, 0.0, None)
+    return Call(causal=causal, scale=head_dim**-0.5)
 
 
 def _draw(batch: int, nheads: int, seqlen: int, head_dim: int, device: str) -> Tensor:
