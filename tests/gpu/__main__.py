@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from pytest import hookimpl
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INCOMPLETE = 3  # exit status: nothing failed, but time was up
@@ -48,7 +48,7 @@ class Shard:
     def pytest_collectreport(self, report):
         self.broken |= report.failed
 
-    @hookimpl(trylast=True)  # after -k has chosen
+    @pytest.hookimpl(trylast=True)  # after -k has chosen
     def pytest_collection_modifyitems(self, config, items):
         mine = items[self.index - 1 :: self.count]
         done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
@@ -119,7 +119,6 @@ def build():
 
 def run(args):
     """Run one shard in this process and return the exit status."""
-    import pytest
 
     start = time.monotonic()
     if not args.dry_run:
