@@ -1,4 +1,4 @@
-"""What is installed, what ``backend=None`` means, and why a backend is unavailable.
+"""Lists the backends, chooses one for ``backend=None``, and says why one is unavailable.
 
 A backend is a name and a package with one kernel module per operator. A kernel module defines ``forward`` and
 ``backward``, and ``decode`` where the operator has a cache. Adding the file ``ops/<op>/<backend>.py`` offers one.
@@ -33,11 +33,11 @@ class Backend:
     Attributes:
         name: the string users pass as ``backend=``.
         package: where the kernel modules are, with ``{op}`` standing for the operator.
-        devices: device types it takes; None means any.
-        dtypes: dtypes it takes; None means any floating dtype.
-        missing: why it cannot run in this process; None if it can.
+        devices: supported device types; None means any.
+        dtypes: supported dtypes; None means any floating dtype.
+        missing: why the backend cannot run in this process; None if it can.
         remedy: advice to the user, for messages.
-        on_cuda: the variant for CUDA tensors under the same name; None if it is this one.
+        on_cuda: another variant of the same name for CUDA tensors; None if this one serves them.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Backend:
     on_cuda: Backend | None = None
 
     def for_device(self, device_type: str) -> Backend:
-        """Return the variant for tensors on such a device."""
+        """Return the variant for tensors on this type of device."""
         return self.on_cuda if self.on_cuda is not None and device_type == "cuda" else self
 
     def variants(self) -> tuple[Backend, ...]:
-        """List itself and its variants."""
+        """List this backend and its variant for CUDA, if any."""
         return (self,) if self.on_cuda is None else (self, self.on_cuda)
 
 
@@ -95,13 +95,13 @@ _BACKENDS = {
     )
 }
 _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
-# The ``backend`` of an op whose caller named none. The op's body chooses when it runs, and may substitute composite.
+# The op's ``backend`` argument if the caller named none: the op's body chooses, and may fall back to composite.
 AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
 
 
 def _is_there(package: str) -> bool:
-    """Whether a kernel module exists. For ours, look for the file or folder, so that nothing is imported."""
+    """Return whether a kernel module exists. For ours, look for the file or folder: that imports nothing."""
     root, _, rest = package.partition(".")
     if root == "crate_kernels":
         place = Path(__file__).parents[1].joinpath(*rest.split("."))
@@ -109,24 +109,24 @@ def _is_there(package: str) -> bool:
     return find_spec(package) is not None
 
 
-# Looked up once: a call must not look at the disk, and compile cannot trace that.
+# Looked up once: a call must not touch the disk, and torch.compile cannot trace disk access.
 _has_kernel = {
     (op, v.name): _is_there(v.package.format(op=op)) for op in OPS for b in _BACKENDS.values() for v in b.variants()
 }
 
 
 def names() -> tuple[str, ...]:
-    """List the backends that can be asked for."""
+    """List the names that ``backend=`` accepts."""
     return tuple(_BACKENDS)
 
 
 def for_device(name: str, device_type: str = "cpu") -> Backend:
-    """Return the variant of a named backend for tensors on such a device."""
+    """Return the variant of a named backend for tensors on this type of device."""
     return _BACKENDS[name].for_device(device_type)
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; tests use it to put plain PyTorch behind the op boundary."""
+    """Add a backend. Tests use this to put plain PyTorch behind the op boundary."""
     _BACKENDS[backend.name] = backend
     _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
 
@@ -140,7 +140,7 @@ def unregister(name: str) -> None:
 
 
 def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
-    """Import, once, the module that computes ``op`` on ``backend`` for tensors on such a device."""
+    """Import, once, the module that computes ``op`` on ``backend`` for this type of device."""
     chosen = _BACKENDS[backend].for_device(device_type)
     module = _kernels.get((op, chosen.name))
     if module is None:
@@ -150,25 +150,25 @@ def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
 
 
 class Refused(Exception):
-    """A kernel cannot take a shape. Raised before anything is written; the message says what it takes and got."""
+    """A kernel does not support a shape. Raised before any write; the message says what is supported."""
 
 
 def of_op(name: str, requested: str | None) -> str:
-    """Return the ``backend`` argument of an op, for a request that was resolved to ``name``."""
+    """Return the op's ``backend`` argument for a request that was resolved to ``name``."""
     return AUTO if requested is None and name != "composite" else name
 
 
 def chosen(op: str, backend: str, of: Tensor) -> str:
-    """Return the backend that an op's body runs on a tensor: the named one, or the best if none was named."""
+    """Return the backend that an op's body uses for a tensor: the named one, or the best if none was named."""
     return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
 
 
 def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
-    """Call a function of the kernel module of ``backend``. Only if none was named may composite take its place.
+    """Call a function of the kernel module of ``backend``. Fall back to composite only if no backend was named.
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
-        MemoryError: there is no memory for what a kernel needs beside its results.
+        MemoryError: not enough memory for a kernel's workspace.
         RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
     name = chosen(op, backend, of)
@@ -187,9 +187,9 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
 
 
 def unavailable_reason(op: str, name: str, device_type: str = "cpu") -> str | None:
-    """Say why ``op`` cannot run on backend ``name`` in this process, on such a device; None if it can.
+    """Say why ``op`` cannot run on backend ``name`` in this process, on this type of device; None if it can.
 
-    ``resolve`` says whether it takes the device at all.
+    ``resolve`` checks whether the backend supports the device at all.
     """
     return variant_reason(op, for_device(name, device_type))
 
@@ -206,19 +206,19 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
 
     Args:
         op: the operator.
-        requested: the backend that the caller named, None for none.
+        requested: the backend that the caller named, or None.
         device: device of the tensors.
         dtype: dtype of the tensors.
-        function: the public function, for messages; named as the operator by default.
+        function: name of the public function, for messages; ``op`` by default.
 
     Raises:
         TypeError: ``requested`` is neither None nor a string.
         ValueError: no backend has that name.
-        RuntimeError: the backend is unavailable, here or on that device.
-        NotImplementedError: the backend does not take that dtype.
+        RuntimeError: the backend is unavailable in this process or on that device.
+        NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        device_type = device.type  # asked three times, it would be a fifth of the time here
+        device_type = device.type  # read once: three reads take a fifth of this function's time
         for name in _PREFERENCE.get(device_type, ()):
             backend = _BACKENDS[name].for_device(device_type)
             usable = device_type in (backend.devices or ()) and dtype in (backend.dtypes or ())

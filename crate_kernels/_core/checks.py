@@ -1,7 +1,7 @@
-"""The one way to reject input: every public function validates here, once.
+"""Checks of the input: every public function validates here, once.
 
-Messages read ``op: argument must be expectation, got value``. Nothing here reads a device
-tensor's values except on the CPU outside ``torch.compile``, so no check ever synchronises.
+Messages read ``op: argument must be expectation, got value``. Values of a tensor are read only on the CPU and
+outside ``torch.compile``, so no check ever synchronises.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shape(op: str, name: str, value: Tensor, expected: tuple[int, ...], layout: 
 
 def number(op: str, name: str, value: object, minimum: float | None = None, below: float | None = None) -> float:
     """Require a finite Python number, optionally ``>= minimum`` and ``< below``."""
-    plain = type(value) is float  # asking an abstract class takes half a microsecond
+    plain = type(value) is float  # isinstance of an abstract class takes half a microsecond
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt))):
         raise TypeError(f"{op}: {name} must be a number, got {_type_name(value)}")
     result = float(value)
@@ -78,7 +78,7 @@ def padding_mask(op: str, mask: object, w: Tensor) -> None:
 
 
 def _values_readable(t: Tensor) -> bool:
-    """Whether reading values is free (host memory) and possible (not traced, not batched)."""
+    """Return whether reading values is free (host memory) and possible (not traced, not batched)."""
     return (
         t.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -104,7 +104,7 @@ def cu_seqlens_values(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) 
 
 
 def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
-    """Require int32 offsets on w's device and an int ``max_seqlen``; values only where free."""
+    """Require int32 offsets on w's device and an int ``max_seqlen``; check values only where reading them is free."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {_type_name(cu_seqlens)}")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -121,7 +121,7 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
 
 
 def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
-    """Refuse the derivatives that only ``reference`` has; unrefused they would be silent zeros.
+    """Refuse the derivatives that only ``reference`` has; without this check they would silently be zero.
 
     Reverse mode once (``torch.func.grad``, ``vjp``, ``jacrev``) and plain ``vmap`` pass.
     """
@@ -166,7 +166,7 @@ def cache_rows(op: str, name: str, value: Tensor, lengths: Tensor) -> None:
 
 
 def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
-    """Require an integer (batch,) tensor of sequences that the cache has; their numbers only where free to read."""
+    """Require an integer (batch,) tensor of the cache's sequence indices; check values only where reading is free."""
     cache_rows(op, "index", index, lengths)
     if _values_readable(index) and bool(((index < 0) | (index >= len(index))).any()):
         raise ValueError(f"{op}: index must be of sequences 0 to {len(index) - 1}, got {index.tolist()}")
@@ -186,7 +186,7 @@ def cache_matches(
 
 
 def inference_only(op: str, **tensors: Tensor | None) -> None:
-    """Refuse to append to a cache what wants a gradient."""
+    """Refuse tensors that require a gradient, in a call with a cache."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: {name} must not require a gradient with a cache: wrap the call in torch.no_grad()")
@@ -200,7 +200,7 @@ def text(op: str, name: str, value: object) -> str:
 
 
 def backend(op: str, value: object) -> str | None:
-    """Require None or a string; whether a backend has that name is asked at every call."""
+    """Require None or a string; every call checks that a backend has that name."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{op}: backend must be None or a string, got {_type_name(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Draws the tokens of attention: padded or packed, of any layout, with what is odd about them."""
+"""Draws the tokens of attention: padded or packed, in any layout, with special values."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _make_special(w: Tensor, special: str) -> Tensor:
     if special == "dead channel":
         w[..., 0] = 0.0
     elif special == "faint channel":
-        w[..., 0] *= 1e-12  # its energy is a normal float32, the square of its energy is none
+        w[..., 0] *= 1e-12  # its energy is a normal float32 number; the square of its energy is not
     elif special == "zero token":
         w[..., ::7, :] = 0.0
     elif special == "mixed norms":
-        # Norms from 1/8 to 8: the largest scores are far beyond what a fixed maximum would suit.
+        # Norms from 1/8 to 8: the largest scores are far beyond any fixed maximum.
         w *= 2.0 ** torch.linspace(-3, 3, w.shape[-2])[:, None]
     elif special == "common mean":
         w += 4.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a file to write; it becomes ``path`` in one move, unless the block raises."""
+    """Yield a temporary path to write; rename it to ``path`` at the end, unless the block raises."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -20,7 +20,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def put(path: Path, content: bytes) -> Path:
-    """Write a file in one move: until then, what was there stays."""
+    """Write a file atomically: until the rename, an old file stays."""
     with replacing(path) as partial:
         partial.write_bytes(content)
     return path

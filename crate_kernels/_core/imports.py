@@ -1,4 +1,4 @@
-"""Waits for modules of PyTorch that importing this package must not import."""
+"""Runs functions once a module of PyTorch is imported that this package must not import itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Call what waits for a module after that has run; a finder that has nothing to find itself."""
+    """Call the functions that wait for a module, after the module has run. This finder finds nothing itself."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         waiting = _waiting.pop(fullname, None)
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
 
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call ``call`` with the module of that name: now if it is imported, else when it is."""
+    """Call ``call`` with the module of that name: now if it is imported, else after its import."""
     module = sys.modules.get(name)
     if module is not None:
         call(module)

@@ -1,6 +1,6 @@
-"""The one way to define an op, and to make it differentiable.
+"""Defines ops and makes them differentiable.
 
-``torch.library.define``/``impl`` with a fake and an outer ``autograd.Function`` costs less a call
+``torch.library.define``/``impl`` with a fake and an outer ``autograd.Function`` costs less per call
 than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake is not the kernel.
 """
 
@@ -30,7 +30,7 @@ _SCHEMA_TYPES = {
 
 
 def schema_of(record: type[tuple]) -> str:
-    """Return the fields of a NamedTuple, the options of an operator, as the arguments of a schema."""
+    """Return the fields of an operator's NamedTuple of options as arguments of a schema."""
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
 
 
@@ -49,13 +49,13 @@ def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
 def body(op: str, function: str, record: Any, of: int) -> Callable:
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 
-    It runs ``function(*tensors, record)`` of the backend's kernel module, with tensors among the options contiguous.
+    The body runs ``function(*tensors, record)`` of the backend's kernel module, with contiguous tensors in ``record``.
 
     Args:
         op: the operator.
         function: name of the function of a kernel module.
         record: the NamedTuple of the operator's options.
-        of: which of the tensors says the device and dtype.
+        of: index of the tensor that decides the device and dtype.
     """
     fields = _tensor_fields(record)
 
@@ -75,7 +75,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
 
     Args:
         schema: the op's schema, without the namespace.
-        body: what runs; called without gradient and with autocast off.
+        body: the computation; called without gradient and with autocast off.
         fake: shapes, dtypes and strides of the outputs, for compile, export and meta tensors.
         flops: formula for ``torch.utils.flop_counter``, taking the shapes of the arguments.
     """
@@ -86,12 +86,12 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     def run(*args: Any) -> Any:
         result = body(*args)
         if written:
-            # Autograd refuses a saved tensor of another version; a kernel that is given an address raises none.
+            # Autograd refuses a saved tensor whose version changed. Kernels write to addresses: raise it here.
             torch.autograd.graph.increment_version([args[i] for i in written])
         return _base(result) if isinstance(result, Tensor) else tuple(map(_base, result))
 
     def guarded(*args: Any) -> Any:
-        # Autograd falls through to here, so the body must shut it out itself; autocast likewise.
+        # Autograd and autocast fall through to this function: switch both off here.
         with torch.no_grad():
             device_type = next(a.device.type for a in args if isinstance(a, Tensor))
             if autocast_dtype(device_type) is not None:
@@ -108,7 +108,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
-        # Importing the counter would import Triton, or log a warning where there is none.
+        # Importing the counter imports Triton, or logs a warning if Triton is absent.
         counter = "torch.utils.flop_counter"
         imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
     overload, call.__name__ = packet.default, name
@@ -116,18 +116,18 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
 
 
 def _base(t: Tensor) -> Tensor:
-    """Return ``t`` itself: an output that is a view of the body's memory could not be changed in place."""
+    """Detach ``t`` if it is a view: autograd forbids in-place changes of a view that an op returns."""
     return t if t._base is None else t.detach()
 
 
-# Of autograd.grad(is_grads_batched=True), which is no functorch transform. What it is, PyTorch's stubs do not say.
+# Set by autograd.grad(is_grads_batched=True), which is no functorch transform. PyTorch's stubs lack its type.
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _TENSORS = (Tensor, torch.nn.Parameter)
 _SCALARS = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 def _nothing_intercepts(args: tuple) -> bool:
-    """Whether the dispatcher would only hand ``args`` on to the body: on a tiny tensor it is half of the time."""
+    """Return whether the dispatcher would only call the body: on tiny tensors it takes half of the time."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -151,15 +151,15 @@ def _nothing_intercepts(args: tuple) -> bool:
 def traced_by_autograd(function: type) -> type:
     """Have torch.compile trace an autograd.Function by running it, as a decorator.
 
-    Autograd then sees a saved tensor that was changed in place, and refuses it. What Dynamo makes of a Function by
-    itself goes on with the changed value (PyTorch 2.13).
+    Autograd then refuses a saved tensor that was changed in place. Dynamo's own translation of a Function silently
+    uses the changed value (PyTorch 2.13).
     """
     imports.when_imported("torch._dynamo", lambda _: torch.compiler.allow_in_graph(function))
     return function
 
 
 def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
-    """Save what a backward pass reads: ``tensors``, the options of the call, and its backend as ``ctx.backend``."""
+    """Save the inputs of a backward pass: ``tensors``, the call's options, and its backend as ``ctx.backend``."""
     held = [name for name in _tensor_fields(type(call)) if getattr(call, name) is not None]
     if held:
         tensors += tuple(getattr(call, name) for name in held)
@@ -179,7 +179,7 @@ def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
-    """Return what a Function saved; where it was changed in place since, an error says what to do."""
+    """Return the tensors that a Function saved; if one was changed in place since, raise an error with advice."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -195,8 +195,8 @@ def functorch_twin(function: type, op: Callable) -> None:
     """Give an autograd.Function a twin that functorch transforms accept.
 
     ``function`` has static methods ``save(ctx, inputs, outputs)`` and ``backward``; ``op`` maps its
-    inputs to its outputs. The twin's separate ``setup_context`` costs an ``inspect`` bind a call,
-    so it serves only while a transform is active.
+    inputs to its outputs. The twin's separate ``setup_context`` costs an ``inspect`` bind per call,
+    so the twin is used only while a transform is active.
     """
     body = {
         "generate_vmap_rule": True,
@@ -215,7 +215,7 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of ``tensors`` wants a gradient from this call, or may: a batched tensor does not say."""
+    """Return whether any of ``tensors`` may need a gradient from this call; under a functorch transform, assume so."""
     if not torch.is_grad_enabled():
         return False
     for t in tensors:
@@ -225,12 +225,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether a functorch transform is active; compile traces those by itself."""
+    """Return whether a functorch transform is active outside torch.compile, which traces transforms itself."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):
-    """Identity on a gradient whose own derivative is an error with advice."""
+    """Identity on a gradient; its derivative raises an error with advice."""
 
     generate_vmap_rule = True  # torch.func.grad builds this graph too; jacrev maps over it
 
@@ -250,10 +250,10 @@ class _RefuseDoubleBackward(torch.autograd.Function):
 
 
 def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tensor:
-    """Return ``grad``; under ``create_graph=True``, one that refuses to be differentiated again.
+    """Return ``grad``; under ``create_graph=True``, refuse to differentiate the result again.
 
-    ``sources`` are what the gradient depends on: without one that requires a gradient, autograd
-    would take the result for a constant and a second derivative for zero.
+    ``sources`` are the tensors that the gradient depends on. If none of them requires a gradient, autograd takes the
+    result for a constant and its derivative for zero.
     """
     if not torch.is_grad_enabled():
         return grad
@@ -261,7 +261,7 @@ def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tenso
 
 
 def with_contiguous(body: Callable, *written: Tensor) -> Any:
-    """Call ``body`` on small tensors that it writes, contiguous as kernels take them, and write back what was not."""
+    """Call ``body`` with contiguous copies of the small tensors it writes; copy back those that were not contiguous."""
     given = [t.contiguous() for t in written]
     result = body(*given)
     for t, changed in zip(written, given, strict=True):
@@ -271,7 +271,7 @@ def with_contiguous(body: Callable, *written: Tensor) -> Any:
 
 
 def empty_out(w: Tensor) -> Tensor:
-    """Allocate an output of w's shape such that merging heads for the output projection is a view."""
+    """Allocate an output of w's shape in which merging heads for the output projection is a view."""
     if w.dim() == 3:
         return w.new_empty(w.shape)
     _, nheads, seqlen, head_dim = w.shape
@@ -279,13 +279,13 @@ def empty_out(w: Tensor) -> Tensor:
 
 
 def merged_layout(out: Tensor) -> Tensor:
-    """Return ``out`` such that merging its heads is a view: itself if it is one already."""
+    """Return ``out`` in a layout in which merging its heads is a view; ``out`` itself if it has that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return autocast's dtype where autocast is on, else None; meta and some other devices have none."""
-    if not torch._C._is_any_autocast_enabled():  # a quarter of the time of the question for one device
+    """Return autocast's dtype if autocast is on, else None. Meta and some other devices have no autocast."""
+    if not torch._C._is_any_autocast_enabled():  # takes a quarter of the time of the query for one device
         return None
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

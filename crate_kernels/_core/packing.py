@@ -1,4 +1,4 @@
-"""Packed sequences as a padded batch, by gathers alone: no synchronisation, no atomics."""
+"""Converts packed sequences to a padded batch and back by gathers: no synchronisation, no atomics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each packed token is in the padded batch, and which padded places hold one.
+    """Maps between packed tokens and places in the padded batch.
 
     Attributes:
-        mask: (sequences, max_seqlen) bool, True where a token is.
-        source: (sequences, max_seqlen) int64, the packed row of each place; clamped where none is.
+        mask: (sequences, max_seqlen) bool, True at places that hold a token.
+        source: (sequences, max_seqlen) int64, the packed row of each place; clamped at places without a token.
         sequence, position: (total,) int64, the padded place of each packed row.
         inside: (total,) bool, False for rows after the last sequence.
     """
@@ -26,10 +26,10 @@ class Layout:
     inside: Tensor
 
     def pad(self, packed: Tensor) -> Tensor:
-        """Gather (total, nheads, x) into (sequences, nheads, max_seqlen, x), zero where no token is."""
+        """Gather (total, nheads, x) into (sequences, nheads, max_seqlen, x), zero at places without a token."""
         if packed.shape[0] == 0:
             return packed.new_zeros(*self.mask.shape, *packed.shape[1:]).transpose(1, 2)
-        # Not times the mask: a place without a token reads another sequence's, and 0 times NaN is NaN.
+        # No product with the mask: a place without a token reads another sequence's token, and 0 times NaN is NaN.
         return packed[self.source].masked_fill(~self.mask[:, :, None, None], 0.0).transpose(1, 2)
 
     def pad_rows(self, packed: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Layout]
 
 
 def clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
-    """Zero ``x`` where no packed sequence covers some of its rows, which are along ``dim``; return it."""
+    """Zero the rows of ``x``, along ``dim``, that no packed sequence covers; return ``x``."""
     if cu_seqlens is not None and x.numel():
         first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
         if first > 0 or last < x.shape[dim]:

@@ -1,4 +1,4 @@
-"""The records in which an operator's ``spec.py`` says what tests, ``verify`` and benchmarks need to know of it."""
+"""Records that an operator's ``spec.py`` fills in for tests, ``verify`` and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Case:
         shape: (batch, nheads, seqlen, head_dim) of attention, else (batch, seqlen, dim), with hidden last where codes
             are wider than tokens.
         options: keyword arguments of the public function that are not tensors.
-        padding: key padding: "" for none, "right", "left", "scattered", or "row" for one fully padded row.
+        padding: "" for none, "right", "left", "scattered", or "row" for one fully padded row.
         lengths: packed sequences; their sum replaces batch and seqlen.
         layout: "projection" (heads cut from a linear layer's output), "contiguous" or "strided".
-        magnitude: standard deviation of the drawn tokens. The default is that of a default-initialised linear
-            layer's output on LayerNormed tokens: what a projection sees.
-        special: "" or what is odd about the tokens: "dead channel", "faint channel", "zero token", "mixed norms",
-            "common mean", "opposed padding".
+        magnitude: standard deviation of the drawn tokens. The default is the one of a default-initialised
+            linear layer's output on LayerNormed tokens.
+        special: unusual values of the tokens; "" for none, "dead channel", "faint channel", "zero token",
+            "mixed norms", "common mean", "opposed padding".
     """
 
     op: str
@@ -46,20 +46,20 @@ class Case:
 
     @classmethod
     def of(cls, op: str, name: str, *shape: int, **kwargs: Any) -> Case:
-        """Return a case of which the keywords that are no field are options of the call."""
+        """Return a case; keywords that are not fields become options of the call."""
         own = {key: kwargs.pop(key) for key in list(kwargs) if key in cls.__dataclass_fields__}
         return cls(op, name, shape, kwargs, **own)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case: ``differentiable`` first arguments and the rest, by argument name."""
+    """The tensors of a case by argument name: the ``differentiable`` first arguments and the rest."""
 
     differentiable: dict[str, Tensor]
     others: dict[str, Any]
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Convert every floating tensor; the drawn values stay what they were."""
+        """Convert every floating tensor, without drawing again."""
         return Inputs({name: t.to(dtype) for name, t in self.differentiable.items()}, self.others)
 
 
@@ -69,9 +69,9 @@ class Timed:
 
     Attributes:
         case: the call.
-        layer: the layer of a model that makes such a call.
-        devices: device types on which its batch makes sense.
-        brief: whether the default run times it; the full one takes all.
+        layer: the layer of a model that makes this call.
+        devices: device types on which its batch size is realistic.
+        brief: whether the default run times it; the full run times every case.
         axes: names of the dimensions of ``case.shape``; "dim" of attention is nheads * head_dim.
     """
 
@@ -86,7 +86,7 @@ class Timed:
 
     @property
     def seqlen(self) -> int:
-        """Number of tokens of a sequence."""
+        """Number of tokens per sequence."""
         return size_of(self.case.shape, self.axes, "seqlen")
 
     def resized(self, axis: str, size: int) -> Timed:
@@ -111,9 +111,9 @@ def size_of(shape: tuple[int, ...] | list[int], axes: tuple[str, ...], axis: str
 def timed(
     op: str, name: str, layer: str, shape: tuple[int, ...], batches: tuple[int | None, int | None], **kwargs: Any
 ) -> list[Timed]:
-    """Return a case at its (CPU, GPU) batch; None is a device on which it is not timed.
+    """Return a case at its (CPU, GPU) batch; it is not timed on a device whose batch is None.
 
-    Keywords are ``brief`` and ``axes`` of ``Timed``; the others are options of the call.
+    The keywords ``brief`` and ``axes`` go to ``Timed``; the others are options of the call.
     """
     own = {key: kwargs.pop(key) for key in ("brief", "axes") if key in kwargs}
     return [
@@ -126,13 +126,13 @@ def timed(
 def timed_attention(
     op: str, name: str, layer: str, shape: tuple[int, int, int], batches: tuple[int | None, int | None], brief: str = ""
 ) -> list[Timed]:
-    """Return the full and the causal form of a case; ``brief`` names the one that the default run times."""
+    """Return the full and the causal form of a case; ``brief`` names the form that the default run times."""
     full = timed(op, name, layer, shape, batches, brief=brief == "full")
     return full + timed(op, f"{name}-causal", layer, shape, batches, brief=brief == "causal", causal=True)
 
 
 def never(*_: Any) -> None:
-    """Give no reason: what a provider that runs every case says."""
+    """Return None: the ``unavailable_reason`` of a provider that runs every case."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class Provider:
     """One way to compute a case.
 
     Attributes:
-        name: as it is printed.
+        name: printed name.
         make: returns the function of the differentiable arguments, in the public function's order.
-        unavailable_reason: says why it cannot run (case, dtype, device); None if it can.
-        inference_only: device types on which it has no backward pass.
+        unavailable_reason: says why the provider cannot run (case, dtype, device); None if it can.
+        inference_only: device types on which the provider has no backward pass.
     """
 
     name: str
@@ -154,13 +154,13 @@ class Provider:
 
 @dataclass(frozen=True)
 class Step:
-    """One token of every sequence, with ``cached`` before it.
+    """One decoding step: one new token per sequence, with ``cached`` tokens before it.
 
     Attributes:
         op: the operator.
         shape: (batch, nheads, cached, head_dim).
-        devices: where it is timed.
-        brief: whether the default run times it.
+        devices: device types on which the step is timed.
+        brief: whether the default run times the step.
     """
 
     op: str
@@ -173,7 +173,7 @@ class Step:
         return f"{batch}x{nheads}x{head_dim}-cached-{cached}"
 
 
-# (step, rewind): the step gives the new token's output, rewind takes it out of the cache again.
+# (step, rewind): step returns the new token's output, rewind removes the token from the cache.
 Stepper = tuple[Callable[[], Tensor], Callable[[], Any]]
 
 
@@ -182,9 +182,9 @@ class Decoding:
     """Steps of an operator that has a cache.
 
     Attributes:
-        steps: the steps that are timed.
-        make: returns what decodes a step: (step, provider, past tokens, new token) to a ``Stepper``.
-        providers: names of those that ``make`` knows besides our backends.
+        steps: the timed steps.
+        make: maps (step, provider, past tokens, new token) to a ``Stepper``.
+        providers: names of the providers that ``make`` knows besides our backends.
         least_bytes: bytes of the cache that a step must read or write.
     """
 
@@ -196,10 +196,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that a call must do, as (forward, backward) pairs.
+    """The least work of a call, as (forward, backward) pairs.
 
     Attributes:
-        flops: the customary count of floating-point operations; None where memory is what counts.
+        flops: the customary count of floating-point operations; None if memory limits the call.
         elements: elements of inputs read once and outputs written once.
     """
 
@@ -209,10 +209,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Comparison of a part of a case whose exact results would not fit in memory.
+    """Comparison of one part of a case, whose full exact results do not fit in memory.
 
     Attributes:
-        part: returns the part of a tensor that is compared.
+        part: returns the compared part of a tensor.
         results: returns output and gradient of that part: (part of the tokens, of the upstream gradient, case).
     """
 
@@ -222,12 +222,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cases whose sizes benchmarks vary.
+    """The cases whose sizes benchmarks vary.
 
     Attributes:
-        title: of the figures of ``base``.
-        base: varied in seqlen. brief: the lengths of the default run.
-        image: varied in batch and dim.
+        title: title of the figures of ``base``.
+        base: the case varied in seqlen.
+        brief: the lengths of the default run.
+        image: the case varied in batch and dim.
     """
 
     title: str
@@ -238,24 +239,24 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Spec:
-    """An operator as tests, ``verify`` and benchmarks see it.
+    """Everything that tests, ``verify`` and benchmarks know about an operator.
 
     Attributes:
         op: the public function.
-        room: the folder of its kernels in ``ops/``, by which backends know it.
-        outputs: names of its outputs.
-        cases: what is compared with float64.
+        room: the folder of the operator's kernels in ``ops/``; its name in ``backends``.
+        outputs: names of the outputs.
+        cases: the cases compared with float64.
         draw: returns the tensors of a case in a dtype on a device, drawn by a generator.
-        published: returns the published form of a case: what users run today, eager PyTorch.
-        work: returns the least that a case must do.
+        published: returns the published form of a case: the eager PyTorch that users run today.
+        work: returns the least work of a case.
         tiny: returns calls on tiny tensors, of the op itself and of the public function: (device, tracked, backend).
-        timed: cases that are timed.
-        sweep: cases whose sizes are varied; None if there are none.
-        arguments: returns the tensors that benchmarks draw, those of ``draw`` by default.
-        excluded: says why (case, backend, dtype) cannot be held to the budget; None if it can.
-        providers: others that compute it.
-        decoding: steps on its cache; None if it has none.
-        sampling: how exact results of long sequences are compared; None compares all.
+        timed: the timed cases.
+        sweep: the cases whose sizes vary; None if there are none.
+        arguments: returns the tensors that benchmarks draw; those of ``draw`` by default.
+        excluded: says why (case, backend, dtype) is not held to the budget; None if it is.
+        providers: other providers that compute the operator.
+        decoding: steps on the operator's cache; None if it has no cache.
+        sampling: how exact results of long sequences are compared; None compares the whole result.
     """
 
     op: str

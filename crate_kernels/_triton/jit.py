@@ -1,4 +1,4 @@
-"""Triton helpers that the kernels of more than one operator call from inside a kernel."""
+"""Triton helpers that kernels of more than one operator call."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # Triton's compiler reads these functions; their types are not Python's.
@@ -11,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def keep_mask(seed, head, rows, columns, drop_last):
-    """Return which (row, column) weights of a head dropout keeps: ``_philox.keep_factor`` bit for bit.
+    """Return the dropout mask of a head's (row, column) weights, True = keep: ``philox.keep_factor`` bit for bit.
 
-    ``seed`` is the int64 of the call, ``head`` the int32 batch * nheads + head; ``rows`` and ``columns`` are int32
-    and broadcast together. ``drop_last`` is ``_launch.drop_last(p)``: the largest word that is dropped, shifted by
-    2^31 so that it is an int32 for every p.
+    ``seed`` is the int64 of the call, ``head`` the int32 batch * nheads + head. ``rows`` and ``columns`` are int32
+    and broadcast together. ``drop_last`` is ``launch.drop_last(p)``: the largest dropped word, shifted by 2^31 so
+    that it is an int32 for every p.
     """
     shape = rows + columns
     c0 = (shape - rows).to(tl.uint32)
@@ -27,7 +27,7 @@ def keep_mask(seed, head, rows, columns, drop_last):
 
 @triton.jit
 def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
-    """Return (first row, length) of a sequence: its packed offsets, clamped to what exists, or the whole of a row.
+    """Return (first row, length) of a sequence: its packed offsets, clamped to existing rows, or a whole padded row.
 
     ``seqlen`` is the length of every sequence, or of the longest packed one; ``total`` the number of packed rows.
     """
@@ -41,10 +41,10 @@ def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
 
 @triton.jit
 def uncovered(cu_seqlens_ptr, index, sequences, seqlen, total):
-    """Return which packed rows after a sequence belong to none, as (first, one past the last).
+    """Return the packed rows after a sequence that belong to no sequence, as (first, one past the last).
 
-    There are none where the offsets rise from 0 to ``total`` by at most ``seqlen``. They are checked on the CPU only;
-    elsewhere such rows are written as zeros.
+    Valid offsets rise from 0 to ``total`` by at most ``seqlen`` and leave no such rows. Offsets are checked on the CPU
+    only; on other devices such rows are written as zeros.
     """
     start, length = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
     following = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)

@@ -1,9 +1,9 @@
-"""How Triton kernels are launched: which configuration on which GPU, and what every launch shares.
+"""Launch tables of the Triton kernels, and helpers that every launch shares.
 
 A launch table maps (GPU architecture, head_dim, seqlen, causal, half precision) to the tile sizes, warps and
-stages of one kernel. It is a list of rows for each architecture, of which the first that fits is taken; nothing is
-ever timed at import or in a call. ``python -m crate_kernels tune`` times the candidates on the user's GPU and writes
-rows that come before the shipped ones. Nothing here imports Triton.
+stages of one kernel. It has a list of rows per architecture; the first row that fits is taken. Nothing is timed at
+import or in a call. ``python -m crate_kernels tune`` times the candidates on the user's GPU and writes rows that come
+before the shipped ones. This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LONGEST = 1 << 20  # the last bucket of sequence lengths
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a launch table; a condition that is None always holds.
+    """One row of a launch table; a condition that is None always holds.
 
     Attributes:
         config: constexpr arguments of the kernel by name, with num_warps and num_stages.
-        head_dim: the largest head_dim it is for.
-        seqlen: the longest sequence it is for.
-        causal: the causal or the full form only.
-        half: 16-bit or fp32 tokens only.
+        head_dim: the largest head_dim that fits.
+        seqlen: the longest sequence that fits.
+        causal: True for the causal form only, False for the full form only.
+        half: True for 16-bit tokens only, False for fp32 tokens only.
     """
 
     config: Config
@@ -48,11 +48,11 @@ class Row:
 
     @property
     def conditions(self) -> tuple[int | None, int | None, bool | None, bool | None]:
-        """What a call must be for the row to be taken."""
+        """The conditions that a call must meet."""
         return self.head_dim, self.seqlen, self.causal, self.half
 
     def fits(self, head_dim: int, seqlen: int, causal: bool, half: bool) -> bool:
-        """Whether the row is for such a call."""
+        """Return whether a call meets the conditions."""
         return (
             (self.head_dim is None or head_dim <= self.head_dim)
             and (self.seqlen is None or seqlen <= self.seqlen)
@@ -66,9 +66,9 @@ class Table:
     """The launch table of one kernel.
 
     Attributes:
-        name: unique; the key of its rows in the user's cache.
-        rows: by architecture, each list ending in a row without conditions.
-        candidates: what ``tune`` times.
+        name: unique; the key of the table's rows in the user's cache.
+        rows: rows by architecture; each list ends in a row without conditions.
+        candidates: the configurations that ``tune`` times.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Table:
         return _find(self, arch(device), _gpu_name(device), head_dim, bucket(seqlen), causal, half)
 
     def shipped(self, device: torch.device, head_dim: int, seqlen: int, causal: bool, dtype: torch.dtype) -> Config:
-        """Return the configuration of a call on ``device`` where nothing was tuned."""
+        """Return the configuration of a call on ``device``, ignoring tuned rows."""
         return _find(self, arch(device), "", head_dim, bucket(seqlen), causal, dtype != torch.float32)
 
     def __hash__(self) -> int:
@@ -96,7 +96,7 @@ _forced: dict[str, Config] = {}
 
 @contextmanager
 def forced(table: Table, config: Config) -> Iterator[None]:
-    """Make ``table`` answer ``config`` to every call; ``tune`` and the tests of single configurations use it."""
+    """Make ``table`` return ``config`` for every call. For ``tune`` and for tests of single configurations."""
     before = dict(_forced)
     _forced[table.name] = config
     try:
@@ -108,25 +108,25 @@ def forced(table: Table, config: Config) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: bool, half: bool) -> Config:
-    """Return the first row that fits: the user's own before the shipped ones."""
+    """Return the configuration of the first row that fits: tuned rows, then shipped rows."""
     rows = (*user_rows(gpu).get(table.name, ()), *table.rows[_nearest(key, tuple(table.rows))])
     return next(row.config for row in rows if row.fits(head_dim, seqlen, causal, half))
 
 
 def bucket(seqlen: int) -> int:
-    """Round a length up to the power of two that stands for it in tables; lengths are many, choices few."""
+    """Round a length up to a power of two, so that many lengths share few configurations."""
     return min(1 << max(seqlen - 1, 0).bit_length(), LONGEST)
 
 
 @functools.lru_cache(maxsize=64)
 def arch(device: torch.device) -> str:
-    """Return the key of a device's architecture, as "sm_90" or "gfx942"; CPU tensors are the interpreter's."""
+    """Return the key of a device's architecture, as "sm_90" or "gfx942"; CPU tensors have the interpreter's key."""
     if device.type != "cuda":
         return INTERPRETER
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
-    # Consumer Blackwell has the shared memory and the products of Ada, not those of its namesake.
+    # Consumer Blackwell has Ada's shared memory and matrix instructions, not data-centre Blackwell's.
     return "sm_89" if major == 12 else f"sm_{major}{minor}"
 
 
@@ -145,7 +145,7 @@ def _number(key: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs a device runs side by side, at least."""
+    """Return the least number of programs that a device runs at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -155,30 +155,30 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def user_table(gpu: str) -> Path:
-    """Return where ``tune`` keeps the rows of a GPU."""
+    """Return the file in which ``tune`` keeps the rows of a GPU."""
     return Path.home() / ".cache" / "crate_kernels" / "tune" / (re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".json")
 
 
 @functools.lru_cache(maxsize=16)
 def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
-    """Read the rows that ``tune`` wrote for a GPU, by table; none where there is no file of this library."""
+    """Read the rows that ``tune`` wrote for a GPU, by table; empty without a valid file."""
     if not gpu:
         return {}
     try:
         tables = json.loads(user_table(gpu).read_text())["tables"]
         return {name: tuple(Row(**row) for row in rows) for name, rows in tables.items()}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        # No home, no file, or one from another version: the shipped table serves.
+        # No home, no file, or a file from another version: use the shipped table.
         return {}
 
 
 def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
-    """Add what ``tune`` found to what it wrote before; a row replaces the one with its conditions, at once."""
+    """Add rows to the file of ``tune``; a row replaces an older one with the same conditions. Effective at once."""
     user_rows.cache_clear()
     rows = dict(user_rows(gpu))
     for name, found in tables.items():
         every = {row.conditions: row for row in (*rows.get(name, ()), *found)}
-        # The first that fits is taken, so the narrowest come first.
+        # The first row that fits is taken: sort the narrowest first.
         rows[name] = tuple(sorted(every.values(), key=lambda r: (r.head_dim or math.inf, r.seqlen or math.inf)))
     path = user_table(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,16 +195,16 @@ def guard(device: torch.device) -> AbstractContextManager:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return ``input_precision`` of ``tl.dot``, which is TF32 by default, from torch's setting for fp32 products.
+    """Return ``input_precision`` for ``tl.dot``, whose default is TF32, from torch's setting for fp32 products.
 
-    Nothing set (or "highest") is exact products, "ieee". ``torch.set_float32_matmul_precision("high")`` is "tf32x3",
-    three TF32 products; "medium", or ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, is plain "tf32".
+    No setting (or "highest") means exact products, "ieee". ``torch.set_float32_matmul_precision("high")`` means
+    "tf32x3", three TF32 products. "medium", or ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, means "tf32".
     """
     if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32" or torch.version.hip:
         return "ieee"
     try:
         setting = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through the newer interface, which the older one cannot express
+    except RuntimeError:  # set through the newer interface; the older one cannot express it
         return "tf32"
     return "tf32x3" if setting == "high" else "tf32"
 

@@ -1,8 +1,8 @@
-"""Time the candidates of a launch table and keep the fastest that is right.
+"""Times the candidates of a launch table and keeps the fastest correct one.
 
-Compiling or running a candidate can end more than itself: the compiler aborts, or a kernel reads where nothing is, and
-its process gets no further call through to the device. So the timing is done in a process of its own, which says what
-it is at; when it ends early, the next one goes on without that candidate.
+A candidate can end the whole process: the compiler aborts, or a kernel reads out of bounds and no further call reaches
+the device. So a child process does the timing and reports each candidate before it runs. If the child ends early, a
+new child continues without that candidate.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels._triton.launch import Config, Row, Table
 
-# ("ready",), then for each workload ("trying", number of the configuration), ... and ("found", config, seconds,
-# seconds as shipped) or ("failed", why).
+# ("ready",), then per workload ("trying", number of the configuration), ... and ("found", config, seconds,
+# seconds of the shipped one) or ("failed", reason).
 Message = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call whose tensors are drawn.
+    """A call with its tensors drawn.
 
     Attributes:
         timed: makes the call.
-        results: makes it and returns what is judged, by name; the names of gradients begin with d.
-        plain: returns the same results of plain PyTorch, computed in a dtype.
+        results: makes the call and returns the results to check, by name; names of gradients begin with d.
+        plain: returns the same results, computed by plain PyTorch in a dtype.
         dtype: the dtype of the call.
     """
 
@@ -42,11 +42,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Workload:
-    """One call that a row of a launch table is tuned on.
+    """One call on which a row of a launch table is tuned.
 
     Attributes:
         table: the launch table.
-        row: the conditions of the row to write; its configuration is what is looked for.
+        row: the conditions of the row to write; ``tune`` searches for its configuration.
         make: draws the tensors of the call; called once.
     """
 
@@ -60,13 +60,13 @@ class Workload:
         return f"{self.table.name} head_dim {self.row.head_dim} seqlen {self.row.seqlen or 'longer'}{causal}{dtype}"
 
     def tuned(self, config: Config) -> Row:
-        """Return the row to write."""
+        """Return the row to write, with the configuration found."""
         return Row(dict(config), *self.row.conditions)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The fastest configuration of a workload, its time and, unless that one fails, the shipped one's, in seconds."""
+    """The fastest configuration of a workload, its seconds, and the seconds of the shipped one unless that fails."""
 
     config: Config
     seconds: float
@@ -86,15 +86,15 @@ def search(
 
     Args:
         workload: what to time.
-        shipped: the configuration numbered 0; the candidates follow.
+        shipped: configuration number 0; the candidates follow.
         clock: returns the seconds of a call.
-        judge: returns the check of a call: whether its results are right.
+        judge: returns a check of a call, which says whether its results are correct.
         lost: numbers of configurations to leave out.
-        trying: told the number of each configuration before it runs.
-        check_device: called after a configuration failed; raises where nothing can run any more.
+        trying: called with the number of each configuration before it runs.
+        check_device: called after a configuration failed; raises if the device is unusable.
 
     Raises:
-        RuntimeError: no configuration runs and is right.
+        RuntimeError: no configuration runs and is correct.
     """
     call = workload.make()
     is_right = judge(call)
@@ -117,15 +117,15 @@ def search(
 
 
 def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Message]]) -> Iterator[Result | str]:
-    """Yield, for each of ``count`` workloads, its result or why there is none.
+    """Yield, for each of ``count`` workloads, its result or the reason for having none.
 
     Args:
         count: number of workloads.
-        start: goes through the workloads from the first one given, of which it leaves some configurations out, and
-            yields messages. It may end at any time: what it was at is lost, and it is started again.
+        start: takes the first workload and the configurations of it to leave out; yields messages. It may end at any
+            time: the configuration being tried is lost, and ``start`` is called again.
 
     Raises:
-        RuntimeError: it ended before it was ready.
+        RuntimeError: ``start`` ended before it was ready.
     """
     first, lost = 0, frozenset[int]()
     while first < count:
@@ -149,7 +149,7 @@ def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Messag
 
 
 def in_process(target: Callable[..., None], *args: Any) -> Iterator[Message]:
-    """Call ``target(send, *args)`` in a process of its own and yield what it sends, until it ends in whatever way."""
+    """Call ``target(send, *args)`` in a new process and yield its messages until it ends, normally or not."""
     context = multiprocessing.get_context("spawn")  # a device does not survive a fork
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
