@@ -1,8 +1,8 @@
-"""Builds the C++ extension and the CUDA library where PyTorch and a compiler are at hand.
+"""Builds the C++ extension and the CUDA library if PyTorch and a compiler are available.
 
-pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python and complete.
+pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python, and complete.
 Under build isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`, or
-afterwards run `python -m crate_kernels build`. The CUDA library is left out beside a PyTorch without CUDA or a GPU.
+afterwards run `python -m crate_kernels build`. The CUDA library is left out if PyTorch has no CUDA or sees no GPU.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-# The builder as a package of its own: to import crate_kernels is to import PyTorch, which an isolated build lacks.
+# Import the builder as its own package: importing crate_kernels imports PyTorch, which an isolated build lacks.
 sys.modules["_native"] = ModuleType("_native")
 sys.modules["_native"].__path__ = [str(ROOT / "crate_kernels" / "_native")]
 build = import_module("_native.build")
@@ -44,7 +44,7 @@ class OptionalBuild(build_ext):
     def build_extension(self, ext):
         """Compile, or print why not."""
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
-        target.unlink(missing_ok=True)  # a build folder may hold an older one
+        target.unlink(missing_ok=True)  # a build folder may hold an older library
         objects = Path(self.build_temp).absolute()
         try:
             if ext.name == CUDA:
@@ -58,7 +58,7 @@ class OptionalBuild(build_ext):
             self.extensions.remove(ext)
 
     def build_extensions(self):
-        """Compile each; those that fail are removed from the list, so go through a copy of it."""
+        """Compile each extension. Iterate over a copy: an extension that fails is removed from the list."""
         for ext in list(self.extensions):
             self.build_extension(ext)
 
@@ -67,13 +67,13 @@ class HonestWheel(bdist_wheel):
     """Tag the wheel by its content: for any Python, and for any machine if nothing was compiled."""
 
     def run(self):
-        """Compile first: the wheel is for one machine only if something compiled."""
+        """Compile first: the wheel is tagged for one kind of machine only if something compiled."""
         self.run_command("build")
         self.root_is_pure = not self.distribution.has_ext_modules()
         super().run()
 
     def get_tag(self):
-        """Return a tag for any Python: a compiled library is bound to PyTorch's stable ABI, not to Python's."""
+        """Return a tag for any Python: a compiled library depends on PyTorch's stable ABI, not on Python's."""
         return "py3", "none", super().get_tag()[2]
 
 

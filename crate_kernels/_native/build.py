@@ -1,7 +1,7 @@
 """Compiles the C++ extension and the CUDA library.
 
-``python -m crate_kernels build`` runs this, and so does ``setup.py``, without PyTorch and without the package around
-it: modules of this folder import each other relatively, and import PyTorch where they compile.
+``python -m crate_kernels build`` and ``setup.py`` run this module. ``setup.py`` imports this folder without PyTorch and
+without the rest of the package: its modules import each other relatively, and PyTorch only inside functions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from . import libraries, ninja_build
 from .libraries import CUDA_FLAGS, EXTENSION, FLAGS, BuildError
 from .ninja_build import Recipe, Show
 
-# Turing, Ampere (Ada runs its code), Hopper; PTX of the last for newer GPUs.
+# Turing, Ampere (Ada runs Ampere code), Hopper; Hopper's PTX for newer GPUs.
 CUDA_ARCHS = ("75", "80", "90a", "90+PTX")
-_LEAST_NVCC = (12, 0)  # the first that knows sm_90a
+_LEAST_NVCC = (12, 0)  # the first version with sm_90a
 
 
 def show_nothing(line: str) -> None:
-    """Take a line of progress and drop it."""
+    """Ignore a line of progress."""
 
 
 def build_cached(show: Show = show_nothing) -> tuple[Path, bool]:
     """Compile into the user's cache; return the extension's path and whether this call compiled it.
 
-    Several processes may ask at once: one compiles, the others wait and find its result.
+    Several processes may call this at once: one compiles, the others wait and use its result.
 
     Args:
         show: called with each line of progress.
@@ -57,11 +57,11 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None, show: Show = show_no
     """Compile the CUDA library into the user's cache; return its path and whether this call compiled it.
 
     Args:
-        archs: such as ``CUDA_ARCHS``; by default those of the GPUs here, or ``CUDA_ARCHS`` where there is none.
+        archs: architectures, as in ``CUDA_ARCHS``; by default those of this machine's GPUs, or all without a GPU.
         show: called with each line of progress.
 
     Raises:
-        BuildError: there are no sources, no folder to write to, no nvcc that fits, or it fails.
+        BuildError: there are no sources, no folder to write to, no suitable nvcc, or nvcc fails.
     """
     folder = libraries.source_folder()
     if folder is None:
@@ -77,12 +77,12 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None, show: Show = show_no
 
 
 def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_nothing) -> None:
-    """Compile the sources in ``folder`` and put the extension at ``target``, whole or not at all.
+    """Compile the sources in ``folder`` and put the extension at ``target``, atomically.
 
     Args:
         folder: the sources.
         target: the extension's path.
-        root: where object files are kept for the next build, in a folder of their own.
+        root: the folder of object-file folders, kept for the next build.
         show: called with each line of progress.
 
     Raises:
@@ -91,7 +91,7 @@ def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_
     try:
         from torch import __version__ as torch_version
         from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
-    except (ImportError, OSError) as error:  # OSError: PyTorch is there, a library it loads is not
+    except (ImportError, OSError) as error:  # OSError: PyTorch is installed, but a library it loads is missing
         raise BuildError(f"PyTorch is not importable ({error})") from error
     compiler, options = _split(get_cxx_compiler())
     version = _run([*compiler, "--version"])
@@ -115,15 +115,15 @@ def compile_cuda(
     report: Path | None = None,
     show: Show = show_nothing,
 ) -> None:
-    """Compile the CUDA sources in ``folder`` for ``archs`` and put the library at ``target``, whole or not at all.
+    """Compile the CUDA sources in ``folder`` for ``archs`` and put the library at ``target``, atomically.
 
     Args:
-        folder, target, root, show: as ``compile_extension`` has them.
-        archs: such as ``CUDA_ARCHS``.
-        report: where to put what the assembler says of every kernel's registers, shared memory and spills.
+        folder, target, root, show: as in ``compile_extension``.
+        archs: architectures, as in ``CUDA_ARCHS``.
+        report: file for the assembler's report: registers, shared memory and spills of every kernel.
 
     Raises:
-        BuildError: PyTorch, ninja or nvcc is missing, nvcc is too old, or it fails.
+        BuildError: PyTorch, ninja or nvcc is missing, nvcc is too old, or nvcc fails.
     """
     try:
         from torch import __version__ as torch_version
@@ -136,12 +136,12 @@ def compile_cuda(
         number, ptx = arch.partition("+")[::2]
         codes += ["-gencode", f"arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"]
     folders = library_paths()
-    # A CPU PyTorch has no libtorch_cuda; the library then compiles and links, and cannot be loaded.
+    # A CPU PyTorch has no libtorch_cuda: the library then compiles and links, but cannot be loaded.
     names = [n for n in ("torch_cpu", "torch_cuda") if any((Path(f) / f"lib{n}.so").exists() for f in folders)]
     version = _run([nvcc, "--version"])
     with ninja_build.open_objects(root, "cuda", folder, torch_version, nvcc, version, *archs) as objects:
         recipe = Recipe(
-            # An operator's kernels are in the headers beside its launchers.
+            # An operator's kernels are in the headers next to its launchers.
             sources=_relative(
                 objects.sources, "*.cu", lambda p: -sum(h.stat().st_size for h in p.parent.glob("*.cuh"))
             ),
@@ -167,10 +167,10 @@ def compile_cuda(
 
 
 def find_nvcc() -> str:
-    """Return an nvcc that this PyTorch can be extended with.
+    """Return an nvcc that suits this PyTorch.
 
     Raises:
-        BuildError: there is none, or it is too old, or of a newer CUDA than PyTorch's, whose drivers may not serve it.
+        BuildError: nvcc is missing, too old, or of a newer CUDA than PyTorch's, which may need a newer driver.
     """
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -194,7 +194,7 @@ def find_nvcc() -> str:
 
 
 def cuda_archs() -> tuple[str, ...]:
-    """Return the architectures of the GPUs here, with PTX for newer ones; ``CUDA_ARCHS`` where there is no GPU."""
+    """Return the architectures of this machine's GPUs, with PTX for newer ones; ``CUDA_ARCHS`` without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -208,7 +208,7 @@ def cuda_archs() -> tuple[str, ...]:
 
 
 def _split(cxx: str) -> tuple[list[str], list[str]]:
-    """Split CXX into the compiler and its options, which come last in a command, so that they win."""
+    """Split CXX into the compiler and its options. Put the options last in a command, so that they win."""
     try:
         words = shlex.split(cxx)
     except ValueError as error:
@@ -216,12 +216,12 @@ def _split(cxx: str) -> tuple[list[str], list[str]]:
     compiler = list(takewhile(lambda word: not word.startswith("-"), words))
     if not compiler:
         raise BuildError(f"CXX must name a C++ compiler, got {cxx!r}")
-    # ninja runs it in another folder.
+    # ninja runs the compiler in another folder.
     return [os.path.abspath(word) if "/" in word else word for word in compiler], words[len(compiler) :]
 
 
 def _relative(folder: Path, pattern: str, order: Callable[[Path], Any]) -> list[str]:
-    """List the sources, the slowest first, so that no core waits for it in the end."""
+    """List the sources, the slowest first, so that no core idles at the end."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob(pattern), key=order)]
 
 

@@ -6,20 +6,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # whose libraries the extension links against
+import torch  # loads the libraries that the extension links against
 
 from crate_kernels._native import libraries
 
 # Searched once, at import: a call must not touch the disk.
 PATH = libraries.find()
-# The CUDA library needs a PyTorch with CUDA: a CPU or ROCm one lacks functions that it calls.
+# The CUDA library needs a PyTorch with CUDA: CPU and ROCm builds lack functions that it calls.
 CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
 _loaded: list[Path] = []
 _cuda_loaded: list[Path] = []
 
 
 def load() -> Path:
-    """Register ``torch.ops.crate_kernels_C.*`` of CPU tensors and return the library that has them."""
+    """Register ``torch.ops.crate_kernels_C.*`` for CPU tensors and return the path of their library."""
     if not _loaded:
         if PATH is None:
             raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
@@ -29,25 +29,25 @@ def load() -> Path:
 
 
 def build_info() -> dict[str, str]:
-    """Say how the extension was compiled: sources, compiler, standard, torch_abi, cpu_capabilities."""
+    """Return how the extension was compiled: sources, compiler, standard, torch_abi, cpu_capabilities."""
     load()
     return _lines(torch.ops.crate_kernels_C.cpu_build_info())
 
 
 def cpu_capability() -> str:
-    """Name the instruction-set level that the CPU kernels use."""
+    """Return the instruction-set level that the CPU kernels use."""
     load()
     return torch.ops.crate_kernels_C.cpu_capability()
 
 
 def set_cpu_capability(level: str) -> None:
-    """Use another level, of those that this machine has. For tests."""
+    """Switch to another level that this machine supports. For tests."""
     load()
     torch.ops.crate_kernels_C.set_cpu_capability(level)
 
 
 def load_cuda() -> Path:
-    """Register ``torch.ops.crate_kernels_C.cuda_*`` and return their library: the one for this GPU, if any is."""
+    """Register ``torch.ops.crate_kernels_C.cuda_*``; return their library, the one for this GPU if there is one."""
     if not _cuda_loaded:
         if not CUDA_PATHS:
             raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
@@ -61,28 +61,28 @@ def load_cuda() -> Path:
 
 
 def cuda_build_info() -> dict[str, str]:
-    """Say how the CUDA library was compiled: sources, compiler, archs, torch_abi."""
+    """Return how the CUDA library was compiled: sources, compiler, archs, torch_abi."""
     load_cuda()
     return _lines(torch.ops.crate_kernels_C.cuda_build_info())
 
 
 def kernel_names() -> list[str]:
-    """List every kernel of the CUDA library by its name in C++."""
+    """List the C++ names of all kernels of the CUDA library."""
     load_cuda()
     return sorted(torch.ops.crate_kernels_C.cuda_kernel_names().splitlines())
 
 
 def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
-    """Say how much of the current GPU a CUDA kernel uses.
+    """Return the resources of the current GPU that a CUDA kernel uses.
 
     Args:
         name: one of ``kernel_names``.
-        threads: threads of a block, 128 by default.
-        shared_bytes: dynamic shared memory of a block, none by default.
+        threads: threads per block, 128 by default.
+        shared_bytes: dynamic shared memory per block, none by default.
 
     Returns:
         registers and local_bytes (spilled registers) per thread; static_shared_bytes and max_threads per block; ptx
-        and binary, the architectures that it was compiled for; blocks_per_multiprocessor, of that size.
+        and binary, the architectures of its code; blocks_per_multiprocessor at this block size.
 
     Raises:
         RuntimeError: there is no such kernel, or no GPU.
@@ -93,7 +93,7 @@ def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> d
 
 
 class Library:
-    """The operators ``torch.ops.crate_kernels_C`` of one kind of device, as attributes: those of CUDA have a prefix.
+    """The operators ``torch.ops.crate_kernels_C`` for one type of device, as attributes without the prefix of CUDA.
 
     Attributes:
         cuda: whether these are the operators of the CUDA library.
@@ -111,7 +111,7 @@ class Library:
 
 @cache
 def library(device_type: str) -> Library:
-    """Return the operators for tensors on such a device; their library is loaded at the first call."""
+    """Return the operators for one type of device. Their library is loaded at the first call."""
     return Library(device_type == "cuda")
 
 

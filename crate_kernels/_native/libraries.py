@@ -1,6 +1,6 @@
-"""Finds the compiled extension and CUDA library that fit the sources. The only place that knows sources and flags.
+"""Finds the compiled extension and CUDA library that fit the sources. Only this module knows sources and flags.
 
-``extension`` imports this module with the package: it reads a file or two and never compiles.
+``extension`` imports this module together with the package, so it reads few files and never compiles.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 _PACKAGE = Path(__file__).parents[1]
-# The first PyTorch whose stable ABI carries the extension: 2.11.
+# The first PyTorch whose stable ABI suffices for the extension: 2.11.
 TORCH_TARGET = "0x020b000000000000"
-# One file serves every Python: the stable ABI, and operators instead of a Python module.
+# One file for every Python: it uses the stable ABI, and defines operators instead of a Python module.
 EXTENSION, CUDA_LIBRARY = "_cpu.so", "_cuda.so"
 PLATFORM = sysconfig.get_platform()
 FLAGS = (
@@ -22,7 +22,7 @@ FLAGS = (
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    # Kernels neither read errno nor trap. Without these flags, compilers keep rounding and minima scalar.
+    # Kernels neither read errno nor trap. Without these flags, compilers do not vectorise rounding and minima.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-Wno-psabi",
@@ -35,7 +35,7 @@ CUDA_FLAGS = (
     "-DUSE_CUDA",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
     "-Xptxas=-v",  # report registers, shared memory and spills of every kernel
-    # PyTorch's headers have `long long` constants, and members that need a newer standard.
+    # PyTorch's headers have `long long` constants and members of a newer standard.
     "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
 )
 
@@ -53,18 +53,18 @@ def source_folder() -> Path | None:
 
 
 def source_hash(folder: Path) -> str:
-    """Identify the extension's sources and flags by their content."""
+    """Return a hash of the extension's sources and flags."""
     return _content_hash(FLAGS, folder, [p for p in folder.rglob("*") if p.suffix in (".cpp", ".h")])
 
 
 def cuda_source_hash(folder: Path) -> str:
-    """Identify the CUDA library's sources and flags by their content."""
+    """Return a hash of the CUDA library's sources and flags."""
     own = [p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")]
     return _content_hash(CUDA_FLAGS, folder, [*own, *shared_headers(folder)])
 
 
 def shared_headers(folder: Path) -> list[Path]:
-    """List the headers that both libraries include: those of no device."""
+    """List the headers that both libraries include: those outside folders `cpu`."""
     return [p for p in folder.rglob("*.h") if p.parent.name != "cpu"]
 
 
@@ -76,7 +76,7 @@ def _content_hash(flags: tuple[str, ...], folder: Path, paths: list[Path]) -> st
 
 
 def user_cache() -> Path:
-    """Return the folder of everything that a user builds.
+    """Return the folder of the libraries that a user builds.
 
     Raises:
         BuildError: there is no home folder.
@@ -88,7 +88,7 @@ def user_cache() -> Path:
 
 
 def cache_folder(sources: str) -> Path:
-    """Return the user's folder for the extension of these sources, this PyTorch and this kind of machine."""
+    """Return the user's folder for the extension of these sources, this PyTorch and this machine's architecture."""
     from torch import __version__ as torch_version
 
     key = hashlib.sha256(f"{sources} {torch_version} {PLATFORM}".encode()).hexdigest()[:16]
@@ -98,7 +98,7 @@ def cache_folder(sources: str) -> Path:
 def cuda_cache_folder(sources: str) -> Path:
     """Return the user's folder for the CUDA libraries of these sources: one file per set of architectures.
 
-    The stable ABI makes them fit every Python, and every PyTorch that can load the extension at all.
+    By the stable ABI, a library fits every Python and every PyTorch that can load the extension.
     """
     return user_cache() / f"cuda-{sources}-{PLATFORM}"
 
@@ -106,7 +106,7 @@ def cuda_cache_folder(sources: str) -> Path:
 def find() -> Path | None:
     """Return the compiled extension that fits the sources, or None.
 
-    An old extension beside the package does not count: it would answer calls that it does not know.
+    An old extension in the package folder is ignored: its operators may have other arguments.
     """
     folder = source_folder()
     sources = None if folder is None else source_hash(folder)
@@ -129,7 +129,7 @@ def find_cuda() -> tuple[Path, ...]:
 
 
 def fits(library: Path, sources: str | None) -> bool:
-    """Say if a library is there, whole, and compiled from these sources; None stands for any sources."""
+    """Return whether a library exists, is whole, and was compiled from these sources; None means any sources."""
     try:
         content = library.read_bytes()
     except OSError:  # absent, or in an unreadable folder
@@ -138,11 +138,11 @@ def fits(library: Path, sources: str | None) -> bool:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Say if no end of an ELF file is missing: a process that maps a truncated one dies of SIGBUS.
+    """Return whether an ELF file is not truncated: a process that maps a truncated file dies of SIGBUS.
 
     Linkers write the table of sections last.
     """
-    if content[:5] != b"\x7fELF\x02":  # not a 64-bit ELF file: the marker decides
+    if content[:5] != b"\x7fELF\x02":  # not a 64-bit ELF file: the caller checks the marker
         return True
     if len(content) < 64:
         return False
@@ -152,5 +152,5 @@ def _is_whole(content: bytes) -> bool:
 
 
 def marker(sources: str) -> bytes:
-    """Return the text by which a library names its sources; of any sources if ``sources`` is empty."""
+    """Return the bytes in a library that name its sources; empty ``sources`` give the part common to all."""
     return f"crate_kernels sources {sources}".encode() + (b"\0" if sources else b"")

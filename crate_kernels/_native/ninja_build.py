@@ -1,8 +1,8 @@
 """Compiles sources into one library with ninja, which recompiles only what changed.
 
-Object files stay in a folder of their own between builds. ninja compares times, and times of sources lie: archives and
-package caches restore old ones. So ninja reads a copy of the sources, in which a file is rewritten only if its content
-changed. The copy is compiled by relative paths: messages and libraries name `csrc/...`, no folder of this machine.
+Object files stay in their own folder between builds. ninja compares modification times, but archives and package caches
+restore old times. So ninja reads a copy of the sources, in which a file is rewritten only if its content changed. The
+copy is compiled by relative paths: messages and libraries name `csrc/...` and no folder of this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 from .libraries import PLATFORM, BuildError
 
 _UNUSED_DAYS = 30
-_ONE_LINE = 1 << 20  # wider than any command: where ninja_syntax breaks a line, it loses spaces within quotes
+_ONE_LINE = 1 << 20  # wider than any command: ninja_syntax loses spaces within quotes where it breaks a line
 
 Show = Callable[[str], object]
 
@@ -34,8 +34,8 @@ class Objects(NamedTuple):
     """A folder of object files that this process has locked."""
 
     folder: Path
-    sources: Path  # the copy that is compiled
-    origin: Path  # the sources that were copied
+    sources: Path  # the copy to compile
+    origin: Path  # the original sources
     lock: IO[str]
 
 
@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[IO[str]]:
-    """Hold the lock of a folder, made if it is not there; the system releases it when a process dies.
+    """Hold the lock of a folder; create the folder if necessary. The system releases the lock of a dead process.
 
     Raises:
         BuildError: the folder cannot be written to.
@@ -73,13 +73,13 @@ def locked(folder: Path) -> Iterator[IO[str]]:
 def open_objects(root: Path, name: str, origin: Path, *identity: str) -> Iterator[Objects]:
     """Lock the folder of object files of some sources, with an up-to-date copy of the sources in it.
 
-    Each checkout has its own, so that two of them do not undo each other's work.
+    Each checkout has its own folder, so that two checkouts do not overwrite each other's objects.
 
     Args:
-        root: where such folders are.
-        name: the library's, for people who look into the folder.
+        root: the parent folder.
+        name: the library's name, for people who look into the folder.
         origin: the sources.
-        identity: what ninja does not see change, such as the compiler's version.
+        identity: inputs whose change ninja does not see, such as the compiler's version.
     """
     key = hashlib.sha256(repr((str(origin.resolve()), PLATFORM, *identity)).encode()).hexdigest()[:16]
     folder = root / f"objects-{name}-{key}"
@@ -90,7 +90,7 @@ def open_objects(root: Path, name: str, origin: Path, *identity: str) -> Iterato
 
 
 def build(objects: Objects, recipe: Recipe, target: Path, show: Show, report: Path | None = None) -> None:
-    """Compile and link what changed and put the library at ``target``, whole or not at all; the reports at ``report``.
+    """Compile and link changed sources; put the library at ``target``, atomically, and the reports at ``report``.
 
     Raises:
         BuildError: ninja is missing, or a command fails.
@@ -102,7 +102,7 @@ def build(objects: Objects, recipe: Recipe, target: Path, show: Show, report: Pa
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         copied = shutil.copy(objects.folder / "library.so", scratch)
         with open(copied, "rb") as file:
-            os.fsync(file.fileno())  # a power cut must not leave a part of it
+            os.fsync(file.fileno())  # a power cut must not leave a partial file
         if report is not None:
             report.write_text("".join((objects.folder / f"{source}.o.txt").read_text() for source in recipe.sources))
         os.replace(copied, target)
@@ -142,7 +142,7 @@ def _write_ninja(recipe: Recipe, path: Path) -> None:
 
 
 def _write_compile_commands(recipe: Recipe, objects: Objects) -> None:
-    """Tell editors how each source is compiled: the file that they open, not its copy."""
+    """Write a compilation database for editors, with the original sources instead of their copies."""
     entries = [
         {
             "directory": str(objects.origin),
@@ -167,7 +167,7 @@ def _run_ninja(objects: Objects, show: Show) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # If this process is killed, the folder stays locked until its compilers are done.
+        # If this process is killed, the folder stays locked until its compilers end.
         pass_fds=(objects.lock.fileno(),),
     ) as process:
         assert process.stdout is not None
@@ -177,7 +177,7 @@ def _run_ninja(objects: Objects, show: Show) -> None:
                     show(line.rstrip())
                 else:
                     said.append(line)
-        except BaseException:  # Ctrl-C, for one
+        except BaseException:  # Ctrl-C, for example
             process.send_signal(signal.SIGINT)  # ninja then stops its compilers and removes unfinished files
             process.communicate()
             raise
@@ -186,7 +186,7 @@ def _run_ninja(objects: Objects, show: Show) -> None:
 
 
 def _jobs() -> int:
-    """Return how many compilers may run at once: MAX_JOBS, as for PyTorch's extensions, or a core each."""
+    """Return how many compilers may run at once: MAX_JOBS, as in PyTorch's extensions, or one per core."""
     asked = os.environ.get("MAX_JOBS")
     if asked and not (asked.isdecimal() and int(asked) > 0):
         raise BuildError(f"MAX_JOBS must be a positive integer, got {asked!r}")
@@ -196,13 +196,13 @@ def _jobs() -> int:
 
 
 def _empty_unused(root: Path) -> None:
-    """Empty the folders of object files that no build has locked for a month; a file `lock` stays of each."""
+    """Empty the object folders that no build has locked for a month; their `lock` files stay."""
     import fcntl
 
     for folder in root.glob("objects-*"):
         lock = folder / "lock"
         with contextlib.suppress(OSError), open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or BlockingIOError: it is in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if the folder is in use
             if time.time() - lock.stat().st_mtime > _UNUSED_DAYS * 86400:
                 for path in set(folder.iterdir()) - {lock}:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

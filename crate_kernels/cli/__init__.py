@@ -18,11 +18,11 @@ _COMMANDS = {
     "build": "compile the C++ extension into the user's cache",
     "tune": "time the Triton kernels' configurations on this GPU and keep the fastest",
 }
-_PIPE_CLOSED = 141  # 128 + SIGPIPE, as shells have it
+_PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells
 
 
 def _verbs() -> Iterator[tuple[str, str, str]]:
-    """List the verbs: the package that has each one's module, its name, and what it does."""
+    """Yield each verb as (package of its module, name, summary)."""
     for package, summaries in ((__name__, _COMMANDS), (experiments.__name__, experiments.SUMMARIES)):
         for name, summary in summaries.items():
             yield package, name, summary
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status.
 
     Args:
-        argv: arguments without the program's name; those of the process by default.
+        argv: arguments without the program's name; the process's arguments by default.
     """
     parser = argparse.ArgumentParser(prog="crate_kernels", description="Fused operators for white-box transformers.")
     parser.add_argument("--version", action="version", version=f"crate_kernels {__version__}")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone, as in `info | head`. Python flushes once more at exit: into nothing.
+        # The reader has closed the pipe, as in `info | head`. Python flushes again at exit: send that to devnull.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return status

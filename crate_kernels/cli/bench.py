@@ -1,4 +1,4 @@
-"""``bench``: our backends beside PyTorch's own on this machine, and what moved between two runs."""
+"""``bench``: our backends against PyTorch's own on this machine, and changes between two runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; return 1 if one of our backends is wrong, 2 if nothing could be asked."""
+    """Print the table; return 1 if one of our backends is wrong, 2 if nothing could be measured."""
     if args.bench_verb == "compare":
         return _compare(args)
     try:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.device) -> Iterator[Row]:
-    """Time what a tier has, one row after another."""
+    """Yield the timed rows of a tier one by one."""
 
     def timer(call: clock.Call, prepare: clock.Prepare) -> list[float]:
         return clock.host_seconds(call, prepare, device, _SECONDS[tier])
@@ -117,9 +117,9 @@ def _distrust(results: Results) -> str:
 
 
 def _table(results: Results) -> str:
-    """Lay out a line a case: the default backend's time, and how many times as long the others take.
+    """Return a table, one line per case: the default backend's time, and the time ratios of the others.
 
-    A provider that is beyond its budget is "wrong" there, and has no time.
+    A provider beyond its error budget is shown as "wrong", without a time.
     """
     groups = list(dict.fromkeys(row.group for row in results.rows))
     shown = dict.fromkeys(row.provider for row in results.rows if row.times or _is_wrong(row))
@@ -149,7 +149,7 @@ def _ratio(other: Row | None, ours: Row | None) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Print the rows that moved, slower ones first; return 2 if a file cannot be used."""
+    """Print the rows whose times changed, slower ones first; return 2 if a file cannot be used."""
     try:
         first, second = rows.read(args.first), rows.read(args.second)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""``build``: compile the C++ extension, and the CUDA library where there is a GPU, into the user's cache."""
+"""``build``: compile the C++ extension, and the CUDA library if there is a GPU, into the user's cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what is not there yet; return 1 if that failed, but for a CUDA library that has no GPU or no nvcc."""
+    """Compile missing libraries; return 1 on failure, except for a CUDA library without a GPU or nvcc."""
     if args.cuda:
         return _build_and_report(_build.build_cuda_cached)
     status = _build_and_report(_build.build_cached)
@@ -45,7 +45,7 @@ def _build_and_report(build: Callable[..., tuple[Path, bool]]) -> int:
     start = time.perf_counter()
     try:
         path, compiled = build(show=_show)
-    except (_build.BuildError, OSError) as error:  # OSError: a full disk, for one
+    except (_build.BuildError, OSError) as error:  # OSError: a full disk, for example
         _show("")
         print(f"build: {error}")
         return 1
@@ -56,6 +56,6 @@ def _build_and_report(build: Callable[..., tuple[Path, bool]]) -> int:
 
 
 def _show(line: str) -> None:
-    """Replace the last line of a terminal; a log gets the result alone."""
+    """Replace the last line of a terminal; write nothing to a log."""
     if sys.stdout.isatty():
         print(f"\r\x1b[K{line}", end="", flush=True)

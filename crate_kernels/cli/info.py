@@ -1,4 +1,4 @@
-"""``info``: versions, devices, and each operator on each backend: available, or why not."""
+"""``info``: versions, devices, and per operator and backend: available, or why not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Gather what ``info`` prints."""
+    """Return the facts that ``info`` prints."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.append("cuda")
@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def _extension_facts() -> dict[str, Any]:
-    """Say what the C++ extension is, or how to get it."""
+    """Return the facts of the C++ extension, or how to get it."""
     if _extension.PATH is None:
         advice = "python -m crate_kernels build, with a C++ compiler installed"
         if libraries.source_folder() is None:
@@ -64,7 +64,7 @@ def _extension_facts() -> dict[str, Any]:
 
 
 def _cuda_facts() -> dict[str, Any]:
-    """Say what the CUDA library is, or why there is none."""
+    """Return the facts of the CUDA library, or why there is none."""
     reason = _backend.for_device("cpp", "cuda").missing
     if reason is not None:
         return {"path": None, "reason": reason}
@@ -73,7 +73,7 @@ def _cuda_facts() -> dict[str, Any]:
 
 
 def _state(op: str, name: str, devices: list[str]) -> dict[str, Any]:
-    """Say whether a backend can run on a device of this machine, and likewise what serves CUDA tensors in its place."""
+    """Return whether a backend, and its variant for CUDA tensors, can run on a device of this machine."""
     state = _available(op, _backend.for_device(name), devices)
     if (on_cuda := _backend.for_device(name, "cuda")) is not _backend.for_device(name):
         state["on_cuda"] = _available(op, on_cuda, devices)

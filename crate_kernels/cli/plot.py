@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw what the results have rows for; return 1 if that is nothing, 2 if the file cannot be used."""
+    """Draw every figure that the results have rows for; return 1 if there is none, 2 if the file cannot be used."""
     from crate_kernels.bench import rows
 
     try:

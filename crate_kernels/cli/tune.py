@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workloads(ops: list[str]) -> list[tune.Workload]:
-    """List the workloads of the operators that have any."""
+    """List the workloads of the named operators; not every operator has some."""
     found = []
     for op in ops:
         if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):
@@ -37,7 +37,7 @@ def workloads(ops: list[str]) -> list[tune.Workload]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, print what was found and write it as it comes; return 1 where something could not be tuned."""
+    """Tune; print and write each result at once; return 1 if some workload could not be tuned."""
     if not torch.cuda.is_available():
         print("tune: needs a CUDA or HIP GPU, and PyTorch sees none (python -m crate_kernels info)")
         return 1
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     try:
         launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # better now than after minutes of timing
+    except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
     every, lines, failed = workloads(ops), [], 0
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[int]) -> None:
-    """Time the workloads from ``first`` on, of which ``lost`` are configurations to leave out, and send the results."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    """Time the workloads from ``first`` on and send the results; leave out configurations ``lost`` of the first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     device = torch.device("cuda", torch.cuda.current_device())
     every = workloads(ops)[first:]
     connection.send(("ready",))
@@ -95,13 +95,13 @@ def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[in
             )
             connection.send(("found", dict(result.config), result.seconds, result.shipped))
         except Exception as error:
-            torch.cuda.synchronize()  # raises, and ends this process, where nothing can run any more
+            torch.cuda.synchronize()  # raises, and so ends this process, if the device is unusable
             connection.send(("failed", f"{type(error).__name__}: {error}"))
         lost = frozenset()
 
 
 def judge(call: tune.Prepared) -> Callable[[], bool]:
-    """Return the check of a call by the budget of the tests."""
+    """Return a check of a call by the error budget of the tests."""
     eager, exact = call.plain(call.dtype), call.plain(torch.float64)
     return lambda: all(m.passed for m in testing.measure(call.results(), eager, exact, call.dtype))
 
@@ -113,5 +113,5 @@ def _shipped(workload: tune.Workload, device: torch.device) -> launch.Config:
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the median time of a call on the device alone, with cold caches."""
+    """Return the median device time of a call, with cold caches."""
     return statistics.median(clock.device_seconds(call, tuple, device, _ROUNDS) or [])

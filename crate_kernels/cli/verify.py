@@ -19,7 +19,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Row:
-    """The worst output of one case on one backend: nearest to its budget, or beyond it."""
+    """The worst output of one case on one backend: the largest share of its budget."""
 
     case: str
     backend: str
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; return 1 if anything failed, 2 if nothing could be asked."""
+    """Print the table; return 1 if anything failed, 2 if nothing could be checked."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in args.backend or ():
         if name not in backends.names():
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _backends(case: testing.Case, dtype: torch.dtype, device: str, only: list[str] | None) -> Iterator[str]:
-    """Yield the backends that can run ``case``; ``reference`` is what the others are held against."""
+    """Yield the backends that can run ``case``, without ``reference``: the others are compared with it."""
     for name in only or backends.names():
         if name == "reference":
             continue
         try:
             yield backends.resolve(testing.SPECS[case.op].room, name, torch.device(device), dtype)
         except (RuntimeError, NotImplementedError):
-            continue  # not here, not on this device, or not in this dtype
+            continue  # unavailable, or not on this device or in this dtype
 
 
 def _check(
@@ -103,7 +103,7 @@ def _check(
         except NotImplementedError as refusal:
             excluded[str(refusal)] += 1
             continue
-        except Exception as error:  # a kernel that dies is a failed row, and the rest still has to be seen
+        except Exception as error:  # a crashed kernel is a failed row; go on with the others
             yield Row(str(case), backend, dtype_name, "", float("nan"), None, 0.0, False, repr(error))
             continue
         worst = max(results, key=lambda r: (not r.passed, r.error / r.budget if r.budget else r.error))

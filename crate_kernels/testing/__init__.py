@@ -1,7 +1,7 @@
 """Named cases, inputs and the error budget: shared by tests, ``verify`` and benchmarks.
 
-A case says what is computed; ``make_inputs`` draws its tensors, ``run`` calls the public function
-and takes its gradients, and ``measure`` holds the result against float64.
+``make_inputs`` draws the tensors of a case, ``run`` calls the public function and takes its
+gradients, and ``measure`` compares the results with float64.
 """
 
 from crate_kernels._core.draw import padding_mask

@@ -1,4 +1,4 @@
-"""The error budget: runs a case and holds what comes out against float64."""
+"""The error budget: runs a case and compares its results with float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(case: Case, inputs: Inputs, backend: str | None, seed: int = 0) -> dict[
     """Call the public function and differentiate it; return outputs and ``d<argument>`` by name.
 
     Args:
-        case: which call.
-        inputs: its tensors; they are detached first.
+        case: the call.
+        inputs: the tensors of the call; they are detached first.
         backend: as in the public function.
         seed: torch's seed before the call (dropout), and the seed of the upstream gradients.
     """
@@ -34,7 +34,7 @@ def run(case: Case, inputs: Inputs, backend: str | None, seed: int = 0) -> dict[
     generator = torch.Generator().manual_seed(seed + 1)
     losses = []
     for output in outputs:
-        # Drawn in the working dtype's precision, so that every dtype sees the same upstream values.
+        # Rounded to bf16, so that every dtype sees the same upstream values.
         upstream = torch.randn(output.shape, generator=generator).bfloat16().to(output.device, output.dtype)
         finite = output.isfinite()  # lse of a row without keys is -inf
         losses.append((torch.where(finite, output, 0.0) * upstream).sum(dtype=torch.float64))
@@ -47,13 +47,13 @@ def run(case: Case, inputs: Inputs, backend: str | None, seed: int = 0) -> dict[
 
 @dataclass(frozen=True)
 class Measurement:
-    """One output held against float64.
+    """One output compared with float64.
 
     Attributes:
         output: name of the output or gradient.
         error: largest absolute error against float64.
-        eager_error: the same of ``reference`` in the same dtype.
-        budget: what ``error`` may be.
+        eager_error: the error of ``reference`` in the same dtype.
+        budget: the largest error allowed.
         finite: whether the output is finite wherever float64 is.
     """
 
@@ -65,19 +65,19 @@ class Measurement:
 
     @property
     def passed(self) -> bool:
-        """Whether the output is finite and within budget."""
+        """True if the output is finite and within budget."""
         return self.finite and self.error <= self.budget
 
 
 def measure(
     actual: Mapping[str, Tensor], eager: Mapping[str, Tensor], oracle: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[Measurement]:
-    """Hold every output to ``c * (eager's error + eps(dtype) * max|oracle|)``, c = 2, or 3 for gradients.
+    """Compare each error with ``c * (eager's error + eps(dtype) * max|oracle|)``, c = 2, or 3 for gradients.
 
     Args:
         actual: outputs of ``run`` under test.
-        eager: outputs of ``run`` on ``reference`` in the same dtype. Where it overflows (published fp16 code
-            does), its error counts as zero, which only tightens the budget.
+        eager: outputs of ``run`` on ``reference`` in the same dtype. If an output overflows, as in published fp16
+            code, its error counts as zero, which only tightens the budget.
         oracle: outputs of ``run`` on ``reference`` in float64.
         dtype: the dtype under test.
     """
@@ -100,12 +100,12 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Check packed offsets by value, on any device; the operators do so on the CPU only.
+    """Check the values of packed offsets on any device; the operators check them on the CPU only.
 
     Args:
         cu_seqlens: (sequences + 1,) int32.
         total: number of packed tokens.
-        max_seqlen: length that no sequence may exceed.
+        max_seqlen: the largest length allowed.
 
     Raises:
         ValueError: the offsets do not rise from 0 to ``total``, or a sequence is longer than ``max_seqlen``.

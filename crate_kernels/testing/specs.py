@@ -1,4 +1,4 @@
-"""Every operator's spec, and what is drawn from it."""
+"""The specs of all operators, and their cases and inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
 
 
 def cases(room: str) -> tuple[Case, ...]:
-    """Return the cases of the operators whose kernels are in one room."""
+    """Return the cases of the operators in one folder of ``ops/``."""
     return tuple(case for case in CASES if SPECS[case.op].room == room)
 
 
 def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
-    """Say why ``case`` cannot be held to the budget on ``backend``; None if it can.
+    """Say why ``case`` is not held to the budget on ``backend``; None if it is.
 
-    The reasons are properties of what a backend is made of, and of Triton's interpreter, which runs its kernels on CPU
+    The reasons are properties of a backend's building blocks, and of Triton's interpreter, which runs kernels on CPU
     tensors.
     """
     if backend == "triton" and dtype == torch.bfloat16 and torch.device(device).type == "cpu":
@@ -36,9 +36,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     """Draw the tensors of ``case`` in ``dtype``, so that a promotion to float64 changes no value.
 
     Args:
-        case: which call.
+        case: the call.
         dtype: dtype of the drawn tensors; temp, denom_bias and weights have it too.
-        device: where they are put; they are drawn on the CPU, the same everywhere.
+        device: device of the tensors. They are drawn on the CPU, so they are equal on every device.
         seed: seed of the draw.
 
     Raises:
