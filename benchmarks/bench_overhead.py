@@ -1,4 +1,4 @@
-"""What a call of the public functions costs beside the op underneath."""
+"""Overhead of the public functions over the op underneath."""
 
 from benchmarks.common import What, grid
 from crate_kernels.bench import overhead

@@ -1,4 +1,4 @@
-"""Time and memory against seqlen, batch and dim, to where the published form runs out of memory."""
+"""Time and memory against seqlen, batch and dim, up to sizes at which the published form runs out of memory."""
 
 import pytest
 
@@ -32,7 +32,7 @@ PROVIDERS = ("eager", "compile", "sdpa", "composite", "cpp", "triton")
 
 
 def _grid(subjects, directions):
-    """Parametrise; a provider that an operator does not have is no case of its."""
+    """Parametrise over the providers that each operator has."""
     every = grid(subjects, directions, PROVIDERS, ["fp32"])
     known = {op: [provider.name for provider in providers.of(op)] for op in SWEEPS}
     kept = [p for p in every.args[1] if p.values[3] in known[p.values[0].subject.case.op]]

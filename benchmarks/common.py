@@ -1,4 +1,4 @@
-"""Parameters of the benchmarks: what is timed, in which dtype and direction, by whom."""
+"""Parameters of the benchmarks: cases, dtypes, directions and providers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ONLY_FULL = ("backward", "flex")
 
 @dataclass(frozen=True)
 class What:
-    """One thing that several providers compute, and where and when it is timed.
+    """One subject that several providers compute, and the devices and runs that time it.
 
     Attributes:
-        name: of the test.
+        name: name in the test id.
         subject: the case.
-        devices: device types on which it is timed.
-        brief: whether the default run times it.
-        only_full: directions and providers that the default run leaves to the full one.
+        devices: device types on which the subject is timed.
+        brief: whether the default run times the subject.
+        only_full: directions and providers that only the full run times.
     """
 
     name: str
@@ -36,12 +36,12 @@ class What:
     only_full: tuple[str, ...] = ()
 
     def runs_on(self, device_type: str) -> bool:
-        """Whether it is timed on such a device."""
+        """Return whether the subject is timed on this type of device."""
         return device_type in self.devices
 
 
 def grid(subjects: Iterable[What], directions: Iterable[str], names: Iterable[str], dtypes: Iterable[str] = DTYPES):
-    """Parametrise by what, dtype, direction and provider, the providers of one thing beside each other."""
+    """Parametrise by subject, dtype, direction and provider; the providers of one subject follow one another."""
     names = tuple(names)
     return pytest.mark.parametrize(
         ("what", "dtype", "direction", "provider"),
@@ -58,7 +58,8 @@ def grid(subjects: Iterable[What], directions: Iterable[str], names: Iterable[st
 def operator_grid(*ops: str):
     """Parametrise by the timed cases of operators.
 
-    Where sequences are long, a backward pass alone takes eager seconds, and FlexAttention is compiled for seconds.
+    For long sequences the default run omits two slow things: the backward pass alone, seconds in eager, and
+    FlexAttention, seconds to compile.
     """
     cases = [
         What(f"{t.case.op}-{t}-{t.devices[0]}", t, t.devices, t.brief, _ONLY_FULL if t.seqlen >= _LONG else ())

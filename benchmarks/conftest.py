@@ -1,4 +1,4 @@
-"""What every benchmark shares: options, shards, the clock, and the file that results go to as they come."""
+"""Shared by all benchmarks: options, shards, the clock, and the file to which each result is written at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     if getattr(config.option, "benchmark_columns", "") is None:
-        config.option.benchmark_columns = COLUMNS  # the default ones do not fit a terminal
+        config.option.benchmark_columns = COLUMNS  # the default columns do not fit a terminal
     config.device = torch.device(config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     config.results = config.getoption("--results")
     if config.results is not None and config.results.suffix != ".json":
@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep what is timed on this device, in this tier and in this shard; a group's providers stay together."""
+    """Keep the tests of this device, tier and shard; the providers of a group stay together."""
     part, parts = (int(n) for n in config.getoption("--shard").split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--shard must be i/n with 1 <= i <= n, got {config.getoption('--shard')}")
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def results(request):
-    """Return the results so far; those of the file, if one was given."""
+    """Return the results so far, including those in the given file."""
     path, device = request.config.results, request.config.device
     if device.type == "cpu":
         request.config.looks.append(load.look())
@@ -88,7 +88,7 @@ def results(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say whether the machine was ours alone, before and after."""
+    """Report whether other processes used the machine, before and after."""
     looks = [*config.looks, *(load.look() for _ in config.looks)]
     if any(found.busy for found in looks):
         words = " before, ".join(map(str, looks))
@@ -151,7 +151,7 @@ def timed(request, benchmark, results, started):
 
 @pytest.fixture(autouse=True)
 def free(request):
-    """Return cached GPU memory between benchmarks, or the next one runs out of what this one no longer needs."""
+    """Free cached GPU memory between benchmarks, so that the next one can use it."""
     yield
     if request.config.device.type == "cuda":
         memory.release()

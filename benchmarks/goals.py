@@ -1,4 +1,4 @@
-"""The goals that the library was designed for, beside what was measured, and why where one is missed."""
+"""The design goals of the library, the measured ratios, and the reason for each missed goal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Goal:
 
     Attributes:
         what: the operator and direction, in words.
-        target: how many times as long ``baseline`` should take; a most, in microseconds, for overhead.
+        target: least time of ``baseline`` as a multiple of ours; for overhead, the most microseconds.
         baseline: the provider.
-        rows: picks one of our rows, and with it the case.
-        reason: what limits it, for a case that misses.
+        bench, direction, dtype, cases: select our rows.
+        reason: the limit, for a case that misses the goal.
     """
 
     what: str
@@ -80,7 +80,7 @@ GOALS = (
     Goal("CRATE-S training step, batch 8", 2.2, "eager", "models", "step", "bf16", ("crate_small",), _PRODUCTS),
 )
 _OVERHEAD = (("public", "no gradient", 8.0), ("public with gradient", "forward with gradient", 20.0))
-# PERFORMANCE goals of GPUs, for when one has run the benchmarks.
+# Goals for GPUs. No GPU has run the benchmarks yet.
 GPU_GOALS = (
     "mssa forward, up to 1024 tokens or head_dim 48: 1.2 times the best SDPA backend",
     "mssa forward, long, head_dim 64: 1.0 times the best SDPA backend, 1.3 times SDPA-flash",
@@ -94,7 +94,7 @@ GPU_GOALS = (
 
 
 def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
-    """Return our row and how many times as long the baseline takes, for every case of a goal that was timed."""
+    """Return, for every timed case of a goal, our row and the baseline's time as a multiple of ours."""
     found = []
     for case in goal.cases:
         beside = results.find(bench=goal.bench, case=case, dtype=goal.dtype, direction=goal.direction)
@@ -106,7 +106,7 @@ def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
 
 
 def cpu_lines(results: Results) -> Iterable[list[str]]:
-    """Yield (goal, dtype, target, measured by case, met, reason) for every goal of CPUs."""
+    """Yield (goal, dtype, target, measured per case, met, reason) for every CPU goal."""
     for goal in GOALS:
         found = ratios(results, goal)
         missed = [ratio for _, ratio in found if round(ratio, 2) < goal.target]

@@ -29,7 +29,7 @@ def load() -> dict[str, Results]:
 
 
 def _on(kind: str, results: dict[str, Results]) -> Results | None:
-    """Return the results of a CPU or a GPU."""
+    """Return the first results of a CPU or of a GPU."""
     return next((r for r in results.values() if r.machine["gpu"] == (kind == "gpu")), None)
 
 
@@ -49,13 +49,13 @@ def _ours(results: Results, bench: str, case: str, dtype: str, direction: str) -
 
 
 def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, directions: tuple[str, str]) -> str:
-    """Render how many times as long a baseline takes: forward / forward and backward."""
+    """Render the time of a baseline as a multiple of ours: forward / forward and backward."""
     ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
     return " / ".join("-" if row is None else _ratio(results, row, baseline) for row in ours)
 
 
 def _speed(results: Results, bench: str, baselines: list[str]) -> str:
-    """Render every case of an operator: our times, and how many times as long the baselines take."""
+    """Render every case of an operator: our times, and the baselines' times as multiples of ours."""
     directions = ("forward", "both")
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
@@ -93,7 +93,7 @@ def _models(results: Results) -> str:
 
 
 def _rates(results: Results, bench: str, baseline: str) -> str:
-    """Render tokens a second of decoding or generation, ours and a baseline's."""
+    """Render tokens per second of decoding or generation, ours and a baseline's."""
     lines = []
     for row in results.find(bench=bench):
         if row.provider != baseline or not row.times:
@@ -134,7 +134,7 @@ def _machine(results: Results) -> str:
 
 
 def _readme(results: Results) -> str:
-    """Render the few lines of the README: each operator's published layer, and models."""
+    """Render the README's table: each operator's published layer, and models."""
     wanted = (
         ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
         ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
@@ -181,7 +181,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def render(name: str, results: dict[str, Results]) -> str:
-    """Render a table by its name, ``cpu-speed`` for one.
+    """Render a table by its name, such as ``cpu-speed``.
 
     Raises:
         KeyError: there is no such table.
@@ -196,12 +196,12 @@ def render(name: str, results: dict[str, Results]) -> str:
 
 
 def rewritten(page: str, results: dict[str, Results]) -> str:
-    """Return a page with its tables as the results have them."""
+    """Return a page with its tables rewritten from the results."""
     return _MARKED.sub(lambda found: found[1] + render(found[2], results) + found[3], page)
 
 
 def main() -> int:
-    """Rewrite the pages, or say which differ."""
+    """Rewrite the pages, or print those that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page differs")
     args = parser.parse_args()

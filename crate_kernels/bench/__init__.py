@@ -1,5 +1,5 @@
-"""What the benchmarks, ``bench`` and ``plot`` share: published forms, providers, the gate, clocks and results.
+"""Shared by the benchmarks, ``bench`` and ``plot``: published forms, providers, the gate, clocks and results.
 
-A row is one provider on one named case, dtype and direction. It is held against float64 first: a provider that is
-wrong gets no time.
+A row is one provider on one named case, dtype and direction. The provider is compared with float64 first: a wrong
+provider gets no time.
 """

@@ -1,4 +1,4 @@
-"""Time on the host and on the device, and the rates that this machine reaches in the same run."""
+"""Times calls on the host and on the device, and measures the rates that this machine reaches in the same run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ LONG = 5.0
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched; nothing on a CPU."""
+    """Wait for launched kernels; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def rounds_for(seconds: float, budget: float, least: int = 3, most: int = 50) -> int:
-    """Return how many calls of ``seconds`` fit a budget."""
+    """Return how many calls of ``seconds`` fit into a time budget."""
     return max(least, min(most, int(budget / max(seconds, 1e-7))))
 
 
 def once(call: Call, prepare: Prepare, device: torch.device) -> float:
-    """Return the seconds of one call, with what it is given prepared outside of them."""
+    """Return the seconds of one call; preparing its arguments is not timed."""
     args = prepare()
     synchronize(device)
     start = perf_counter()
@@ -36,7 +36,7 @@ def once(call: Call, prepare: Prepare, device: torch.device) -> float:
 
 
 def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: float) -> list[float]:
-    """Time calls on the host, the first two untimed; a single one that takes too long to repeat."""
+    """Time calls on the host after two warm-up calls; if the first is longer than ``LONG``, time only one more."""
     if once(call, prepare, device) > LONG:
         return [once(call, prepare, device)]
     rounds = rounds_for(once(call, prepare, device), budget)
@@ -44,11 +44,11 @@ def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: flo
 
 
 def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: int) -> list[float] | None:
-    """Time calls by events on a GPU, each after its L2 cache was overwritten; None on a CPU.
+    """Time calls by events on a GPU, each after overwriting its L2 cache; None on a CPU.
 
-    A call that is given nothing is captured in a CUDA graph where it can be, so that launching it costs nothing: what
-    is left is the device's own time. What prepares it comes before every call and every replay, outside of the graph;
-    it leaves tensors where they are.
+    A call without arguments is captured in a CUDA graph if possible: a replay has no launch overhead, so only the
+    device's own time is left. ``prepare`` runs before every call and every replay, outside of the graph. It must not
+    move tensors.
     """
     if device.type != "cuda":
         return None
@@ -84,21 +84,21 @@ def _captured(call: Call, prepare: Prepare, device: torch.device) -> Callable[[]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:  # synchronises, or allocates in a way that graphs refuse
+    except RuntimeError:  # the call synchronises, or allocates in a way that graphs refuse
         torch.cuda.synchronize(device)
         return None
     return graph.replay
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of the library's own large square product in this run."""
+    """Return the FLOP/s of a large square product by PyTorch's library in this run."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * size**3 / _median(lambda: torch.mm(a, b), device)
 
 
 def copy_bytes(device: torch.device) -> float:
-    """Return the bytes a second of a copy that no cache holds, read and written counted, in this run."""
+    """Return the bytes per second, reads plus writes, of a copy larger than any cache in this run."""
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     a = torch.ones(size, dtype=torch.int8, device=device)
     b = torch.empty_like(a)

@@ -1,4 +1,4 @@
-"""What moved between two files of results, beyond the noise of their samples."""
+"""Compares two files of results: rows that changed by more than the noise of their samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Change:
-    """How many times as long a row takes in the second file as in the first.
+    """The ratio of a row's time in the second file to its time in the first.
 
     Attributes:
         key: the row.
-        ratio: of the medians.
+        ratio: ratio of the medians.
         low, high: 95% confidence interval of the ratio, by bootstrap over the samples of both files.
     """
 
@@ -28,12 +28,12 @@ class Change:
     high: float
 
     def moved(self, least: float) -> bool:
-        """Whether the whole interval is further than ``least`` from no change."""
+        """Return whether the whole interval is further than ``least`` from no change."""
         return self.low > 1 + least or self.high < 1 / (1 + least)
 
 
 def changes(first: Results, second: Results) -> Iterator[Change]:
-    """Yield the change of every row that both files have times of."""
+    """Yield the change of every row with times in both files."""
     earlier = {row.key: row for row in first.rows if row.times}
     draws = np.random.default_rng(0)
     for row in second.rows:
@@ -45,6 +45,6 @@ def changes(first: Results, second: Results) -> Iterator[Change]:
 
 
 def missing(first: Results, second: Results) -> tuple[list[str], list[str]]:
-    """List the rows that only the first, and only the second file has times of."""
+    """List the rows with times in the first file only, and in the second file only."""
     a, b = ({row.key for row in results.rows if row.times} for results in (first, second))
     return sorted(a - b), sorted(b - a)

@@ -1,4 +1,4 @@
-"""Decoding: one new token against what is cached, and whole texts."""
+"""Times decoding: one new token on a cache, and the generation of whole texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _of(op: str) -> Decoding:
 
 
 def providers_of(op: str) -> tuple[str, ...]:
-    """Return the names of those that decode for an operator."""
+    """Return the names of the providers that decode with an operator."""
     return *_of(op).providers, *OURS
 
 
@@ -49,7 +49,7 @@ def _draw(step: Step, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
 
 
 def blank(step: Step, dtype: str, provider: str) -> Row:
-    """Return the row of a step before anything is known of it."""
+    """Return the row of a step, without results."""
     row = Row("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
     row.bytes = _of(step.op).least_bytes(step, DTYPES[dtype])
     row.unit, row.amount = "tokens", float(step.shape[0])
@@ -58,7 +58,7 @@ def blank(step: Step, dtype: str, provider: str) -> Row:
 
 @torch.no_grad()
 def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) -> Row:
-    """Time one decoding step, its output held against float64."""
+    """Time one decoding step after comparing its output with float64."""
     dtype, provider = DTYPES[row.dtype], row.provider
     reason = _unavailable_reason(step, provider, dtype, device)
     if reason is not None:
@@ -100,7 +100,7 @@ TEXT_PROVIDERS = ("recomputing", "composite", "default")
 
 
 def blank_text(text: Text, provider: str) -> Row:
-    """Return the row of a text before anything is known of it."""
+    """Return the row of a text, without results."""
     row = Row("generation", "model", str(text), text.dtype, "forward", provider, unit="tokens")
     row.amount = float(text.batch * text.new)
     return row
@@ -108,9 +108,9 @@ def blank_text(text: Text, provider: str) -> Row:
 
 @torch.no_grad()
 def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Timer) -> Row:
-    """Time the writing of a text, each of whose tokens must be the likeliest by float64, up to rounding.
+    """Time the generation of a text. Each token must be the likeliest in float64, up to rounding.
 
-    "recomputing" is what the published code does: the published form, the whole window for every token.
+    "recomputing" is the published code: the published form on the whole window for every token.
     """
     dtype, provider = DTYPES[row.dtype], row.provider
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
         chosen = logits.gather(-1, written[:, text.prompt :, None])[..., 0]
         short = (logits.amax(-1) - chosen).max().item()
         size, eager_off = logits.abs().max().item(), (rounded.double() - logits).abs().max().item()
-        # A token is chosen for being ahead of another: both logits may be off.
+        # The choice of a token compares two logits, and each may be off: hence the factor 2.
         budget = 2 * FORWARD_FACTOR * (eager_off + torch.finfo(dtype).eps * size)
         measuring.fill(row, Verdict(short / size, short / eager_off if eager_off else 0.0, short / budget, "text"))
         if not row.skipped:

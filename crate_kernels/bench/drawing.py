@@ -1,4 +1,4 @@
-"""Figures that look alike and keep nothing in pyplot's global state."""
+"""Makes figures in one style, without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers too.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY, GREEN, PINK, SKY = "#0072b2", "#d55e00", "#555555", "#009e73", "#cc79a7", "#56b4e9"
 CYCLE = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 
@@ -22,13 +22,13 @@ def axes(width: float, height: float, rows: int = 1, columns: int = 1, **kwargs:
 
 
 def bare(ax: Any) -> None:
-    """Take ticks and frame off a picture."""
+    """Remove ticks and frame."""
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
 
 
 def png(figure: Figure) -> bytes:
-    """Return the bytes of a PNG file."""
+    """Return the figure as the bytes of a PNG file."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

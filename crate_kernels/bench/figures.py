@@ -79,13 +79,13 @@ def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[floa
     ax.set(xscale="log", yscale="log", ylabel=label)
     ax.set_xscale("log", base=2)
     bottom, top = ax.get_ylim()
-    ax.set_ylim(bottom, top * (top / bottom) ** 0.3)  # room for the legend: every line rises
+    ax.set_ylim(bottom, top * (top / bottom) ** 0.3)  # space for the legend: every line rises
     ax.grid(alpha=0.25)
     ax.legend(fontsize=7, frameon=False, loc="upper left")
 
 
 def rates(results: Results, direction: str = "both") -> Figure:
-    """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of the library's own product."""
+    """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of PyTorch's own product."""
     ops = [op for op in _MULTIPLYING if series(results, op, "seqlen", direction)]
     figure, grid = axes(4.6 * len(ops), 3.4, 1, len(ops))
     for ax, op in zip(grid[0], ops, strict=True):
@@ -112,7 +112,7 @@ def rates(results: Results, direction: str = "both") -> Figure:
 
 
 def roofline(results: Results, dtype: str = "fp32") -> Figure:
-    """Draw every forward of a dtype by the FLOP a byte that it needs and the FLOP/s that it reached."""
+    """Draw every forward of a dtype by its FLOP per byte and the FLOP/s that it reached."""
     figure, grid = axes(6.4, 4.2)
     ax = grid[0, 0]
     product, copy = results.machine["product_flops"][dtype], results.machine["copy_bytes"]
@@ -137,7 +137,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
 
 
 def heatmap(results: Results, direction: str = "both") -> Figure:
-    """Draw how many times as long each baseline takes as the default backend, case by case."""
+    """Draw the time of each baseline as a multiple of the default backend's, per case."""
     rows = [r for r in results.rows if r.bench in backends.OPS and r.direction == direction]
     cases = list(dict.fromkeys((r.op, r.case, r.dtype) for r in rows))
     names = [n for n in dict.fromkeys(r.provider for r in rows if r.times) if n not in _OURS]
@@ -161,7 +161,7 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
 
 
 def every(results: Results) -> dict[str, Figure]:
-    """Return the figures that these results have rows for, by file name."""
+    """Return every figure for which the results have rows, by file name."""
     found: dict[str, Figure] = {}
     for over in ("seqlen", "batch", "dim"):
         if any(series(results, op, over, "both") for op in _SWEEPS):

@@ -1,4 +1,4 @@
-"""The gate before the clock: a provider is held against float64 on the inputs that it will be timed on."""
+"""The gate before the clock: compares a provider with float64 on the inputs that it will be timed on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR, SPECS, make_i
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found.
+    """The result of the gate.
 
     Attributes:
-        error: norm of the error over that of the exact result, of the worst among output and gradients.
-        times_eager: the worst ratio of a provider's error to the eager form's in the same dtype.
-        share: the worst error as a share of its budget; the provider passes up to 1.
-        output: which output or gradient that is.
+        error: norm of the error over the norm of the exact result, the largest among output and gradients.
+        times_eager: the largest ratio of the provider's error to the eager form's in the same dtype.
+        share: the largest error as a share of its budget; the provider passes up to 1.
+        output: name of the output or gradient with that share.
     """
 
     error: float
@@ -29,12 +29,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every output and gradient is finite and within budget."""
+        """True if every output and gradient is finite and within budget."""
         return self.share <= 1.0
 
 
 def arguments(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Draw the differentiable arguments of a case, in the order of the public function's."""
+    """Draw the differentiable arguments of a case, in the public function's order."""
     spec = SPECS[case.op]
     if spec.arguments is None:
         tensors = list(make_inputs(case, dtype, device).differentiable.values())
@@ -50,12 +50,12 @@ def upstream(out: Tensor) -> Tensor:
 
 
 class Gate:
-    """The exact results of one case and dtype, and eager's error, formed once for all providers.
+    """The exact results of one case and dtype, and eager's error, computed once for all providers.
 
-    Budget and factors are the tests', which hold the largest entry of an error on small cases. Here it is the Frobenius
-    norm: a wrong tile stands out as much, and of millions of entries the largest error is luck. An activation within
-    rounding of a threshold may fall on either side in any form, and running sums of few tokens may be near zero.
-    Where a spec says so, a part of the result stands for all of it.
+    Budget and factors are those of the tests. The tests bound the largest entry of an error on small cases; the gate
+    bounds the Frobenius norm. A wrong tile stands out in both, but among millions of entries the largest error is luck:
+    an activation within rounding of a threshold may fall on either side in any form, and running sums of few tokens may
+    be near zero. If a spec has a ``sampling``, only a part of the result is compared.
     """
 
     def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Gate:
         self.eager_errors = [self._error(e, x) for e, x in zip(eager, self.exact, strict=True)]
 
     def _sample(self, tensor: Tensor) -> Tensor:
-        """Return what of a result is compared."""
+        """Return the compared part of a result."""
         return tensor if self.sampling is None else self.sampling.part(tensor)
 
     def _results(self, dtype: torch.dtype) -> list[Tensor]:
@@ -82,7 +82,7 @@ class Gate:
         return torch.linalg.vector_norm(actual.double() - exact).item()
 
     def hold(self, function: Function, gradients: bool) -> Verdict:
-        """Run a provider and hold what comes out; its gradients too, if those are to be timed."""
+        """Run a provider and check its output, and its gradients if ``gradients``."""
         worst, largest, times_eager = (0.0, "out"), 0.0, 0.0
         if gradients:
             out = function(*self.args)
@@ -106,8 +106,8 @@ _last: list[Gate] = []
 
 
 def gate(case: Case, dtype: torch.dtype, device: torch.device) -> Gate:
-    """Return the gate of a case; the last one is kept, for its providers come one after another."""
+    """Return the gate of a case. The last gate is kept, because a case's providers follow one another."""
     if not _last or (_last[0].case, _last[0].dtype, _last[0].device) != (case, dtype, device):
-        _last.clear()  # before the next is formed: both might not fit
+        _last.clear()  # first free the old gate: two might not fit in memory
         _last.append(Gate(case, dtype, device))
     return _last[0]

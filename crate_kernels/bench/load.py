@@ -1,4 +1,4 @@
-"""How many cores nobody uses: where others are at work, threads wait for cores, and times say nothing."""
+"""Counts the free cores: if other processes use cores, threads wait for them and times mean nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Load:
-    """What a look at the machine found.
+    """The load of the machine.
 
     Attributes:
-        cores: that this process may use.
+        cores: number of cores that this process may use.
         free: how many of them nobody used.
     """
 
@@ -29,12 +29,12 @@ class Load:
 
     @property
     def busy(self) -> bool:
-        """Whether others use half a core or more."""
+        """True if other processes use half a core or more."""
         return self.cores - self.free >= 0.5
 
     @property
     def threads(self) -> int:
-        """How many threads find a core each; one has to."""
+        """Number of threads that get a core each, at least one."""
         return max(1, int(self.free + 0.5))
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class Load:
 
 
 def look(seconds: float = _SECONDS) -> Load:
-    """Watch the cores that this process may use for a moment, in which it does nothing itself.
+    """Watch the cores that this process may use for ``seconds``, while it sleeps.
 
-    A container's quota counts as what is free of them. Where the system does not say, the load average has to do, which
-    remembers a minute.
+    A container's quota limits the number of free cores. If the system does not report idle times, use the load average,
+    which covers a minute.
     """
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     before = _idle()
@@ -59,13 +59,13 @@ def look(seconds: float = _SECONDS) -> Load:
 
 
 def share_cores(device: torch.device, say: Callable[[str], object]) -> None:
-    """Before work on a CPU: let PyTorch use the cores that are free, and say so where those are fewer than it would."""
+    """Limit PyTorch to the free cores before work on a CPU, and say so if that is fewer threads than before."""
     if device.type == "cpu" and torch.get_num_threads() > 1:
         use(look(), say)
 
 
 def use(load: Load, say: Callable[[str], object]) -> None:
-    """Let PyTorch have no more threads than there are free cores: threads that wait for one hold up the others."""
+    """Limit PyTorch to one thread per free core: a thread that waits for a core delays the others."""
     threads = torch.get_num_threads()
     if load.threads < threads:
         torch.set_num_threads(load.threads)
@@ -74,7 +74,7 @@ def use(load: Load, say: Callable[[str], object]) -> None:
 
 
 def _idle() -> dict[int, tuple[int, int]] | None:
-    """Return the time that each core was idle, and all of its time, in ticks; None where the system does not say."""
+    """Return the idle and the total time of each core, in ticks; None if the system does not report them."""
     try:
         lines = _STAT.read_text().splitlines()
     except OSError:
@@ -93,7 +93,7 @@ def _share(before: tuple[int, int], after: tuple[int, int]) -> float:
 
 
 def _quota(cores: int) -> float:
-    """Return how many cores' time a container may have: all of them where there is no limit."""
+    """Return the container's CPU quota in cores; ``cores`` without a limit."""
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)

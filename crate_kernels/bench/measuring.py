@@ -1,4 +1,4 @@
-"""One row from beginning to end: the gate, the clock, the memory."""
+"""Measures a row: the gate, then the times, then the memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from crate_kernels.bench.rows import DTYPES, Row
 from crate_kernels.testing import SPECS, Timed
 
 DIRECTIONS = ("forward", "backward", "both")
-# Takes a call and what prepares its arguments, returns the seconds of single calls: pytest-benchmark's or ours.
+# Takes a call and the function that prepares its arguments; returns the seconds of single calls.
 Timer = Callable[[clock.Call, clock.Prepare], list[float]]
 
 
 def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, sweep: str = "") -> Row:
-    """Return the row of a case before anything is known of it."""
+    """Return the row of a case, without results."""
     case = timed.case
     options = dict(case.options)
     row = Row(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
@@ -35,7 +35,7 @@ def _in(direction: str, amounts: tuple[float, float]) -> float:
 
 
 def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, timer: Timer) -> Row:
-    """Fill in ``row``: a reason for having no time, or errors, times and memory."""
+    """Fill in ``row``: errors, times and memory, or the reason for having no time."""
     dtype = DTYPES[row.dtype]
     reason = provider.unavailable_reason(timed.case, dtype, device)
     if row.direction != "forward" and device.type in provider.inference_only:
@@ -61,7 +61,7 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
 
 
 def fill(row: Row, verdict: Verdict) -> None:
-    """Take over what the gate found."""
+    """Copy the result of the gate into ``row``."""
     row.error, row.times_eager, row.share = verdict.error, verdict.times_eager, verdict.share
     if not verdict.passed:
         row.skipped = f"wrong: {verdict.output} has {verdict.share:.1f} times the error it may have against float64"
@@ -70,7 +70,7 @@ def fill(row: Row, verdict: Verdict) -> None:
 def observe(
     row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
 ) -> None:
-    """Time a call that was found right, and watch its memory unless that is of no interest."""
+    """Time a call that passed the gate; measure its memory if ``watch``."""
     row.seconds = timer(call, prepare)
     row.device_seconds = clock.device_seconds(call, prepare, device, len(row.seconds)) or []
     if not watch:
@@ -83,7 +83,7 @@ def observe(
 
 
 def _call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
-    """Return what to time, and what makes its arguments outside of the time."""
+    """Return the call to time, and the untimed function that prepares its arguments."""
     if direction == "forward":
 
         def forward() -> object:

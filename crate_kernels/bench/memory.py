@@ -1,4 +1,4 @@
-"""The most memory that a call takes, and a limit that makes running out of it an exception."""
+"""Measures the peak memory of a call, and limits memory so that running out raises an exception."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Return the most that tensors held during ``call``, beyond what they held before it."""
+    """Return the peak bytes of tensors during ``call``, less the bytes before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -22,7 +22,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else PyTorch's profiler writes to stderr when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without it, PyTorch's profiler writes to stderr when it starts
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
         call()
@@ -38,12 +38,12 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def resident_bytes(call: Callable[[], object]) -> int | None:
-    """Return by how much ``call`` raised the process's resident memory at its highest; None where Linux does not say.
+    """Return the peak rise of the process's resident memory during ``call``; None if Linux does not report it.
 
-    Tensors are not all: a kernel's own scratch is in here and not in ``peak_bytes``.
+    This includes a kernel's own scratch memory, ``peak_bytes`` does not.
     """
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark to the present value
         before = _status("VmRSS")
         call()
         return max(_status("VmHWM") - before, 0)
@@ -58,7 +58,7 @@ def _status(field: str) -> int:
 
 @contextmanager
 def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
-    """Let an allocation beyond a share of this machine's memory fail as it would on a GPU, not kill the process."""
+    """Make an allocation beyond a share of this machine's memory raise, as on a GPU, instead of killing the process."""
     if device.type != "cpu" or not hasattr(os, "sysconf"):
         yield
         return
@@ -75,10 +75,10 @@ def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out."""
+    """Return whether an exception means that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def release() -> None:
-    """Give cached GPU memory back, so that the next measurement starts with all of it."""
+    """Free cached GPU memory, so that the next measurement can use all of it."""
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Whole models: forward passes and training steps, against the same model on the published forms."""
+"""Times whole models: forward passes and training steps, against the same model on the published forms."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Network:
     """A model worth timing.
 
     Attributes:
-        name: as ``models.create`` has it.
-        unit: what it takes, for rates.
-        cpu_batch, gpu_batch: images or sequences a step; None where it is not timed.
-        seqlen: tokens a sequence of a language model.
-        brief: whether the default run times it.
+        name: name in ``models.create``.
+        unit: unit of its inputs, for rates.
+        cpu_batch, gpu_batch: images or sequences per step; None if not timed on that device.
+        seqlen: tokens per sequence of a language model.
+        brief: whether the default run times the model.
         vit: (width, depth, heads) of the transformer of the same size.
     """
 
@@ -57,7 +57,7 @@ NETWORKS = (
 
 
 class _Plain(nn.Module):
-    """A module of the library on the published form: the same parameters, eager PyTorch."""
+    """A module of the library in its published form: the same parameters, eager PyTorch."""
 
     def __init__(self, source: nn.Module, form: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ _FORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 def published_form(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which every operator is the published form."""
+    """Return a copy of a model with every operator in its published form."""
     plain = copy.deepcopy(model)
     for parent in list(plain.modules()):
         for name, child in list(parent.named_children()):
@@ -145,7 +145,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _outcome(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return logits and all gradients, in float64; in evaluation mode, where nothing is drawn."""
+    """Return logits and all gradients, as float64; evaluation mode switches random layers off."""
     training = model.training
     model.eval()
     logits = _logits(model, x)
@@ -161,7 +161,7 @@ _last: dict[tuple[Network, torch.dtype, torch.device], tuple[list[Tensor], list[
 
 
 def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the published form gives in float64 and in ``dtype``; the last are kept, for all providers."""
+    """Return the published form's outcomes in float64 and in ``dtype``; the last pair is kept, for all providers."""
     if (network, dtype, device) not in _last:
         _last.clear()
         x, y = _two(network, dtype, device)
@@ -174,13 +174,13 @@ def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device)
 
 
 def _two(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two samples of a batch, a text's first tokens."""
+    """Return two samples of a batch; of texts, their first tokens."""
     x, y = _batch(network, dtype, device)
     return (x[:2, :128], y[:2, :128]) if network.seqlen else (x[:2], y[:2])
 
 
 def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Hold logits and gradients of two samples against the published form in float64, by norm."""
+    """Compare logits and gradients of two samples with the published form in float64, by norm."""
     exact, eager = _exact_and_eager(network, dtype, device)
     actual = _outcome(model, *_two(network, dtype, device))
     share, times_eager, error, output = 0.0, 0.0, 0.0, "logits"
@@ -194,12 +194,12 @@ def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: tor
 
 
 def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
-    """Return the row of a network before anything is known of it; ``direction`` is "forward" or "step"."""
+    """Return the row of a network, without results; ``direction`` is "forward" or "step"."""
     return Row("models", "model", network.name, dtype, direction, provider, unit=network.unit)
 
 
 def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
-    """Time a forward pass, or a training step, which has the loss, the gradients and AdamW."""
+    """Time a forward pass, or a training step: loss, gradients and AdamW."""
     reason = unavailable_reason(network, row.provider)
     if reason is not None:
         row.skipped = reason
@@ -218,7 +218,7 @@ def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, 
     model = _model(network, row.provider, dtype, device).train(row.direction == "step")
     x, y = _batch(network, dtype, device)
     row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))
-    if row.provider != "timm-vit":  # another model: there is nothing to hold it against
+    if row.provider != "timm-vit":  # timm's ViT is another model: there is no reference for it
         verdict = _verdict(network, model, dtype, device)
         measuring.fill(row, verdict)
         if not verdict.passed:
@@ -235,6 +235,6 @@ def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, 
     def step() -> None:
         _loss(model, x, y).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, and so out of the peak
+        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so the peak does not count them
 
     measuring.observe(row, step if row.direction == "step" else forward, tuple, device, timer)

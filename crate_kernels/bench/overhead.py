@@ -1,4 +1,4 @@
-"""What a call costs beside its kernel: tiny tensors, the public function against the op underneath it."""
+"""Times the overhead of a call: tiny tensors, the public function against the op underneath."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _call(op: str, provider: str, device: torch.device) -> Callable[[], Any]:
 
 
 def blank(op: str, provider: str) -> Row:
-    """Return the row of an operator's call before anything is known of it."""
+    """Return the row of an operator's call, without results."""
     return Row("overhead", op, f"{CALLS} tiny calls", "fp32", "forward", provider, unit="calls", amount=CALLS)
 
 

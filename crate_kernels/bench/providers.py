@@ -1,4 +1,4 @@
-"""Who computes a case: the published form, what the operator's room knows of others, and our backends."""
+"""Lists the providers of a case: the published form, others from the operator's spec, and our backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def eager(case: Case) -> Function:
 
 
 def _compiled(case: Case) -> Function:
-    torch._dynamo.reset()  # or the fifth shape of one function would be compiled for any
+    torch._dynamo.reset()  # without it, the fifth shape of one function compiles for any shape
     return torch.compile(eager(case), dynamic=False)
 
 
@@ -31,7 +31,7 @@ def _own(case: Case, backend: str) -> Function:
 
 
 def _call(function: Any, options: dict[str, Any], backend: str, *args: Tensor) -> Tensor:
-    if len(args) == 3 and options.get("causal"):  # tssa's third argument is named only
+    if len(args) == 3 and options.get("causal"):  # tssa's third argument is keyword-only
         return function(*args[:2], denom_bias=args[2], backend=backend, **options)
     return function(*args, backend=backend, **options)
 

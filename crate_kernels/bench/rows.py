@@ -1,4 +1,4 @@
-"""Rows of results, and the files that they are kept in."""
+"""Rows of results, and their files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Row:
 
     Attributes:
         bench: "mssa", "tssa", "ista", "decode", "models", "generation" or "scaling".
-        op, case, layer, shape, options: what was computed.
-        sweep: which size a row of "scaling" belongs to the sweep of; else "".
+        op, case, layer, shape, options: the computation.
+        sweep: the size varied in a row of "scaling"; else "".
         seconds: times of single calls on the host, synchronised.
-        device_seconds: the same by events on the device, caches cold; empty on a CPU.
-        error, times_eager, share: what the gate found.
-        flops, bytes: the least work, for TFLOP/s and GB/s; None where it means nothing.
-        peak_bytes: the most that tensors held beyond what they held before; resident_bytes: the process's.
-        unit, amount: what a call makes (tokens, images), for rates; else "" and 0.
+        device_seconds: times by events on the device, with cold caches; empty on a CPU.
+        error, times_eager, share: as in the gate's ``Verdict``.
+        flops, bytes: the least work, for TFLOP/s and GB/s; None if meaningless.
+        peak_bytes: peak bytes of tensors, less the bytes before the call.
+        resident_bytes: peak rise of the process's resident memory.
+        unit, amount: results per call (tokens, images), for rates; else "" and 0.
         skipped: why there is no time; else "".
     """
 
@@ -62,7 +63,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What the rows that compare with this one share."""
+        """The key that rows comparable with this one share."""
         return (self.bench, self.sweep, self.op, self.case, self.dtype, self.direction)
 
     @property
@@ -72,19 +73,19 @@ class Row:
 
     @property
     def times(self) -> list[float]:
-        """The device's own times where there are any, else the host's."""
+        """Times on the device if there are any, else on the host."""
         return self.device_seconds or self.seconds
 
     @property
     def median(self) -> float:
-        """Median of ``times``; nan without any."""
+        """Median of ``times``; nan without times."""
         return statistics.median(self.times) if self.times else float("nan")
 
     @property
     def time(self) -> float:
-        """What tables and figures show: the device's median, or the least of the host's; nan without any.
+        """Time for tables and figures: the device's median, or the host's minimum; nan without times.
 
-        What else a host does, or its neighbours on a shared machine, lasts longer than a row and only adds.
+        Other work on the host, or on a shared machine, lasts longer than a row and only adds time.
         """
         return self.median if self.device_seconds or not self.seconds else min(self.seconds)
 
@@ -96,7 +97,7 @@ class Row:
 
 @dataclass
 class Results:
-    """The rows of one machine, and what it is."""
+    """The rows of one machine, and its description."""
 
     machine: dict[str, Any]
     rows: list[Row]
@@ -106,23 +107,23 @@ class Results:
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
     def in_group(self, row: Row) -> dict[str, Row]:
-        """Return the rows beside ``row``, itself among them, by provider."""
+        """Return the rows comparable with ``row``, and ``row`` itself, by provider."""
         return {other.provider: other for other in self.rows if other.group == row.group}
 
     def best(self, row: Row) -> Row | None:
-        """Return the row of the backend that ``backend=None`` takes, among those beside ``row``."""
+        """Return the row of the backend that ``backend=None`` chooses, in the group of ``row``."""
         beside = self.in_group(row)
         names = ("default", "triton", "cpp", "composite")
         return next((beside[name] for name in names if name in beside and beside[name].times), None)
 
     def speedups(self, row: Row) -> dict[str, float]:
-        """Return how many times as long each other provider takes as ``row`` does."""
+        """Return the time of each other provider as a multiple of the time of ``row``."""
         others = self.in_group(row).values()
         return {o.provider: o.time / row.time for o in others if o.provider != row.provider and o.times}
 
 
 def facts(row: Row, results: Results) -> dict[str, Any]:
-    """Derive what is printed beside a row: rates, shares of what this machine reaches, percentiles, speed-ups."""
+    """Derive the printed facts of a row: rates, shares of this machine's rates, percentiles, speed-ups."""
     if not row.times:
         return {"skipped": row.skipped}
     found: dict[str, Any] = {
@@ -147,7 +148,7 @@ def facts(row: Row, results: Results) -> dict[str, Any]:
 
 
 def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
-    """Say where the numbers come from, and measure its product and copy rates."""
+    """Describe this machine, and measure its product and copy rates."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -184,7 +185,7 @@ def _version(package: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """Return the commit of the source tree, with a plus sign where it has changed since; None outside a clone."""
+    """Return the commit of the source tree, with a plus sign if the tree has changes; None outside a clone."""
     folder = Path(__file__).parent
     try:
         sha = subprocess.run(
@@ -197,7 +198,7 @@ def _revision() -> str | None:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write results, a line a row so that versions of a file compare, in one move."""
+    """Write results atomically, one line per row so that diffs are readable."""
     rows = ",\n  ".join(json.dumps(_short(asdict(row))) for row in results.rows)
     text = f'{{\n "machine": {json.dumps(_short(results.machine))},\n "rows": [\n  {rows}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,10 +206,10 @@ def write(path: Path, results: Results) -> None:
 
 
 def read(path: Path) -> Results:
-    """Read what ``write`` wrote.
+    """Read a file of ``write``.
 
     Raises:
-        ValueError: the file is none of these.
+        ValueError: the file is no such file.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -218,10 +219,10 @@ def read(path: Path) -> Results:
 
 
 def read_all(paths: Sequence[Path]) -> Results:
-    """Read the shards of one device's results as one; the first says what the machine is.
+    """Read the shards of one device's results as one; the first shard describes the machine.
 
     Raises:
-        ValueError: a file is no results, or of another device, or there is none.
+        ValueError: a file has no results, or is of another device, or there are no files.
     """
     every = [read(path) for path in paths]
     if not every:
@@ -233,7 +234,7 @@ def read_all(paths: Sequence[Path]) -> Results:
 
 
 def _short(value: Any) -> Any:
-    """Drop what is empty and digits beyond the fifth: times do not have more."""
+    """Drop empty values, and digits beyond the fifth: times are not more precise."""
     if isinstance(value, dict):
         return {k: _short(v) for k, v in value.items() if v not in (None, "", [], {})}
     if isinstance(value, list):

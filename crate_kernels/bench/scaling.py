@@ -1,4 +1,4 @@
-"""Series of a sweep: time and memory against a size, and the exponent they grow with."""
+"""Series of a sweep: time and memory against a size, and the exponent of their growth."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Series:
     """One provider along one sweep.
 
     Attributes:
-        provider: who.
-        sizes: those with times.
-        rows: theirs.
-        exhausted: the first size at which memory ran out; None if it did not.
+        provider: name of the provider.
+        sizes: the sizes with times.
+        rows: the row of each size.
+        exhausted: the first size at which memory ran out; None if there is none.
     """
 
     provider: str
@@ -42,12 +42,12 @@ class Series:
 
     @property
     def memory(self) -> list[float]:
-        """Peak bytes at each size: of tensors, or of the process where its own scratch makes that more."""
+        """Peak bytes at each size: of tensors, or of the process if its own scratch memory makes that more."""
         return [float(max(row.peak_bytes or 0, row.resident_bytes or 0)) for row in self.rows]
 
 
 def size_of(row: Row) -> int:
-    """Return the size that a row's sweep varies."""
+    """Return a row's value of the size that its sweep varies."""
     return spec.size_of(row.shape, SPECS[row.op].axes, row.sweep)
 
 
