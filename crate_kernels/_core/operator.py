@@ -293,7 +293,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics beside tensors of ``dtype``: float32, float64 for float64."""
+    """Return the dtype of statistics of tensors of ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Loads the C++ extension and the CUDA library from beside the package or from the user's cache."""
+"""Loads the C++ extension and the CUDA library from the package folder or from the user's cache."""
 
 from __future__ import annotations
 

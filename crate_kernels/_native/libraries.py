@@ -45,7 +45,7 @@ class BuildError(RuntimeError):
 
 
 def source_folder() -> Path | None:
-    """Return the folder of the C++ sources: inside an installed package, beside it in a checkout, or None."""
+    """Return the folder of the C++ sources: inside an installed package, next to it in a checkout, or None."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if (folder / "library.cpp").exists():
             return folder
