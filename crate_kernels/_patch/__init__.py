@@ -1,4 +1,4 @@
-"""Swapping the modules of a published model for fused ones."""
+"""Swap the modules of a published model for fused ones."""
 
 from crate_kernels._patch.api import PatchReport, patch, unpatch
 

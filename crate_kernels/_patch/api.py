@@ -1,12 +1,12 @@
 """Swap published modules for fused ones, in place and reversibly.
 
-A patched module stays the same object: only its class changes, to one derived from its own whose
-``forward`` calls the fused operator. Parameters, state_dict keys, hooks, optimizers, ``isinstance`` and
-replicas are what they were, and ``unpatch`` gives the class back. (An instance-level ``forward`` would
+A patched module stays the same object. Only its class changes: the new class is derived from the module's own,
+and its ``forward`` calls the fused operator. Parameters, state_dict keys, hooks, optimizers, ``isinstance`` and
+replicas do not change, and ``unpatch`` restores the class. (A ``forward`` set on the instance would
 stay bound to the original module in ``DataParallel``'s replicas, on another device.)
 
-Structure only nominates a module, since CRATE-MAE's decoder looks like ISTA and is a plain product; the
-probes of ``probe`` decide.
+The structure of a module only suggests an operator: CRATE-MAE's decoder looks like ISTA, but is a plain product.
+The probes in ``probe`` decide.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OURS = (fused.MSSA, fused.TSSA, fused.CausalMSSA, fused.CausalTSSA, fused.ISTA,
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``patch`` did, by qualified module name; the model itself is ``""``.
+    """Result of ``patch``, by qualified module name; the model itself is ``""``.
 
     Attributes:
         replaced: the operator that each replaced module now calls.
-        left: why each module that looks like one was left as it is, and which calls of a replaced one run the
+        left: the reason why each look-alike was not replaced. For a replaced module: the calls that still run the
             published forward because of their mask.
     """
 
@@ -53,7 +53,7 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class _Patch:
-    """What a patched module's class remembers."""
+    """Record kept on the class of a patched module."""
 
     base: type[nn.Module]
     form: Form
@@ -61,7 +61,7 @@ class _Patch:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple:
-    """Pickle and copy as the published class, patched again on the other side."""
+    """Pickle and copy as the published class; loading patches the module again."""
     mark: _Patch = type(self)._crate_kernels  # pyright: ignore[reportAttributeAccessIssue]
     reduced: tuple[Any, ...] = mark.base.__reduce_ex__(self, max(2, protocol))  # pyright: ignore
     function, _, *state = reduced
@@ -77,7 +77,7 @@ def _rebuild(mark: _Patch) -> nn.Module:
 
 
 def _refuse_script(self: nn.Module) -> nn.Module:
-    """Refuse torch.jit.script, which would compile the published forward's source under another's variables."""
+    """Refuse torch.jit.script: it would compile the published forward's source with this file's variables."""
     name = type(self)._crate_kernels.base.__name__  # pyright: ignore[reportAttributeAccessIssue]
     raise RuntimeError(
         f"patch: torch.jit.script does not take a patched {name}; call unpatch first, or torch.compile it"
@@ -85,9 +85,10 @@ def _refuse_script(self: nn.Module) -> nn.Module:
 
 
 def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
-    """Return what reads a call's tokens and mask; tokens of None are a call that only ``published`` can answer.
+    """Return a function that reads the tokens and the mask of a call.
 
-    Every other argument must have its default, which is what the probes ran with.
+    It returns None for the tokens where only ``published`` can answer the call. Every other argument must have its
+    default, since the probes ran with the defaults.
     """
     try:
         parameters = list(inspect.signature(published).parameters.values())[1:]
@@ -102,7 +103,7 @@ def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]]
         if len(args) == 1 and not kwargs and alone:
             return (args[0] if isinstance(args[0], Tensor) else None), None
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(given) != len(args) + len(kwargs) or not names:  # named twice, or without a name
+        if len(given) != len(args) + len(kwargs) or not names:  # an argument given twice, or one without a name
             return None, None
         x = given.pop(names[0], None)
         value = given.pop(mask, defaults[mask]) if mask is not None else None
@@ -120,14 +121,14 @@ def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]]
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether an argument is its default: not merely equal, as 0 and False are."""
+    """Say if an argument is its default. Equal is not enough: 0 == False."""
     plain = type(value) is type(default) and isinstance(value, (bool, int, float, str))
     return value is default or (plain and value == default)
 
 
 @functools.cache
 def _class(mark: _Patch) -> type[nn.Module]:
-    """Derive the patched class of a published one."""
+    """Derive the patched class from a published one."""
     form, published = mark.form, mark.base.forward
     read = _reader(published, form)
 
@@ -153,29 +154,29 @@ def _class(mark: _Patch) -> type[nn.Module]:
 def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     """Replace the published attention and ISTA modules of a model by fused ones, in place.
 
-    Recognised by structure, in any model: the attention of CRATE, CRATE-MAE, CRATE-alpha and causal CRATE
-    (MSSA), their ISTA, plain or overcomplete, and ToST's vision and causal attention (TSSA), under the
-    published names and common others. A module is replaced only if probes find outputs, gradients and the
-    places of dropout equal. Parameters are shared, the projection still runs as a submodule, and a call runs
-    the published forward if any argument beside the tokens and a mask is not its default
-    (``return_attention=True``), or while a hook watches a bypassed ``attend``, ``dropout`` or ``relu``.
+    Modules are recognised by structure, in any model: the attention of CRATE, CRATE-MAE, CRATE-alpha and causal CRATE
+    (MSSA), their ISTA, plain or overcomplete, and ToST's vision and causal attention (TSSA). The published names and
+    common other names are known. A module is replaced only if probes find equal outputs, gradients and places of
+    dropout. Parameters are shared, and the projection still runs as a submodule. A call runs the published forward
+    if any argument other than the tokens and a mask is not its default (``return_attention=True``), or while a
+    bypassed ``attend``, ``dropout`` or ``relu`` has a hook.
 
-    A mask argument is passed on where a probe finds that it drops keys; a query without any key then gives 0,
-    where a softmax gives NaN. A mask of pairs of tokens is recognised as the causal one if it is on the CPU, as
-    its values must be read; other masks run the published forward. With dropout the masks are drawn differently.
-    Nothing is printed. ``torch.jit.trace`` records the published forward; ``torch.jit.script`` refuses.
+    A mask argument is passed on if a probe finds that it drops keys. A query without any key then gives 0,
+    where a softmax gives NaN. A mask over pairs of tokens is recognised as the causal mask only on the CPU, because
+    its values must be read. Other masks run the published forward. Dropout draws other masks than the published code.
+    Nothing is printed. ``torch.jit.trace`` records the published forward; ``torch.jit.script`` is refused.
 
     Args:
-        model: any module; modules of ``crate_kernels`` and those patched already are left.
-        backend: of the operators; default None, the best available at each call.
+        model: any module; modules of ``crate_kernels`` and modules already patched are left as they are.
+        backend: backend of the operators; default None, the best available at each call.
 
     Returns:
-        What was replaced, and what looked like it but was left, with the reason.
+        The replaced modules, and the look-alikes that were left, with the reason.
 
     Raises:
-        TypeError: ``model`` is no module, or ``backend`` no string.
+        TypeError: ``model`` is not a module, or ``backend`` is not a string.
         ValueError: no backend has that name.
-        RuntimeError: the backend is unavailable, here or on a module's device; nothing is changed then.
+        RuntimeError: the backend is unavailable, here or on a module's device; then nothing is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a Module, got {type(model).__name__}")
@@ -199,13 +200,13 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
-    """Give every patched module of ``model`` its published class back.
+    """Restore the published class of every patched module of ``model``.
 
     Returns:
-        The names of the modules that were patched; none if ``patch`` was never called.
+        The names of the modules that were patched; empty if ``patch`` was never called.
 
     Raises:
-        RuntimeError: something derived another class from a patched one; nothing is changed then.
+        RuntimeError: another class was derived from a patched one; then nothing is changed.
     """
     patched = {name: module for name, module in model.named_modules() if hasattr(type(module), "_crate_kernels")}
     for name, module in patched.items():
@@ -222,16 +223,16 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
 def _judge(
     module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[Form | None, str | None]]
 ) -> tuple[_Patch | None, str | None]:
-    """Decide on one module: how to patch it, or why not; neither if it looks like none.
+    """Return how to patch one module, or why not; neither if it is not like a published one.
 
-    ``found`` keeps what the probe of the function found for modules of one signature.
+    ``found`` caches the probe's result per signature.
     """
     base = type(module)
     if hasattr(base, "_crate_kernels"):
         return None, "already patched; unpatch first to change the backend"
     if isinstance(module, _OURS):
         return None, "already fused: a module of crate_kernels.nn"
-    if base.__module__.startswith("crate_kernels.models."):  # calls the operators by itself where there is one for it
+    if base.__module__.startswith("crate_kernels.models."):  # already calls the operators
         return None, None
     if isinstance(module, torch.jit.ScriptModule):
         return None, None
@@ -243,7 +244,7 @@ def _judge(
     with torch.inference_mode(False):
         try:
             signature = probe.signature(module)
-        except Exception:  # what a module holds may have no shape or bytes yet
+        except Exception:  # a lazy parameter has no shape or bytes yet
             signature = None
         form, reason = found[signature] if signature in found else probe.find(module, forms)
         if signature is not None:
@@ -253,7 +254,7 @@ def _judge(
         mark = _Patch(base, form, backend)
         try:
             patched = _class(mark)
-        except Exception as error:  # whatever the class does when it is derived from
+        except Exception as error:  # __init_subclass__ may raise anything
             return None, f"its class cannot be derived from: {error}"
         reason = probe.same_numbers(module, form, backend, patched)
     if reason is not None:

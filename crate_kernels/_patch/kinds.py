@@ -1,8 +1,8 @@
-"""The published modules that can be patched: how one may be read, and its forward through an operator.
+"""Forms of the published modules that can be patched, each with a forward that calls an operator.
 
-Re-implementations spell one module in many ways, and one spelling serves several functions: full and causal
-attention can have the same parts. So a module gets every form that its parts allow, the likeliest first, and the
-probes of ``probe.py`` find the one that it computes. ``names`` has the spellings.
+Re-implementations use many names for one module, and the same parts can compute several functions: full and causal
+attention, for example. So ``readings`` returns every form that the parts of a module allow, the likeliest first, and
+the probes in ``probe.py`` find the one that the module computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from crate_kernels.ops.ista import ista, ista_overcomplete
 from crate_kernels.ops.mssa import mssa
 from crate_kernels.ops.tssa import tssa
 
-# The spellings of each part.
+# Known names of each part.
 PROJECTIONS = ("qkv", "c_attn", "to_qkv")
 HEADS = ("heads", "num_heads", "n_head", "n_heads", "nheads")
 SCALES = ("scale", "scaling", "softmax_scale")
@@ -41,7 +41,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _EMPTY = nn.Module()
 _SOFTMAX: dict[int | None, str] = {-1: "softmax", 3: "softmax", 1: "softmax over heads", -2: "softmax over heads"}
-# Weight normalisation and pruning keep these beside the tensor that they compute before each call.
+# Suffixes of the tensors from which pruning and weight normalisation compute the tensor before each call.
 _COMPUTED_FROM = ("_orig", "_g", "_v")
 
 
@@ -50,13 +50,13 @@ class Form:
     """One reading of a module: which attribute has which role.
 
     Attributes:
-        kind: what ``patch`` reports.
+        kind: name that ``patch`` reports.
         op: the operator, as backends name it.
         tensors: parameters that the operator takes.
-        numbers: attributes that it takes, as they are at each call.
-        bypassed: children whose work it does, and what each is (see ``label``).
-        mask: the argument of the forward that masks, if there is one.
-        assumed: other plain attributes, as they were when the module was probed.
+        numbers: attributes that the operator takes, read at each call.
+        bypassed: children that the operator replaces, each with its ``label``.
+        mask: the forward's mask argument, if there is one.
+        assumed: other plain attributes, with their values at the time of the probe.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Form:
     assumed: tuple[tuple[str, type, Any], ...]
 
     def assuming(self, module: nn.Module) -> Form:
-        """Return the form for a module as it is: with what could change its function, and is not read at each call."""
+        """Return the form with the present values of the attributes that are not read at each call."""
         read = {*self.live(), *vars(_EMPTY)}
         held = ((name, type(value), value) for name, value in vars(module).items() if name not in read)
         return replace(self, assumed=tuple(item for item in held if isinstance(item[2], PLAIN)))
@@ -78,11 +78,11 @@ class Form:
         return set(self.numbers)
 
     def parts(self) -> set[str]:
-        """Return the parameters and children that the form accounts for; another would be passed over silently."""
+        """Return the parameters and children that the form accounts for; any other would be ignored silently."""
         return {*self.tensors, *(name for name, _ in self.bypassed)}
 
     def weight(self, module: nn.Module) -> Tensor:
-        """Return a parameter that has the module's dtype and device."""
+        """Return a parameter with the module's dtype and device."""
         raise NotImplementedError
 
     def token_dim(self, module: nn.Module) -> int:
@@ -90,7 +90,7 @@ class Form:
         raise NotImplementedError
 
     def ready(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the operator does what the published forward would: all is as probed, and what it skips unhooked."""
+        """Say if the operator equals the published forward now: all is as probed, bypassed children have no hooks."""
         if x.is_nested:
             return False
         if not all(number(module, name) for name in self.numbers):
@@ -106,11 +106,11 @@ class Form:
         return True
 
     def options(self, x: Tensor, mask: Any) -> dict[str, Any] | None:
-        """Return what the mask of a call asks of the operator; None if only the published forward knows."""
+        """Return the operator's options for the mask of a call; None if only the published forward can take it."""
         return {} if mask is None else None
 
     def run(self, module: Any, x: Tensor, backend: str | None, options: dict[str, Any]) -> Tensor:
-        """Return the module's output; ``options`` are what the mask of a call asks of the operator."""
+        """Return the module's output; ``options`` are the operator's options for the mask of the call."""
         raise NotImplementedError
 
 
@@ -119,12 +119,12 @@ class Attention(Form):
     """Attention with one projection.
 
     Attributes:
-        projection: child that gives the tokens to the operator.
-        heads: attribute with their number.
-        after: children that its output goes through.
-        causal, phi: of the operator.
+        projection: child that projects the tokens for the operator.
+        heads: attribute with the number of heads.
+        after: children through which the output goes.
+        causal, phi: options of the operator.
         scale: attribute, or the number itself; None is head_dim ** -0.5.
-        dropout: child, or attribute, with the rate of what the operator drops out.
+        dropout: child, or attribute, with the dropout rate of the operator.
     """
 
     projection: str
@@ -149,14 +149,14 @@ class Attention(Form):
         return _widths(module._modules[self.projection])[1]
 
     def ready(self, module: nn.Module, x: Tensor) -> bool:
-        # At a rate of 1 published dropout gives zeros; the operators refuse it.
+        # At a rate of 1 the published dropout gives zeros; the operators refuse that rate.
         return x.dim() == 3 and super().ready(module, x) and self.rate(module) < 1.0
 
     def options(self, x: Tensor, mask: Any) -> dict[str, Any] | None:
         return super().options(x, mask) if self.mask is None else self.mask.options(mask, x, self.causal)
 
     def rate(self, module: nn.Module) -> float:
-        """Return the rate at which the operator is to drop out."""
+        """Return the operator's dropout rate."""
         if self.dropout is None:
             return 0.0
         child: Any = module._modules.get(self.dropout)
@@ -182,9 +182,9 @@ class Attention(Form):
 
 @dataclass(frozen=True)
 class Sparse(Form):
-    """ISTA: plain for ``steps`` = 0, else overcomplete with that many, or with an attribute's number.
+    """ISTA: plain for ``steps`` = 0, else overcomplete with ``steps`` steps, a number or an attribute's name.
 
-    ``transposed`` says that the module keeps the transpose of what the operator takes.
+    ``transposed``: the module keeps the transpose of the operator's dictionary.
     """
 
     transposed: bool
@@ -213,7 +213,7 @@ class Sparse(Form):
 
 
 def label(child: Any) -> str:
-    """Say what a child does, of what an operator can do in its place."""
+    """Name the function of a child; "other" where no operator can replace it."""
     if child is None:
         return "nothing"
     if type(child) is nn.Softmax:
@@ -222,8 +222,8 @@ def label(child: Any) -> str:
 
 
 def tensor(module: nn.Module, name: str) -> Tensor | None:
-    """Return a parameter, a buffer, or what a parametrization or pruning computes under that name."""
-    if is_parametrized(module, name):  # which may count its calls, so that the module itself is not asked
+    """Return a parameter, a buffer, or the tensor that a parametrization or pruning computes under that name."""
+    if is_parametrized(module, name):  # ask a shadow: a parametrization may count its calls
         with torch.no_grad():
             return getattr(shadow_of(module, lambda _, t: t.clone(), False, itertools.repeat(0.0)), name)
     value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
@@ -231,15 +231,15 @@ def tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def number(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a plain number."""
+    """Say if an attribute is a plain number."""
     value = vars(module).get(name)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def readings(module: nn.Module) -> tuple[list[Form], str | None]:
-    """Return every form that a module's parts allow, likeliest first, or why a look-alike has none.
+    """Return every form that a module's parts allow, likeliest first, or the reason why a look-alike has none.
 
-    Neither for a module that is not like a published one.
+    Return neither for a module that is not like a published one.
     """
     projection = next((name for name in PROJECTIONS if _widths(module._modules.get(name))[0]), None)
     forms, reason = _sparse(module) if projection is None else _attention(module, projection)
@@ -253,7 +253,7 @@ def readings(module: nn.Module) -> tuple[list[Form], str | None]:
 
 
 def with_dropout(module: nn.Module, form: Form) -> Iterator[Form]:
-    """Vary where an attention drops out weights and output, likeliest first."""
+    """Yield the form with each possible place of dropout, on the weights and on the output, likeliest first."""
     if not isinstance(form, Attention):
         yield form
         return
@@ -265,13 +265,13 @@ def with_dropout(module: nn.Module, form: Form) -> Iterator[Form]:
 
 
 def _widths(child: Any) -> tuple[int, int]:
-    """Return how many features a linear child gives and takes; zeros if it is none."""
+    """Return (out_features, in_features) of a linear child; zeros for any other."""
     sizes = getattr(child, "out_features", 0), getattr(child, "in_features", 0)
     return sizes if all(type(size) is int for size in sizes) else (0, 0)
 
 
 def _misfit(module: nn.Module, form: Form) -> str | None:
-    """Say what a form does not account for."""
+    """Name a part of the module that a form does not account for; None if there is none."""
     known = form.parts() | {"parametrizations"}
     known |= {name + suffix for name in form.tensors if name in vars(module) for suffix in _COMPUTED_FROM}
     held = {**module._parameters, **module._modules}
@@ -337,7 +337,7 @@ def _subspace(module: nn.Module, labels: dict[str, str], common: dict[str, Any])
 
 
 def _bypassed(labels: dict[str, str], attends: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Name the children that an operator replaces, as "other" where it does not do what they do."""
+    """Return the children that an operator replaces, with "other" for a child whose function it does not have."""
     dropouts = ("dropout", "identity", "nothing")
     fits = {name: what in (attends if name in ATTENDS else dropouts) for name, what in labels.items()}
     return tuple((name, what if fits[name] else "other") for name, what in labels.items())
@@ -381,7 +381,7 @@ def _sparse(module: nn.Module) -> tuple[list[Form], str | None]:
 
 
 def _three_projections(weight: Any) -> str | None:
-    """Say why attention with three projections is left where they are equal, as in CLIPA's checkpoints."""
+    """Return why attention with three equal projections, as in CLIPA's checkpoints, is not replaced."""
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.shape[0] % 3:
         return None
     query, key, value = weight.detach().chunk(3)

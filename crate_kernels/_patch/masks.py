@@ -1,7 +1,7 @@
-"""The mask of a published attention: what a tensor given there may mean, and what the operator is told.
+"""Meanings of a mask given to a published attention, and the operator's options for each.
 
-Which masks a forward takes differs between re-implementations: of keys or of pairs of tokens, True for kept or
-for dropped. A probe tries every ``Mask``; a call with none of those that it proved runs the published forward.
+Re-implementations take different masks: over keys or over pairs of tokens, True for kept or for dropped. A probe
+tries every ``Mask``. A call whose mask has none of the proven meanings runs the published forward.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Mask:
 
     Attributes:
         rank: 2 to 4.
-        pairs: (..., seqlen, seqlen), the causal mask; otherwise (batch, ..., seqlen), which keys there are.
-        dtype: "bool", "int" or "float"; of numbers only whether they are 0 counts.
-        keep: whether True is attended to, not dropped.
-        empty: whether a query without any key agrees as well; where it does not, such calls are published ones.
+        pairs: True for the causal mask (..., seqlen, seqlen); False for a mask over keys (batch, ..., seqlen).
+        dtype: "bool", "int" or "float"; a number counts as True unless it is 0.
+        keep: True if the mask marks the keys to attend to, not those to drop.
+        empty: True if a query without any key agrees as well; if not, such calls run the published forward.
     """
 
     rank: int
@@ -36,18 +36,18 @@ class Mask:
     empty: bool = False
 
     def draw(self, allowed: Tensor) -> Tensor:
-        """Write which keys (batch, seqlen), or pairs (seqlen, seqlen), are attended to as such a mask."""
+        """Return such a mask for the allowed keys (batch, seqlen), or the allowed pairs (seqlen, seqlen)."""
         seqlen, middle = allowed.shape[-1], (1,) * (self.rank - 2)
         shape = (*middle, seqlen, seqlen) if self.pairs else (allowed.shape[0], *middle, seqlen)
         value = (allowed if self.keep else ~allowed).reshape(shape)
         if self.dtype == "bool":
             return value
-        # Not only ones: a forward that multiplies by them, or asks which are above a half, is another function.
+        # Not only ones: a forward that multiplies by the mask, or compares it to 0.5, must fail.
         numbers = torch.tensor([1, -1, 2, 3] if self.dtype == "int" else [1.0, -1.0, 0.01, 3.0])
         return value * numbers.repeat(seqlen)[:seqlen]
 
     def fits(self, value: Tensor, batch: int, seqlen: int) -> bool:
-        """Whether a tensor is such a mask, by its rank, shape and dtype."""
+        """Say if a tensor is such a mask, by its rank, shape and dtype."""
         dtype = "bool" if value.dtype == torch.bool else "float" if value.is_floating_point() else "int"
         if value.dim() != self.rank or dtype != self.dtype:
             return False
@@ -59,7 +59,7 @@ class Mask:
         )
 
     def read(self, value: Tensor, causal: bool) -> dict[str, Any] | None:
-        """Return the operator's options; None where they cannot be told without waiting for a device."""
+        """Return the operator's options; None where reading them would wait for a device."""
         kept = value if value.dtype == torch.bool else value != 0
         kept = kept if self.keep else ~kept
         readable = checks._values_readable(value)
@@ -84,12 +84,12 @@ CANDIDATES = tuple(
 
 @dataclass(frozen=True)
 class Argument:
-    """The argument of a forward that takes a mask.
+    """Mask argument of a forward.
 
     Attributes:
-        name: of the argument.
-        absent: whether a call without it, or with None, is the operator without a mask.
-        masks: what a tensor there is proven to mean.
+        name: name of the argument.
+        absent: True if a call without it, or with None, is the operator without a mask.
+        masks: proven meanings of a tensor given there.
     """
 
     name: str
@@ -97,18 +97,18 @@ class Argument:
     masks: tuple[Mask, ...] = ()
 
     def options(self, value: Any, x: Tensor, causal: bool) -> dict[str, Any] | None:
-        """Return what the mask of a call asks of the operator; None if only the published forward knows."""
+        """Return the operator's options for the mask of a call; None if only the published forward can take it."""
         if value is None:
             return {} if self.absent else None
         if not isinstance(value, Tensor):
             return None
-        # Several fit where batch and seqlen are equal and the forward tells keys from pairs by the shape.
+        # Several fit if batch equals seqlen and the forward distinguishes keys from pairs by the shape.
         found = [mask for mask in self.masks if mask.fits(value, x.shape[0], x.shape[1])]
         return found[0].read(value, causal) if len(found) == 1 else None
 
 
 def argument(module: nn.Module) -> Argument | None:
-    """Find the argument beside the tokens that a forward calls a mask."""
+    """Find the argument of a forward, other than the tokens, with "mask" in its name."""
     try:
         names = list(inspect.signature(type(module).forward).parameters)[2:]
     except (TypeError, ValueError):

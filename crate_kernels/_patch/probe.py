@@ -1,9 +1,9 @@
-"""Which form of a module computes what the module computes: probes on shadows of it.
+"""Probes that find the form which computes the same function as a module. They run on shadows of the module.
 
-``find`` draws every parameter, and every number that a form reads, anew in float64 on the CPU: zero-initialised
-biases, stop-gradients, numbers that happen to be equal and attributes that the forward never reads cannot hide
-there. A short sequence is compared with its gradients, large tokens show clamps and a long sequence windows; masks of
-dropout are compared one by one; and both must leave the module in the same state. ``same_numbers`` then runs the
+``find`` draws new parameters, and new values of every number that a form reads, in float64 on the CPU. This exposes
+zero-initialised biases, stop-gradients, numbers that are equal by chance and attributes that the forward never reads.
+A short sequence is compared with its gradients. Large tokens show clamps, and a long sequence shows windows. Dropout
+masks are compared one by one. Both forwards must leave the module in the same state. ``same_numbers`` then runs the
 chosen backend with the module's own parameters, dtype and device.
 """
 
@@ -25,38 +25,38 @@ from crate_kernels._patch.kinds import DROPOUTS, PLAIN, TENSORS, Attention, Form
 from crate_kernels._patch.masks import CANDIDATES, Mask
 from crate_kernels._patch.shadow import KnownMasks, quiet, same_state, shadow_of
 
-# A module may do part of its work in float32: some dozen roundings of 1.2e-7. Another function differs by
-# far more: the smallest published constant, a threshold of 0.01 on tokens of size 1, is a thousand times that.
+# A module may do part of its work in float32: about a dozen roundings of 1.2e-7. Another function differs by
+# far more: the smallest published constant, a threshold of 0.01 on tokens of size 1, is a thousand times larger.
 _SAME_FUNCTION = 1e-5
-# Scores of large tokens are hundreds, and a rounding of them is as many times one of the output.
+# Scores of large tokens are in the hundreds, and their rounding errors are as many times larger in the output.
 _SAME_LARGE = 1e-3
-# Roundings to the module's dtype between input and output, published (about ten) and fused together.
+# Roundings to the module's dtype between input and output: about ten in the published forward, plus the fused one's.
 _ROUNDINGS = 16
 _SEQLEN = 7
-_LONG_SPARSE, _LONG, _LONG_MOST = 17, 129, 1100  # tokens of the long sequence; the most for an attribute's sake
-_SIZE, _LARGE = 2.0, 16.0  # of tokens
-# What the numbers that a form reads are set to, whatever the module has: no two alike, and no published ones.
+_LONG_SPARSE, _LONG, _LONG_MOST = 17, 129, 1100  # tokens of the long sequence; the limit where an attribute sets it
+_SIZE, _LARGE = 2.0, 16.0  # standard deviation of the tokens
+# Values for the numbers that a form reads. All differ, and none is a published value.
 _NUMBERS = (0.15, 0.25)
-_RATES = (0.2, 0.025)  # of the first dropout, and what each further one adds
+_RATES = (0.2, 0.025)  # rate of the first dropout, and the increase per further dropout
 _ATTRIBUTE_RATE = 0.15
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
-# From (batch, seqlen) to what the published forward is called with beside the tokens, and the form's options.
+# From (batch, seqlen) to the published forward's arguments other than the tokens, and the form's options.
 _Call = Callable[[int, int], tuple[dict[str, Any], dict[str, Any]]]
 
 
 class _Difference(Exception):
-    """What a form does not do as the module does."""
+    """A difference between a form and the module."""
 
 
 class _Refused(Exception):
-    """The published forward raised the cause."""
+    """The published forward raised an error, which is the cause."""
 
 
 def signature(module: nn.Module) -> tuple | None:
-    """Return what, besides its parameters' values, a module's function depends on; None if that cannot be told.
+    """Return all that a module's function depends on, except parameter values; None if unknown.
 
-    Layers of one model share it, and so share one ``find``.
+    Layers of one model have the same signature, so one ``find`` serves them all.
     """
     plain = {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -72,7 +72,7 @@ def signature(module: nn.Module) -> tuple | None:
 
 
 def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]:
-    """Return the first form that computes what a module computes, or why none does."""
+    """Return the first form that computes the same function as a module, or the reason why none does."""
     reasons: list[str] = []
     with quiet(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         pair = _Pair(module)
@@ -89,7 +89,7 @@ def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]
 
 
 class _Pair:
-    """A module's published forward beside its forms, on shadows whose parameters are drawn once."""
+    """Comparison of a module's published forward and its forms, on shadows with the same drawn parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -98,7 +98,7 @@ class _Pair:
         self.tokens: dict[tuple[int, ...], Tensor] = {}
 
     def proven(self, form: Form) -> Form:
-        """Return a form with its dropout and its masks as probes found them; raises what speaks against it."""
+        """Return a form with the dropout and the masks that the probes found; raise if it is not the module's."""
         call = _plain
         if form.mask is not None:
             required = inspect.signature(type(self.module).forward).parameters[form.mask.name]
@@ -118,7 +118,7 @@ class _Pair:
         return self.place_dropout(form, call)
 
     def compare(self, form: Form, call: _Call) -> None:
-        """Raise _Difference unless a form computes what the module computes, gradients included."""
+        """Raise _Difference unless a form and the module have equal outputs and gradients."""
         x = self.short(form)
         for training in (False, True):
             expected, actual = self.run(form, x, call, training)
@@ -132,12 +132,12 @@ class _Pair:
         for published, fused in zip(*grads, strict=True):
             _hold(published, fused, _SAME_FUNCTION, "gradient")
         with torch.no_grad():
-            large = self.x(form, 3, x.shape[1], _LARGE)  # clamps show there
+            large = self.x(form, 3, x.shape[1], _LARGE)  # shows clamps
             _hold(*self.run(form, large, call, False), _SAME_LARGE, "output of large tokens")
             self.compare_long(form, call)
 
     def compare_long(self, form: Form, call: _Call) -> None:
-        """Compare a long sequence: windows and tables of positions show there."""
+        """Compare the outputs of a long sequence, which show windows and tables of positions."""
         seqlen = _LONG_SPARSE
         if isinstance(form, Attention):
             sizes = {size for p in self.drawn.values() for size in p.shape}
@@ -153,7 +153,7 @@ class _Pair:
                 return _hold(expected, actual, _SAME_FUNCTION, "output of a long sequence")
 
     def place_dropout(self, form: Form, call: _Call) -> Form:
-        """Find where a form drops out what the module does, mask by mask."""
+        """Return the form with dropout in the module's places; every mask is compared."""
         ways = list(with_dropout(self.module, form))
         if len(ways) == 1 and not any(isinstance(m, _DropoutNd) for m in self.module.modules()):
             return ways[0]
@@ -164,7 +164,7 @@ class _Pair:
         raise _Difference("its dropout is not the operator's")
 
     def masks(self, form: Form) -> Iterator[Mask]:
-        """Yield what a tensor given as the mask means to the module."""
+        """Yield the meanings of a mask that agree with the module."""
         for mask in CANDIDATES:
             if mask.pairs and (form.op != "mssa" or (isinstance(form, Attention) and form.causal)):
                 continue
@@ -180,7 +180,7 @@ class _Pair:
     def run(
         self, form: Form, x: Tensor, call: _Call, training: bool, rates: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[Any, Tensor]:
-        """Return the published output and the form's."""
+        """Return the published output and the form's output."""
         arguments, options = call(*x.shape[:2])
         shadows = []
         for _ in range(2):
@@ -200,7 +200,7 @@ class _Pair:
         return expected, actual
 
     def drawing(self) -> Callable[[str, Tensor], Tensor]:
-        """Return what gives one shadow its tensors: parameters are those of every shadow, the rest is its own."""
+        """Return a function that makes one shadow's tensors: shadows share parameters and nothing else."""
         own: dict[int, Tensor] = {}
 
         def draw(name: str, tensor: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class _Pair:
         return self.x(form, 2, _seqlen(self.module), _SIZE)
 
     def x(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
-        """Return tokens, the same at each call."""
+        """Return tokens, equal at each call."""
         shape = (batch, seqlen, form.token_dim(self.module))
         if shape not in self.tokens:
             x = size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -231,7 +231,7 @@ class _Pair:
 
 
 def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: type) -> str | None:
-    """Say why the backend cannot stand in for a module as it is, its parameters, dtype and device; None if it can."""
+    """Return why the backend cannot replace a module with its parameters, dtype and device; None if it can."""
     weight = form.weight(module)
     device, dtype = weight.device, weight.dtype
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +239,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     def own(name: str, tensor: Tensor) -> Tensor:
         if type(tensor) is nn.Parameter:
             return tensor
-        # Sharded: no process has all of it.
+        # A sharded parameter: no process has all of it.
         return tensor.clone() if type(tensor) is Tensor else _weights(tensor.shape, generator).to(device, tensor.dtype)
 
     shadow = shadow_of(module, own, False, itertools.repeat(0.0))
@@ -270,7 +270,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
         return _failure(error)
     rounding = torch.finfo(dtype).eps * (x.shape[-1] ** 0.5 if dtype.itemsize > 2 else 1)
     if dtype == torch.float32 and device.type != "cpu":
-        rounding = 2.0**-10  # products may run in TF32, as the user has set it
+        rounding = 2.0**-10  # products run in TF32 if the user has set it
     reason = _difference(expected, actual, max(_SAME_FUNCTION, _ROUNDINGS * rounding))
     return reason and f"looks like {form.kind}, but its numbers differ: {reason}"
 
@@ -280,7 +280,7 @@ def _plain(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
-    """Call with a mask that drops some keys, or all of one sequence; one of pairs is causal."""
+    """Return a call with a mask that drops some keys, or all keys of one sequence; a mask of pairs is causal."""
     assert form.mask is not None
     name = form.mask.name
 
@@ -298,7 +298,7 @@ def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
 
 
 def _weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Draw a parameter whose products keep the size of tokens, about."""
+    """Draw a parameter whose products have about the size of the tokens."""
     fan_in = shape[-1] if shape else 1
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn * 0.5 / max(1, fan_in) ** 0.5
@@ -316,7 +316,7 @@ def _hold(expected: Any, actual: Tensor, tolerance: float, what: str = "output")
 
 
 def _difference(expected: Any, actual: Tensor, tolerance: float, what: str = "output") -> str | None:
-    """Say how far two tensors are apart, relative to the larger; None if within ``tolerance``."""
+    """Describe the difference of two tensors relative to the larger one; None if within ``tolerance``."""
     if not isinstance(expected, Tensor):
         return f"{what} is a {type(expected).__name__}"
     if expected.shape != actual.shape or expected.dtype != actual.dtype:

@@ -1,6 +1,6 @@
-"""Shadows of a module, on which probes run: its classes and attributes without its hooks, on other tensors.
+"""Shadows of a module, on which probes run: the same classes and attributes, other tensors, no hooks.
 
-Nothing of the user's is called, moved or left behind: not hooks, not random numbers, not the module's own state.
+A probe calls no hook of the user, and changes neither the random state nor the module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shadow_of(
     rates: Iterator[float],
     memo: dict[int, nn.Module] | None = None,
 ) -> nn.Module:
-    """Rebuild a module from its own attributes: each tensor through ``tensor``, each dropout at the next rate."""
+    """Copy a module with its attributes: each tensor is ``tensor`` of the old one, each dropout has the next rate."""
     memo = {} if memo is None else memo
     if id(module) in memo:
         return memo[id(module)]
@@ -47,19 +47,19 @@ def shadow_of(
     state["training"] = training
     if isinstance(module, _DropoutNd):
         state["p"] = next(rates)
-    # What Module.compile sets: a call then goes there at once, past global hooks too.
+    # Module.compile sets this attribute. A call then goes there directly and skips global hooks too.
     state["_compiled_call_impl"] = shadow.forward
     return shadow
 
 
 def same_state(a: nn.Module, b: nn.Module, seen: set[int] | None = None) -> bool:
-    """Whether two shadows of one module were left with equal attributes and buffers."""
+    """Say if two shadows of one module have equal attributes and buffers."""
     seen = set() if seen is None else seen
     if id(a) in seen:
         return True
     seen.add(id(a))
     left, right = vars(a), vars(b)
-    ours = {"_parameters", "_modules", "_compiled_call_impl"}  # shared; below; of each shadow
+    ours = {"_parameters", "_modules", "_compiled_call_impl"}  # shared; compared below; differs per shadow
     names = (left.keys() | right.keys()) - ours
     if not all(_equal(left.get(name, _ABSENT), right.get(name, _ABSENT)) for name in names):
         return False
@@ -83,11 +83,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class KnownMasks(TorchFunctionMode):
-    """Draw every dropout mask as the reference operators draw theirs, from one seed and the position."""
+    """Draw every dropout mask as the reference operators do: from one seed and the position."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.default_generator.manual_seed(0)  # as before each probe: an operator's first draw is then this seed
+        torch.default_generator.manual_seed(0)  # also done before each probe: the operator's first draw is this seed
         self.seed = operator.draw_seed(torch.device("cpu"))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -117,7 +117,7 @@ class KnownMasks(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Return what F.scaled_dot_product_attention documents, with that mask."""
+        """Compute F.scaled_dot_product_attention as documented, with the known dropout mask."""
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -130,7 +130,7 @@ class KnownMasks(TorchFunctionMode):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what a published forward prints or warns of to the calls of the user."""
+    """Hide what a published forward prints or warns of during a probe."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
