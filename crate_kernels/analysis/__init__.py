@@ -1,4 +1,4 @@
-"""What the owner of a white-box model wants to see: rates, sparsity, subspaces, attention, layer by layer."""
+"""Measurements of a white-box model, layer by layer: rates, sparsity, subspaces, attention."""
 
 from .attention import attention_maps
 from .layerwise import LayerMeasurement, layerwise

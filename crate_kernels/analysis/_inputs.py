@@ -1,4 +1,4 @@
-"""What the measurements ask of their inputs beyond ``checks``: trailing axes, subspaces, distortion."""
+"""Input checks of the measurements, beyond ``checks``: trailing axes, subspaces, distortion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from crate_kernels._core import checks
 
 
 def trailing(op: str, name: str, value: object, layout: str) -> Tensor:
-    """Require a floating tensor whose last axes are those named after ``...`` in ``layout``, none empty."""
+    """Require a floating tensor with the axes named after ``...`` in ``layout`` as its last ones, none empty."""
     checked = checks.tensor(op, name, value, None, layout)
     naxes = layout.count(",")
     if checked.dim() < naxes or 0 in checked.shape[checked.dim() - naxes :]:
@@ -17,7 +17,7 @@ def trailing(op: str, name: str, value: object, layout: str) -> Tensor:
 
 
 def tokens_and_subspaces(op: str, z: object, subspaces: object) -> tuple[Tensor, Tensor]:
-    """Require tokens (..., seqlen, dim) and bases (nsubspaces, dim, head_dim) on one device; give float64."""
+    """Require tokens (..., seqlen, dim) and bases (nsubspaces, dim, head_dim) on one device; return them in float64."""
     tokens = trailing(op, "z", z, "(..., seqlen, dim)")
     layout = f"(nsubspaces, dim, head_dim) with dim = {tokens.shape[-1]}"
     bases = checks.tensor(op, "subspaces", subspaces, 3, layout)

@@ -1,4 +1,4 @@
-"""The probabilities that a fused kernel never stores."""
+"""Attention probabilities, which a fused kernel never stores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ._inputs import trailing
 
 
 def attention_maps(w: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Return MSSA's attention probabilities: row i is what query i gives to each key.
+    """Return MSSA's attention probabilities: row i has the weights of query i on each key.
 
     ``P = softmax(scale w w^T)`` (CRATE Eq. 11), masked to keys j <= i if causal.
 
     Args:
         w: Projected tokens (..., seqlen, head_dim), any floating dtype; a model's ``qkv`` output with its
             heads split off, ``qkv(x).unflatten(-1, (nheads, -1)).transpose(-3, -2)``.
-        causal: Whether a query sees only keys up to its own position, by default False.
+        causal: True if a query sees only keys up to its own position, by default False.
         scale: Factor on ``w w^T``, by default ``head_dim ** -0.5``.
 
     Returns:

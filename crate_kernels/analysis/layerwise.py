@@ -1,4 +1,4 @@
-"""A model's compression and sparsification, layer by layer, while it runs."""
+"""Measurements of compression and sparsification, layer by layer, while a model runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _EXPECTED = "(PreNorm(norm, fn with .qkv and .heads), PreNorm(norm, fn))"
 
 @dataclass(frozen=True, eq=False)
 class LayerMeasurement:
-    """What one layer did to a batch; every field is a tensor (batch,), so mean and spread are the reader's.
+    """Measurements of one layer on a batch; every field is a tensor (batch,), so the user takes mean and spread.
 
     Attributes:
-        rate_input: The measure of ``qkv(norm_1(Z))``, the projection of the block's INPUT. This is what the
-            published hooks draw under the name of the attention block.
+        rate_input: The measure of ``qkv(norm_1(Z))``, the projection of the block's INPUT. The published hooks
+            plot this value under the name of the attention block.
         rate_half: The measure of ``qkv(norm_2(Z'))``, ``Z' = Z + MSSA(norm_1(Z))`` (or whatever the model
             feeds its second half): the same subspaces after compression, normalised by the ISTA block's
             own ``norm_2``. This is the quantity the papers describe.
-        sparsity: Fraction of nonzeros in what the ISTA block returns, before a residual if there is one.
+        sparsity: Fraction of nonzeros in the output of the ISTA block, before a residual if there is one.
     """
 
     rate_input: Tensor
@@ -71,21 +71,21 @@ def layerwise(
 ) -> list[LayerMeasurement]:
     """Run ``model(x)`` and measure each layer's coding rate Rc and sparsity (CRATE, the layer-wise figures).
 
-    The model runs in eval mode without gradients. Its modes are given back and the hooks removed whether
-    it returns or raises.
+    The model runs in eval mode without gradients. Afterwards its modes are restored and the hooks removed, also
+    after an error.
 
     Args:
         model: A CRATE-like model, published or ours.
-        x: What the model takes; a batch.
+        x: Input of the model; a batch.
         measure: From projected tokens (batch, nheads, seqlen, head_dim) to a tensor (batch,). By default
             None: ``projected_coding_rate`` of tokens scaled to unit norm with eps_squared 0.01, as the
-            published code measures (where a zero token gives it nan, here it counts as zero).
+            published code measures (a zero token gives nan there, and counts as zero here).
         layers: The layers to measure, each a pair ``(PreNorm(norm, fn with .qkv and .heads),
             PreNorm(norm, fn))``. By default None: ``model.transformer.layers``. For CRATE-MAE,
             ``[block.layers[0] for block in model.blocks]``.
 
     Returns:
-        One ``LayerMeasurement`` a layer, in order.
+        One ``LayerMeasurement`` per layer, in order.
 
     Raises:
         TypeError: model is not a Module, or a layer is not such a pair.

@@ -1,12 +1,11 @@
-"""The terms of sparse rate reduction, ``R(Z) - Rc(Z | U) - lambda |Z|_0`` (CRATE, Yu et al.).
+"""Terms of sparse rate reduction, ``R(Z) - Rc(Z | U) - lambda |Z|_0`` (CRATE, Yu et al.).
 
 Rows are tokens. ``logdet(I + a Z Z^T) = logdet(I + a Z^T Z)``, so the smaller Gram matrix is factored, by
 Cholesky. Everything is float64: the terms of a logdet span many orders of magnitude, and Gram products
 square them. (On a device without float64, move the tokens to the CPU first.)
 
-One convention decides the numbers: the papers write ``eps^2`` where the published code writes
-``eps = 0.01``. The argument here is ``eps_squared``, what both divide by, so neither reading needs a
-square root. Its default, 0.01, is the published code's, so that numbers can be laid beside the
+The papers write ``eps^2`` where the published code writes ``eps = 0.01``. The argument here is ``eps_squared``, the
+divisor in both. Its default, 0.01, is that of the published code, so that the numbers can be compared with the
 published figures (which also scale tokens to unit norm first); the papers' eps is then 0.1.
 """
 
@@ -19,24 +18,24 @@ from ._inputs import distortion, tokens_and_subspaces, trailing
 
 
 def _by_tokens(w: Tensor) -> bool:
-    """Whether the Gram matrix of the tokens is smaller than that of the channels of w (..., seqlen, dim)."""
+    """Say if the Gram matrix of the tokens is smaller than that of the channels of w (..., seqlen, dim)."""
     return w.shape[-2] < w.shape[-1]
 
 
 def _factor(w: Tensor, alpha: float) -> Tensor:
-    """Cholesky factor of I + alpha times the smaller Gram matrix of w (..., seqlen, dim)."""
+    """Return the Cholesky factor of I + alpha times the smaller Gram matrix of w (..., seqlen, dim)."""
     gram = w @ w.mT if _by_tokens(w) else w.mT @ w
     return torch.linalg.cholesky(torch.eye(gram.shape[-1], dtype=w.dtype, device=w.device) + alpha * gram)
 
 
 def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
-    """Measure the nats that code all tokens up to distortion eps.
+    """Measure how many nats code all tokens up to distortion eps.
 
     ``R(Z) = 1/2 logdet(I + dim / (seqlen eps^2) Z Z^T)`` (CRATE; the rate of MCR^2, Yu et al., 2020).
 
     Args:
         z: Tokens (..., seqlen, dim), any floating dtype.
-        eps_squared: The papers' eps^2, by default 0.01: what the published code passes as ``eps``.
+        eps_squared: The papers' eps^2, by default 0.01, the published code's ``eps``.
 
     Returns:
         Float64 tensor (...), natural logarithm, differentiable.
@@ -54,7 +53,7 @@ def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
 
 
 def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
-    """Measure Rc from tokens that are projected already, as MSSA's ``qkv`` gives them.
+    """Measure Rc of projected tokens, the output of MSSA's ``qkv``.
 
     ``Rc = 1/2 sum_k logdet(I + head_dim / (seqlen eps^2) w_k w_k^T)``, ``w_k = Z U_k`` (CRATE). One head's
     term is ``coding_rate(w)``. Published code scales projected tokens to unit norm first:
@@ -77,14 +76,14 @@ def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
 
 
 def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
-    """Measure the nats that code the tokens' projections on each subspace.
+    """Measure how many nats code the tokens' projections on each subspace.
 
     ``Rc(Z | U) = 1/2 sum_k logdet(I + head_dim / (seqlen eps^2) (Z U_k) (Z U_k)^T)`` (CRATE).
 
     Args:
         z: Tokens (..., seqlen, dim), any floating dtype.
         subspaces: U (nsubspaces, dim, head_dim), any floating dtype, columns not necessarily orthonormal;
-            ``projection_subspaces`` gives those of a layer.
+            ``projection_subspaces`` returns those of a layer.
         eps_squared: The papers' eps^2, by default 0.01.
 
     Returns:
@@ -101,7 +100,7 @@ def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0
 
 
 def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
-    """Measure what a representation gains: ``Delta R = R(Z) - Rc(Z | U)`` (CRATE; MCR^2).
+    """Measure the rate reduction of a representation: ``Delta R = R(Z) - Rc(Z | U)`` (CRATE; MCR^2).
 
     Args:
         z: Tokens (..., seqlen, dim), any floating dtype.
@@ -122,7 +121,7 @@ def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -
 
 
 def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
-    """Return the gradient of Rc with respect to the tokens, of which MSSA is the first-order softmax form.
+    """Return the gradient of Rc with respect to the tokens; MSSA is its first-order softmax form.
 
     ``a sum_k (I + a (Z U_k) (Z U_k)^T)^-1 Z U_k U_k^T``, ``a = head_dim / (seqlen eps^2)`` (CRATE Eq. 9).
 

@@ -1,4 +1,4 @@
-"""The subspaces a layer has learned, and how well tokens sit in them."""
+"""Measurements of a layer's learned subspaces, and of how well tokens fit them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def projection_subspaces(weight: Tensor, nheads: int) -> Tensor:
 
 
 def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
-    """Measure how much the heads' subspaces overlap, whatever basis each head has learned.
+    """Measure how much the heads' subspaces overlap, independent of the basis that each head has learned.
 
     ``|Q_i^T Q_j|_F^2 / min(rank_i, rank_j)`` with Q_k an orthonormal basis of the row space of head k: the
     mean squared cosine of the principal angles. 1 on the diagonal and where one subspace contains the
-    other, 0 where they are orthogonal; ``rank / dim`` is what two random subspaces of one rank give.
-    CRATE asks for incoherent subspaces and draws ``subspace_gram``.
+    other, 0 where they are orthogonal, ``rank / dim`` for two random subspaces of one rank.
+    CRATE asks for incoherent subspaces and plots ``subspace_gram``.
 
     Args:
         weight: MSSA's ``qkv.weight`` (nheads * head_dim, dim), any floating dtype.
@@ -73,11 +73,11 @@ def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
 
 
 def subspace_gram(weight: Tensor) -> Tensor:
-    """Return what the papers plot: ``|[U_1 .. U_K]^T [U_1 .. U_K]|`` with each column scaled to unit norm.
+    """Return the matrix that the papers plot: ``|[U_1 .. U_K]^T [U_1 .. U_K]|``, columns scaled to unit norm.
 
     Entry (i, j) is the absolute cosine between two learned directions (CRATE, the figure of
-    ``[U_1 .. U_K]^T [U_1 .. U_K]`` per layer); blocks of head_dim are heads. Inside a block it also shows
-    how far a head's own basis is from orthogonal, which ``subspace_coherence`` leaves out.
+    ``[U_1 .. U_K]^T [U_1 .. U_K]`` per layer); blocks of head_dim are heads. A block also shows
+    how far a head's own basis is from orthogonal, which ``subspace_coherence`` does not measure.
 
     Args:
         weight: MSSA's ``qkv.weight`` (nheads * head_dim, dim), any floating dtype; a zero row gives zeros.
@@ -97,14 +97,14 @@ def snr(z: Tensor, subspaces: Tensor, labels: Tensor | None = None) -> Tensor:
     """Measure the signal-to-noise ratio of tokens against the subspaces they belong to.
 
     ``SNR(Z_k) = |Z_k U_k U_k^T|_F / |Z_k (I - U_k U_k^T)|_F`` (AoT, Wang et al., 2025), Z_k the tokens of
-    cluster k. AoT's Theorem 3.1: with phi = threshold tau and scale 1 it grows by 1 + eta tau a layer.
+    cluster k. AoT's Theorem 3.1: with phi = threshold tau and scale 1 it grows by 1 + eta tau per layer.
 
     Args:
         z: Tokens (..., seqlen, dim), any floating dtype.
         subspaces: U (nsubspaces, dim, head_dim), any floating dtype, orthonormal columns to the square root
             of its dtype's precision.
         labels: Cluster of each token, integers broadcastable to (..., seqlen), on z's device; a token with
-            a label outside 0..nsubspaces-1 counts nowhere. By default None: every token counts in every
+            a label outside 0..nsubspaces-1 is not counted. By default None: every token counts in every
             subspace, so pass the tokens of one cluster.
 
     Returns:

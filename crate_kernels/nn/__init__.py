@@ -1,12 +1,12 @@
-"""The operators as modules: parameters under their published names and one public call each.
+"""Modules around the operators: parameters under their published names and one operator call each.
 
-The projection always runs as a submodule, so that forward hooks on it see what they saw in the
-published code, and the heads are a strided view of its output: nothing is copied on the way in or out.
-Constructors raise ValueError or TypeError for a size, number or name that cannot be.
+The projection always runs as a submodule, so forward hooks on it see the same tensors as in the
+published code. The heads are a strided view of its output: nothing is copied on the way in or out.
+Constructors raise ValueError or TypeError for an invalid size, number or name.
 
-Under tensor parallelism the modules of ``mssa`` compute the heads that a process has: ``ColwiseParallel`` for the
-projection in, ``RowwiseParallel`` for the one out (none where it is tied), and no dropout in training. Those of
-``tssa`` refuse, since their softmax is over all heads.
+Under tensor parallelism each process computes its own heads in the modules of ``mssa``: use ``ColwiseParallel`` for
+the input projection, ``RowwiseParallel`` for the output projection (none if tied), and no dropout in training.
+The modules of ``tssa`` refuse, since their softmax is over all heads.
 """
 
 from crate_kernels.nn.attention import MSSA, TSSA

@@ -1,4 +1,4 @@
-"""Tokens as heads and back, without a copy."""
+"""Split tokens into heads and merge them, without a copy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from crate_kernels._core import checks, operator
 from crate_kernels.ops.mssa import SubspaceCache
 
-# Why a process cannot do with its part of a projection.
+# Reasons why a process needs the whole projection.
 SOFTMAX_OVER_HEADS = "the softmax is over the heads, so shard the tokens or the batch instead"
 THREE_PARTS = "queries, keys and values follow each other in it, so a part mixes them"
 
 
 def tokens(owner: str, x: Tensor, dim: int) -> None:
-    """Require (batch, seqlen, dim) tokens: Linear would take other ranks and fail far from here."""
+    """Require (batch, seqlen, dim) tokens: Linear accepts other ranks, so the error would come much later."""
     layout = f"(batch, seqlen, dim={dim})"
     if checks.tensor(owner, "x", x, 3, layout).shape[-1] != dim:
         raise ValueError(f"{owner}: x must be {layout}, got {tuple(x.shape)}")
@@ -28,9 +28,9 @@ def split(projected: Tensor, heads: int) -> Tensor:
 
 
 def split_local(owner: str, projected: Tensor, head_dim: int) -> Tensor:
-    """View (batch, seqlen, heads * head_dim) as (batch, heads, seqlen, head_dim), however many heads these are.
+    """View (batch, seqlen, heads * head_dim) as (batch, heads, seqlen, head_dim), for any number of heads.
 
-    Under tensor parallelism each process projects onto the heads it has, and only head_dim is everywhere the same.
+    Under tensor parallelism each process projects onto its own heads; only head_dim is the same on all.
     """
     width = projected.shape[-1]
     if width % head_dim:
@@ -42,7 +42,7 @@ def split_local(owner: str, projected: Tensor, head_dim: int) -> Tensor:
 
 
 def whole(owner: str, projected: Tensor, width: int, reason: str) -> Tensor:
-    """Require all of a projection, where a process cannot do with its part; return it."""
+    """Require the whole projection, not one process's part of it; return it."""
     if projected.shape[-1] != width:
         raise NotImplementedError(
             f"{owner}: the projection must be whole, {width} wide, got {projected.shape[-1]}: {reason}"
@@ -51,10 +51,10 @@ def whole(owner: str, projected: Tensor, width: int, reason: str) -> Tensor:
 
 
 def dropout_p(owner: str, dropout: nn.Dropout, w: Tensor, heads: int) -> float:
-    """Return the rate to drop attention at, which must be 0 where w has only some of the ``heads``.
+    """Return the dropout rate of the attention, which must be 0 if w has only some of the ``heads``.
 
-    Masks are drawn by the number of a head among those of its process: with one seed, as tensor parallelism
-    wants it elsewhere, all processes would draw the same.
+    Masks depend on the index of a head within its process. Tensor parallelism needs one seed on all processes, so
+    all processes would draw the same masks.
     """
     rate = dropout.p if dropout.training else 0.0
     if rate and w.shape[1] != heads:
@@ -66,14 +66,14 @@ def dropout_p(owner: str, dropout: nn.Dropout, w: Tensor, heads: int) -> float:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process holds a part."""
+    """Say if a tensor is a DTensor, of which this process holds a part."""
     return hasattr(tensor, "device_mesh")
 
 
 def unproject(out: Tensor, weight: Tensor) -> Tensor:
     """Return ``out W`` for (batch, seqlen, heads * head_dim) and the projection's own weight W.
 
-    Under tensor parallelism W is a DTensor whose part here meets the heads here; the sum is over all processes.
+    Under tensor parallelism W is a DTensor: each process multiplies its heads by its part, and all processes sum.
     """
     if is_sharded(out) or not is_sharded(weight):
         return out @ weight
@@ -91,7 +91,7 @@ def merge(out: Tensor) -> Tensor:
 
 
 def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: int) -> SubspaceCache:
-    """Return an empty cache for the tokens that ``projection`` gives, in the dtype that ``mssa`` takes them in."""
+    """Return an empty cache for the output of ``projection``, in the dtype of ``mssa``'s input."""
     weight = projection.weight
     dtype = weight.dtype
     if dtype != torch.float64:

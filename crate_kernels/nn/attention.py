@@ -32,8 +32,8 @@ class MSSA(nn.Module):
         bias_out: whether the output projection has a bias; True in CRATE, False in CRATE-alpha.
         tied: whether the output projection is the transpose of the input projection.
         gamma: the factor p / (N eps^2) of the tied form; default 1, which is eps^2 = p / N.
-        phi: what turns scores into weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
-        threshold: of ``phi="threshold"``.
+        phi: function from scores to weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
+        threshold: the threshold for ``phi="threshold"``.
         causal: whether a token attends only to itself and earlier ones; needed for a cache.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
     """
@@ -100,7 +100,7 @@ class MSSA(nn.Module):
             cache: a ``SubspaceCache`` to append to and attend over; default none.
 
         Returns:
-            (batch, seqlen, dim), or what was asked for instead.
+            (batch, seqlen, dim), or the weights or the projection if asked for.
         """
         _heads.tokens("MSSA", x, self.dim)
         projected = self.qkv(x)
@@ -128,7 +128,7 @@ class MSSA(nn.Module):
         return self.to_out(out)
 
     def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return the weights themselves, which the fused operator never forms."""
+        """Return the attention weights, which the fused operator never stores."""
         scores = (w @ w.transpose(-1, -2)) * self.scale
         seqlen = w.shape[2]
         allowed = torch.ones(seqlen, seqlen, dtype=torch.bool, device=w.device)
@@ -160,7 +160,7 @@ class TSSA(nn.Module):
         num_heads: number of subspaces.
         qkv_bias: whether the projection has a bias; default False, True in every published model.
         qk_scale: unused, as in the published class: there are no scores to scale.
-        attn_drop: dropout rate on ``1 / (1 + M)``, one draw a channel.
+        attn_drop: dropout rate on ``1 / (1 + M)``, one draw per channel.
         proj_drop: dropout rate on the output.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
     """
@@ -193,7 +193,7 @@ class TSSA(nn.Module):
 
         Args:
             x: (batch, seqlen, dim) tokens.
-            key_padding_mask: (batch, seqlen) bool, True = keep: others leave the token sums; default all.
+            key_padding_mask: (batch, seqlen) bool, True = keep: the others are left out of the token sums; default all.
 
         Returns:
             (batch, seqlen, dim).

@@ -20,7 +20,7 @@ class CausalMSSA(nn.Module):
     (causal CRATE, Bai and Ma 2024, arXiv 2410.16443; its code).
 
     Parameters: ``c_attn.weight`` (n_embd, n_embd), no bias; ``c_proj.weight`` (n_embd, n_embd) and
-    ``c_proj.bias`` (n_embd,) unless without.
+    ``c_proj.bias`` (n_embd,) unless ``bias=False``.
 
     Args:
         n_embd: width of a token, a multiple of ``n_head``.
@@ -82,8 +82,8 @@ class CausalMSSA(nn.Module):
 class CausalTSSA(nn.Module):
     """Token-statistics attention whose sums run over earlier tokens: the language form.
 
-    Not a mask on the vision form: the normalisation is a running one and a learned ``denom_bias`` of the
-    position enters it (ToST, Wu et al. 2024, arXiv 2412.17810; its language code).
+    More than the vision form with a mask: the normalisation is a running one, and includes a learned ``denom_bias``
+    per position (ToST, Wu et al. 2024, arXiv 2412.17810; its language code).
 
     Parameters: ``c_attn.weight`` (n_embd, n_embd), ``c_proj.weight`` (n_embd, n_embd), a ``.bias`` of each if
     asked for, ``temp`` (n_head, 1), ``denom_bias`` (n_head, block_size, 1).
@@ -119,7 +119,7 @@ class CausalTSSA(nn.Module):
         self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1))
 
     def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
-        """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored, its size is constant."""
+        """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored: the cache has a constant size."""
         weight = self.c_attn.weight
         dtype = operator.stat_dtype(weight.dtype)
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
@@ -130,7 +130,7 @@ class CausalTSSA(nn.Module):
         """Attend over ``x``.
 
         Args:
-            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` of them counting cached ones.
+            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` of them including the cached ones.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a ``TokenStatsCache`` to continue from and update; default none.
 
@@ -153,7 +153,7 @@ class CausalTSSA(nn.Module):
 
 
 def _sizes(owner: str, n_embd: int, n_head: int) -> tuple[int, int]:
-    """Require a width that the heads divide."""
+    """Require a width that is a multiple of the number of heads."""
     checks.integer(owner, "n_embd", n_embd, minimum=1)
     checks.integer(owner, "n_head", n_head, minimum=1)
     if n_embd % n_head:

@@ -1,4 +1,4 @@
-"""Sparse coding modules: a square dictionary (ISTA) and an overcomplete one."""
+"""Modules for sparse coding: a square dictionary (ISTA) and an overcomplete one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ISTA(nn.Module):
 
     Args:
         dim: width of a token.
-        step_size: of the gradient step; unused by ``"mm"``. Default 0.1.
+        step_size: size of the gradient step; unused by ``"mm"``. Default 0.1.
         lambd: weight of the l1 norm; default 0.1 (CRATE-MAE 0.5).
-        prox: which step; default ``"nonnegative"``.
-        alpha: dim / (N eps^2) of ``"mm"``; default 1, which is eps^2 = dim / N.
+        prox: the kind of step; default ``"nonnegative"``.
+        alpha: dim / (N eps^2) for ``"mm"``; default 1, which is eps^2 = dim / N.
         backend: as in ``crate_kernels.ista``; default None, the best available.
     """
 
@@ -68,7 +68,7 @@ class OvercompleteISTA(nn.Module):
     """Code a token in an overcomplete dictionary by a few proximal steps, then decode it.
 
     From ``z_0 = 0``, ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)`` ``steps`` times, and the
-    output is ``D1 z`` (CRATE-alpha, Yang et al. 2024, arXiv 2405.20299). The residual is the block's.
+    output is ``D1 z`` (CRATE-alpha, Yang et al. 2024, arXiv 2405.20299). The block adds the residual.
 
     Parameters: ``D`` (dim, hidden) and, unless tied, the decoder ``D1`` (dim, hidden).
 
