@@ -1,7 +1,7 @@
 """Reference models: every published size by name, and published checkpoints.
 
 A family is a module with ``SIZES`` (name -> frozen config), ``Config``, ``Model`` and ``SYSTEMS`` (name ->
-how its published checkpoints are read).
+how to read its published checkpoints).
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def create(name: str, **overrides: Any) -> nn.Module:
 
     Args:
         name: one of ``names()``.
-        **overrides: fields of its config to change: ``num_classes=10``, ``backend="reference"``.
+        **overrides: fields of the config to change: ``num_classes=10``, ``backend="reference"``.
 
     Returns:
         The model, on torch's default device.
 
     Raises:
-        ValueError: no size has that name, no field has an override's name, or a value that cannot be.
+        ValueError: no size has that name, no field has an override's name, or a value is invalid.
         TypeError: a value of the wrong type.
     """
     if checks.text("create", "name", name) not in _OWNERS:
@@ -90,18 +90,18 @@ def create(name: str, **overrides: Any) -> nn.Module:
 
 
 def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Module:
-    """Build the model that a ``save_pretrained`` wrote, of whichever class it was.
+    """Build the model that a ``save_pretrained`` wrote, of any class.
 
     Args:
-        folder: where it is.
-        **overrides: fields of its config to change, such as ``backend`` or ``dropout``.
+        folder: the folder that ``save_pretrained`` wrote.
+        **overrides: fields of the config to change, such as ``backend`` or ``dropout``.
 
     Returns:
         The model, on torch's default device.
 
     Raises:
         FileNotFoundError: the folder lacks a file.
-        ValueError: a config that is of no model here or cannot be, or weights that do not fit it.
+        ValueError: an invalid config or one of no model here, or weights that do not fit it.
         TypeError: a field of the wrong type.
     """
     name, _ = pretrained.read_config(Path(folder))
@@ -115,27 +115,27 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
-        system: which system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, ``"tost_vision"``,
-            ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or an attention module on its own
+        system: name of the system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, ``"tost_vision"``,
+            ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or an attention module alone
             (``"tssa_attention"``, ``"tssa_causal_attention"``).
-        state_dict: the checkpoint, as ``torch.load`` gives it: weights nested under ``state_dict``,
-            ``model`` or ``model_ema``, and names prefixed by ``module.`` or ``_orig_mod.``, are understood.
-            It is not changed, and nothing is shared with it.
-        config: keyword arguments of the published class. What checkpoints do not hold (step sizes,
-            thresholds, dropout) and our own choices (``backend``) may be given beside them.
+        state_dict: the checkpoint, as ``torch.load`` returns it. Weights may be nested under ``state_dict``,
+            ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
+            It is not changed, and shares no memory with the model.
+        config: keyword arguments of the published class. Values that checkpoints do not hold (step sizes,
+            thresholds, dropout) and our own options (``backend``) may be given too.
 
-    What no weight tells is believed, and has to be right. The number of heads is such a number wherever attention
-    is MSSA: another one that divides the same width loads as well and computes something else. It is therefore
-    required, except in ToST, whose temperatures have one row a head. CRATE-MAE's outer norms have eps 1e-6, as in
-    every published size; a class that was built without ``norm_layer`` has 1e-5: say
+    Arguments that the weights do not determine are not checked. With MSSA, the number of heads is one of them:
+    another number that divides the same width loads as well, but computes something else. It is therefore
+    required, except in ToST, whose temperatures have one row per head. CRATE-MAE's outer norms have eps 1e-6, as in
+    every published size. A class that was built without ``norm_layer`` has 1e-5: pass
     ``norm_layer=torch.nn.LayerNorm``, or ``norm_eps=1e-5``.
 
     Returns:
-        The model, in training mode as a constructor leaves it.
+        The model, in training mode, as after its constructor.
 
     Raises:
-        ValueError: an unknown system or argument, a required one missing, or weights that do not fit, all of
-            them listed.
+        ValueError: an unknown system or argument, a missing required one, or weights that do not fit; the message
+            lists all of these weights.
         TypeError: an argument of the wrong type.
     """
     if checks.text("from_official", "system", system) not in _SYSTEMS:
@@ -144,17 +144,17 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
 
 
 def to_official(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state_dict that the published class of a model loads, strictly: ``from_official`` undone.
+    """Return a state_dict that the published class of a model loads strictly: the inverse of ``from_official``.
 
-    It is ``model.state_dict()``, whose tensors it shares, and what the published class holds beside weights: the
+    It is ``model.state_dict()``, with shared tensors, plus the buffers of the published class: the
     causal mask of each layer of causal CRATE. Variants that no published class has (``attention="tied"``,
-    ``num_classes=0``) come under our names.
+    ``num_classes=0``) keep our names.
 
     Args:
-        model: a model of ``from_official`` or of its systems' classes.
+        model: a model from ``from_official``, or of the class of one of its systems.
 
     Raises:
-        ValueError: nothing was published that the model could be loaded into.
+        ValueError: no published class can load the model.
     """
     system = next((each for each in _SYSTEMS.values() if each.ours(model)), None)
     if system is None:

@@ -31,9 +31,9 @@ class CRATEConfig:
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
         image_size, patch_size: an int or (height, width), in pixels.
-        num_classes: outputs of the head; 0 is no head, the output then what it would read.
+        num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         pool: ``"cls"``, or ``"mean"`` over all tokens, the class token included.
-        channels: of the image.
+        channels: channels of the image.
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens.
         ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
         attention: ``"mssa"`` as published; ``"tied"`` the derived form (Eq. 11-12); ``"gradient"`` the exact
@@ -44,10 +44,10 @@ class CRATEConfig:
         prox: ISTA's step: ``"nonnegative"``, ``"soft"`` or ``"mm"``, as in ``crate_kernels.nn.ISTA``.
         alpha: dim / (N eps^2) of ``prox="mm"``.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
-        backend: of the operators; None is the best available.
+        backend: backend of the operators; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     dim: int
@@ -235,7 +235,7 @@ class CRATE(vision.Classifier):
     ``mlp_head.{0,1}`` (LN, Linear; the latter not without classes).
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = CRATEConfig

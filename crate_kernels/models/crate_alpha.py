@@ -33,8 +33,8 @@ class CRATEAlphaConfig:
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
         image_size, patch_size: an int or (height, width), in pixels.
-        num_classes: outputs of the head; 0 is no head, the output then what it would read.
-        channels: of the image.
+        num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
+        channels: channels of the image.
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens, as in the training code
             (the published PyTorch class takes it and does not use it).
         eta: step size of the proximal steps; ``lmbda``: weight of the l1 norm. Neither is in checkpoints.
@@ -42,10 +42,10 @@ class CRATEAlphaConfig:
         steps: proximal steps.
         head_eps: of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
-        backend: of the operators; None is the best available.
+        backend: backend of the operators; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     dim: int
@@ -145,7 +145,7 @@ class CRATEAlpha(vision.Classifier):
     classes). They start as the training code starts them, which is the JAX one.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = CRATEAlphaConfig

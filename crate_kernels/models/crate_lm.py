@@ -150,7 +150,7 @@ class CRATELM(LanguageModel):
     ``attn.c_attn``, on ``ista``, and on ``ista.code`` of the overcomplete form.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = CRATELMConfig

@@ -44,10 +44,10 @@ class CRATEMAEConfig:
         norm_eps: of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
             published class that was built without ``norm_layer``, which no checkpoint tells.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
-        backend: of the operators; None is the best available.
+        backend: backend of the operators; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     embed_dim: int
@@ -152,7 +152,7 @@ class CRATEMAE(ReferenceModel):
     ``decoder_embed``, which checkpoints hold and nothing uses.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = CRATEMAEConfig
@@ -258,7 +258,7 @@ class CRATEMAE(ReferenceModel):
         """Return the predicted patches (batch, patches, ph * pw * channels) of the encoder's tokens."""
         for block in self.decoder_blocks:
             x = run(self.config.grad_checkpointing, block, x)
-        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
         return self.decoder_pred(self.decoder_norm(x))[:, 1:].clone()
 
     def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class ToSTConfig:
         img_size: an int or (height, width); any size of whole patches can be given, positions are computed.
         patch_size: 8 or 16: the stem halves the image three or four times.
         in_chans: channels of the image.
-        num_classes: outputs of the head; 0 is no head, the output then what it would read.
+        num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         mlp_ratio: hidden width of the MLPs over ``embed_dim``.
         qkv_bias: whether attention's projection has a bias.
         qk_scale: factor of the class attention's scores; None is head_dim ** -0.5.
@@ -51,10 +51,10 @@ class ToSTConfig:
         tokens_norm: whether class attention normalises all tokens before its MLP, or the class token alone.
         distillation: whether the result in training is ``(logits, logits)``, as published, for the loss of its recipe.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
-        backend: of the operator; None is the best available.
+        backend: backend of the operator; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     embed_dim: int = 768
@@ -261,7 +261,7 @@ class ToST(vision.Classifier):
     gamma1,gamma2}``, ``cls_attn_blocks.{i}`` with ``attn.{qkv,proj}``, ``norm``, ``head``.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = ToSTConfig
@@ -318,7 +318,7 @@ class ToST(vision.Classifier):
             x: tokens (batch, patches + 1, embed_dim).
             pre_logits: return what the last layer reads instead, (batch, embed_dim); default False.
         """
-        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
         pooled = x[:, 0].clone()
         return pooled if pre_logits else self.head(pooled)
 

@@ -88,7 +88,7 @@ class ToSTLM(LanguageModel):
     ``mlp.{c_fc,c_proj}``, ``gamma1``, ``gamma2``; the rest as in every language model here.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = ToSTLMConfig

@@ -1,1 +1,1 @@
-"""Everything that more than one model is made of."""
+"""Parts that several models share."""

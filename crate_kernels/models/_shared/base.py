@@ -1,4 +1,4 @@
-"""What every reference model has: a config, weight-decay groups, and a folder to be kept in."""
+"""Base of the reference models: a config, weight-decay groups, saving and loading."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class ReferenceModel(pretrained.Configured):
     """A published model.
 
     Args:
-        config: what to build; kept as ``self.config``.
+        config: sizes and options; kept as ``self.config``.
     """
 
-    decays_vectors = False  # whether published training decays biases and norms too
+    decays_vectors = False  # True if published training decays biases and norms too
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters, beside vectors, that published training does not decay."""
+        """Name the parameters, other than vectors, that published training does not decay."""
         return set()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Sort the trainable parameters into two groups for an optimiser: decayed, and not.
 
-        Not decayed are vectors (biases, norms, layer scales), except in CRATE, whose published training
-        decays all, and what ``no_weight_decay`` names. A parameter with two names, as a tied head, is there
-        once.
+        The second group has the vectors (biases, norms, layer scales), except in CRATE, whose published training
+        decays them, and the parameters that ``no_weight_decay`` names. A parameter with two names, such as a tied
+        head, is listed once.
 
         Args:
-            weight_decay: of the first group, at least 0.
+            weight_decay: weight decay of the first group, at least 0.
 
         Returns:
             Two dicts of ``params`` and ``weight_decay``, as ``torch.optim`` takes them.
@@ -56,7 +56,7 @@ class ReferenceModel(pretrained.Configured):
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
     ) -> Path:
-        """Write ``config.json`` and ``model.safetensors`` into a folder, made if it is not there.
+        """Write ``config.json`` and ``model.safetensors`` into a folder, created if missing.
 
         A process of a sharded model (``fully_shard``, tensor parallelism) has only parts of the weights. Gather
         them in all processes and save them in one::
@@ -69,14 +69,14 @@ class ReferenceModel(pretrained.Configured):
                 model.save_pretrained(folder, state_dict=state)
 
         Args:
-            folder: where; files of these names in it are replaced, each in one move.
-            state_dict: the weights, whole, where the model's own are sharded; by default the model's own.
+            folder: destination; files of these names in it are replaced, each in one move.
+            state_dict: the whole weights, needed if the model's own are sharded; by default the model's own.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: sharded weights, or a ``state_dict`` that is not of this model.
+            ValueError: sharded weights, or a ``state_dict`` of another model.
         """
         return pretrained.save(self, Path(folder), state_dict)
 
@@ -85,22 +85,22 @@ class ReferenceModel(pretrained.Configured):
         """Build the model that ``save_pretrained`` wrote.
 
         Args:
-            folder: where it is.
-            **overrides: fields of its config to change, such as ``backend`` or ``dropout``.
+            folder: the folder that ``save_pretrained`` wrote.
+            **overrides: fields of the config to change, such as ``backend`` or ``dropout``.
 
         Returns:
             The model, on torch's default device.
 
         Raises:
             FileNotFoundError: the folder lacks a file.
-            ValueError: a config that is of another model or cannot be, or weights that do not fit it.
+            ValueError: an invalid config or one of another model, or weights that do not fit it.
             TypeError: a field of the wrong type.
         """
         return pretrained.load(cls, Path(folder), overrides)
 
 
 def run(recompute: bool, function: Callable[..., Output], *args: Any) -> Output:
-    """Call ``function``; with ``recompute`` its activations are made again in the backward instead of kept."""
+    """Call ``function``; with ``recompute`` its activations are recomputed in the backward instead of kept."""
     if recompute and torch.is_grad_enabled():
         return checkpoint(function, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
     return function(*args)

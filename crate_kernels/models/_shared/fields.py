@@ -1,4 +1,4 @@
-"""The fields of a config by their annotations: one check, so that no family forgets a field."""
+"""Check the fields of a config by their annotations, all at once, so that no family forgets a field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuing prompts token by token, on caches that hold one tensor a layer or a constant state."""
+"""Continue prompts token by token, with caches that hold one tensor per layer or a constant state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generate(
     generator: torch.Generator | None,
     use_cache: bool,
 ) -> Tensor | list[Tensor]:
-    """Do what ``LanguageModel.generate`` says."""
+    """Implement ``LanguageModel.generate``."""
     owner = f"{type(model).__name__}.generate"
     prompts, lengths, ragged = _prompts(owner, tokens)
     checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
@@ -51,7 +51,7 @@ def generate(
 
 
 class _Windowed:
-    """Run the last tokens of each sequence, as many as there are positions, for every new one."""
+    """Run the last ``block_size`` tokens of each sequence again for every new token."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -60,7 +60,7 @@ class _Windowed:
         """Return the hidden state (batch, n_embd) of each sequence's last token."""
         size = min(longest, self.model.config.block_size)
         start = (lengths - size).clamp(min=0)
-        # A shorter sequence's window runs over its end, where attention does not look back from.
+        # The window of a shorter sequence goes past its end; attention is causal, so this changes no earlier token.
         window = text.gather(1, start[:, None] + torch.arange(size, device=text.device))
         return _at(self.model.hidden(window), lengths - start - 1)
 
@@ -88,7 +88,7 @@ def _at(hidden: Tensor, index: Tensor) -> Tensor:
 
 
 def _prompts(owner: str, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
-    """Return prompts padded on the right, their lengths, and whether these differ."""
+    """Return prompts padded on the right, their lengths, and True if the lengths differ."""
     if isinstance(tokens, Tensor):
         if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype != torch.int64:
             got = f"{tokens.dtype} {tuple(tokens.shape)}"
@@ -120,7 +120,7 @@ def _choose(
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
-    # A small temperature overflows below, not above; one that fp32 does not hold would divide 0 by 0.
+    # The largest logit is 0: a small temperature gives -inf for the others, one that rounds to 0 would give 0 / 0.
     temperature = max(temperature, torch.finfo(logits.dtype).smallest_normal)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
@@ -128,6 +128,6 @@ def _choose(
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p is not None:
         ordered, order = logits.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it and always stays
+        before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it, so it always stays
         logits = logits.masked_fill(torch.zeros_like(before).scatter(1, order, before) >= top_p, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)

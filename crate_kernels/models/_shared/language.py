@@ -1,4 +1,4 @@
-"""The frame that the language models share, which is nanoGPT's: embeddings, blocks, a tied head, generation."""
+"""Frame of the language models, that of nanoGPT: embeddings, blocks, a tied head, generation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["LanguageConfig", "LanguageModel"]
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """What every language model's config has.
+    """Config fields that all language models have.
 
     Attributes:
         block_size: longest sequence, which is the number of positions.
         vocab_size: number of tokens; 50304 is GPT-2's 50257, padded to a multiple of 64.
         n_layer, n_head, n_embd: layers, heads and width.
         dropout: rate in attention, after it and on the embedded tokens.
-        bias: whether norms and projections have one, where the published model leaves the choice.
+        bias: give norms and projections a bias, if the published model has the choice.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
-        backend: of the operators; None is the best available.
+        backend: backend of the operators; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     block_size: int = 1024
@@ -64,9 +64,9 @@ class LanguageModel(ReferenceModel):
 
     Args:
         config: sizes.
-        blocks: modules from (tokens, key_padding_mask, cache) to tokens, whose ``attn`` makes its cache by
+        blocks: modules from (tokens, key_padding_mask, cache) to tokens, whose ``attn`` has
             ``new_cache(batch, max_seqlen)``.
-        final_norm: applied before the head; None is none.
+        final_norm: norm before the head; None for none.
     """
 
     config: LanguageConfig
@@ -87,7 +87,7 @@ class LanguageModel(ReferenceModel):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Start every matrix at a deviation of 0.02, and less where a residual ends, as GPT-2."""
+        """Draw every matrix with standard deviation 0.02, less at the end of a residual branch, as GPT-2 does."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 ends = name.endswith("c_proj")
@@ -112,13 +112,13 @@ class LanguageModel(ReferenceModel):
         caches: Sequence[Any] | None = None,
         offsets: Tensor | None = None,
     ) -> Tensor:
-        """Return what the head reads.
+        """Return the input of the head.
 
         Args:
             tokens: (batch, seqlen), int64 or int32.
             key_padding_mask: (batch, seqlen) bool, True = keep; only padding on the right makes sense here.
-            caches: of ``new_caches``, to continue and update; none by default.
-            offsets: (batch,) int64, how many tokens each sequence has in the caches; 0 by default.
+            caches: caches from ``new_caches`` to continue and update; none by default.
+            offsets: (batch,) int64, number of cached tokens per sequence; 0 by default.
 
         Returns:
             (batch, seqlen, n_embd).
@@ -140,15 +140,15 @@ class LanguageModel(ReferenceModel):
         return self.transformer["ln_f"](x) if "ln_f" in self.transformer else x
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Predict.
+        """Predict the next tokens.
 
         Args:
             tokens: (batch, seqlen), int64 or int32, at most ``block_size`` long.
-            targets: (batch, seqlen) int64, the next tokens; -1 where none is wanted; none by default.
+            targets: (batch, seqlen) int64, the next tokens; -1 is ignored; none by default.
 
         Returns:
-            ``(logits, loss)`` as the published classes: logits (batch, seqlen, vocab_size) of every token, also
-            without targets, where those give the last token's alone; the mean cross-entropy, or None.
+            ``(logits, loss)`` as the published classes: logits (batch, seqlen, vocab_size) of every token (without
+            targets, the published classes return only the last token's), and the mean cross-entropy, or None.
 
         Raises:
             ValueError: tokens or targets of another shape or dtype, or more of them than ``block_size``.
@@ -172,27 +172,27 @@ class LanguageModel(ReferenceModel):
         *,
         use_cache: bool = True,
     ) -> Tensor | list[Tensor]:
-        """Continue prompts, in evaluation mode whatever the model's is.
+        """Continue prompts, always in evaluation mode; the model's mode is restored.
 
-        A token costs one step over the layers' caches, where the published code runs the whole window again.
-        Once a sequence is longer than ``block_size`` the window moves on, positions change and caches cannot
-        serve: from there on this, too, runs the last ``block_size`` tokens again for each.
+        A token costs one step with the layers' caches, where the published code runs the whole window again.
+        Once a sequence is longer than ``block_size``, the window moves, positions change and caches are invalid:
+        then the last ``block_size`` tokens are run again per token, here too.
 
         Args:
-            tokens: (batch, seqlen) int64 prompts; or a list of 1-D ones of any lengths, continued in one batch.
-            max_new_tokens: how many tokens to add to each.
+            tokens: (batch, seqlen) int64 prompts; or a list of 1-D prompts of any lengths, continued in one batch.
+            max_new_tokens: number of tokens to add to each prompt.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample from the likeliest ``top_k`` tokens; all by default.
             top_p: sample from the fewest likeliest tokens that have at least this probability together; all by
-                default. After ``top_k`` where both are given.
-            generator: of the draws, on the tokens' device; torch's own by default.
+                default. Applied after ``top_k`` if both are given.
+            generator: random generator on the tokens' device; torch's own by default.
             use_cache: False runs the whole window for every token, for comparison.
 
         Returns:
             (batch, seqlen + max_new_tokens); or a list of 1-D tensors for a list.
 
         Raises:
-            ValueError, TypeError: prompts or settings that cannot be.
+            ValueError, TypeError: invalid prompts or settings.
         """
         options = (max_new_tokens, temperature, top_k, top_p, generator, use_cache)
         return _generate.generate(self, tokens, *options)

@@ -1,4 +1,4 @@
-"""Published attention modules that are read on their own, without the model around them."""
+"""Published attention modules that are loaded alone, without the model around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published checkpoints: unwrap them, load every key or say all that is wrong; and give them back."""
+"""Load published checkpoints strictly, with one error that lists all mismatches, and export them again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# Where training scripts put the weights in a checkpoint, and what parallel and compiled wrappers prepend.
+# Keys under which training scripts store the weights, and prefixes that parallel and compiled wrappers add.
 _NESTS = ("state_dict", "model", "model_ema")
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -18,19 +18,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class System:
-    """A published system: which of our modules it is, and how to read its arguments and weights.
+    """A published system: our module for it, and how to read its arguments and weights.
 
     Attributes:
-        known: the arguments that may be given: those of the published class, and our own choices.
-        required: those of them that must be.
+        known: the arguments that may be given: those of the published class, and our own options.
+        required: the known arguments that must be given.
         build: from the arguments to our module.
-        only: arguments of the published class that have one value here; another value is an error.
+        only: arguments of the published class with a single valid value here; another value is an error.
         ignored: arguments of the published class that change nothing here.
         weights: from the published weights, under their bare names, to ours; the same by default.
-        implied: arguments that the published weights decide, from their bare names.
-        translated: arguments of the published class that are said otherwise here: from the value to ours.
-        ours: whether a module is of this system.
-        buffers: what the published class has in its state_dict beside our weights, from our module.
+        implied: from the published weights, under their bare names, to the arguments that they determine.
+        translated: arguments of the published class with other names or values here: from its value to our arguments.
+        ours: says if a module belongs to this system.
+        buffers: from our module to the further entries of the published class's state_dict.
     """
 
     known: Collection[str]
@@ -77,8 +77,8 @@ def family(
     Args:
         config_class: a dataclass; its fields are the arguments, those without a default are required.
         model_class: takes the config.
-        fixed: fields that the system itself decides, which cannot be given.
-        required: fields with a default here that must be given all the same, since no weight tells them.
+        fixed: fields with a value fixed by the system, which cannot be given.
+        required: fields with a default here that must still be given, since the weights do not determine them.
         **options: ``only``, ``ignored``, ``weights``, ``implied``, ``translated`` and ``buffers`` of ``System``.
     """
     decided = fixed or {}
@@ -131,7 +131,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def same(value: Tensor, other: Any) -> bool:
-    """Whether two entries of a checkpoint are equal."""
+    """Say if two entries of a checkpoint are equal."""
     return value is other or (isinstance(other, Tensor) and torch.equal(value.to(other.device), other))
 
 
@@ -140,7 +140,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Require weights under their bare names to be those of ``model``: every one, and nothing else.
+    """Require weights, under their bare names, to be exactly those of ``model``.
 
     Raises:
         ValueError: keys are missing, unexpected, of another shape or kind of dtype; the message lists them all.
@@ -166,7 +166,7 @@ def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -
 
 
 def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
-    """Copy weights under their bare names into ``model``, strictly: raises what ``check`` does."""
+    """Copy weights, under their bare names, into ``model``; raise the same errors as ``check``."""
     check(owner, system, model, given)
     model.load_state_dict(given)
     return model
@@ -175,7 +175,7 @@ def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from
 def arguments(
     owner: str, given: Mapping[str, Any], known: Collection[str], required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return ``given`` as a dict of known arguments, all required ones among them, or say what is wrong."""
+    """Return ``given`` as a dict; raise if an argument is unknown or a required one is missing."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{owner}: config must be a mapping, got {type(given).__name__}")
     unknown = [str(name) for name in given if name not in known]

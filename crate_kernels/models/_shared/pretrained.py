@@ -1,4 +1,4 @@
-"""Folders that hold a model: ``config.json`` and ``model.safetensors``."""
+"""Save and load a model's folder: ``config.json`` and ``model.safetensors``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Configured(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self._name = type(self).__name__  # what wraps a model (fully_shard) gives it another class
+        self._name = type(self).__name__  # fully_shard changes the class of the model
 
 
 Model = TypeVar("Model", bound="Configured")
 
 
 def _whole_weights(model: Configured, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    """Return the weights to be saved, none of which may be sharded."""
+    """Return the weights to save; none of them may be sharded."""
     if given is not None:
         official.check("save_pretrained", model._name, model, given)
     state = model.state_dict() if given is None else given
@@ -54,8 +54,8 @@ def _whole_weights(model: Configured, given: Mapping[str, Tensor] | None) -> Map
 
 
 def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | None) -> Path:
-    """Write a model; ``backend`` is left out, since the next machine may have a better one."""
-    from safetensors.torch import save_file  # a checkout without what an install brings runs all else
+    """Write a model without its ``backend``: the next machine may have a better one."""
+    from safetensors.torch import save_file  # all else runs in a checkout without safetensors
 
     weights = _whole_weights(model, state_dict)
     config = {name: value for name, value in asdict(model.config).items() if name != "backend"}
@@ -82,7 +82,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Model:
-    """Build the model of a config file whose fields ``overrides`` change."""
+    """Build the model of a config file, with the fields in ``overrides`` changed."""
     known = fields(model_class.config_class)
     required = [field.name for field in known if field.default is MISSING]
     given = official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
@@ -95,7 +95,7 @@ def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], over
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return what a safetensors file holds."""
+    """Return the tensors of a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -106,7 +106,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -> Model:
-    """Build the model of a folder, which must be of ``model_class``, and load its weights, strictly."""
+    """Build the model of a folder, which must be a ``model_class``, and load its weights strictly."""
     name, config = read_config(folder)
     if name != model_class.__name__:
         raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")

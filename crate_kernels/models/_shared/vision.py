@@ -1,4 +1,4 @@
-"""What the image models share: sizes, patches and their positions."""
+"""Shared parts of the image models: sizes, patches and their positions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Size = int | Sequence[int]
 
 
 class Classifier(ReferenceModel):
-    """An image model that reads its classes off the class token, or off the mean of all tokens.
+    """An image model that computes its logits from the class token, or from the mean of all tokens.
 
     ``model(img)`` is ``forward_head(forward_features(img))``. Without classes (``num_classes=0``) there is no last
-    layer, and ``model(img)`` is what it would read.
+    layer, and ``model(img)`` is the input that the layer would have.
     """
 
     pool = "cls"
@@ -29,11 +29,11 @@ class Classifier(ReferenceModel):
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (batch, num_classes) of what ``forward_features`` gives.
+        """Return logits (batch, num_classes) from the output of ``forward_features``.
 
         Args:
             x: tokens (batch, patches + 1, dim).
-            pre_logits: return what the last layer reads instead, (batch, dim); default False.
+            pre_logits: return the input of the last layer instead, (batch, dim); default False.
         """
         pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
         return self.mlp_head[0](pooled) if pre_logits else self.mlp_head(pooled)
@@ -62,7 +62,7 @@ def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
 
 
 def grid(owner: str, image_size: Size, patch_size: Size, name: str = "image_size") -> tuple[int, int]:
-    """Return how many patches an image has (down, across); its size must be a multiple of theirs."""
+    """Return the number of patches of an image (down, across); its size must be a multiple of the patch size."""
     height, width = pair(owner, name, image_size)
     ph, pw = pair(owner, "patch_size", patch_size)
     if height % ph or width % pw:
@@ -71,7 +71,7 @@ def grid(owner: str, image_size: Size, patch_size: Size, name: str = "image_size
 
 
 def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, int]) -> None:
-    """Require (batch, channels, height, width) images that are made of whole patches."""
+    """Require (batch, channels, height, width) images of whole patches."""
     ph, pw = patch_size
     wanted = f"(batch, channels={channels}, height, width) in patches of {ph}x{pw}"
     checks.tensor(owner, "img", img, 4, wanted)
@@ -80,9 +80,9 @@ def check_images(owner: str, img: Tensor, channels: int, patch_size: tuple[int, 
 
 
 def check_size(owner: str, img: Tensor, image_size: Size) -> None:
-    """Require images of the size that the positions are learned for.
+    """Require images of the size for which the positions are learned.
 
-    As many patches in another arrangement would get the positions of other places, as in the published code.
+    The published code accepts another shape with as many patches, and then adds wrong positions.
     """
     height, width = pair(owner, "image_size", image_size)
     if tuple(img.shape[2:]) != (height, width):
@@ -118,7 +118,7 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 
 
 def resize_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Bring (1, 1 + old patches, dim) positions to a grid of another size, bicubically; the class token keeps its."""
+    """Resize (1, 1 + old patches, dim) positions bicubically to another grid; the class token's does not change."""
     if old == new:
         return positions
     patches = positions[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)

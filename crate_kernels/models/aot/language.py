@@ -28,7 +28,7 @@ class AoTLMConfig(LanguageConfig):
         eta: step size of the attention.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     attention: str = "mssa"
@@ -56,7 +56,7 @@ class AoTLM(LanguageModel):
     ``transformer.wpe``, ``transformer.h.{i}`` as in ``Layer``, ``transformer.ln_f``, ``lm_head``, which is ``wte``.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = AoTLMConfig

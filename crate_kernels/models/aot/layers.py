@@ -38,7 +38,7 @@ class Layer(nn.Module):
         bias: whether norms and output projections have one; default False.
         dropout: rate in attention and after it.
         causal: whether a token sees only itself and earlier ones.
-        backend: of MSSA; None is the best available.
+        backend: backend of MSSA; None is the best available.
     """
 
     def __init__(

@@ -31,13 +31,13 @@ class AoTRegressionConfig:
         n_positions: the longest sequence, two tokens an example.
         mlp: whether an MLP follows each attention: the standard transformer.
         eta: step size of the attention.
-        dropout: rate in and after it.
+        dropout: rate in and after the attention.
         init_std: deviation of the initial weights: 0.02, GPT-2's, suits its width; narrow models want more.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
-        backend: of MSSA; None is the best available.
+        backend: backend of MSSA; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     n_dims: int = 20
@@ -73,7 +73,7 @@ class AoTRegression(ReferenceModel):
     ``norm.weight``, ``read_out.{weight,bias}``.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = AoTRegressionConfig
@@ -113,7 +113,7 @@ class AoTRegression(ReferenceModel):
         x = self.read_in(tokens) + self.wpe(torch.arange(tokens.shape[1], device=xs.device))
         for layer in self.layers:
             x = run(c.grad_checkpointing, layer, x)
-        # A copy: fully_shard's backward hook on a view is lost where its reader changes it in place.
+        # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
         return self.read_out(self.norm(x)[:, ::2]).squeeze(-1).clone()
 
 

@@ -26,16 +26,16 @@ class AoTVisionConfig:
         dim, depth, heads: width of a token, layers, subspaces.
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
         image_size, patch_size: sides in pixels.
-        num_classes: outputs of the head; 0 is no head, the output then what it would read.
-        channels: of the image.
+        num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
+        channels: channels of the image.
         norm: whether each attention sees layer-normalised tokens; False in the paper.
         eta: step size of the attention.
-        dropout: rate in and after it.
+        dropout: rate in and after the attention.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
-        backend: of MSSA; None is the best available.
+        backend: backend of MSSA; None is the best available.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     dim: int
@@ -75,7 +75,7 @@ class AoTVision(vision.Classifier):
     ``layers.{i}.*`` as in ``Layer``, ``mlp_head.{0,1}.*``.
 
     Args:
-        config: what to build; ``crate_kernels.models.create`` has the published ones by name.
+        config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
     """
 
     config_class = AoTVisionConfig

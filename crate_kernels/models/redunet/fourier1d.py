@@ -24,7 +24,7 @@ class ReduNet1DConfig:
         lmbda: sharpness of the class estimate.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     num_classes: int

@@ -22,7 +22,7 @@ class ReduNetVectorConfig:
         lmbda: sharpness of the class estimate.
 
     Raises:
-        ValueError, TypeError: a value that cannot be.
+        ValueError, TypeError: an invalid value.
     """
 
     num_classes: int
