@@ -26,7 +26,7 @@ __all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
 
 @dataclass(frozen=True)
 class CRATEConfig:
-    """What a CRATE is: the published constructor's arguments, then the papers' variants.
+    """Config of a CRATE: the published constructor's arguments, then the papers' variants.
 
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
@@ -37,12 +37,12 @@ class CRATEConfig:
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens.
         ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
         attention: ``"mssa"`` as published; ``"tied"`` the derived form (Eq. 11-12); ``"gradient"`` the exact
-            gradient of Rc (Eq. 9), of which MSSA is the first-order approximation.
+            gradient of Rc (Eq. 9), which MSSA approximates to first order.
         gamma: p / (N eps^2) of the derived forms; 1 is eps^2 = p / N.
         kappa: step along the subspaces. None is the published residual ``x + MSSA``; a number is
             ``(1 - kappa gamma) x + kappa gamma MSSA`` (Eq. 10), or ``x - kappa grad Rc`` with ``"gradient"``.
         prox: ISTA's step: ``"nonnegative"``, ``"soft"`` or ``"mm"``, as in ``crate_kernels.nn.ISTA``.
-        alpha: dim / (N eps^2) of ``prox="mm"``.
+        alpha: dim / (N eps^2) for ``prox="mm"``.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -99,8 +99,8 @@ SIZES = {
 class RateGradientStep(nn.Module):
     """Return ``-grad Rc(x | U)`` (CRATE Eq. 9), with the subspaces U as the rows of ``qkv.weight``.
 
-    ``grad Rc = gamma sum_k (I + gamma V_k V_k^T)^-1 V_k U_k^T``, ``V_k = x U_k``. Pushing the inverse
-    through, ``V_k (I + gamma V_k^T V_k)^-1`` solves a system of dim_head unknowns instead of seqlen.
+    ``grad Rc = gamma sum_k (I + gamma V_k V_k^T)^-1 V_k U_k^T``, ``V_k = x U_k``. The equal form
+    ``V_k (I + gamma V_k^T V_k)^-1`` solves a system of dim_head unknowns instead of seqlen.
 
     Args:
         dim, heads, dim_head: as in ``crate_kernels.nn.MSSA``.
@@ -122,7 +122,7 @@ class RateGradientStep(nn.Module):
         projected = self.qkv(x)
         if return_key:
             return projected
-        # Half precision has no factorisation, and the condition number squares that of the tokens.
+        # Half precision has no factorisation, and V^T V has the squared condition number of the tokens.
         with torch.autocast(x.device.type, enabled=False):
             v = projected.to(torch.promote_types(projected.dtype, torch.float32))
             v = _heads.split_local("RateGradientStep", v, self.dim_head)  # (batch, heads, seqlen, dim_head)
@@ -133,10 +133,10 @@ class RateGradientStep(nn.Module):
 
 
 class Layer(nn.ModuleList):
-    """One layer: a PreNorm of attention and a PreNorm of ISTA, which checkpoints and analyses know as a list.
+    """One layer: a PreNorm of attention and a PreNorm of ISTA, a list in checkpoints and analyses.
 
     Args:
-        halves: the two.
+        halves: the two PreNorms.
         kept, step: factors of the stream and of the update.
     """
 
@@ -145,7 +145,7 @@ class Layer(nn.ModuleList):
         self.kept, self.step = kept, step
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
-        """Return the next tokens; or this layer's attention weights or projection instead."""
+        """Return the next tokens, or this layer's attention weights or projection instead."""
         attention, sparsify = self
         if return_attention or return_key:
             return attention(x, return_attention=return_attention, return_key=return_key)
@@ -156,7 +156,7 @@ class Layer(nn.ModuleList):
 
 
 class Transformer(nn.Module):
-    """The layers."""
+    """Stack of the layers."""
 
     def __init__(self, config: CRATEConfig) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         )
 
     def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
-        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
+        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all by default."""
         for layer in self.layers[:layers]:
             x = run(self.grad_checkpointing, layer, x)
         return x
@@ -232,7 +232,7 @@ class CRATE(vision.Classifier):
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
     flattened patches), ``pos_embedding`` (1, patches + 1, dim), ``cls_token`` (1, 1, dim),
     ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``, ``transformer.layers.{i}.1.{norm,fn.weight}``,
-    ``mlp_head.{0,1}`` (LN, Linear; the latter not without classes).
+    ``mlp_head.{0,1}`` (LN, Linear; no Linear if ``num_classes=0``).
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.

@@ -5,7 +5,7 @@ CRATE with an overcomplete dictionary, its own decoder, and a residual around bo
     x = x + MSSA(LN(x))
     x = x + D1 z(LN(x))               z: two proximal steps in D, from zero
 
-Published are a PyTorch class that loads the sizes B and L, the JAX code that trained all sizes, and CLIPA
+The authors published a PyTorch class that loads the sizes B and L, the JAX code that trained all sizes, and CLIPA
 checkpoints, whose vision tower is this model under other names.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
 
 @dataclass(frozen=True)
 class CRATEAlphaConfig:
-    """What a CRATE-alpha is: the published constructor's arguments, then what its layers fix.
+    """Config of a CRATE-alpha: the published constructor's arguments, then constants of its layers.
 
     Attributes:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
@@ -40,7 +40,7 @@ class CRATEAlphaConfig:
         eta: step size of the proximal steps; ``lmbda``: weight of the l1 norm. Neither is in checkpoints.
         overcomplete_ratio: atoms over ``dim``.
         steps: proximal steps.
-        head_eps: of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
+        head_eps: eps of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -100,7 +100,7 @@ def _code(config: CRATEAlphaConfig) -> OvercompleteISTA:
 
 
 class Layer(nn.ModuleList):
-    """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, which checkpoints know as a list."""
+    """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, a list in checkpoints."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next tokens (batch, seqlen, dim)."""
@@ -110,7 +110,7 @@ class Layer(nn.ModuleList):
 
 
 class Transformer(nn.Module):
-    """The layers."""
+    """Stack of the layers."""
 
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         )
 
     def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
-        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all of them by default."""
+        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all by default."""
         for layer in self.layers[:layers]:
             x = run(self.grad_checkpointing, layer, x)
         return x
@@ -141,8 +141,8 @@ class CRATEAlpha(vision.Classifier):
 
     Parameters, under their published names: ``conv1`` (dim, channels, ph, pw) and bias, ``pos_embedding`` (1,
     patches + 1, dim), ``cls_token`` (1, 1, dim), ``transformer.layers.{i}.0.{norm,fn.qkv,fn.to_out.0}``,
-    ``transformer.layers.{i}.1.{norm,fn.D,fn.D1}``, ``mlp_head.{0,1}`` (LN, Linear; the latter not without
-    classes). They start as the training code starts them, which is the JAX one.
+    ``transformer.layers.{i}.1.{norm,fn.D,fn.D1}``, ``mlp_head.{0,1}`` (LN, Linear; no Linear if
+    ``num_classes=0``). They are initialised as in the JAX training code.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
@@ -175,11 +175,11 @@ class CRATEAlpha(vision.Classifier):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, OvercompleteISTA):
                 for weight in module.parameters():
-                    # JAX counts the fan of (dim, hidden) from its rows, PyTorch from its columns.
+                    # For (dim, hidden), JAX takes the fan from the rows, PyTorch from the columns.
                     nn.init.kaiming_uniform_(weight.T)
 
     def no_weight_decay(self) -> set[str]:
-        """Name all but the kernels of the stem, the attention and the head: the training code decays these alone."""
+        """Name all but the kernels of the stem, the attention and the head: the training code decays only these."""
         spared = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
         return {name for name, _ in self.named_parameters() if name.endswith(spared)}
 
@@ -196,12 +196,12 @@ class CRATEAlpha(vision.Classifier):
         return self.transformer(self._embed(img))
 
 
-# Of a CLIPA checkpoint, the text tower, which is an ordinary transformer.
+# Prefixes of a CLIPA checkpoint's text tower, an ordinary transformer.
 _TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection", "logit_scale")
 
 
 def _vision_tower(bare: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the vision tower of a CLIPA checkpoint under its own names; None if this is no such checkpoint."""
+    """Return the vision tower of a CLIPA checkpoint under its own names; None for any other checkpoint."""
     if not any("in_proj_weight" in name for name in bare):
         return None
     if not any(name.startswith("visual.") for name in bare):
@@ -221,7 +221,7 @@ def _one_of_three(name: str, weight: Any) -> Tensor:
 
 
 def _weights(bare: dict[str, Any]) -> dict[str, Any]:
-    """Rename a CLIPA vision tower: its image embedding is our head, without a bias."""
+    """Rename the weights of a CLIPA vision tower: its image embedding is our head, without a bias."""
     tower = _vision_tower(bare)
     if tower is None:
         return bare

@@ -4,8 +4,8 @@ GPT-2 without MLPs; no norm follows the last layer::
 
     x_half = x + CausalMSSA(LN(x))        x = ISTA(LN(x_half))
 
-The paper's later form codes in an overcomplete dictionary of 4 n_embd atoms, two steps, decodes by the
-same dictionary, and has a final norm. Generation keeps one tensor a layer, half a key-value cache.
+The paper's later form codes in an overcomplete dictionary of 4 n_embd atoms with two steps, decodes with the
+same dictionary, and has a final norm. Generation keeps one tensor per layer, half a key-value cache.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["CRATELM", "SIZES", "SYSTEMS", "CRATELMConfig", "TiedISTA"]
 
 @dataclass(frozen=True)
 class CRATELMConfig(LanguageConfig):
-    """What a causal CRATE is: the published config, and what its blocks fix.
+    """Config of a causal CRATE: the published config, then constants of its blocks.
 
     Attributes:
-        bias: in the published config, and used by nothing: norms and ``c_proj`` have one, ``c_attn`` has none.
-        overcomplete: the later form: an overcomplete dictionary, and a final norm.
-        overcomplete_ratio: atoms over ``n_embd``, and ``steps``: proximal steps, of that form.
+        bias: part of the published config, but unused: norms and ``c_proj`` have a bias, ``c_attn`` has none.
+        overcomplete: use the later form, with an overcomplete dictionary and a final norm.
+        overcomplete_ratio: atoms over ``n_embd`` in that form; ``steps``: its proximal steps.
         ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
     """
 
@@ -66,13 +66,13 @@ SIZES = {
 
 
 class TiedISTA(nn.Module):
-    """Code a token in an overcomplete dictionary and decode it by the same one.
+    """Code a token in an overcomplete dictionary and decode it with the same one.
 
     From ``z = 0``, ``steps`` times ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)``; returns ``D z``.
 
     Parameters: ``weight`` (hidden, dim), which is D^T. A forward hook on ``code``, an identity, sees the code
-    (..., hidden), and what it returns is decoded instead: analyses switch single atoms there. The fused
-    operator, which never forms the code for others to see, steps aside while one is registered.
+    (..., hidden), and its result is decoded instead: analyses switch single atoms there. The fused
+    operator never exposes the code, so it is not used while a hook is registered.
 
     Args:
         dim: width of a token.
@@ -120,7 +120,7 @@ class TiedISTA(nn.Module):
 
 
 class Block(nn.Module):
-    """Subspace attention with a residual, then sparse coding without."""
+    """Subspace attention with a residual, then sparse coding without a residual."""
 
     def __init__(self, config: CRATELMConfig) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Block(nn.Module):
 class CRATELM(LanguageModel):
     """Predict the next token with a white-box transformer.
 
-    Without positions, 12 layers of width 768 have 59.9M parameters ("60M"), overcomplete 81.1M.
+    Without positions, 12 layers of width 768 have 59.9M parameters ("60M"), the overcomplete form 81.1M.
 
     Parameters of block i, under their published names: ``prenorm_1``, ``attn.{c_attn.weight,c_proj}``, ``prenorm_2``,
     ``ista.weight``; the rest as in every language model here. Analyses override channels by forward hooks: on

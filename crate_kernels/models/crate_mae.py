@@ -1,12 +1,12 @@
 """CRATE-MAE: masked completion via structured diffusion (Pai et al. 2024, arXiv 2404.02446).
 
-The encoder's layers are CRATE's; a decoder layer undoes one, in reverse order::
+The encoder's layers are CRATE's. A decoder layer inverts an encoder layer, in reverse order::
 
     encoder    x_half = x + MSSA(LN(x))        x = ISTA(LN(x_half))
     decoder    y = D LN(x)                     x = y - MSSA(LN(y))
 
-Mask tokens take the place of the removed patches before the encoder, so that both see all tokens. The
-paper's Listing 3 prints another decoder; this is what the published code runs.
+Mask tokens replace the removed patches before the encoder, so that encoder and decoder see all tokens. The
+paper's Listing 3 prints another decoder; this one is that of the published code.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["CRATEMAE", "SIZES", "SYSTEMS", "CRATEMAEConfig"]
 
 @dataclass(frozen=True)
 class CRATEMAEConfig:
-    """What a CRATE-MAE is: the published constructor's arguments, then what its blocks fix.
+    """Config of a CRATE-MAE: the published constructor's arguments, then constants of its blocks.
 
     Attributes:
         embed_dim, depth, num_heads: width, layers and subspaces of the encoder.
-        decoder_embed_dim, decoder_depth, decoder_num_heads: of the decoder; the width must be the encoder's.
+        decoder_embed_dim, decoder_depth, decoder_num_heads: the same of the decoder; its width must be the encoder's.
         img_size, patch_size: an int or (height, width), in pixels.
         in_chans: channels of the image.
-        norm_pix_loss: compare with patches that are normalised by their own mean and variance.
-        mask_ratio: part of the patches that is removed where no mask is given.
+        norm_pix_loss: compare with patches normalised by their own mean and variance.
+        mask_ratio: part of the patches to remove if no mask is given.
         lambd: weight of ISTA's l1 norm: 0.5 for the paper's numbers, 5.0 for its figures; ``ista``: its step
             size. Neither is in checkpoints.
         dropout: in attention and after it.
-        use_softmax: of the decoder's attention; False takes the scores themselves.
-        norm_eps: of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
-            published class that was built without ``norm_layer``, which no checkpoint tells.
+        use_softmax: use a softmax in the decoder's attention; False uses the scores as weights.
+        norm_eps: eps of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
+            published class that was built without ``norm_layer``. Checkpoints do not contain it.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -107,7 +107,7 @@ class EncoderBlock(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleList([PreNorm(dim, attention), PreNorm(dim, code)])])
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
-        """Return the next tokens; or this layer's attention weights or projection instead."""
+        """Return the next tokens, or this layer's attention weights or projection instead."""
         attention, code = cast(nn.ModuleList, self.layers[0])
         if return_attention or return_key:
             return attention(x, return_attention=return_attention, return_key=return_key)
@@ -115,7 +115,7 @@ class EncoderBlock(nn.Module):
 
 
 class Dictionary(nn.Module):
-    """Decode by a dictionary: ``D x``, with neither bias nor nonlinearity; ``weight`` (dim, dim) as ISTA's."""
+    """Decode with a dictionary: ``D x``, without bias and nonlinearity; ``weight`` (dim, dim) as in ISTA."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Dictionary(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """A CRATE layer undone; ``layers.0`` is (PreNorm of the dictionary, PreNorm of attention)."""
+    """Inverse of a CRATE layer; ``layers.0`` is (PreNorm of the dictionary, PreNorm of attention)."""
 
     def __init__(self, config: CRATEMAEConfig) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class CRATEMAE(ReferenceModel):
 
     Parameters, under their published names: ``patch_embed.proj`` (convolution), ``cls_token``, ``mask_token``,
     ``blocks.{i}.layers.0.{0,1}``, ``norm``, ``decoder_blocks.{i}.layers.0.{0,1}``, ``decoder_norm``,
-    ``decoder_pred``; the fixed positions ``decoder_pos_embed``, which both halves add; and ``pos_embed`` and
-    ``decoder_embed``, which checkpoints hold and nothing uses.
+    ``decoder_pred``; the fixed positions ``decoder_pos_embed``, which encoder and decoder add; and ``pos_embed`` and
+    ``decoder_embed``, which checkpoints contain but nothing uses.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
@@ -194,11 +194,11 @@ class CRATEMAE(ReferenceModel):
         return vision.patchify(imgs, self.patch_size)
 
     def unpatchify(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Put (batch, patches, ph * pw * channels) back together.
+        """Assemble images from patches (batch, patches, ph * pw * channels).
 
         Args:
-            x: patches, as ``patchify`` and ``forward`` give them.
-            grid: patches of the image (down, across); those of ``img_size`` by default.
+            x: patches, as from ``patchify`` and ``forward``.
+            grid: number of patches of the image (down, across); those of ``img_size`` by default.
 
         Returns:
             (batch, channels, height, width).
@@ -215,13 +215,13 @@ class CRATEMAE(ReferenceModel):
     def random_mask(
         self, batch: int, patches: int, mask_ratio: float | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Draw which patches to remove, ``int(patches * (1 - mask_ratio))`` of each image staying.
+        """Draw the patches to remove; ``int(patches * (1 - mask_ratio))`` per image stay.
 
         Args:
             batch: number of images.
-            patches: of an image.
-            mask_ratio: the config's by default.
-            generator: of the draw, on the model's device; torch's own by default.
+            patches: number of patches per image.
+            mask_ratio: part of the patches to remove; the config's by default.
+            generator: random generator on the model's device; torch's own by default.
 
         Returns:
             (batch, patches) float, 1 = removed, on the model's device.
@@ -248,21 +248,21 @@ class CRATEMAE(ReferenceModel):
         return x + positions
 
     def forward_encoder(self, imgs: Tensor, mask: Tensor | None = None, layers: int | None = None) -> Tensor:
-        """Return the first ``layers`` layers' tokens, (batch, patches + 1, dim); normalised after all of them."""
+        """Return the tokens after ``layers`` layers, (batch, patches + 1, dim); normalised if these are all."""
         x = self._embed(imgs, mask)
         for block in self.blocks[:layers]:
             x = run(self.config.grad_checkpointing, block, x)
         return self.norm(x) if layers is None else x
 
     def forward_decoder(self, x: Tensor) -> Tensor:
-        """Return the predicted patches (batch, patches, ph * pw * channels) of the encoder's tokens."""
+        """Return the patches (batch, patches, ph * pw * channels) predicted from the encoder's tokens."""
         for block in self.decoder_blocks:
             x = run(self.config.grad_checkpointing, block, x)
         # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
         return self.decoder_pred(self.decoder_norm(x))[:, 1:].clone()
 
     def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean squared error over removed patches; 0 where none is, where published code gives NaN."""
+        """Return the mean squared error over removed patches; 0 if there are none (NaN in the published code)."""
         wide = torch.promote_types(pred.dtype, torch.float32)  # a half-precision mean keeps 3 digits
         target, pred, mask = self.patchify(imgs).to(wide), pred.to(wide), mask.to(wide)
         if self.config.norm_pix_loss:
@@ -276,17 +276,17 @@ class CRATEMAE(ReferenceModel):
         """Remove patches and predict them.
 
         Args:
-            imgs: (batch, channels, height, width); of another size than ``img_size``, positions are
+            imgs: (batch, channels, height, width); for a size other than ``img_size``, positions are
                 interpolated bicubically.
-            mask_ratio: part of the patches to remove where no mask is given; the config's by default.
-            mask: which patches to remove, (batch, patches), 1 or True = removed; drawn by default.
+            mask_ratio: part of the patches to remove if no mask is given; the config's by default.
+            mask: patches to remove, (batch, patches), 1 or True = removed; drawn by default.
 
         Returns:
-            ``(loss, pred, mask)``, which are the mean squared error over removed patches, all patches (batch, patches,
+            ``(loss, pred, mask)``: the mean squared error over removed patches, all predicted patches (batch, patches,
             ph * pw * channels), and the mask used, as floats.
 
         Raises:
-            ValueError: images or a mask that do not fit.
+            ValueError: images or a mask of a wrong shape.
         """
         if mask is None:
             rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))
@@ -296,7 +296,7 @@ class CRATEMAE(ReferenceModel):
         return self.forward_loss(imgs, pred, mask), pred, mask
 
     def forward_features(self, imgs: Tensor) -> Tensor:
-        """Return the encoder's tokens of whole images, (batch, patches + 1, dim), as a linear probe reads them."""
+        """Return the encoder's tokens of whole images, (batch, patches + 1, dim), the input of a linear probe."""
         return self.forward_encoder(imgs)
 
     def get_selfattention_enc(self, imgs: Tensor, layer: int | None = None) -> Tensor:
@@ -315,7 +315,7 @@ class CRATEMAE(ReferenceModel):
 
 
 def _norm_eps(norm_layer: Any) -> dict[str, Any]:
-    """Read the eps of the outer norms off the published argument, a class or a partial of it."""
+    """Read the eps of the outer norms from the published argument, a class or a partial of it."""
     norm = norm_layer(1) if callable(norm_layer) else norm_layer
     if not isinstance(norm, nn.LayerNorm):
         raise ValueError(f"from_official: norm_layer must make an nn.LayerNorm, got {norm_layer!r}")
@@ -323,7 +323,7 @@ def _norm_eps(norm_layer: Any) -> dict[str, Any]:
 
 
 Config, Model = CRATEMAEConfig, CRATEMAE
-# mlp_ratio belongs to the ordinary transformer that the published class can also be; a note says how a case was saved.
+# mlp_ratio: for the ordinary transformer that the published class can also build. note: says how a case was saved.
 SYSTEMS = {
     "crate_mae": official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": _norm_eps})
 }

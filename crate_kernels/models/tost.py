@@ -1,11 +1,11 @@
 """ToST: token statistics transformer, vision (Wu et al. 2025, arXiv 2412.17810).
 
-Blocks of token-statistics attention, linear in the number of tokens, run on patches alone; then a class token
-joins and two class-attention blocks (CaiT) gather the patches into it::
+Blocks of token-statistics attention, linear in the number of tokens, run on the patches alone. Then a class token
+is added, and two class-attention blocks (CaiT) collect the patches in it::
 
     x = x + gamma1 TSSA(LN(x))        x = x + gamma2 MLP(LN(x))
 
-The frame is XCiT's: a convolutional stem, Fourier positions, layer scales. Paper and code differ in one count:
+The frame is XCiT's: a convolutional stem, Fourier positions, layer scales. Paper and code differ in one number:
 ToST-M has 71,481,064 parameters in the code, 68.1M in the paper.
 """
 
@@ -32,24 +32,24 @@ __all__ = ["SIZES", "SYSTEMS", "ToST", "ToSTConfig"]
 
 @dataclass(frozen=True)
 class ToSTConfig:
-    """What a ToST is: the published constructor's arguments.
+    """Config of a ToST: the published constructor's arguments.
 
     Attributes:
         embed_dim, depth, num_heads: width, blocks and subspaces.
-        img_size: an int or (height, width); any size of whole patches can be given, positions are computed.
+        img_size: an int or (height, width); inputs may have any size of whole patches, since positions are computed.
         patch_size: 8 or 16: the stem halves the image three or four times.
         in_chans: channels of the image.
         num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         mlp_ratio: hidden width of the MLPs over ``embed_dim``.
-        qkv_bias: whether attention's projection has a bias.
+        qkv_bias: give the attention's projection a bias.
         qk_scale: factor of the class attention's scores; None is head_dim ** -0.5.
-        drop_rate: after attention, in MLPs and on the embedded tokens; ``attn_drop_rate``: in attention;
+        drop_rate: dropout after attention, in MLPs and on the embedded tokens; ``attn_drop_rate``: in attention;
             ``drop_path_rate``: part of the images that skip a block's branch, the same in every block.
         cls_attn_layers: number of class-attention blocks.
-        use_pos: whether to add positions.
-        eta: what the layer scales start from.
-        tokens_norm: whether class attention normalises all tokens before its MLP, or the class token alone.
-        distillation: whether the result in training is ``(logits, logits)``, as published, for the loss of its recipe.
+        use_pos: add positions.
+        eta: initial value of the layer scales.
+        tokens_norm: class attention normalises all tokens before its MLP; False: the class token alone.
+        distillation: return ``(logits, logits)`` in training, as published, for the published recipe's loss.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
         backend: backend of the operator; None is the best available.
 
@@ -112,7 +112,7 @@ SIZES = {
 
 
 class ConvPatchEmbed(nn.Module):
-    """The stem: 3x3 convolutions of stride 2, each with a SyncBatchNorm, GELUs between them."""
+    """Stem of 3x3 convolutions of stride 2, each with a SyncBatchNorm, with GELUs between them."""
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class ConvPatchEmbed(nn.Module):
 
 
 class FourierPositions(nn.Module):
-    """Positions as sines and cosines of the row and the column, projected: 32 frequencies each."""
+    """Positions as projected sines and cosines of the row and the column, 32 frequencies each."""
 
     def __init__(self, dim: int, hidden_dim: int = 32) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class FourierPositions(nn.Module):
         self.token_projection = nn.Conv2d(2 * hidden_dim, dim, 1)
 
     def _waves(self, count: int, device: torch.device) -> Tensor:
-        """Return (count, hidden_dim): sine and cosine of 2 pi n / count at each frequency, in turn."""
+        """Return (count, hidden_dim): sine and cosine of 2 pi n / count, alternating, at each frequency."""
         place = torch.arange(1, count + 1, dtype=torch.float32, device=device)
         place = place / (count + 1e-6) * (2 * math.pi)
         channel = torch.arange(self.hidden_dim, dtype=torch.float32, device=device)
@@ -170,7 +170,7 @@ class MLP(nn.Module):
 
 
 class DropPath(nn.Module):
-    """In training, give whole images of a branch up at random, and scale the others up for it."""
+    """Drop whole images of a branch at random in training, and scale up the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class DropPath(nn.Module):
 
 
 class _Scaled(nn.Module):
-    """What both kinds of block have: two norms, an MLP and two layer scales."""
+    """Base of both kinds of block: two norms, an MLP and two layer scales."""
 
     def __init__(self, config: ToSTConfig, attention: nn.Module, drop_path: float) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Block(_Scaled):
 
 
 class ClassAttention(nn.Module):
-    """The class token attends to all tokens; patch tokens come back as they came."""
+    """Attention of the class token to all tokens; patch tokens are returned unchanged."""
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
@@ -236,14 +236,14 @@ class ClassAttention(nn.Module):
 class ClassAttentionBlock(_Scaled):
     """CaiT's class attention, with the arithmetic of the published code.
 
-    Patch tokens take part in both residuals: the attention hands ``norm1(x)`` back for them, so they become
-    ``x + gamma1 norm1(x)``; and the MLP's branch hands them back as they are, so they double. The class token
-    gets ``gamma2 MLP``. With ``tokens_norm``, ``norm2`` replaces the stream of all tokens, else the class
+    Patch tokens take part in both residuals. The attention returns ``norm1(x)`` for them, so they become
+    ``x + gamma1 norm1(x)``. The MLP's branch returns them unchanged, so they double. The class token
+    gets ``gamma2 MLP``. With ``tokens_norm``, ``norm2`` replaces the stream of all tokens, else only the class
     token's.
     """
 
     def __init__(self, config: ToSTConfig) -> None:
-        super().__init__(config, ClassAttention(config), 0.0)  # published code gives these blocks no drop_path
+        super().__init__(config, ClassAttention(config), 0.0)  # no drop_path here in the published code
         self.tokens_norm = config.tokens_norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -291,8 +291,8 @@ class ToST(vision.Classifier):
     def no_weight_decay(self) -> set[str]:
         """Name the class token, and the temperatures.
 
-        The published attention names its ``temp``, but published training asks the model alone, which names
-        ``cls_token``: there the temperatures were decayed.
+        The published attention names its ``temp``, but the published training asks only the model, which names
+        ``cls_token``. So the published training decayed the temperatures.
         """
         return {"cls_token", *(name for name, _ in self.named_parameters() if name.endswith(".temp"))}
 
@@ -312,11 +312,11 @@ class ToST(vision.Classifier):
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (batch, num_classes) of what ``forward_features`` gives.
+        """Return logits (batch, num_classes) from the output of ``forward_features``.
 
         Args:
             x: tokens (batch, patches + 1, embed_dim).
-            pre_logits: return what the last layer reads instead, (batch, embed_dim); default False.
+            pre_logits: return the input of the last layer instead, (batch, embed_dim); default False.
         """
         # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
         pooled = x[:, 0].clone()
@@ -325,7 +325,7 @@ class ToST(vision.Classifier):
     def forward(self, img: Tensor) -> Any:
         """Return logits (batch, num_classes) of images (batch, in_chans, height, width).
 
-        Twice, as a pair, in training with ``distillation``.
+        In training with ``distillation``, return a pair of the same logits.
 
         Raises:
             ValueError: images of another number of channels, or not of whole patches.

@@ -4,7 +4,7 @@ GPT-2 whose attention is causal TSSA, with layer scales::
 
     x = x + gamma1 CausalTSSA(LN(x))        x = x + gamma2 MLP(LN(x))
 
-Generation continues running sums: a constant state instead of a cache that grows.
+Generation keeps running sums: a state of constant size instead of a growing cache.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["SIZES", "SYSTEMS", "ToSTLM", "ToSTLMConfig"]
 
 @dataclass(frozen=True)
 class ToSTLMConfig(LanguageConfig):
-    """What a ToST language model is: the published config, and what its blocks fix.
+    """Config of a ToST language model: the published config, then a constant of its blocks.
 
     Attributes:
-        bias: whether norms and all projections have one; False in every published size.
-        eta: what the layer scales start from.
+        bias: give norms and all projections a bias; False in every published size.
+        eta: initial value of the layer scales.
     """
 
     eta: float = 1e-5
