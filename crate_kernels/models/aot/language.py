@@ -1,6 +1,6 @@
-"""AoT for language, and the GPT-2 it is compared with: causal, tied head, learned positions.
+"""AoT for language, and the GPT-2 of its comparison: causal, tied head, learned positions.
 
-Parameters without the positions, as the paper's Table 4 counts them, and what it says:
+Parameters without the positions, as in the paper's Table 4, with the table's numbers in brackets:
 
 - aot_lm_mssa_base 101,868,544 (102M), aot_lm_mssa_medium 182,401,280 (182M)
 - aot_lm_mhsa_base 122,165,120 (122M)
@@ -20,11 +20,11 @@ from crate_kernels.models.aot.layers import Layer, check_step, init_language
 
 @dataclass(frozen=True)
 class AoTLMConfig(LanguageConfig):
-    """What a language AoT is; its other fields are those of every language model.
+    """Config of a language AoT; its other fields are those of every language model.
 
     Attributes:
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
-        mlp: whether an MLP follows each attention, which makes it a GPT-2.
+        mlp: add an MLP after each attention, which makes the model a GPT-2.
         eta: step size of the attention.
 
     Raises:
@@ -53,7 +53,7 @@ class AoTLM(LanguageModel):
     """Predict the next token with attention alone.
 
     No code was published; the frame is that of the other language models. Parameters: ``transformer.wte``,
-    ``transformer.wpe``, ``transformer.h.{i}`` as in ``Layer``, ``transformer.ln_f``, ``lm_head``, which is ``wte``.
+    ``transformer.wpe``, ``transformer.h.{i}`` as in ``Layer``, ``transformer.ln_f``, ``lm_head``, tied to ``wte``.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.

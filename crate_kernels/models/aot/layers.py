@@ -1,11 +1,11 @@
-"""The layer of an attention-only transformer (AoT, Wang et al. 2025, arXiv 2506.03790), and a standard one.
+"""Layer of an attention-only transformer (AoT, Wang et al. 2025, arXiv 2506.03790), and of a standard one.
 
-A layer denoises the tokens against its subspaces, and does nothing else::
+A layer only denoises the tokens against its subspaces::
 
     Z <- Z + eta MSSA(LN(Z))
 
-In the paper's other form MHSA, ordinary attention with its own query, key and value, stands in MSSA's place.
-Two such steps, the second an MLP instead of attention, are the layer of a standard transformer.
+In the paper's other form, MHSA replaces MSSA: ordinary attention with its own query, key and value.
+Two such steps, the second with an MLP instead of attention, are the layer of a standard transformer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Layer(nn.Module):
         dim, heads: width of a token and number of subspaces, each of dim / heads.
         attention: ``"mssa"`` or ``"mhsa"``.
         eta: step size; default 1.
-        norm: whether the attention sees layer-normalised tokens (language) or bare ones (vision).
-        mlp: whether a GELU MLP of four times the width follows: a standard transformer.
-        bias: whether norms and output projections have one; default False.
+        norm: layer-normalise the attention's input (True for language, False for vision).
+        mlp: add a GELU MLP of four times the width, as in a standard transformer.
+        bias: give norms and output projections a bias; default False.
         dropout: rate in attention and after it.
-        causal: whether a token sees only itself and earlier ones.
+        causal: a token sees only itself and earlier ones.
         backend: backend of MSSA; None is the best available.
     """
 
@@ -74,14 +74,14 @@ class Layer(nn.Module):
             self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Return (batch, seqlen, dim); the mask and the cache are the attention's."""
+        """Return (batch, seqlen, dim); the mask and the cache are passed to the attention."""
         update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache)
         x = x + (update if self.eta == 1.0 else self.eta * update)
         return x if self.mlp is None else x + self.mlp(self.norm_2(x))
 
 
 def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, heads: str) -> None:
-    """Require the sizes ``names`` of a config to be positive, its heads to divide its width, and what all have."""
+    """Require positive sizes ``names`` and a width that is a multiple of the heads; call ``check_step`` too."""
     fields.check_types(owner, config)
     for name in names:
         checks.integer(owner, name, getattr(config, name), minimum=1)
@@ -92,7 +92,7 @@ def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, he
 
 
 def check_step(owner: str, config: Any) -> None:
-    """Require what all configs have to be what it can."""
+    """Require valid values of the fields that all configs have: attention, eta, dropout."""
     if config.attention not in _ATTENTIONS:
         raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {config.attention!r}")
     checks.number(owner, "eta", config.eta, minimum=0.0)
@@ -100,7 +100,7 @@ def check_step(owner: str, config: Any) -> None:
 
 
 def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
-    """Draw the weights as GPT-2 does: deviation ``std``, less for what adds to the residual stream."""
+    """Draw the weights as GPT-2 does: deviation ``std``, less for the matrices that add to the residual stream."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
@@ -113,15 +113,15 @@ def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:
 
 @torch.no_grad()
 def start_as_derived(model: nn.Module) -> None:
-    """Let every MSSA start as the operator that the paper derives, ``sum_k U_k U_k^T Z softmax(Z^T U_k U_k^T Z)``.
+    """Initialise every MSSA as the operator of the paper, ``sum_k U_k U_k^T Z softmax(Z^T U_k U_k^T Z)``.
 
-    The subspaces U_k become orthonormal and orthogonal to each other, drawn with torch's generator, and the output
-    projection their transpose; the model's scale of the scores, which the equation has not, is taken into both.
-    Drawn on its own the output has first to find the directions that the input comes from, at which small models
-    stay for thousands of steps.
+    The subspaces U_k are drawn with torch's generator, orthonormal and orthogonal to each other. The output
+    projection is their transpose. The model's scale of the scores, which the equation does not have, is absorbed in
+    both. If the output projection is drawn independently, it must first learn the directions of the input, which
+    takes small models thousands of steps.
 
     Args:
-        model: an AoT, or any module with ``Layer`` in it; other attention is left alone.
+        model: an AoT, or any module with ``Layer`` in it; other attention is not changed.
     """
     for module in model.modules():
         if isinstance(module, MSSA):

@@ -1,4 +1,4 @@
-"""Ordinary attention: what AoT compares MSSA with."""
+"""Ordinary attention, with which AoT compares MSSA."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from crate_kernels.nn import _heads
 
 
 class KeyValueCache:
-    """Keys and values of earlier tokens: twice what MSSA keeps. Inference only.
+    """Keys and values of earlier tokens: twice the memory of MSSA's cache. Inference only.
 
     Args:
-        max_seqlen: capacity, in tokens a sequence.
+        max_seqlen: capacity, in tokens per sequence.
     """
 
     def __init__(self, max_seqlen: int) -> None:
         self.max_seqlen = checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
-        self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys: autocast's, there
+        self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys, for autocast
         self._lengths: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Append (batch, heads, seqlen, head_dim) keys and values.
 
         Args:
-            key, value: of the new tokens.
+            key, value: keys and values of the new tokens.
             keep: (batch, seqlen) bool, False for padding on the right; None keeps all.
 
         Returns:
-            All keys, all values, and which of them each new token may see, (batch, 1, seqlen, held).
+            All keys, all values, and the mask of those that each new token may see, (batch, 1, seqlen, held).
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the cache has no room for them.
         """
         batch, heads, new, head_dim = key.shape
         if self._held is None or self._lengths is None:
@@ -52,7 +52,7 @@ class KeyValueCache:
 
 
 class MHSA(nn.Module):
-    """Multi-head self-attention with its own query, key and value, by PyTorch's operator.
+    """Multi-head self-attention with its own query, key and value, computed by PyTorch's operator.
 
     Parameters: ``qkv.weight`` (3 dim, dim), no bias; ``to_out.0.weight`` (dim, dim) and ``to_out.0.bias`` if asked for.
 
@@ -60,8 +60,8 @@ class MHSA(nn.Module):
         dim: width of a token, a multiple of ``heads``.
         heads: number of heads.
         dropout: rate on the probabilities and on the output; default 0.
-        causal: whether a token attends only to itself and earlier ones, needed for a cache; default False.
-        bias_out: whether the output projection has a bias; default False.
+        causal: a token attends only to itself and earlier ones, needed for a cache; default False.
+        bias_out: give the output projection a bias; default False.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MHSA(nn.Module):
         Args:
             x: tokens.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
-            cache: to append to and attend over; default none.
+            cache: a cache to append to and attend over; default none.
         """
         projected = _heads.whole("MHSA", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
         query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

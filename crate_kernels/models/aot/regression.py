@@ -1,7 +1,7 @@
-"""AoT for regression in context: examples of a linear function, read one after the other (Garg et al. 2022).
+"""AoT for in-context regression: examples of a linear function, read one after the other (Garg et al. 2022).
 
-Parameters of the layers' matrices, which the paper's models share; and of everything, with the table of 50257
-words that the paper's Table 5 counts and nothing here reads, beside what that table says:
+First the parameters of the layers' matrices, equal to the paper's. Then those of the whole model, with the embedding
+table of 50257 words that the paper's Table 5 counts and nothing here reads; the table's number is in brackets:
 
 - aot_icl_mssa 1,048,576; 7,501,441 (7.5M)
 - aot_icl_mhsa 2,097,152; 8,550,017 (8.55M)
@@ -22,17 +22,17 @@ from crate_kernels.models.aot.layers import Layer, check_shape, init_language
 
 @dataclass(frozen=True)
 class AoTRegressionConfig:
-    """What an in-context AoT is.
+    """Config of an in-context AoT.
 
     Attributes:
         n_dims: dimension of an example.
         dim, depth, heads: width of a token, layers, subspaces.
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
-        n_positions: the longest sequence, two tokens an example.
-        mlp: whether an MLP follows each attention: the standard transformer.
+        n_positions: the longest sequence, with two tokens per example.
+        mlp: add an MLP after each attention, as in a standard transformer.
         eta: step size of the attention.
         dropout: rate in and after the attention.
-        init_std: deviation of the initial weights: 0.02, GPT-2's, suits its width; narrow models want more.
+        init_std: deviation of the initial weights: 0.02, as in GPT-2, suits GPT-2's width; narrow models need more.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of MSSA; None is the best available.
 
@@ -67,7 +67,7 @@ SIZES = {
 
 
 class AoTRegression(ReferenceModel):
-    """Predict ``f(x_i)`` from ``x_1, f(x_1), .., x_i`` with attention alone, whatever linear f is.
+    """Predict ``f(x_i)`` from ``x_1, f(x_1), .., x_i`` with attention alone, for any linear f.
 
     Parameters: ``read_in.{weight,bias}``, ``wpe.weight`` (n_positions, dim), ``layers.{i}.*`` as in ``Layer``,
     ``norm.weight``, ``read_out.{weight,bias}``.
@@ -86,7 +86,7 @@ class AoTRegression(ReferenceModel):
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
         self.norm = nn.LayerNorm(c.dim, bias=False)
         init_language(self, self.layers, c.init_std)
-        # As torch draws a linear layer, and so in the published experiments: only the backbone is GPT-2's.
+        # Initialised by torch's default, as in the published experiments: only the backbone is GPT-2's.
         self.read_in = nn.Linear(c.n_dims, c.dim)
         self.read_out = nn.Linear(c.dim, 1)
 
@@ -95,7 +95,7 @@ class AoTRegression(ReferenceModel):
 
         Args:
             xs: (batch, examples, n_dims).
-            ys: (batch, examples); the last is not looked at.
+            ys: (batch, examples); the last is not used.
 
         Raises:
             ValueError: a shape that does not fit, or more tokens than ``n_positions``.

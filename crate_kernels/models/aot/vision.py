@@ -1,7 +1,7 @@
 """AoT for images: CRATE's stem, then attention without normalisation.
 
-The paper's models have 22M parameters (MSSA) and 15M (MHSA). Width and depth are not known here, so those of
-``SIZES`` are ours, chosen to meet the counts: aot_vision_mssa 22,371,496, aot_vision_mhsa 14,915,176.
+The paper's models have 22M parameters (MSSA) and 15M (MHSA). Their width and depth are not known, so those in
+``SIZES`` are our choice to match the counts: aot_vision_mssa 22,371,496, aot_vision_mhsa 14,915,176.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from crate_kernels.models.crate import Patchify
 
 @dataclass(frozen=True)
 class AoTVisionConfig:
-    """What a vision AoT is.
+    """Config of a vision AoT.
 
     Attributes:
         dim, depth, heads: width of a token, layers, subspaces.
@@ -28,7 +28,7 @@ class AoTVisionConfig:
         image_size, patch_size: sides in pixels.
         num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         channels: channels of the image.
-        norm: whether each attention sees layer-normalised tokens; False in the paper.
+        norm: layer-normalise the input of each attention; False in the paper.
         eta: step size of the attention.
         dropout: rate in and after the attention.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
@@ -70,7 +70,7 @@ SIZES = {
 class AoTVision(vision.Classifier):
     """Classify images with attention alone.
 
-    No code was published; the stem and head are CRATE's, and so are their parameters' names. Parameters:
+    No code was published; the stem and the head are CRATE's, with the same parameter names. Parameters:
     ``to_patch_embedding.{1,2,3}.*``, ``pos_embedding`` (1, patches + 1, dim), ``cls_token`` (1, 1, dim),
     ``layers.{i}.*`` as in ``Layer``, ``mlp_head.{0,1}.*``.
 

@@ -1,4 +1,4 @@
-"""Classification by the nearest subspace: what ReduNet's features are made for."""
+"""Classification by the nearest subspace, the use of ReduNet's features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NearestSubspace:
     not centred (ReduNet, Section 5, and its code).
 
     Args:
-        n_components: dimension of the subspaces, or as many as there are; default 10.
+        n_components: dimension of the subspaces, or fewer if there are fewer; default 10.
 
     Attributes:
         bases: (num_classes, features, n_components), zero-padded; None before ``fit``.
@@ -27,7 +27,7 @@ class NearestSubspace:
         self.bases: Tensor | None = None
 
     def fit(self, z: Tensor, y: Tensor) -> NearestSubspace:
-        """Take the subspaces of samples (m, ...) with labels (m,) in 0, 1, ...; return the classifier."""
+        """Compute the subspaces of samples (m, ...) with labels (m,) in 0, 1, ...; return the classifier."""
         rows = z.flatten(1)
         labels = check_labels("NearestSubspace", y, len(rows), int(y.max()) + 1 if len(rows) else 0)
         self.bases = rows.new_zeros(int(labels.max()) + 1, rows.shape[1], self.n_components)

@@ -14,7 +14,7 @@ from crate_kernels.models.redunet.pairs import complex_operators
 
 @dataclass(frozen=True)
 class ReduNet1DConfig:
-    """What a shift-invariant ReduNet on signals is: the published constructor's arguments.
+    """Config of a shift-invariant ReduNet on signals: the published constructor's arguments.
 
     Attributes:
         num_classes, num_layers: classes and layers.

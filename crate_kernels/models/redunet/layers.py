@@ -7,7 +7,7 @@ A layer is a gradient step on the rate reduction of its input (ReduNet, Chan et 
     p_j = softmax_j(-lmbda |C_j z|)                      the layer's own estimate of the class
     z  <- (z + eta (E z - sum_j gam_j p_j C_j z)) / |.|,  gam_j = m_j / m
 
-The book writes eps^2 where the published code, followed here, writes eps. A shift-invariant layer is the same
+The book writes eps^2 where the published code, followed here, writes eps. A shift-invariant layer takes the same step
 at each frequency of the signal's Fourier transform: its operators are circular convolutions.
 """
 
@@ -25,13 +25,13 @@ _SMALLEST_NORM = 1e-8
 
 
 def normalize(z: Tensor) -> Tensor:
-    """Scale each sample (m, ...) to unit norm, or by 1e-8 where it is smaller."""
+    """Divide each sample (m, ...) by its norm, or by 1e-8 if the norm is smaller."""
     norm = torch.linalg.vector_norm(z.flatten(1), dim=1).clamp(min=_SMALLEST_NORM)
     return z / norm.view(-1, *[1] * (z.dim() - 1))
 
 
 def frequencies_first(z: Tensor) -> Tensor:
-    """View (m, channels, *size) as (*size, m, channels): a matrix of samples for each frequency."""
+    """View (m, channels, *size) as (*size, m, channels): one matrix of samples per frequency."""
     return z.permute(*range(2, z.dim()), 0, 1)
 
 
@@ -41,9 +41,9 @@ def covariance(rows: Tensor) -> Tensor:
 
 
 class Operator(nn.Module):
-    """A linear operator on channels, one matrix a frequency: ``weight`` (channels, channels, *size).
+    """A linear operator on channels (E or a C_j), one matrix per frequency: ``weight`` (channels, channels, *size).
 
-    Complex unless ``size`` is empty. What E and the C_j are; a fresh one is random, as published.
+    Complex unless ``size`` is empty. A new one is random, as published.
     """
 
     def __init__(self, channels: int, *size: int) -> None:
@@ -85,18 +85,18 @@ class ReduLayer(nn.Module):
 
     @property
     def operators(self) -> Tensor:
-        """E, then each C_j, ``(1 + num_classes, *size, channels, channels)``."""
+        """Stack E, then each C_j, to ``(1 + num_classes, *size, channels, channels)``."""
         weights: list[Tensor] = [self.E.weight, *(cast(Operator, each).weight for each in self.Cs)]
         return frequencies_first(torch.stack(weights).flatten(0, 1)).unflatten(-2, (-1, self.shape[0])).movedim(-3, 0)
 
     def preprocess(self, x: Tensor) -> Tensor:
-        """Bring samples ``(m, channels, *size)`` to where the layers work: unit norm, then frequencies."""
+        """Transform samples ``(m, channels, *size)`` for the layers: to unit norm, then to frequencies."""
         self._check(x)
         z = normalize(x)
         return torch.fft.fftn(z, dim=self._axes, norm="ortho") if self._axes else z
 
     def postprocess(self, z: Tensor) -> Tensor:
-        """Bring them back."""
+        """Undo the transform of ``preprocess``; scale to unit norm."""
         if not self._axes:
             return normalize(z)
         return normalize(torch.fft.ifftn(z, dim=self._axes, norm="ortho")).real
@@ -119,7 +119,7 @@ class ReduLayer(nn.Module):
 
     @torch.no_grad()
     def update(self, z: Tensor, y: Tensor, tau: float) -> None:
-        """Move E and every C_j by the share ``tau`` towards those of these samples; gam stays."""
+        """Move E and every C_j by the fraction ``tau`` towards those of these samples; gam does not change."""
         operators, _ = self._build(z, y)
         current = self.operators
         self._set(current + tau * (operators - current))
@@ -132,7 +132,7 @@ class ReduLayer(nn.Module):
     def _build(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operators and gam of labelled samples; every frequency is solved in one batch.
 
-        In double precision: a Gram matrix squares the condition of the samples, and layers are built only once.
+        Double precision: a Gram matrix squares the condition number of the samples, and layers are built only once.
         """
         self._check(z)
         labels = check_labels(type(self).__name__, y, len(z), self.num_classes)
@@ -157,11 +157,11 @@ class ReduLayer(nn.Module):
         """Take the step from preprocessed samples ``(m, channels, *size)``.
 
         Args:
-            z: as ``preprocess`` or the layer before gives them.
-            return_y: whether to return the estimated classes (m,) too; default False.
+            z: samples from ``preprocess`` or the previous layer.
+            return_y: return the estimated classes (m,) too; default False.
 
         Returns:
-            As ``z``; or that and the classes.
+            Samples of the shape of ``z``, or a pair of these and the classes.
         """
         self._check(z)
         operators = self.operators
@@ -206,7 +206,7 @@ class Fourier2D(ReduLayer):
 
 
 def _sizes(owner: str, dimensions: object, wanted: str) -> Sequence[int]:
-    """Require as many sizes as ``wanted`` names."""
+    """Require one size per name in ``wanted``."""
     if not isinstance(dimensions, (tuple, list)) or len(dimensions) != wanted.count(",") + 1:
         raise ValueError(f"{owner}: dimensions must be ({wanted}), got {dimensions!r}")
     return dimensions

@@ -1,4 +1,4 @@
-"""What makes shift-invariant classes separable: more channels, by random filters or by polar coordinates."""
+"""Lifts to more channels, by random filters or polar coordinates, which make shift-invariant classes separable."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _KERNELS = {"gaussian0.1": 0.1, "gaussian1.0": 1.0, "gaussian5.0": 5.0, "uniform
 class Lift(nn.Module):
     """Correlate with random filters around the circle, then ReLU: ``relu(k * x)`` (ReduNet, Section 4.1).
 
-    Parameters: ``kernel``, out_channel by in_channel by ``naxes`` times kernel_size. Drawn from ``seed`` alone; the
-    values are the published ones, and torch's generator, which published code seeds, is left alone.
+    Parameters: ``kernel``, out_channel by in_channel by ``naxes`` times kernel_size. It is drawn from ``seed`` alone,
+    with the published values. The published code seeds torch's global generator; this code does not change it.
 
     Args:
         naxes: 1 for signals, 2 for images.
         in_channel, out_channel: channels before and after.
-        kernel_size: of the filters, along each axis.
+        kernel_size: size of the filters along each axis.
         init_mode: ``"gaussian"`` or ``"uniform"`` followed by the standard deviation or the bound: gaussian0.1,
             gaussian1.0 (the default), gaussian5.0, uniform0.1 or uniform0.5.
-        stride: of the correlation; default 1.
-        trainable: whether the filters want a gradient; default False.
-        relu: whether to rectify; default True.
-        seed: of the filters; default 0.
+        stride: stride of the correlation; default 1.
+        trainable: give the filters a gradient; default False.
+        relu: apply the ReLU; default True.
+        seed: seed of the filters; default 0.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lift(nn.Module):
         self.kernel = nn.Parameter(kernel, requires_grad=trainable)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return (m, out_channel, sizes / stride) of (m, in_channel, sizes)."""
+        """Map (m, in_channel, sizes) to (m, out_channel, sizes / stride)."""
         z = F.pad(z, (0, self.kernel_size - 1) * self.naxes, "circular")
         out = (F.conv1d if self.naxes == 1 else F.conv2d)(z, self.kernel, stride=self.stride)
         return out.relu() if self.relu else out
@@ -82,11 +82,11 @@ class Lift2D(Lift):
 
 
 def polar(images: Tensor, channels: int = 15, timesteps: int = 200) -> Tensor:
-    """Sample images along circles around their middle: turning an image shifts its angles.
+    """Sample images along circles around their centre: a rotation of the image shifts the angles.
 
-    Radii are evenly spaced from the middle to the edge, angles evenly over one turn, values interpolated
-    bilinearly. (Published code turns the image to the nearest pixel and repeats the first angle at 360
-    degrees; there a turn is not quite a shift.)
+    Radii are evenly spaced from the centre to the edge, angles evenly over one turn. Values are interpolated
+    bilinearly. (The published code rotates the image to the nearest pixel and repeats the first angle at 360
+    degrees, so a rotation is not exactly a shift there.)
 
     Args:
         images: (m, 1, side, side).
@@ -94,11 +94,11 @@ def polar(images: Tensor, channels: int = 15, timesteps: int = 200) -> Tensor:
         timesteps: number of angles; default 200, as in the book.
 
     Returns:
-        One radius a channel, (m, channels, timesteps).
+        Samples (m, channels, timesteps), one radius per channel.
     """
     radii = torch.linspace(0, 1 - 1 / images.shape[-1], channels, dtype=images.dtype, device=images.device)
     turn = torch.arange(timesteps, dtype=images.dtype, device=images.device) * (2 * math.pi / timesteps)
-    # Of grid_sample's coordinates, -1 and 1 are the outer edges of the outer pixels.
+    # In grid_sample's coordinates, -1 and 1 are the outer edges of the outer pixels.
     grid = torch.stack((torch.outer(radii, turn.cos()), torch.outer(radii, turn.sin())), -1)
     grid = grid.expand(len(images), -1, -1, -1)
     return cast(Tensor, F.grid_sample(images, grid, align_corners=False))[:, 0]

@@ -1,4 +1,4 @@
-"""ReduNet: layers built one after the other from labelled data, in a single pass forward."""
+"""ReduNet: layers built one after the other from labelled data, in a single forward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from crate_kernels.models.redunet.rates import mcr2
 class ReduNet(nn.Sequential):
     """A white-box network whose layers are gradient steps on the rate reduction (Chan et al. 2021).
 
-    Any modules in order, lifts before layers. The first layer of a run of layers normalises its input (and
-    transforms it, on signals and images); the last undoes that.
+    It takes any modules, with lifts before layers. In a run of layers, the first normalises its input (and
+    transforms it, on signals and images); the last transforms it back.
 
     Args:
         *modules: ``Vector``, ``Fourier1D``, ``Fourier2D`` and other modules.
@@ -31,15 +31,15 @@ class ReduNet(nn.Sequential):
 
         Args:
             input: samples, as the first module takes them.
-            labels: (m,) classes of which ``loss`` takes the rates; default None: each layer's own estimate, as
+            labels: (m,) classes for the rates of ``loss``; default None: each layer's own estimate, as
                 published.
-            loss: whether to measure the rate reduction after each layer, for ``get_loss``; default False.
+            loss: measure the rate reduction after each layer, for ``get_loss``; default False.
         """
         return self._run(input, lambda layer, z: None, labels, loss)
 
     @torch.no_grad()
     def init(self, X: Tensor, y: Tensor) -> Tensor:
-        """Build every layer from samples and labels (m,); return what comes out of them.
+        """Build every layer from samples and labels (m,); return the output of the last.
 
         Raises:
             TypeError: y is not a Tensor.
@@ -49,9 +49,9 @@ class ReduNet(nn.Sequential):
 
     @torch.no_grad()
     def update(self, X: Tensor, y: Tensor, tau: float = 0.1) -> Tensor:
-        """Move every layer by the share ``tau`` towards the one that these samples would build.
+        """Move every layer by the fraction ``tau`` towards the layer that these samples would build.
 
-        ``gam`` stays, as published. Raises what ``init`` raises.
+        ``gam`` does not change, as published. Raises the same errors as ``init``.
         """
         tau = checks.number("ReduNet", "tau", tau)
         return self._run(X, lambda layer, z: layer.update(z, y, tau), None, True)
@@ -68,13 +68,13 @@ class ReduNet(nn.Sequential):
     ) -> Tensor:
         """Transform samples in batches, each moved to ``device`` (the input's by default); outputs are on the CPU.
 
-        ``get_loss`` then tells of the last batch.
+        ``get_loss`` then returns the values of the last batch.
         """
         checks.integer("ReduNet", "batch_size", batch_size, minimum=1)
         return torch.cat([self(batch.to(device), loss=loss).cpu() for batch in input.split(batch_size)])
 
     def get_loss(self) -> dict[str, list[float]]:
-        """Return what the last pass measured after each layer: its rates, given the classes it estimates.
+        """Return the rates that the last pass measured after each layer, given the layer's estimated classes.
 
         Returns:
             Lists ``layer`` (indices), ``loss_total`` (R - Rc), ``loss_expd`` (R) and ``loss_comp`` (Rc).

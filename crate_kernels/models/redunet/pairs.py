@@ -1,4 +1,4 @@
-"""Complex weights as files keep them."""
+"""Complex weights as stored in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def complex_operators(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights with each E and C_j complex, given as such or as real pairs in a last axis of 2."""
+    """Return the weights with each E and C_j complex; the input may have real pairs in a last axis of 2 instead."""
 
     def convert(name: str, value: Any) -> Any:
         pairs = isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (2,)

@@ -1,4 +1,4 @@
-"""The objective that ReduNet's layers ascend: maximal coding rate reduction."""
+"""Maximal coding rate reduction, the objective that ReduNet's layers ascend."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def mcr2(z: Tensor, y: Tensor, eps: float) -> tuple[float, float, float]:
     """Measure the rate reduction of samples under a partition into classes.
 
     ``R = 1/2 logdet(I + c sum_i z_i z_i^H)``, ``Rc = sum_j m_j/m 1/2 logdet(I + c_j sum_(class j) z_i z_i^H)``,
-    ``c = channels / (m eps)``, averaged over frequencies where there are any (ReduNet, Eq. 8 and its
+    ``c = channels / (m eps)``, averaged over frequencies if there are any (ReduNet, Eq. 8 and its
     code, whose eps is the book's eps^2).
 
     Args:
-        z: (m, channels) vectors, or ``(m, channels, *size)`` frequencies, unitary transform.
+        z: (m, channels) vectors, or ``(m, channels, *size)`` frequencies of a unitary transform.
         y: (m,) labels; classes without a sample do not count.
         eps: distortion, > 0.
 

@@ -13,7 +13,7 @@ from crate_kernels.models.redunet.network import ReduNet
 
 @dataclass(frozen=True)
 class ReduNetVectorConfig:
-    """What a ReduNet on vectors is: the published constructor's arguments.
+    """Config of a ReduNet on vectors: the published constructor's arguments.
 
     Attributes:
         num_classes, num_layers, d: classes, layers, dimension of a sample.
