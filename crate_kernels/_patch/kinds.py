@@ -47,7 +47,7 @@ _COMPUTED_FROM = ("_orig", "_g", "_v")
 
 @dataclass(frozen=True)
 class Form:
-    """One reading of a module: which attribute has which role.
+    """One reading of a module: the role of each attribute.
 
     Attributes:
         kind: name that ``patch`` reports.

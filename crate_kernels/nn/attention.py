@@ -29,12 +29,12 @@ class MSSA(nn.Module):
         dim_head: dimension of a subspace.
         dropout: rate on the attention probabilities and on the output; default 0.
         scale: factor of the scores; default ``dim_head ** -0.5``, 1 when tied.
-        bias_out: whether the output projection has a bias; True in CRATE, False in CRATE-alpha.
-        tied: whether the output projection is the transpose of the input projection.
+        bias_out: give the output projection a bias; True in CRATE, False in CRATE-alpha.
+        tied: use the transpose of the input projection as the output projection.
         gamma: the factor p / (N eps^2) of the tied form; default 1, which is eps^2 = p / N.
         phi: function from scores to weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
         threshold: the threshold for ``phi="threshold"``.
-        causal: whether a token attends only to itself and earlier ones; needed for a cache.
+        causal: a token attends only to itself and earlier ones; needed for a cache.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
     """
 
@@ -158,7 +158,7 @@ class TSSA(nn.Module):
     Args:
         dim: width of a token, a multiple of ``num_heads``.
         num_heads: number of subspaces.
-        qkv_bias: whether the projection has a bias; default False, True in every published model.
+        qkv_bias: give the projection a bias; default False, True in every published model.
         qk_scale: unused, as in the published class: there are no scores to scale.
         attn_drop: dropout rate on ``1 / (1 + M)``, one draw per channel.
         proj_drop: dropout rate on the output.

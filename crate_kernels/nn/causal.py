@@ -25,7 +25,7 @@ class CausalMSSA(nn.Module):
     Args:
         n_embd: width of a token, a multiple of ``n_head``.
         n_head: number of subspaces.
-        bias: whether the output projection has a bias; default True, as in every published model.
+        bias: give the output projection a bias; default True, as in every published model.
         dropout: rate on the attention probabilities and on the output; default 0.
         scale: factor of the scores; default ``(n_embd / n_head) ** -0.5``.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
@@ -92,7 +92,7 @@ class CausalTSSA(nn.Module):
         n_embd: width of a token, a multiple of ``n_head``.
         n_head: number of subspaces.
         block_size: longest sequence.
-        bias: whether both projections have a bias; default True, False in the published models.
+        bias: give both projections a bias; default True, False in the published models.
         dropout: rate on ``1 / (1 + M)`` and on the output; default 0.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
     """

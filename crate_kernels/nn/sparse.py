@@ -76,7 +76,7 @@ class OvercompleteISTA(nn.Module):
         dim: width of a token.
         hidden: number of atoms; default ``4 * dim``.
         steps: number of proximal steps; default 2.
-        tied: whether the decoder is ``D`` itself; default False.
+        tied: use ``D`` itself as the decoder; default False.
         step_size: default 0.1.
         lambd: default 0.1.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.

@@ -19,7 +19,7 @@ class KeyValueCache:
 
     def __init__(self, max_seqlen: int) -> None:
         self.max_seqlen = checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
-        self._held: tuple[Tensor, Tensor] | None = None  # allocated in the dtype of the first keys, for autocast
+        self._held: tuple[Tensor, Tensor] | None = None  # in the dtype of the first keys: under autocast, its dtype
         self._lengths: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

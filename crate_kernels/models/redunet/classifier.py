@@ -16,7 +16,7 @@ class NearestSubspace:
     not centred (ReduNet, Section 5, and its code).
 
     Args:
-        n_components: dimension of the subspaces, or fewer if there are fewer; default 10.
+        n_components: dimension of the subspaces, or the number of singular vectors if smaller; default 10.
 
     Attributes:
         bases: (num_classes, features, n_components), zero-padded; None before ``fit``.
