@@ -1,4 +1,4 @@
-"""What the operators and models are for: experiments of the papers, each a verb with a room of its own."""
+"""Experiments of the papers with the operators and models: each is a verb with its own folder."""
 
 SUMMARIES = {
     "demo": "train a CRATE on real digits, compare it with the naive form, draw what is inside",

@@ -12,7 +12,7 @@ from crate_kernels.experiments.common.fit import Fit
 
 
 def classify(fits: Sequence[Fit], neighbours: float) -> Figure:
-    """Draw test accuracy by step, and the last one as bars, whose colours are the lines'."""
+    """Draw test accuracy by step, and the last accuracy as bars in the colours of the lines."""
     figure, ((curves, bars),) = axes(12, 4.2, 1, 2)
     colours = matplotlib.colormaps["tab10"]
     for index, fit in enumerate(fits):

@@ -1,4 +1,4 @@
-"""The experiment: train every model alike, and say how well each reads digits."""
+"""The experiment: train every model alike, and report the accuracy of each on digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models, each in the same width and depth, by name."""
+"""The models by name, all of the same width and depth."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from crate_kernels.experiments.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEAlpha, CRATEAlphaConfig, CRATEConfig, ToST, ToSTConfig
 from crate_kernels.models.aot import AoTVision, AoTVisionConfig
 
-_ALPHA_WIDTH = 768  # of its base model
+_ALPHA_WIDTH = 768  # of CRATE-alpha's base model
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a model is built, what its paper reports of its published size on ImageNet, and how it is trained.
+    """The builder of a model, its paper's result on ImageNet at the published size, and its learning rate.
 
-    ``pace`` times the rate of the settings is its own; at the default size it suits the family.
+    The learning rate is ``pace`` times that of the settings. It suits the family at the default size.
     """
 
     build: Callable[[Settings, Digits, str | None], nn.Module]
@@ -60,7 +60,7 @@ def _alpha(settings: Settings, digits: Digits, backend: str | None) -> nn.Module
     )
     model = CRATEAlpha(config)
     with torch.no_grad():
-        # Drawn with a deviation of 0.02, which suits that width; in a narrow model attention starts out silent.
+        # The initial deviation of 0.02 suits that width; in a narrow model attention would start near zero.
         wider = max(1.0, (_ALPHA_WIDTH / settings.dim) ** 0.5)
         for weight in (model.pos_embedding, *(m.weight for m in model.modules() if isinstance(m, nn.Linear))):
             weight.mul_(wider)
@@ -83,7 +83,7 @@ def _aot(settings: Settings, digits: Digits, backend: str | None, attention: str
 
 
 class _Enlarged(nn.Module):
-    """A ToST that sees digits enlarged: its stem of strided convolutions takes patches of 8 pixels, no fewer."""
+    """A ToST on enlarged digits: its stem of strided convolutions needs patches of at least 8 pixels."""
 
     def __init__(self, tost: ToST, factor: int) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ def _tost(settings: Settings, digits: Digits, backend: str | None) -> nn.Module:
     return _Enlarged(ToST(config), factor)
 
 
-# As Buchanan, Pai, Wang and Ma (Learning Deep Representations of Data Distributions, 2025) tabulate CRATE under "Image
-# Classification" and ToST under "Linear Time Complexity Transformers", and CRATE-alpha's repository in its README.
+# Published accuracies. CRATE and ToST: Buchanan, Pai, Wang and Ma (Learning Deep Representations of Data Distributions,
+# 2025), "Image Classification" and "Linear Time Complexity Transformers". CRATE-alpha: its repository's README.
 BUILDERS = {
     "CRATE": Entry(_crate, "70.8% (B, 22.8M)", pace=2.0),
     "CRATE, tied (Eq. 11-12)": Entry(partial(_crate, attention="tied"), pace=2.0),

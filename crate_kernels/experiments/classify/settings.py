@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how.
+    """The models and their training.
 
     Attributes:
         models: names in ``crate_kernels.experiments.classify.models.BUILDERS``; all of them if empty.
         dim, depth, heads, dim_head: of every model.
-        epochs, batch_size, rate, warmup, weight_decay: of the training, by AdamW on moved digits, as the demo's.
+        epochs, batch_size, rate, warmup, weight_decay: of the training, by AdamW on moved digits as in the demo.
     """
 
     models: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # The width and depth of CRATE-Tiny and the paper's number of epochs; its images, ImageNet's, are not here.
+    # The width and depth of CRATE-Tiny and the paper's number of epochs, but not its images (ImageNet).
     "paper": Settings(dim=384, depth=12, heads=6, dim_head=64, epochs=150, rate=5e-4, warmup=200),
     "quick": Settings(dim=16, depth=1, heads=2, dim_head=8, epochs=1, batch_size=400, warmup=2),
 }

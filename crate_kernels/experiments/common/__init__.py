@@ -1,1 +1,1 @@
-"""What the verbs that train, measure and draw have in common."""
+"""Shared parts of the verbs that train, measure and draw."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a training that can go on where it stopped."""
+"""Checkpoints from which a training can resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crate_kernels.models._shared.official import first_names
 
 
 class Unusable(Exception):
-    """A checkpoint that this run cannot go on from; the message says why."""
+    """A checkpoint from which this run cannot resume; the message says why."""
 
 
 def save_state(
@@ -25,8 +25,8 @@ def save_state(
     history: dict[str, torch.Tensor],
     identity: dict[str, Any],
 ) -> Path:
-    """Write model, optimiser and history, and what a run that goes on from here must share."""
-    first = first_names(model)  # a tied head is the embedding again, and saved once
+    """Write model, optimiser, history and ``identity``, which a resuming run must share."""
+    first = first_names(model)  # save a tied head once, as the embedding
     tensors = {f"model.{name}": value for name, value in model.state_dict().items() if first[name] == name}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
@@ -37,20 +37,20 @@ def save_state(
 def load_state(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
 ) -> dict[str, torch.Tensor] | None:
-    """Bring model and optimiser to where a file left them; return its history, or None if there is no file.
+    """Load model and optimiser from a file; return its history, or None if there is no file.
 
     Raises:
-        Unusable: it cannot be read, or is of another run. Nothing has changed then.
+        Unusable: the file cannot be read, or is of another run. Model and optimiser are then unchanged.
     """
     if not path.exists():
         return None
     try:
         with safe_open(path, framework="pt") as file:
             run = json.loads((file.metadata() or {})["run"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise Unusable(f"{path} cannot be read ({error})") from None
-    mine = json.loads(json.dumps(identity))  # where a tuple is a list, as in the file
+    mine = json.loads(json.dumps(identity))  # tuples become lists, as in the file
     differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
     if differing:
         raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")

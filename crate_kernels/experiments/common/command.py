@@ -1,4 +1,4 @@
-"""Options, refusals and exit status of an experiment; what it needs beyond PyTorch is imported when it runs."""
+"""Options, refusals and exit status of an experiment. Packages beyond PyTorch are imported when it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 
 
 def missing_packages() -> str | None:
-    """Say which packages are not installed and what brings them; None if all are."""
+    """Name the missing packages and the command that installs them; None if all are installed."""
     missing = [package for module, package in NEEDS.items() if find_spec(module) is None]
     if not missing:
         return None
@@ -34,14 +34,14 @@ def refuse(verb: str, reason: str) -> int:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One verb that measures something and draws it.
+    """One verb that measures and draws.
 
     Attributes:
-        name: of the verb; its room is ``crate_kernels/experiments/<name>``, with ``job.run(trial, settings)`` in it.
-        presets: settings by name; ``"default"`` finishes in minutes on a small CPU, ``"paper"`` is what was
-            published, ``"quick"`` shows every part.
+        name: of the verb. Its folder ``crate_kernels/experiments/<name>`` has ``job.run(trial, settings)``.
+        presets: settings by name. ``"default"`` finishes in minutes on a small CPU, ``"paper"`` has the published
+            sizes, ``"quick"`` runs every part.
         lasts: how long ``"default"`` took on one core, for ``--help``.
-        ops: the operators it needs, for refusing a backend that lacks one.
+        ops: the operators it needs. A backend that lacks one is refused.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Experiment:
         parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run it.
+        """Run the experiment.
 
         Returns:
-            0; 1 if a check that the experiment itself makes fails; 2 if it cannot run as asked; 130 if interrupted.
+            0; 1 if one of the experiment's own checks fails; 2 if it cannot run as asked; 130 if interrupted.
         """
         if lacking := missing_packages():
             return refuse(self.name, lacking)

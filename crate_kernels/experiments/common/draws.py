@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for."""
+"""Random generators, each seeded by its purpose."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import torch
 
 
 def generator(*purpose: int) -> torch.Generator:
-    """Return a generator of its own for each purpose (PyTorch's would keep 32 bits of a hand-mixed seed)."""
+    """Return a separate generator per purpose (PyTorch's would keep 32 bits of a hand-mixed seed)."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(purpose).generate_state(1)[0]))

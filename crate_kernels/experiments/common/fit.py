@@ -25,18 +25,18 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 @dataclass(eq=False)
 class Fit:
-    """A model, how it is trained, and what has happened so far.
+    """A model, its training options and its history so far.
 
     Attributes:
-        name: of the run, and of its checkpoint. label: for people.
-        model, optimizer: what is trained, and by what. Its learning rate is set at each step.
-        loss: from the number of a batch to its loss.
-        pieces: batches a step, whose gradients are averaged: a large batch that memory has no room for at once.
+        name: of the run and its checkpoint. label: for people.
+        model, optimizer: the learning rate is set at each step.
+        loss: maps the number of a batch to its loss.
+        pieces: batches per step, their gradients averaged: a large batch that does not fit in memory at once.
         total: steps. rate: the peak of the learning rate, after ``warmup`` steps; then it decays by a cosine.
-        identity: what two runs must share for one to go on where the other stopped.
-        watch: measures the model, in eval mode, what ``watch_name`` says, every ``every`` steps and after the last.
-        losses: one a step. watched: (step, value) pairs.
-        seconds: what the steps took; None where they were not all taken in this run.
+        identity: values that two runs must share for one to resume the other.
+        watch: measures ``watch_name`` of the model, in eval mode, every ``every`` steps and after the last.
+        losses: one per step. watched: (step, value) pairs.
+        seconds: time of all steps; None if some were taken in another run.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Fit:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     def step(self) -> float:
@@ -87,7 +87,7 @@ class Fit:
         return self.losses[-1]
 
     def look(self) -> None:
-        """Measure, and note it."""
+        """Measure the model and append the value to ``watched``."""
         assert self.watch is not None
         self.model.eval()
         with torch.no_grad():
@@ -100,7 +100,7 @@ class Fit:
 
 
 def train(fit: Fit, trial: Trial) -> None:
-    """Train to the end, from the checkpoint in the run's folder where there is one.
+    """Train to the end, from the checkpoint in the run's folder if there is one.
 
     Raises:
         checkpoints.Unusable: the checkpoint is of another run, or cannot be read.
@@ -126,7 +126,7 @@ def train(fit: Fit, trial: Trial) -> None:
             advance(f"loss {loss:.3f}{seen}")
             if len(fit.watched) > looks:
                 _save(fit, path)
-                if not trial.console.is_terminal:  # a log wants lines
+                if not trial.console.is_terminal:  # a log has no progress bar
                     trial.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
     _save(fit, path)
     if fit.done < fit.total:

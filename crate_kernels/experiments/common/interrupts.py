@@ -1,4 +1,4 @@
-"""A Ctrl-C that loses nothing."""
+"""Ctrl-C without the loss of a completed step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 
 @contextmanager
 def deferred() -> Iterator[list[int]]:
-    """Note Ctrl-C and termination instead of raising: inside a step, half the weights would be new.
+    """Note Ctrl-C and termination instead of raising: raised inside a step, they leave half the weights updated.
 
-    A second one raises as usual.
+    A second signal raises as usual.
     """
     received: list[int] = []
     previous = {}
@@ -23,7 +23,7 @@ def deferred() -> Iterator[list[int]]:
             signal.signal(each, handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a background job is not to be interrupted
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignoring it in a background job
             previous[number] = signal.signal(number, note)
     try:
         yield received

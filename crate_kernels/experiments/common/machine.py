@@ -1,4 +1,4 @@
-"""Where a run can take place, and where it did."""
+"""Choose and describe the device and the backend of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from crate_kernels._core import backends as _backend
 
 
 def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> torch.device:
-    """Return the device asked for (a GPU where there is one, by default) once it has been seen to work.
+    """Check that the requested device works and return it; the default is a GPU if there is one.
 
     Raises:
-        RuntimeError, ValueError, NotImplementedError, AssertionError: there is none, or ``backend`` cannot compute
-            ``ops`` there.
+        RuntimeError, ValueError, NotImplementedError, AssertionError: there is no such device, or ``backend`` cannot
+            compute ``ops`` there.
     """
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.empty(1, device=found).item()
@@ -25,7 +25,7 @@ def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> tor
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Say where the numbers come from."""
+    """Describe the device and the versions behind the numbers."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -40,7 +40,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def backends(ops: tuple[str, ...], backend: str | None, device: torch.device) -> str:
-    """Name the backend that computes ``ops``, or each operator's where they differ."""
+    """Name the backend that computes ``ops``, or one per operator where they differ."""
     found = {op: _backend.resolve(op, backend, device, torch.float32) for op in ops}
     if len(set(found.values())) == 1:
         return next(iter(found.values()))

@@ -1,4 +1,4 @@
-"""One run of an experiment: where it writes, what it prints, how it shows that it is working."""
+"""One run of an experiment: its folder, its console and its progress bar."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from crate_kernels.experiments.common import machine
 
 
 class Trial:
-    """What an experiment's job is given.
+    """The argument of every experiment's job.
 
     Attributes:
-        name: of the verb. folder: where files go. device, backend, seed, preset, fresh: what was asked for.
-        console: what is printed on.
+        name: of the verb. folder: for output files. device, backend, seed, preset, fresh: as requested.
+        console: for printed output.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Trial:
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0) -> Iterator[Any]:
-        """Show a bar; yields ``advance(state="")``, which moves it by one. A log gets the first line alone."""
+        """Show a bar; yield ``advance(state="")``, which moves the bar by one. A log gets only the first line."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -70,7 +70,7 @@ class Trial:
             yield lambda state="": bar.update(task, advance=1, state=state)
 
     def compare(self, rows: Sequence[Sequence[str]], header: Sequence[str] = ("", "paper", "measured")) -> None:
-        """Print what was published beside what was measured here."""
+        """Print published values beside measured ones."""
         table = Table()
         for index, column in enumerate(header):
             table.add_column(column, justify="right" if index else "left")
@@ -79,7 +79,7 @@ class Trial:
         self.console.print(table)
 
     def write(self, figures: Mapping[str, Figure], numbers: Mapping[str, Any], settings: Any) -> None:
-        """Write each figure as a PNG, and the numbers, with where they come from, as ``metrics.json``."""
+        """Write each figure as a PNG, and the numbers and their origin as ``metrics.json``."""
         for name, figure in figures.items():
             files.put(self.folder / f"{name}.png", drawing.png(figure))
         seconds = perf_counter() - self._start

@@ -1,4 +1,4 @@
-"""``demo``: train a CRATE on real digits, hold it against the naive form, and draw what is inside."""
+"""``demo``: train a CRATE on real digits, compare it with the naive form, and draw its internals."""
 
 from .command import add_arguments, run
 

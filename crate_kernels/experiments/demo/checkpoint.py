@@ -1,4 +1,4 @@
-"""The training and the model on disk."""
+"""Save and load the training; save the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "checkpoint.safetensors"
 
 
 def _identity(training: Training) -> dict[str, Any]:
-    """What two runs must share for one to go on where the other stopped."""
+    """Return the values that two runs must share for one to resume the other."""
     return {**asdict(training.settings), "digits": training.digits.name, "backend": training.fused}
 
 
@@ -34,10 +34,10 @@ def save(training: Training, folder: Path) -> Path:
 
 
 def resume(training: Training, folder: Path) -> bool:
-    """Bring ``training`` to where its checkpoint is; return whether there was one.
+    """Load ``training`` from its checkpoint; return whether there was one.
 
     Raises:
-        Unusable: it cannot be read, or is of another run. ``training`` is then as it was.
+        Unusable: the checkpoint cannot be read, or is of another run. ``training`` is then unchanged.
     """
     history = load_state(folder / NAME, training.model, training.optimizer, _identity(training))
     if history is None:
@@ -49,6 +49,6 @@ def resume(training: Training, folder: Path) -> bool:
 
 def save_model(training: Training, folder: Path) -> Path:
     """Write the weights alone under their published names, with the config in the metadata."""
-    config = {**asdict(training.config), "backend": None}  # the next machine may have a better one
+    config = {**asdict(training.config), "backend": None}  # the next machine may have a better backend
     content = serialize(training.model.state_dict(), {"config": json.dumps(config)})
     return put(folder / "crate.safetensors", content)

@@ -1,4 +1,4 @@
-"""Options, refusals and exit status of ``demo``; what it needs beyond PyTorch is imported when it runs."""
+"""Options, refusals and exit status of ``demo``. Packages beyond PyTorch are imported when it runs."""
 
 from __future__ import annotations
 

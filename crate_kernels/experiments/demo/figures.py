@@ -1,4 +1,4 @@
-"""The figures. Each function draws one and returns it; nothing is kept in pyplot's global state."""
+"""The figures. Each function draws one and returns it, without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def learning(training: Training, neighbours: float) -> Figure:
     window = max(1, min(40, len(losses) // 10))
     smooth = losses.unfold(0, window, 1).mean(-1)
     loss.plot(range(1, len(losses) + 1), losses, color=_FUSED, alpha=0.25, linewidth=0.8, label="each step")
-    first = 1 + (window - 1) / 2  # a mean stands in the middle of its window
+    first = 1 + (window - 1) / 2  # place each mean in the middle of its window
     loss.plot(first + np.arange(len(smooth)), smooth, color=_FUSED, label=f"mean of {window} steps")
     loss.set(xlabel="step", ylabel="training loss (smoothed labels)")
     loss.legend(frameon=False)
@@ -38,7 +38,7 @@ def learning(training: Training, neighbours: float) -> Figure:
 
 
 def same_model(result: Agreement, backend: str) -> Figure:
-    """Draw both loss curves, and how far they are apart beside what rounding alone does."""
+    """Draw both loss curves, and their difference beside the effect of rounding alone."""
     figure, ((curves, apart),) = axes_of(9, 3.4, 1, 2)
     steps = range(1, len(result.naive) + 1)
     curves.plot(steps, result.naive, color=_NAIVE, linewidth=4, alpha=0.5, label="naive equations")
@@ -48,7 +48,7 @@ def same_model(result: Agreement, backend: str) -> Figure:
     apart.plot(steps, result.bound, color=_THIRD, label="bound")
     apart.plot(steps, result.noise, "--", color=_NAIVE, label="naive: rounding alone")
     apart.plot(steps, result.differences, ".-", color=_FUSED, label=f"{backend} − naive")
-    # Logarithmic, and linear about zero: many steps agree to the last bit.
+    # Linear near zero: many steps agree to the last bit.
     apart.set_yscale("symlog", linthresh=1e-7)
     apart.set_ylim(0, 100 * max(result.bound))  # headroom for the legend
     apart.set(xlabel="step", ylabel="difference of losses")
@@ -59,7 +59,7 @@ def same_model(result: Agreement, backend: str) -> Figure:
 
 
 def cost(found: list[Cost], backend: str) -> Figure:
-    """Draw seconds and memory of a training step, naive and fused, by tokens an image."""
+    """Draw seconds and memory of a training step, naive and fused, by tokens per image."""
     figure, ((seconds, memory),) = axes_of(9, 3.4, 1, 2)
     names = [f"{c.tokens} tokens\npatch {c.patch_size}\nbatch {c.batch_size}" for c in found]
     for ax, label, values in (
@@ -129,7 +129,7 @@ def coherence(before: Layers, after: Layers, dim: int) -> Figure:
 
 
 def attention(seen: Attention) -> Figure:
-    """Draw what the class token of the last layer gives to each patch, head by head."""
+    """Draw the attention of the last layer's class token to each patch, head by head."""
     digits, heads = seen.itself.shape
     figure, axes = axes_of(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)
     side = seen.images.shape[-1]

@@ -1,4 +1,4 @@
-"""The main job from digits to report."""
+"""The job of ``demo``, from digits to report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 
 def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, quick: bool, fresh: bool) -> int:
-    """Do it all, and return 1 if the fused losses are not the naive ones or the weights are not finite, else 0.
+    """Run all parts; return 1 if the fused losses are not the naive ones or the weights are not finite, else 0.
 
     Raises:
         checkpoint.Unusable: the checkpoint in ``folder`` is of another run, or cannot be read.
@@ -73,7 +73,7 @@ def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, q
 
 
 def _train(training: Training, folder: Path, console: Console, *, fresh: bool) -> float | None:
-    """Train, or go on; return the seconds of an uninterrupted training, else None."""
+    """Train or resume; return the seconds of an uninterrupted training, else None."""
     if fresh or not checkpoint.resume(training, folder):
         return loop.train(training, folder, console)
     if training.done == training.total:
@@ -86,7 +86,7 @@ def _train(training: Training, folder: Path, console: Console, *, fresh: bool) -
 
 def _verdict(agreement: compare.Agreement) -> str:
     verdict = "agrees with" if agreement.agrees else "[bold]DISAGREES[/bold] with"
-    worst = torch.tensor(agreement.differences).max().item()  # nan if any is; Python's max goes by the order
+    worst = torch.tensor(agreement.differences).max().item()  # nan if any is nan; Python's max depends on the order
     steps = len(agreement.naive)
     return f"Same model: the fused loss {verdict} the naive one over {steps} steps, at most {worst:.1e} apart"
 

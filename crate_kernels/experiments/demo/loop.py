@@ -1,4 +1,4 @@
-"""The training loop as people see it: a progress bar, checkpoints, and a Ctrl-C that loses nothing."""
+"""The training loop with a progress bar, checkpoints, and a Ctrl-C that loses no completed step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crate_kernels.experiments.demo.training import Training, steps_per_epoch
 
 
 def train(training: Training, folder: Path, console: Console) -> float:
-    """Train to the end, from wherever ``training`` is; return the seconds it took.
+    """Train from the current step to the end; return the seconds that it took.
 
     Raises:
         KeyboardInterrupt: interrupted; the checkpoint in ``folder`` holds every step that was completed.
@@ -38,7 +38,7 @@ def train(training: Training, folder: Path, console: Console) -> float:
             if training.done % epoch == 0:
                 accuracy = training.evaluate()
                 checkpoint.save(training, folder)
-                if not console.is_terminal:  # a log wants lines
+                if not console.is_terminal:  # a log has no progress bar
                     console.print(f"  step {training.done}/{training.total}  loss {loss:.3f}  accuracy {accuracy:.4f}")
             seen = f"  test accuracy {training.accuracies[-1][1]:.4f}" if training.accuracies else ""
             bar.update(task, completed=training.done, state=f"loss {loss:.3f}{seen}")

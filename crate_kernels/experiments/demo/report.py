@@ -1,4 +1,4 @@
-"""The outcome on disk: figures, a page that needs no other file, and numbers for programs."""
+"""The report on disk: figures, a page that needs no other file, and numbers for programs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ code, pre { background: #f4f4f4; padding: .1rem .3rem } pre { padding: .8rem; ov
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Everything that the demo found out."""
+    """All results of the demo."""
 
     training: Training
     neighbours: float
-    seconds: float | None  # of training; None where it was interrupted, since the parts do not add up
+    seconds: float | None  # of training; None if it was interrupted: the parts do not add up
     agreement: Agreement
     costs: list[Cost]
     before: Layers
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def accuracy(self) -> float:
-        """On the test images, after the last step."""
+        """Accuracy on the test images after the last step."""
         return self.training.accuracies[-1][1]
 
 
@@ -91,7 +91,7 @@ def metrics(outcome: Outcome) -> dict[str, Any]:
 
 
 def cost_rows(costs: list[Cost]) -> list[list[str]]:
-    """Return the comparison as cells: what, naive, fused, ratio."""
+    """Return the comparison as cells: quantity, naive, fused, ratio."""
     rows = []
     for cost in costs:
         what = f"{cost.tokens} tokens, batch {cost.batch_size}"

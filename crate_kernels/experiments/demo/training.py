@@ -1,4 +1,4 @@
-"""Training: every draw is a function of the seed and the step, so a resumed run is the uninterrupted one."""
+"""Training: every draw is a function of the seed and the step, so a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crate_kernels.models import CRATE, CRATEConfig
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the outcome of a training run.
+    """Settings that decide the outcome of a training run.
 
     Attributes:
         rotation: largest, in radians; ``scaling``: largest relative; ``shift``: largest, as a share of the side.
@@ -77,7 +77,7 @@ def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor
     # Coordinates run from -1 to 1: the side is 2.
     theta = torch.cat((turn * scale.unsqueeze(-2), 2 * settings.shift * uniform(2, 1)), -1)
     grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-    moved = F.grid_sample(images - digits.black, grid, align_corners=False) + digits.black  # it pads with zeros
+    moved = F.grid_sample(images - digits.black, grid, align_corners=False) + digits.black  # zeros pad the borders
     return digits.crop(moved).contiguous(), digits.train_labels[chosen]
 
 
@@ -87,11 +87,11 @@ def steps_per_epoch(settings: Settings, digits: Digits) -> int:
 
 
 class Training:
-    """A model, its optimiser and what has happened so far.
+    """A model, its optimiser and its history so far.
 
     Attributes:
-        fused: which backend computes the operators, for people.
-        losses: one a step; ``accuracies``: (step, test accuracy) pairs.
+        fused: the backend of the operators, for people.
+        losses: one per step; ``accuracies``: (step, test accuracy) pairs.
     """
 
     def __init__(self, settings: Settings, digits: Digits, backend: str | None, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the accuracy on the test images, and note it."""
+        """Return the accuracy on the test images, and append it to ``accuracies``."""
         self.model.eval()
         right = 0
         for images, labels in zip(

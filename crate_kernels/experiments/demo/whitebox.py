@@ -1,4 +1,4 @@
-"""What can be read off a CRATE because each layer is an optimisation step with a meaning."""
+"""Measurements of a CRATE that have a meaning because each layer is an optimisation step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layers:
     gram: Tensor
 
     def summary(self) -> dict[str, Any]:
-        """Return means and standard deviations, a layer each, as JSON takes them."""
+        """Return means and standard deviations per layer, ready for JSON."""
         apart = ~torch.eye(self.coherence.shape[-1], dtype=torch.bool)
         return {
             "coding_rate": self.rate.mean(-1).tolist(),
@@ -56,13 +56,13 @@ def measure(model: CRATE, digits: Digits, device: torch.device) -> Layers:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Where the class token looks in the last layer, on a few test digits.
+    """Attention of the class token in the last layer, on a few test digits.
 
     Attributes:
         images: (n, side, side), as the model saw them.
         labels, predictions: (n,).
-        itself: what the class token gives to itself, (n, heads).
-        patches: what it gives to each patch, (n, heads, rows, columns).
+        itself: weight of the class token on itself, (n, heads).
+        patches: weight of the class token on each patch, (n, heads, rows, columns).
     """
 
     images: Tensor
@@ -74,7 +74,7 @@ class Attention:
 
 @torch.no_grad()
 def class_attention(model: CRATE, digits: Digits, device: torch.device, classes: tuple[int, ...]) -> Attention:
-    """Look at the first test image of each of ``classes``: chosen by position, not by how they look."""
+    """Return the attention on the first test image of each of ``classes``: chosen by position, not by appearance."""
     chosen = torch.tensor([int((digits.test_labels == each).nonzero()[0]) for each in classes])
     images = digits.crop(digits.test_images[chosen])
     model.eval()

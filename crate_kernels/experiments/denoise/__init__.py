@@ -1,4 +1,4 @@
-"""``denoise``: what an attention-only transformer does to a mixture of low-rank Gaussians, layer by layer."""
+"""``denoise``: an attention-only transformer on a mixture of low-rank Gaussians, layer by layer."""
 
 from crate_kernels.experiments.common.command import Experiment
 

@@ -14,7 +14,7 @@ from crate_kernels.experiments.denoise.settings import Mixture
 
 
 def theorem(entries: Sequence[dict[str, Any]], backend: str) -> Figure:
-    """Draw the SNR against the theorem's line, and how far it is from it."""
+    """Draw the SNR beside the theorem's line, and its departure from the line."""
     figure, ((curve, off),) = axes(10, 3.8, 1, 2)
     for entry, colour in zip(entries, CYCLE, strict=False):
         mixture: Mixture = entry["mixture"]
@@ -42,7 +42,7 @@ def theorem(entries: Sequence[dict[str, Any]], backend: str) -> Figure:
 
 
 def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
-    """Draw the SNR of every layer under softmax, a panel a form, the spread over draws and clusters shaded."""
+    """Draw the SNR of every layer under softmax, one panel per form, the spread over draws and clusters shaded."""
     forms = list(dict.fromkeys(mixture.form for mixture in mixtures))
     noises = list(dict.fromkeys(mixture.noise for mixture in mixtures))
     figure, (panels,) = axes(3.6 * len(forms), 3.6, 1, len(forms), sharey=True)
@@ -54,6 +54,6 @@ def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
         ax.fill_between(layers, every.amin(0), every.amax(0), color=colour, alpha=0.2, linewidth=0)
         ax.set(xlabel="layer", title=f"softmax, {mixture.form}")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set(ylabel="SNR", ylim=(0, None))  # once all is drawn: a limit stays where it is set
+    panels[0].set(ylabel="SNR", ylim=(0, None))  # after all is drawn: setting a limit ends autoscaling
     panels[0].legend(frameon=False)
     return figure

@@ -1,4 +1,4 @@
-"""The experiment: hold the theorem to rounding, then look at what softmax does."""
+"""The experiment: check the theorem to rounding, then measure softmax."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from crate_kernels.experiments.denoise import figures
 from crate_kernels.experiments.denoise.mixture import denoise, departure
 from crate_kernels.experiments.denoise.settings import FIGURE, Mixture, Settings
 
-# Of float64, over six layers of sums of up to 512 terms; a float32 anywhere would be five digits beyond it.
+# Rounding of float64 over six layers of sums of up to 512 terms. A float32 anywhere would be five digits worse.
 _ROUNDING = 1e-12
 
 
 def run(trial: Trial, settings: Settings) -> int:
-    """Measure and draw; return 1 if Theorem 3.1 is not followed to rounding where it has to be."""
+    """Measure and draw; return 1 if the SNR departs from Theorem 3.1 by more than rounding where it must hold."""
     backend = trial.backend
     fused = backends.resolve("mssa", backend, trial.device, torch.float32)
     rough = "composite" if fused == "reference" else fused
-    # Kernels have no float64: the theorem is held there by plain PyTorch, and the kernel is shown in float32.
+    # Kernels have no float64: plain PyTorch checks the theorem in float64, and the kernel is shown in float32.
     exact = backend if backend in ("reference", "composite") else None
     total = (2 * len(settings.theorem) + len(settings.softmax)) * settings.draws
     theorem: list[dict[str, Any]] = []

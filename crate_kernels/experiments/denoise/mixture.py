@@ -28,7 +28,7 @@ def draw(mixture: Mixture, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer(mixture: Mixture, subspaces: Tensor, backend: str | None) -> MSSA:
-    """Build the operator of a layer: ``sum_k U_k U_k^T Z phi(..)``, the subspaces known."""
+    """Build the operator of a layer: ``sum_k U_k U_k^T Z phi(..)``, with known subspaces."""
     phi = "softmax" if mixture.threshold is None else "threshold"
     module = MSSA(
         mixture.dim,
@@ -40,7 +40,7 @@ def layer(mixture: Mixture, subspaces: Tensor, backend: str | None) -> MSSA:
         threshold=mixture.threshold,
         backend=backend,
     )
-    module = module.to(subspaces.device, subspaces.dtype)  # before the copy, which would round to float32
+    module = module.to(subspaces.device, subspaces.dtype)  # first: a copy into float32 would round
     with torch.no_grad():
         module.qkv.weight.copy_(subspaces.mT.flatten(0, 1))
     return module
@@ -63,7 +63,7 @@ def denoise(
 
 
 def departure(mixture: Mixture, ratios: Tensor) -> list[float]:
-    """Return how far each layer's SNR is, relatively, from Theorem 3.1's ``SNR_0 (1 + eta tau)^l``, at worst."""
+    """Return the largest relative error of each layer's SNR against Theorem 3.1's ``SNR_0 (1 + eta tau)^l``."""
     assert mixture.threshold is not None
     growth = (1 + mixture.eta * mixture.threshold) ** torch.arange(len(ratios), dtype=torch.float64)
     return (ratios / (ratios[0] * growth.unsqueeze(1)) - 1).abs().amax(1).tolist()

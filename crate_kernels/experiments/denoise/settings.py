@@ -10,13 +10,13 @@ class Mixture:
     """A mixture of low-rank Gaussians (AoT, Definition 2.1), and the network that denoises it.
 
     Attributes:
-        tokens, clusters: N and K, equally many tokens a cluster. rank: p, of each subspace. dim: d, at least K p.
-        noise: delta, the deviation of what lies in the other subspaces. eta: step size of a layer.
-        layers: how many. threshold: tau of Theorem 3.1; None is softmax, as in the paper's figure.
-        form: ``"unscaled"``, the scores as the theorem has them; ``"scaled"``, by p^-1/2 as the models have
-            them; ``"normalised"``, scaled and of layer-normalised tokens, as the language models have them.
-        exact: the layers over which Theorem 3.1 is held to rounding; its conditions end when the noise, which the
-            steps do not shrink, passes tau too.
+        tokens, clusters: N and K, equally many tokens per cluster. rank: p, of each subspace. dim: d, at least K p.
+        noise: delta, the deviation of the part in the other subspaces. eta: step size of a layer.
+        layers: their number. threshold: tau of Theorem 3.1; None is softmax, as in the paper's figure.
+        form: ``"unscaled"``, the scores as in the theorem; ``"scaled"``, by p^-1/2 as in the models;
+            ``"normalised"``, scaled and of layer-normalised tokens, as in the language models.
+        exact: number of layers over which Theorem 3.1 is checked to rounding. Its conditions end when the noise,
+            which the steps do not shrink, also passes tau.
     """
 
     tokens: int
@@ -40,12 +40,12 @@ _THEOREM = (
 # The paper does not say which of these its figure shows: all are run.
 _FORMS = ("unscaled", "scaled", "normalised")
 # Read off the axes of AoT's figure (Buchanan, Pai, Wang and Ma 2025, "Attention-Only Transformer Architecture",
-# has it too): the SNR at the first of its 13 points, a layer each, and at the last.
+# has it too): the SNR at the first and at the last of its 13 points, one point per layer.
 FIGURE = {0.2: (1.55, 2.62), 0.5: (1.63, 2.73)}
 
 
 def _figure(tokens: int, clusters: int, rank: int, dim: int, layers: int, eta: float) -> tuple[Mixture, ...]:
-    """At the noise levels of the paper's figure."""
+    """Return one mixture per noise level of the paper's figure and per form."""
     return tuple(
         Mixture(tokens, clusters, rank, dim, noise=noise, eta=eta, layers=layers, form=form)
         for form in _FORMS
@@ -55,17 +55,17 @@ def _figure(tokens: int, clusters: int, rank: int, dim: int, layers: int, eta: f
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run: the theorem's mixtures, then the figure's, each with ``draws`` draws."""
+    """The mixtures to run: the theorem's, then the figure's, each with ``draws`` draws."""
 
     theorem: tuple[Mixture, ...] = _THEOREM
-    # Its sizes and step are not given. A step of 0.05 makes the ratio grow over 12 layers as much as in the figure.
+    # The figure's sizes and step are unknown. With a step of 0.05 the ratio grows over 12 layers as in the figure.
     softmax: tuple[Mixture, ...] = _figure(512, 4, 64, 256, 12, 0.05)
     draws: int = 5
 
 
 PRESETS = {
     "default": Settings(),
-    # The figure's noise levels and number of layers; its other sizes are not given, so these are larger ones.
+    # The figure's noise levels and number of layers. Its other sizes are unknown: these are larger ones.
     "paper": Settings(softmax=_figure(2048, 8, 64, 512, 12, 0.05)),
     "quick": Settings(theorem=_THEOREM[1:], softmax=_figure(64, 2, 16, 32, 3, 0.05), draws=2),
 }
