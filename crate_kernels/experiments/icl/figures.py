@@ -18,7 +18,7 @@ def error(found: dict[str, dict[str, Any]]) -> Figure:
         for (name, values), style in zip(result["floors"].items(), ("--", ":"), strict=False):
             ax.plot(range(len(values)), values, style, color=GREY, label=name)
         for (name, values), colour in zip(result["models"].items(), CYCLE, strict=False):
-            style = "o--" if name == "transformer" else "o-"  # it may lie on another
+            style = "o--" if name == "transformer" else "o-"  # dashed: it may lie on another line
             ax.plot(range(len(values)), values, style, markersize=3, color=colour, label=name)
         # The minimum-norm solution of nearly as many examples as unknowns can be far off: it may leave the figure.
         ax.set(title=f"{task} regression", xlabel="examples in context", ylim=(-0.05, 1.6))

@@ -1,4 +1,4 @@
-"""The experiment: train the three models on both tasks, and hold them against least squares."""
+"""The experiment: train the three models on both tasks, and compare them with least squares."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _test(model: torch.nn.Module, xs: Tensor, ys: Tensor, variance: float, trial
 
 
 def _tell(trial: Trial, settings: Settings, found: dict[str, dict[str, Any]]) -> None:
-    """Print what was measured beside what the paper says in words; it tabulates no errors."""
+    """Print measured errors beside the paper's words; the paper tabulates no errors."""
     rows = []
     for task, result in found.items():
         exact = settings.dims if task == "linear" else settings.nonzeros

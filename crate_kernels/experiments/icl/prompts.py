@@ -1,4 +1,4 @@
-"""Prompts: examples of a linear function that is drawn anew for each (Garg et al. 2022)."""
+"""Prompts: examples of a linear function, drawn anew per prompt (Garg et al. 2022)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crate_kernels.experiments.icl.settings import Settings
 def draw(settings: Settings, task: str, count: int, *purpose: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw xs (count, examples, dims) and weights (count, dims), standard normal; return xs, ``xs . w`` and w.
 
-    Of a sparse prompt all but ``nonzeros`` weights, drawn without replacement, are zero.
+    In a sparse prompt all but ``nonzeros`` weights are zero; their places are drawn without replacement.
     """
     draws = generator(*purpose)
     xs = torch.randn(count, settings.examples, settings.dims, generator=draws)
@@ -26,7 +26,7 @@ def draw(settings: Settings, task: str, count: int, *purpose: int) -> tuple[Tens
 def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
     """Predict each answer, (count, examples), from the examples before it by least squares of smallest norm.
 
-    Where there are as many examples as dimensions it is exact: no method does better on dense weights.
+    The prediction is exact from as many examples as dimensions. No method does better on dense weights.
     """
     xs, ys = xs.double(), ys.double()
     found = [torch.zeros(len(xs), dtype=torch.float64, device=xs.device)]
@@ -37,7 +37,7 @@ def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
 
 
 def knowing_the_support(xs: Tensor, ys: Tensor, weights: Tensor) -> Tensor:
-    """Predict as ``least_squares`` does, told which weights are not zero: below it no method can be on sparse ones."""
+    """Predict like ``least_squares``, knowing which weights are nonzero: no method has less error on sparse ones."""
     return least_squares(xs * (weights != 0).unsqueeze(1), ys)
 
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What is learned, and by what.
+    """The tasks, the models and their training.
 
     Attributes:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
-        dims: dimension of an example. examples: of a prompt.
+        dims: dimension of an example. examples: per prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
         eta: step size of MSSA.
         init_std: deviation of the initial weights; GPT-2's 0.02 is for wide models.
         position_scale: how many times larger the positions start.
-        paired: whether a question and its answer start with one position between them, and one vector for either
-            kind, in every model. Otherwise it has to learn for each example what belongs together: attention whose
-            query is its key cannot look one token back by itself.
-        derived: whether MSSA starts as the operator that the paper derives, ``models.aot.start_as_derived``.
+        paired: if True, in every model a question and its answer start with the same position, plus one vector per
+            kind. Otherwise the model has to learn which tokens belong together: attention whose query is its key
+            cannot look one token back by itself.
+        derived: if True, MSSA starts as the operator that the paper derives, ``models.aot.start_as_derived``.
         steps, batch_size, rate, warmup: of the training with Adam.
         tests: prompts to test on.
     """
@@ -45,7 +45,7 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # d, nonzeros, model, batch, iterations and prompts are the paper's; examples and rate those of Garg et al. 2022.
+    # The paper's d, nonzeros, model, batch, iterations and prompts; examples and rate of Garg et al. 2022.
     "paper": Settings(
         dims=20,
         nonzeros=3,

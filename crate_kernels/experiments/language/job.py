@@ -1,4 +1,4 @@
-"""The experiment: train every model alike, draw the losses, let each write."""
+"""The experiment: train every model alike, draw the losses, let each model write text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TRAINING, _WRITING = 0, 1
 _BYTES = 256
 _PROMPT = "The "
 
-# What the papers report, nats a GPT-2 token, on OpenWebText or, as said, on LAMBADA without training on it: Buchanan,
+# Published losses, nats per GPT-2 token, on OpenWebText or, where named, on LAMBADA without training on it: Buchanan,
 # Pai, Wang and Ma (Learning Deep Representations of Data Distributions, 2025), "Causal Language Modeling", "Linear Time
-# Complexity Transformers" (as ToST's repository, tost_lang/README.md) and "Attention-Only Transformers".
+# Complexity Transformers" (also ToST's repository, tost_lang/README.md) and "Attention-Only Transformers".
 MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
     "causal CRATE": (lambda sizes: CRATELM(CRATELMConfig(**sizes)), "3.37 (base, 60M)"),
     "causal CRATE, overcomplete": (lambda sizes: CRATELM(CRATELMConfig(**sizes, overcomplete=True)), "-"),
@@ -103,7 +103,7 @@ def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
         return value
 
     def bits() -> float:
-        """Return the mean loss over the test text, in bits a byte; the first of each stretch has no context."""
+        """Return the mean test loss, in bits per byte; the first byte of each stretch has no context."""
         inputs, targets = text.stretches(source.test, settings.block)
         total = 0.0
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
@@ -131,9 +131,9 @@ def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
 
 
 def _write(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
-    """Let a model go on from a prompt; return the text, and bytes a second with a cache and without.
+    """Let a model continue a prompt; return the text, and bytes per second with a cache and without.
 
-    Speed is measured within the model's context, where the cache serves.
+    Speed is measured within the model's context, where the cache applies.
     """
     model: Any = fit.model
     prompt = torch.tensor([list(_PROMPT.encode())], device=trial.device)

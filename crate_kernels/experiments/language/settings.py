@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how.
+    """The models, their training and their sampling.
 
     Attributes:
         layers, heads, dim: of every model. block: the longest context, in bytes.
-        pieces: batches of ``batch_size`` a step, their gradients averaged.
+        pieces: batches of ``batch_size`` per step, their gradients averaged.
         steps, batch_size, rate, warmup, weight_decay: of the training, by AdamW.
-        sample: bytes that each model writes at the end. temperature: of its draws.
+        sample: bytes that each model writes at the end. temperature: of the sampling.
     """
 
     layers: int = 3
@@ -32,7 +32,7 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # GPT-2's base size, and nanoGPT's rate, steps and batch of 480; OpenWebText and its tokens are not here.
+    # GPT-2's base size, and nanoGPT's rate, steps and batch of 480, but not OpenWebText and its tokens.
     "paper": Settings(
         layers=12, heads=12, dim=768, block=1024, steps=600_000, batch_size=12, pieces=40, rate=6e-4, warmup=2000
     ),

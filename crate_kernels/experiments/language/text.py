@@ -1,4 +1,4 @@
-"""English that every Python carries: the topics of its documentation, as bytes."""
+"""English text from every Python installation: the topics of its documentation, as bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from crate_kernels.experiments.common.draws import generator
 
-_HELD_OUT = 0.1  # of the text, its end
+_HELD_OUT = 0.1  # share of the text, at its end
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Bytes to learn from and to be tested on.
+    """Bytes for training and for testing.
 
     Attributes:
-        name: what they are, for people. train, test: (n,) uint8.
+        name: for people. train, test: (n,) uint8.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Text:
 
 
 def load() -> Text:
-    """Read ``pydoc_data.topics``: what ``help()`` prints, nearly half a megabyte."""
+    """Read ``pydoc_data.topics``: the texts of ``help()``, nearly half a megabyte."""
     from pydoc_data import topics
 
     whole = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
@@ -37,19 +37,19 @@ def load() -> Text:
 
 
 def batch(data: Tensor, length: int, count: int, *purpose: int) -> tuple[Tensor, Tensor]:
-    """Draw ``count`` stretches of ``length`` bytes, and the byte after each: (count, length) int64, twice."""
+    """Draw ``count`` stretches of ``length`` bytes, and the next byte of each byte: (count, length) int64, twice."""
     starts = torch.randint(len(data) - length, (count,), generator=generator(*purpose))
     windows = data[starts[:, None] + torch.arange(length + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def stretches(data: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cut all of ``data`` into stretches of ``length`` and the byte after each; the rest at the end is left out."""
+    """Cut ``data`` into stretches of ``length`` and the next byte of each byte; drop the rest at the end."""
     count = (len(data) - 1) // length
     inputs, targets = data[: count * length], data[1 : count * length + 1]
     return inputs.view(count, length).long(), targets.view(count, length).long()
 
 
 def readable(data: Tensor) -> str:
-    """Turn bytes (n,) into text; what is no UTF-8 becomes a replacement character."""
+    """Turn bytes (n,) into text; invalid UTF-8 becomes a replacement character."""
     return bytes(data.tolist()).decode("utf-8", errors="replace")

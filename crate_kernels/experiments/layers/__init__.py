@@ -1,4 +1,4 @@
-"""``layers``: how compression and sparsity come about while a CRATE is trained, layer by layer."""
+"""``layers``: compression and sparsity, layer by layer, while a CRATE is trained."""
 
 from crate_kernels.experiments.common.command import Experiment
 

@@ -15,7 +15,7 @@ from crate_kernels.experiments.layers.watching import Tokens
 
 
 def epochs(seen: dict[int, dict[str, Any]]) -> Figure:
-    """Draw coding rate and nonzeros by layer, a line for each epoch that was looked at."""
+    """Draw coding rate and nonzeros by layer, one line per measured epoch."""
     figure, ((rate, nonzeros),) = axes(9.5, 3.6, 1, 2)
     colours = matplotlib.colormaps["viridis_r"]
     for index, (epoch, found) in enumerate(sorted(seen.items())):
@@ -38,7 +38,7 @@ def heatmaps(seen: Tokens) -> Figure:
     figure, (row,) = axes(2.1 * depth + 1, 3.4, 1, depth)
     for layer, ax in enumerate(row):
         codes = seen.codes[layer].abs()
-        # Each layer to its own scale: they differ by more than a colour bar could show.
+        # One scale per layer: layers differ by more than a colour bar can show.
         ax.imshow((codes / codes.max().clamp(min=1e-12)).numpy(), cmap="magma", aspect="auto", vmin=0, vmax=1)
         share = float((seen.codes[layer] != 0).double().mean())
         ax.set_title(f"layer {layer + 1}\n{100 * share:.0f}% nonzero", fontsize=10)
@@ -52,7 +52,7 @@ def heatmaps(seen: Tokens) -> Figure:
 
 
 def subspaces(seen: Tokens, heads: int) -> Figure:
-    """Draw ``|[U_1 .. U_K]^T [U_1 .. U_K]|`` of every layer, the columns of unit norm."""
+    """Draw ``|[U_1 .. U_K]^T [U_1 .. U_K]|`` of every layer, with columns of unit norm."""
     depth, size = seen.gram.shape[:2]
     columns = min(depth, 6)
     rows = -(-depth // columns)

@@ -1,4 +1,4 @@
-"""The experiment: train, look on the way, draw what is inside."""
+"""The experiment: train, measure at chosen epochs, draw the internals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(trial: Trial, settings: Settings) -> int:
 
 
 def training_settings(settings: Settings, seed: int) -> TrainingSettings:
-    """Say how the model is trained: as the demo's, but for its size and length."""
+    """Return the demo's training settings with another size and length."""
     return TrainingSettings(
         seed=seed,
         epochs=settings.epochs,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """The model, its training, and when it is looked at.
+    """The model, its training, and the epochs of its measurements.
 
     Attributes:
-        dim, depth, heads, dim_head: of the CRATE, trained as the demo's is.
+        dim, depth, heads, dim_head: of the CRATE, trained as in the demo.
         epochs: of the training. looks: epochs after which it is measured, 0 for before the first.
         shown: the digits whose tokens are drawn, the first test image of each.
     """
@@ -28,7 +28,7 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # CRATE-Tiny and its number of epochs; the paper's images (ImageNet) are not here, nor its optimiser (Lion).
+    # CRATE-Tiny and its number of epochs, but not the paper's images (ImageNet) or optimiser (Lion).
     "paper": Settings(
         dim=384, depth=12, heads=6, dim_head=64, epochs=150, learning_rate=5e-4, looks=(0, 1, 5, 15, 50, 150)
     ),

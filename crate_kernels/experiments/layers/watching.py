@@ -1,4 +1,4 @@
-"""Training that is looked at on the way, and what its tokens look like at the end."""
+"""Training with measurements at chosen epochs, and the tokens at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEEN = "seen.json"
 
 
 def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    """Train to the end, from wherever the folder is; return what was measured, by epoch.
+    """Train to the end, from the checkpoint in the folder if there is one; return the measurements by epoch.
 
     Raises:
         checkpoints.Unusable: the checkpoint is of another run, or cannot be read.
@@ -61,10 +61,10 @@ class Tokens:
 
     Attributes:
         images: (n, side, side), as the model saw them. labels: (n,).
-        codes: what ISTA returned for the first, (depth, tokens, dim), class token first.
-        colours: the first three principal components of the projected patch tokens of all digits, a layer's together,
+        codes: output of ISTA for the first digit, (depth, tokens, dim), class token first.
+        colours: the first three principal components per layer, over the projected patch tokens of all digits,
             each scaled to [0, 1]: (depth, n, rows, columns, 3).
-        explained: the share of the variance that the three explain, (depth,).
+        explained: share of the variance in these three components, (depth,).
         gram: absolute cosines of the learned directions, (depth, heads * dim_head, heads * dim_head).
     """
 
@@ -78,7 +78,7 @@ class Tokens:
 
 @torch.no_grad()
 def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens:
-    """Look at the first test image of each of ``shown``: chosen by position, not by how they look."""
+    """Return the tokens of the first test image of each of ``shown``: chosen by position, not by appearance."""
     model: Any = training.model.eval()
     chosen = torch.tensor([int((digits.test_labels == each).nonzero()[0]) for each in shown])
     images = digits.crop(digits.test_images[chosen])

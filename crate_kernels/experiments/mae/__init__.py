@@ -1,4 +1,4 @@
-"""``mae``: a CRATE-MAE on real digits: what it fills in, and what a linear probe reads from it."""
+"""``mae``: a CRATE-MAE on real digits: its reconstructions, and linear probes of its features."""
 
 from crate_kernels.experiments.common.command import Experiment
 

@@ -12,7 +12,7 @@ from crate_kernels.experiments.demo.data import Digits
 
 
 def reconstruction(images: Tensor, filled: Tensor, masks: Tensor, digits: Digits) -> Figure:
-    """Draw each digit as it is, as the model saw it, and as it filled it in."""
+    """Draw each digit, its masked form as the model saw it, and the reconstruction."""
     side, size = digits.image_size // digits.patch_size, digits.patch_size
     removed = masks.unflatten(1, (side, side)).repeat_interleave(size, 1).repeat_interleave(size, 2).bool()
     figure, grid = axes(1.35 * len(images) + 0.9, 5.8, 4, len(images))
@@ -45,7 +45,7 @@ def learning(fit: Fit, blank: float, probes: dict[str, float]) -> Figure:
         colour = GREY if name == "pixels" else SKY if "untrained" in name else BLUE
         bars.barh(index, value, color=colour)
         bars.text(value, index, f" {value:.3f}", va="center", fontsize=8)
-    # The number stands beside the bar: there is room for it beyond 1.
+    # Room beyond 1 for the number beside the bar.
     bars.set(xlabel="test accuracy of a linear probe", xlim=(0, 1.12), xticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
     bars.set(yticks=range(len(probes)))
     bars.set_yticklabels(list(probes), fontsize=8)

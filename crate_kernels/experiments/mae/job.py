@@ -1,4 +1,4 @@
-"""The experiment: train without labels, draw what is filled in, probe what was learned."""
+"""The experiment: train without labels, draw reconstructions, probe the features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(trial: Trial, settings: Settings) -> int:
     trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
     start, model = (fresh(settings, digits, trial) for _ in range(2))
     images = digits.crop(digits.test_images)
-    # The same patches are removed from every test digit whenever it is looked at.
+    # Fixed masks: every measurement removes the same patches of a test digit.
     masks = model.random_mask(len(images), (digits.image_size // digits.patch_size) ** 2, None, _draws(trial, _TESTING))
     fit = _fit(model, trial, settings, digits, images, masks)
     train(fit, trial)
@@ -70,7 +70,7 @@ def run(trial: Trial, settings: Settings) -> int:
 
 
 def _draws(trial: Trial, *purpose: int) -> torch.Generator:
-    """Return a generator for masks, which are drawn on the CPU so that every device has the same."""
+    """Return a generator for masks; they are drawn on the CPU, so that every device has the same masks."""
     return generator(trial.seed, *purpose)
 
 

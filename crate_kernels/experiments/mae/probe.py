@@ -13,7 +13,7 @@ from crate_kernels.experiments.demo.data import Digits
 from crate_kernels.experiments.mae.settings import Settings
 from crate_kernels.models import CRATEMAE
 
-_HELD_OUT = 5  # every fifth training digit chooses the strength
+_HELD_OUT = 5  # every fifth training digit: to choose the strength
 
 
 @torch.no_grad()
@@ -29,18 +29,18 @@ def _features(model: CRATEMAE, images: Tensor, trial: Trial) -> dict[str, np.nda
 def accuracy(train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, settings: Settings) -> float:
     """Return the test accuracy of logistic regression on standardised features.
 
-    The strength of its regularisation is the one that suits held-out training samples best.
+    The strength of its regularisation is the best one on held-out training samples.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     mean, std = train.mean(0), train.std(0)
-    std = np.where(std > 1e-6 * max(float(std.max()), 1e-30), std, 1.0)  # a dead channel stays out
+    std = np.where(std > 1e-6 * max(float(std.max()), 1e-30), std, 1.0)  # do not amplify a dead channel
     train, test = (train - mean) / std, (test - mean) / std
 
     def fitted(strength: float, x: np.ndarray, y: np.ndarray) -> LogisticRegression:
         with warnings.catch_warnings():
-            # Far from the optimum nothing is lost but accuracy, and that is what is reported.
+            # An early stop only lowers the accuracy, and the accuracy is reported.
             warnings.simplefilter("ignore", ConvergenceWarning)
             return LogisticRegression(C=1 / strength, max_iter=200).fit(x, y)
 

@@ -16,7 +16,7 @@ from crate_kernels.models.redunet import Fourier1D, Lift1D, NearestSubspace, Red
 
 @dataclass(frozen=True, eq=False)
 class Turned:
-    """What a shift-invariant network makes of digits that are turned.
+    """Results of a shift-invariant network on turned digits.
 
     Attributes:
         name: of the digits. rates: (layers + 1, 3), R - Rc, R and Rc of the training samples.
@@ -24,8 +24,9 @@ class Turned:
         upright, turned: test accuracies of the last layer's estimate, of upright and of turned digits.
         pixels_upright, pixels_turned: those of the nearest subspace on the polar pictures themselves.
         features_upright, features_turned: those of the nearest subspace on the network's features.
-        invariance: how far features of a digit shifted along its angles are from its features so shifted, at most.
-        examples: (3, side, side) a digit, and its polar picture.
+        invariance: the largest difference between the features of a shifted digit and the shifted features of the
+            digit; shifts are along the angles.
+        examples: a digit and its polar picture.
     """
 
     name: str
@@ -54,14 +55,14 @@ def build(settings: Settings, device: torch.device, advance: Callable[[], None])
     digits = data.load()
     train, labels = _first(digits.train_images, digits.train_labels, settings, settings.images)
     test, classes = _first(digits.test_images, digits.test_labels, settings, settings.tests)
-    # An empty pixel is 0 here: outside the picture there is nothing.
+    # An empty pixel is 0 here, the value outside the picture.
     x, unseen = (polar(i - digits.black, settings.channels, settings.timesteps).to(device) for i in (train, test))
     picture, channels = unseen[0].cpu(), settings.kernels or settings.channels
     if settings.kernels:
         lift = Lift1D(settings.channels, settings.kernels, settings.kernel_size).to(x)
         x, unseen = lift(x), lift(unseen)
     y, y_test = labels.to(device), classes.to(device)
-    # On the circle of angles a turn is a shift.
+    # A turn of the digit is a shift along the angles.
     step = settings.timesteps // settings.turns
     shifts = [step * turn for turn in range(1, settings.turns + 1)]
     spun = torch.cat([unseen.roll(shift, -1) for shift in shifts])

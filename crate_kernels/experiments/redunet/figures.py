@@ -23,11 +23,11 @@ def _rates(ax: Any, rates: Tensor, suffix: str = "", **style: Any) -> None:
 
 
 def gaussian_rates(found: Gaussians) -> Figure:
-    """Draw the rates after each layer, of the samples it was built from and of others."""
+    """Draw the rates after each layer, of training samples and of test samples."""
     figure, ((ax,),) = axes(6.4, 3.8)
     _rates(ax, found.train_rates, ", training", linewidth=4, alpha=0.35)
-    _rates(ax, found.test_rates, ", test", linewidth=1, linestyle="--")  # over the other: they nearly coincide
-    ax.set_xscale("symlog", linthresh=10)  # most happens in the first tenth
+    _rates(ax, found.test_rates, ", test", linewidth=1, linestyle="--")  # on top: the lines nearly coincide
+    ax.set_xscale("symlog", linthresh=10)  # most change is in the first tenth
     ax.legend(frameon=False, ncols=2, fontsize=8)
     return figure
 

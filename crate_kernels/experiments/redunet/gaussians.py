@@ -17,10 +17,10 @@ from crate_kernels.models.redunet.layers import normalize
 
 @dataclass(frozen=True, eq=False)
 class Gaussians:
-    """What the network does to them.
+    """The samples before and after the network, and its measurements.
 
     Attributes:
-        train, test: samples on the sphere (m, 3) and what becomes of them. labels: (m,), of either.
+        train, test: samples on the sphere (m, 3) and their outputs. labels: (m,), of either.
         train_rates, test_rates: (layers + 1, 3), R - Rc, R and Rc under the true labels, before the first layer
             and after each.
         train_accuracy, test_accuracy: of the last layer's own estimate of the class.
@@ -43,7 +43,7 @@ def draw(settings: Settings, *purpose: int) -> tuple[Tensor, Tensor]:
 
 
 def build(settings: Settings, seed: int, device: torch.device, advance: Callable[[], None]) -> Gaussians:
-    """Build the network layer by layer, and watch test samples go through it."""
+    """Build the network layer by layer, and pass test samples through each layer."""
     (x, labels), (unseen, _) = draw(settings, seed, 0), draw(settings, seed, 1)
     y = labels.to(device)
     config = ReduNetVectorConfig(3, settings.layers, 3, settings.eta, settings.eps, settings.lmbda)

@@ -1,4 +1,4 @@
-"""The experiment: build both networks, and say what they did."""
+"""The experiment: build both networks, and report their results."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ class Settings:
     """The two networks and their data.
 
     Attributes:
-        samples: of each of three Gaussians in R^3, to build from and to test on. noise: their deviation.
+        samples: per Gaussian (three in R^3), to build from and to test on. noise: their deviation.
         layers: of the network on them. eta, eps, lmbda: of all layers, as published.
-        digits: classes of digits, as many images of each as ``images``, to build from; ``tests`` to test on.
+        digits: classes of digits. images: per class, to build from. tests: images per class, to test on.
         channels, timesteps: radii and angles of the polar pictures. polar_layers: of the network on them.
         kernels: random filters of ``kernel_size`` angles that lift the polar pictures; 0 leaves them as they are.
         turns: rotations of the test digits, evenly over the circle.
@@ -37,7 +37,7 @@ class Settings:
 
 PRESETS = {
     "default": Settings(),
-    # "Invariant Classification of Digits" of Buchanan, Pai, Wang and Ma 2025, which has our Gaussians too.
+    # "Invariant Classification of Digits" of Buchanan, Pai, Wang and Ma 2025, which has these Gaussians too.
     "paper": Settings(digits=tuple(range(10)), images=10, tests=10, kernels=20, turns=20),
     "quick": Settings(samples=20, layers=10, digits=(0, 1), images=8, tests=4, timesteps=16, polar_layers=2, turns=2),
 }
