@@ -1,4 +1,4 @@
-"""How hard the drawn tests try, on how many threads, and the fixtures of the C++ extension."""
+"""Profiles of the drawn tests, the number of threads, and the fixtures of the C++ extension."""
 
 import os
 import signal
@@ -17,18 +17,18 @@ except ImportError:  # a GPU machine need not have it: drawn tests are skipped t
 
 pytest_plugins = ["tests.tools.emulator.fixtures"]  # here, so that all tests share one library
 
-# Tensors of tests are small. Threads that share them wait for each other, spinning, and where cores are busy the same
-# tests take sixty times as long. What needs more threads asks for them by the fixture; the variable is for processes
-# that tests start.
+# Tensors of tests are small. Several threads would spin while they wait for each other: on busy cores the same tests
+# take sixty times as long. A test that needs more threads uses the fixture. The variable is for processes that tests
+# start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if settings is not None:
-    # A test has no deadline: the first call of a kernel may compile it. The autouse fixtures patch allocators and
-    # seed the generator, which one patch and one seed for all examples serve as well.
+    # No deadline: the first call of a kernel may compile it. Function-scoped fixtures are allowed: the autouse ones
+    # patch allocators and seed the generator, and once for all examples is enough.
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
-    # A drawn call takes Triton's interpreter seconds, where a kernel takes microseconds.
+    # A drawn call takes seconds in Triton's interpreter, microseconds in a kernel.
     settings.register_profile("suite", max_examples=12 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
     settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
     settings.load_profile("suite")
@@ -36,7 +36,7 @@ if settings is not None:
 
 @pytest.fixture(autouse=True, scope="session")
 def interrupts():
-    """Let Ctrl-C interrupt, as tests of interruption need: a shell starts its background jobs deaf to it."""
+    """Enable Ctrl-C for tests of interruption: a shell's background jobs start with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,7 +44,7 @@ def interrupts():
 
 @pytest.fixture
 def level():
-    """Return a function that forces an instruction-set level; the machine's own comes back afterwards."""
+    """Return a function that forces an instruction-set level; restore the machine's own afterwards."""
     best = extension.cpu_capability()
 
     def force(name):
@@ -58,7 +58,7 @@ def level():
 
 @pytest.fixture
 def threads():
-    """Return torch.set_num_threads; the number of threads comes back afterwards."""
+    """Return torch.set_num_threads; restore the number of threads afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

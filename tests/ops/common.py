@@ -1,4 +1,4 @@
-"""What the operator tests share: the backends of this machine, losses, keep masks and budgets."""
+"""Shared parts of the operator tests: the backends of this machine, losses, keep masks and budgets."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def backends(op, reference=True):
-    """List (backend, device type) for every backend that computes ``op`` here; kernels to come are found by name."""
+    """List (backend, device type) for every backend that computes ``op`` here; new kernels are found by name."""
     found = []
     for name in _backend.names():
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -40,7 +40,7 @@ def backends(op, reference=True):
 
 
 def kernels(op):
-    """List the backends of ``op`` that are kernels and can run here, each once, on its home."""
+    """List the backends of ``op`` that are kernels and can run here, each once, on its ``home``."""
     found = [tuple(p.values) for p in backends(op)]
     return [name for name in KERNELS if (name, home(name)) in found]
 
@@ -52,15 +52,15 @@ def home(backend):
 
 
 def interpreted(backend, device):
-    """Whether Triton would interpret a kernel of ``backend``; it computes bfloat16 wrong there, and says nothing."""
+    """Return True if Triton would interpret a kernel of ``backend``: interpreted bfloat16 is silently wrong."""
     return backend == "triton" and torch.device(device).type == "cpu"
 
 
 def channels_in_order(backend, device):
     """Make the interpreter add up float32 products channel by channel, as a GPU does; elsewhere do nothing.
 
-    NumPy's order is BLAS's, which goes by the shapes of tiles: the same score is one number forward and another back.
-    Of scores of 250 that makes a gradient 2.8e-5 wrong that is 0.8e-5 wrong in order, where eager's is too.
+    NumPy adds in BLAS's order, which depends on the shapes of tiles: the same score differs forward and backward.
+    With scores of 250 a gradient is then 2.8e-5 wrong. Channel by channel it is 0.8e-5 wrong, as eager's is.
     """
     return _channels_in_order() if interpreted(backend, device) else nullcontext()
 
@@ -102,7 +102,7 @@ def offsets(lengths):
 
 
 def leaves(case, dtype=torch.float32, device="cpu"):
-    """Draw the inputs of ``case`` as leaves that want a gradient."""
+    """Draw the inputs of ``case`` as leaves that require a gradient."""
     inputs = testing.make_inputs(case, dtype, device)
     return testing.Inputs({k: t.detach().requires_grad_() for k, t in inputs.differentiable.items()}, inputs.others)
 
@@ -139,7 +139,7 @@ _expected = {}
 
 
 def over_budget(case, dtype, backend, device):
-    """Return what ``backend`` gets wrong in ``case``; eager's and float64's results serve every backend."""
+    """Return the errors of ``backend`` in ``case``; all backends share eager's and float64's results."""
     reason = testing.excluded(case, backend, dtype, device)
     if reason is not None:
         pytest.skip(reason)
@@ -158,7 +158,7 @@ def eager_and_exact(case, dtype, device):
 
 
 def measured(case, dtype, backend, device, eager, exact):
-    """Run ``backend`` and hold every output against float64."""
+    """Run ``backend`` and compare every output with float64."""
     actual = testing.run(case, testing.make_inputs(case, dtype, device), backend)
     assert actual.keys() == exact.keys()
     return testing.measure(actual, eager, exact, dtype)

@@ -1,4 +1,4 @@
-"""Uninitialised memory is NaN in every operator test, so that an output nobody wrote is seen."""
+"""Fill uninitialised memory with NaN in every operator test, so that an unwritten output is seen."""
 
 import os
 
@@ -17,7 +17,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def _poisoned(allocate):
-    """Wrap an allocator so that what it returns is NaN wherever the dtype has one."""
+    """Wrap an allocator so that its tensors of floating-point dtype are NaN."""
 
     def allocate_nan(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
@@ -32,7 +32,7 @@ def _poisoned(allocate):
 def poisoned_memory(monkeypatch):
     """Patch the allocators that Python code calls: composite's and the kernels' outputs and scratch space.
 
-    PyTorch can do so below Python too, but only by forbidding what has no deterministic form on a GPU.
+    PyTorch can do so below Python too, but then forbids operations without a deterministic form on a GPU.
     """
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
@@ -47,7 +47,7 @@ def fixed_seed():
 
 @pytest.fixture(scope="module")
 def plain_backend():
-    """Put plain PyTorch behind the op of mssa, whose composite stays outside it."""
+    """Register plain PyTorch as a backend of mssa's op; mssa's composite does not go through the op."""
     backends.register(backends.Backend("plain", "tests.ops.{op}.plain"))
     yield
     backends.unregister("plain")
@@ -55,7 +55,7 @@ def plain_backend():
 
 @pytest.fixture(autouse=True)
 def no_bfloat16_in_the_interpreter(request):
-    """Skip what would run a Triton kernel on bfloat16 CPU tensors."""
+    """Skip tests that would run a Triton kernel on bfloat16 CPU tensors."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if params.get("dtype") is torch.bfloat16 and interpreted(params.get("backend"), params.get("device", "cpu")):
         pytest.skip("Triton's interpreter computes bfloat16 wrong: make test-gpu runs it")
@@ -63,9 +63,9 @@ def no_bfloat16_in_the_interpreter(request):
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def language_patched_once():
-    """Let the interpreter patch Triton's language once a launch: it does so again in every call of a helper.
+    """Let the interpreter patch Triton's language once per launch, not again in every call of a helper.
 
-    Two thirds of the time of these tests goes there. Nothing that is computed changes.
+    Repeated patching takes two thirds of the time of these tests. Results do not change.
     """
     from triton.runtime import interpreter
 

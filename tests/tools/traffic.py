@@ -1,7 +1,7 @@
-"""Count what Triton's kernels read and write, where they are interpreted, and what PyTorch's operators do beside them.
+"""Count reads and writes of interpreted Triton kernels and of PyTorch's operators beside them.
 
-Within a launch an element comes from memory once: what is read again, or was written before, is in a cache. That is
-how the docstrings of the kernels count.
+Within a launch an element is read from memory once: a later read, or a read after a write, is from a cache. The
+docstrings of the kernels count in this way.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         moves = isinstance(result, torch.Tensor) and not func.is_view and "empty" not in func.name()
         if self._operands is None and moves:
-            for tensor in args:  # behind them is, if anything, where the result goes
+            for tensor in args:  # keyword arguments name at most the output
                 if isinstance(tensor, torch.Tensor):
                     self.read[tensor.numel()] += tensor.numel()
             self.written[result.numel()] += result.numel()
@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
         return super().__exit__(*exception)
 
     def _places(self, ptrs, mask):
-        """Yield the tensor that a load or a store is of, and the places of its elements; nothing if all is masked."""
+        """Yield the tensor of a load or store and the indices of its elements; nothing if all are masked."""
         addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64).ravel()
         if addresses.size:
             operand = next(o for o in self._operands if o.holds(addresses[0]))

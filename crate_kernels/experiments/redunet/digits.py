@@ -26,7 +26,7 @@ class Turned:
         features_upright, features_turned: those of the nearest subspace on the network's features.
         invariance: the largest difference between the features of a shifted digit and the shifted features of the
             digit; shifts are along the angles.
-        examples: a digit and its polar picture.
+        examples: a digit, (side, side), and its polar picture, (radii, angles).
     """
 
     name: str

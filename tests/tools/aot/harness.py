@@ -1,8 +1,8 @@
-"""Compile, without a GPU, the very kernels that a launcher would launch on one, and read what they take of it.
+"""Compile, without a GPU, the same kernels that a launcher would launch on one, and read their resources.
 
-The launcher runs on meta tensors with its launch tables answering for the target; what it would launch is recorded,
-compiled, and measured: registers, stack (which is where spilled registers go), shared memory and, on Hopper, the
-number of warp-group products.
+The launcher runs on meta tensors, and its launch tables answer for the target. The launches are recorded, compiled
+and measured: registers, stack (where spilled registers go), shared memory and, on Hopper, the number of warp-group
+products.
 """
 
 import json
@@ -29,10 +29,10 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ADA = {"sm_89": GPUTarget("cuda", 89, 32)}  # it has sm_80's code, and little shared memory
+ADA = {"sm_89": GPUTarget("cuda", 89, 32)}  # sm_80's code with little shared memory
 STRICT = ("sm_80", "sm_90")  # where 16-bit kernels with head_dim <= 128 may not spill at all
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# Spills that are known of, in bytes of stack a thread; they may shrink, never grow.
+# Known spills, in bytes of stack per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
 _TYPES = {
     torch.float32: "fp32",
@@ -57,7 +57,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one compiled kernel takes: registers and bytes of stack a thread, bytes of shared memory, wgmma's."""
+    """Resources of a compiled kernel: registers and stack bytes per thread, bytes of shared memory, wgmma count."""
 
     name: str
     registers: int
@@ -85,7 +85,7 @@ def _recording(target, launches):
 
 
 def launches(call, target):
-    """Return what ``call`` would launch on ``target``."""
+    """Return the launches of ``call`` on ``target``."""
     found = []
     with _recording(target, found):
         call()
@@ -141,7 +141,7 @@ def _amd(compiled):
 
 
 def compiled(call, target):
-    """Compile whatever ``call`` would launch on ``target``; equal launches once."""
+    """Compile the launches of ``call`` on ``target``; equal launches once."""
     kernels = []
     for launch in launches(call, target):
         kernel = compile_launch(launch, target)
@@ -151,7 +151,7 @@ def compiled(call, target):
 
 
 def over_budget(kernels, target, case, strict):
-    """List what is wrong: shared memory beyond the device's, or spills beyond none (``strict``) or those recorded."""
+    """List the faults: shared memory beyond the device's, any spill if ``strict``, else spills beyond the record."""
     recorded = json.loads(RECORDED.read_text())
     wrong = []
     for kernel in kernels:

@@ -18,7 +18,7 @@ from tests.tools.aot import harness
 
 
 def cases():
-    """Yield (name, target, call) of every case for which spills are recorded."""
+    """Yield (name, target, call) for every case with recorded spills."""
     for name, (call, targets, strict) in test_mssa.COVERING.items():
         yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
     calls = {
@@ -42,7 +42,7 @@ def main():
     for name, target, call in cases():
         if args.part not in name:
             continue
-        stacks = Counter()  # a kernel compiled more than once, as for its steps, counts with the largest
+        stacks = Counter()  # the largest per kernel, which may be compiled more than once, as for its steps
         for kernel in harness.compiled(call, target):
             key = f"{name} {target} {kernel.name}"
             stacks[key] = max(stacks[key], kernel.stack)

@@ -45,7 +45,7 @@ def count(call):
     return Counter(launch.function.__name__ for launch in launches), dict(ledger.calls), ledger
 
 
-# What one call launches, and what of PyTorch it calls: sums of chunks, dtemp of sequences, the final cast of nothing.
+# Launches and PyTorch operators per call: sums over chunks, dtemp over sequences, no final cast.
 TSSA = {
     "whole": (tssa.full(197, 8, 48), {"_tssa_fwd_kernel": 1, "_tssa_bwd_kernel": 1}, {"sum": 1}),
     "chunks": (tssa.full(4096, 8, 64, batch=4), {"_tssa_fwd_kernel": 3, "_tssa_bwd_kernel": 3}, {"sum": 5}),
@@ -133,18 +133,18 @@ def test_no_temporary_has_the_size_of_the_tokens(call, tokens):
 
 
 ISTA = {
-    # W - W^T W both ways; x^T g'; its passage through K, of which the sum with its transpose is one call.
+    # addmm: W - W^T W forward and backward; x^T g'; its passage through K. add: the sum with its transpose.
     "many": (ista.step(12608, 768), {"_ista_product_kernel": 2, "_ista_update_kernel": 1}, {"addmm": 4, "add": 1}),
     "few": (ista.step(197, 768), {"_ista_product_kernel": 5, "_ista_update_kernel": 1}, {"addmm": 1, "addmm_": 1}),
-    # Each product is the library's, and each but the sums over tokens has an elementwise kernel behind it.
+    # The library computes each product. An elementwise kernel follows each, except the sums over tokens.
     "fp32": (ista.step(12608, 768, ista.SINGLE), {"_ista_update_kernel": 3}, {"addmm": 4 + 2, "add": 1}),
-    # Two steps: three products and the decoder; back, four products and four sums over tokens.
+    # Two steps. Forward: three products and the decoder. Backward: four products and four sums over tokens.
     "overcomplete": (
         ista.overcomplete(12608, 384, 1536),
         {"_ista_product_kernel": 3 + 4},
         {"mm": 1, "addmm": 2, "addmm_": 2},
     ),
-    # Sums over 3072 channels are the library's, one forward and two back; to all but dr something is added.
+    # The library computes sums over 3072 channels, one forward and two backward. All but dr add to another tensor.
     "overcomplete-wide": (
         ista.overcomplete(12608, 768, 3072),
         {"_ista_product_kernel": 2 + 2, "_ista_update_kernel": 1 + 1},
@@ -159,8 +159,8 @@ def test_ista_launches(call, launches, library):
     assert (counted, calls) == (launches, library)
 
 
-# Of the tokens' size: y, dx and g', and in the two-product form r both ways and dr. Of the weight's: K both ways, dK,
-# its sum with its transpose and dW, and in the two-product form dW.
+# Tensors of the tokens' size: y, dx and g'; in the two-product form also r forward and backward, and dr. Tensors of
+# the weight's size: K forward and backward, dK, its sum with its transpose and dW; in the two-product form only dW.
 @pytest.mark.parametrize(("count_tokens", "tokens", "weights"), [(12608, 3, 5), (197, 6, 1)], ids=["many", "few"])
 def test_ista_allocates_nothing_else(count_tokens, tokens, weights):
     ledger = count(ista.step(count_tokens, 768))[2]

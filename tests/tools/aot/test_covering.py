@@ -13,7 +13,7 @@ MOST = 124  # compilations, of 0.3 to 2 seconds each
 
 
 def launches():
-    """Yield (launch, target) of everything that the covering sets compile."""
+    """Yield (launch, target) for every launch that the covering sets compile."""
     for call, targets, _ in test_mssa.COVERING.values():
         yield from ((launch, target) for target in targets for launch in harness.launches(call, target))
     for call, targets, steps in test_tssa.COVERING.values():

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources for the CPU, against emulator.h, once for all tests that ask."""
+"""Compile the CUDA sources for the CPU, against emulator.h, once for all tests."""
 
 import hashlib
 import os
@@ -28,9 +28,9 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    "-Wno-unknown-pragmas",  # of nvcc's
+    "-Wno-unknown-pragmas",  # pragmas of nvcc
     "-Wno-psabi",
-    # As a GPU does, and with no library: where an address is no multiple of the access's size, a trap.
+    # Trap, as a GPU does, on an address that is not a multiple of the access's size; needs no library.
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
     "-DUSE_CUDA",
@@ -53,20 +53,20 @@ def unavailable_reason():
 
 
 def load():
-    """Compile and load the library in place of the one that nvcc makes."""
+    """Compile and load the library in place of nvcc's."""
     extension.CUDA_PATHS = (build(libraries.source_folder()),)
     extension.load_cuda()
 
 
 def register():
-    """Offer what computes for CUDA tensors under the name "cpp" for CPU tensors under the name "emulated"."""
+    """Register the CUDA kernels of backend "cpp" as backend "emulated" for CPU tensors."""
     floats = backends._BACKENDS["cpp"].dtypes
     backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.native", ("cpu",), floats))
     backends._kernels |= {(op, "emulated"): on_cuda(op) for op in backends.OPS}
 
 
 def on_cuda(op):
-    """Import the native module of an operator a second time, as one that takes every tensor for one on a GPU."""
+    """Import the native module of an operator a second time; this copy treats every tensor as a CUDA tensor."""
     spec = find_spec(f"crate_kernels.ops.{op}.native")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

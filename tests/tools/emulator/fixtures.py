@@ -1,4 +1,4 @@
-"""The CUDA kernels on CPU tensors: the backend "emulated", which is backend "cpp" of a GPU under the emulator."""
+"""The CUDA kernels on CPU tensors: backend "emulated" is a GPU's backend "cpp" under the emulator."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def library():
     if reason is not None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "CUDA_PATHS", ())  # which comes back
+        patch.setattr(extension, "CUDA_PATHS", ())  # restored afterwards
         emulated.load()
         yield torch.ops.crate_kernels_C
 

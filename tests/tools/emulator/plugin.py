@@ -1,7 +1,7 @@
 """``pytest -p tests.tools.emulator.plugin tests/ops -k emulated``: every operator test on the emulated CUDA kernels.
 
-The contract of a backend, its errors, drawn calls: parameters are listed as tests are collected, so the backend has to
-be there before.
+The tests cover a backend's contract, its errors and drawn calls. Their parameters are listed at collection, so the
+backend must be registered before.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from tests.tools.emulator import emulated
 
 
 def pytest_configure(config):
-    """Offer the backend, or end with the reason."""
+    """Register the backend, or exit with the reason."""
     reason = emulated.unavailable_reason()
     if reason is not None:
         pytest.exit(reason, returncode=2)

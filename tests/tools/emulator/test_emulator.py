@@ -1,4 +1,4 @@
-"""The emulator: blocks, warps and memory behave as on a GPU, and what a GPU would not forgive is an error."""
+"""The emulator: blocks, warps and memory behave as on a GPU, and a fault on a GPU is an error."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ LENGTH = 13  # of 16 rows
 
 
 def whole(*shape, seed, dtype):
-    """Draw small integers, of which products and sums are exact in every order."""
+    """Draw small integers: their products and sums are exact in every order."""
     return (3 * randn(*shape, seed=seed)).round().to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Backends of kernels that the CUDA backend would choose for some GPUs and dtypes only."""
+"""Backends of kernels that the CUDA backend chooses only for some GPUs and dtypes."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ from crate_kernels._core import backends
 
 @contextmanager
 def registered(name="emulated-plain"):
-    """Put the plain kernels behind the op of mssa, for every dtype and head_dim."""
+    """Register the plain kernels as a backend of mssa's op, for every dtype and head_dim."""
     backends.register(
         backends.Backend(name, "tests.tools.emulator.plain.{op}", ("cpu",), backends._BACKENDS["cpp"].dtypes)
     )

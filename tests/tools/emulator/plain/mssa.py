@@ -1,4 +1,4 @@
-"""The kernels of mssa for GPUs without tensor cores as a backend of their own, whatever the emulated GPU."""
+"""A backend of mssa's kernels for GPUs without tensor cores, on any emulated GPU."""
 
 import torch
 
