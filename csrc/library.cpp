@@ -1,5 +1,5 @@
-// What the extension says of itself. It has no Python module: these are operators, as everything in it, so that it
-// needs neither pybind11 nor Python's headers, and one file serves every Python.
+// The extension's operators about itself. It has no Python module, only operators: so it needs neither pybind11 nor
+// Python's headers, and one file serves every Python version.
 #include <string>
 
 #include <torch/csrc/stable/library.h>
@@ -12,10 +12,10 @@
 namespace crate_kernels {
 namespace {
 
-// Found in the file by libraries.py: whether a binary is of these sources is known without loading it.
+// libraries.py finds this text in the file, and so knows a binary's sources without loading it.
 const char kSources[] = "crate_kernels sources " CRATE_QUOTED(CRATE_SOURCES);
 
-// Lines of "key value".
+// Returns lines of "key value".
 std::string build_info() {
   std::string info = std::string("sources ") + (kSources + sizeof("crate_kernels sources ") - 1);
   info += "\ncompiler " __VERSION__ "\nstandard " + std::to_string(__cplusplus);

@@ -1,4 +1,4 @@
-// What the CUDA library says of itself. It has no Python module: these are operators, as everything in it.
+// The CUDA library's operators about itself. It has no Python module, only operators.
 #include <string>
 
 #include "common/cuda/launch.cuh"
@@ -9,10 +9,10 @@
 namespace crate_kernels {
 namespace {
 
-// Found in the file by libraries.py: whether a binary is of these sources is known without loading it.
+// libraries.py finds this text in the file, and so knows a binary's sources without loading it.
 const char kSources[] = "crate_kernels sources " CRATE_QUOTED(CRATE_SOURCES);
 
-// Lines of "key value".
+// Returns lines of "key value".
 std::string build_info() {
   std::string info = std::string("sources ") + (kSources + sizeof("crate_kernels sources ") - 1);
 #ifdef __CUDACC__
@@ -29,7 +29,8 @@ std::string kernel_names() {
   return names;
 }
 
-// Lines of "key value" for a kernel in blocks of `threads` threads with so much dynamic shared memory.
+// Returns lines of "key value" for a kernel launched with `threads` threads per block and this much dynamic shared
+// memory.
 std::string kernel_attributes(std::string name, int64_t threads, int64_t shared_bytes) {
   for (const KernelEntry& entry : kernel_entries()) {
     if (entry.name != name) continue;

@@ -1,4 +1,4 @@
-// CRATE_BOX(&function): TORCH_BOX of a function that takes the options of its operator as one record.
+// CRATE_BOX(&function): TORCH_BOX for a function that takes the options of its op as one record.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace crate_kernels {
 
-// The arguments of a call of an op, taken one after the other. A record of options is several: it specialises `take`.
+// Takes the arguments of an op's call one after the other. A record of options is several arguments: it specialises
+// `take`.
 class Arguments {
  public:
   Arguments(StableIValue* stack, uint64_t count) : next_(stack), left_(count) {}
@@ -37,7 +38,7 @@ template <class Result, class... Parameters, Result (*function)(Parameters...)>
 struct Box<function> {
   static void run(StableIValue* stack, uint64_t count, uint64_t) {
     Arguments arguments(stack, count);
-    // In braces, from the first to the last.
+    // Braces evaluate their elements from the first to the last.
     std::tuple<std::decay_t<Parameters>...> values{arguments.take<std::decay_t<Parameters>>()...};
     STD_TORCH_CHECK(arguments.left() == 0, "the schema has ", arguments.left(), " arguments more than its kernel");
     if constexpr (std::is_void_v<Result>) {

@@ -1,4 +1,4 @@
-// The element types of tensors that kernels read and write; they compute in fp32.
+// Element types of the tensors that kernels read and write. Arithmetic is in fp32.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ static constexpr int64_t itemsize(Dtype dtype) {
   return dtype == Dtype::f32 ? 4 : 2;
 }
 
-// Contiguous elements of one dtype; null `data`: absent.
+// Contiguous elements of one dtype; null `data`: operand absent.
 struct Operand {
   void* data = nullptr;
   Dtype dtype = Dtype::f32;

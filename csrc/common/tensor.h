@@ -1,4 +1,4 @@
-// From PyTorch's stable tensors to the plain structs that instruction-set units take.
+// Turns PyTorch's stable tensors into the plain structs that instruction-set units take.
 #pragma once
 
 #include <optional>
@@ -28,7 +28,7 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
-// The elements of a contiguous tensor; `name` is for messages.
+// Returns the elements of a contiguous tensor; `name` is for error messages.
 inline Operand operand(const Tensor& t, const char* name, int64_t numel) {
   STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
   STD_TORCH_CHECK(t.numel() == numel, name, " must have ", numel, " elements, got ", t.numel());

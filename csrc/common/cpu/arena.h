@@ -1,4 +1,4 @@
-// Memory that a thread keeps from task to task of one call.
+// Memory that a thread keeps between the tasks of one call.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +13,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // At least `bytes` bytes on a cache line; what was reserved before is gone.
+  // Returns at least `bytes` bytes, aligned to a cache line. Memory reserved before is freed.
   char* reserve(int64_t bytes);
 
  private:

@@ -1,4 +1,4 @@
-// Which instruction sets the kernels are built for, and which one this process uses.
+// The instruction sets that the kernels are built for, and the one that this process uses.
 #pragma once
 
 #include <string>
@@ -6,14 +6,14 @@
 
 namespace crate_kernels {
 
-// In order: each level runs on every machine that has the next.
+// In rising order: a machine that has one level has all before it.
 enum class Capability : int { portable, avx2, avx512, avx512_bf16 };
 constexpr int kCapabilities = 4;
 
-// What this machine has, among the levels that were compiled.
+// The highest compiled level that this machine has.
 Capability detected_capability();
 
-// What the kernels use: the detected level, unless a test asked for a lower one.
+// The level that the kernels use: the detected one, unless a test asked for a lower one.
 Capability capability();
 
 std::string capability_name(Capability level);
@@ -21,7 +21,7 @@ std::string capability_name(Capability level);
 // The levels that were compiled, lowest first.
 std::vector<std::string> compiled_capabilities();
 
-// Use another level from now on; refuses one that this machine does not have. For tests.
+// Uses another level from now on. Throws if this machine does not have it. For tests.
 void set_capability(const std::string& name);
 
 }  // namespace crate_kernels

@@ -1,4 +1,4 @@
-// Rows of tensors to fp32 scratch and back, for every dtype and stride.
+// Converts rows of tensors to fp32 scratch and back, for every dtype and stride.
 #pragma once
 
 #include "../dtype.h"
@@ -22,7 +22,7 @@ CRATE_INLINE uint16_t float_to_bf16(float f) {
   return f != f ? 0x7fc0u : static_cast<uint16_t>(rounded);
 }
 
-// kLanes neighbours at once: a short row is mostly the loop around a vectorised one.
+// kLanes elements at once: a short row spends most of its time in the loop around a vectorised one.
 typedef uint16_t Vs __attribute__((vector_size(CRATE_LANES * 2)));
 
 CRATE_INLINE Vf load_bf16(const char* p) {
@@ -36,7 +36,7 @@ CRATE_INLINE void store_bf16(char* p, Vf v) {
   memcpy(p, &halves, sizeof halves);
 }
 
-// By arithmetic on the bits, so that compilers vectorise it on every level.
+// Arithmetic on the bits only, so that compilers vectorise it on every level.
 CRATE_INLINE float f16_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
   // 2^112 moves the exponent's bias from 15 to 127, subnormals included; infinity and NaN need more.

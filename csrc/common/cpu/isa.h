@@ -1,8 +1,8 @@
-// Which instruction-set levels the compiler can be asked for, file by file.
+// Says if the compiler can be asked for instruction-set levels file by file.
 #pragma once
 
-// GCC's `#pragma GCC target` also defines the feature macros that the intrinsics headers look at; clang
-// has no equivalent, so there the portable level is the only one and its flags are the command line's.
+// GCC's `#pragma GCC target` also defines the feature macros that the intrinsics headers read. clang has no equivalent:
+// there the portable level is the only one, with the flags of the command line.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CRATE_X86_LEVELS 1
 #else

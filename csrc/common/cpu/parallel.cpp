@@ -7,12 +7,12 @@
 namespace crate_kernels {
 namespace {
 
-// Waking a thread takes a tenth of this where a core is free; a thread that is put aside for another process waits
-// longer.
+// Waking a thread takes a tenth of this on a free core. A thread whose core runs another process takes longer than
+// this.
 constexpr int64_t kLongWait = 1000 * 1000;  // ns
 constexpr int kMostAlone = 64;
 
-// Regions to run without sharing them, and how many that will be after the next long wait.
+// Regions still to run on the calling thread alone, and the number of those after the next long wait.
 std::atomic<int> alone{0}, next_alone{1};
 
 int64_t nanoseconds(clockid_t clock) {

@@ -1,4 +1,4 @@
-// Work shared among PyTorch's threads.
+// Shares work among PyTorch's threads.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 namespace crate_kernels {
 
-// How many threads are to share the next region: PyTorch's number, or one for a while after a long wait.
+// Number of threads for the next region: PyTorch's number, or one for a while after a long wait.
 //
-// A region ends when its last thread has ended, and OpenMP's threads spin meanwhile, for milliseconds. On a machine
-// whose cores others use, two threads then take longer than one. So where a thread of a region had to wait for a core,
-// the calling thread does the next regions alone, twice as many each time, before another is shared.
+// A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. On a machine whose cores
+// others use, two threads then take longer than one. So after a region in which a thread waited for a core, the calling
+// thread runs the next regions alone. Each further long wait doubles their number.
 int64_t region_threads();
 
-// Finds the longest wait in a shared region: the time in which a thread of it did not run.
+// Finds the longest wait in a shared region: the time in which one of its threads did not run.
 class Waiting {
  public:
   Waiting();
@@ -26,7 +26,7 @@ class Waiting {
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
-  // Lives on each thread of the region while it has tasks.
+  // Lives on each thread of the region while that thread has tasks.
   class Thread {
    public:
     explicit Thread(Waiting& region);
@@ -44,10 +44,10 @@ class Waiting {
   std::atomic<int64_t> longest_{0};
 };
 
-// Call task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, each with its arena.
+// Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, each with its own arena.
 //
-// A thread takes the next task when it is free: sequences differ in length and cores in load. Which thread runs
-// a task never changes a result, as long as a task writes only what is its own.
+// A free thread takes the next task: sequences differ in length and cores in load. Results do not depend on the thread
+// that runs a task, as long as each task writes only its own part.
 template <class Task>
 void for_each_task(int64_t count, const Task& task) {
   const int64_t threads = count <= 1 ? 1 : region_threads();
@@ -59,7 +59,7 @@ void for_each_task(int64_t count, const Task& task) {
   std::atomic<int64_t> next{0};
   Waiting region;
   std::atomic<bool> failed{false};
-  std::exception_ptr failure;  // of the first thread that fails: the stable interface would tell nothing of it
+  std::exception_ptr failure;  // of the first thread that fails: the stable interface does not pass it on
   torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
     const Waiting::Thread thread(region);
     try {

@@ -5,7 +5,7 @@
 
 namespace {
 
-// 32-bit numbers in 64-bit lanes, where their products fit.
+// 64-bit lanes that hold 32-bit numbers, so that products fit.
 typedef uint64_t Vq __attribute__((vector_size(CRATE_LANES * 4)));
 typedef uint32_t Vh __attribute__((vector_size(CRATE_LANES * 2)));
 
@@ -39,7 +39,7 @@ CRATE_INLINE void philox_word0(uint64_t seed, const int32_t* c0, uint32_t c1, ui
 #pragma GCC unroll 8
       for (int n = 0; n < kChains; ++n) {
         const Vq p0 = wide_product(a[n], 0xD2511F53u), p1 = wide_product(c[n], 0xCD9E8D57u);
-        // High halves are left as they fall: products and the result take low ones only.
+        // High halves are not cleared: products and the result take only the low ones.
         a[n] = (p1 >> 32) ^ b[n] ^ k0;
         b[n] = p1;
         c[n] = (p0 >> 32) ^ d[n] ^ k1;

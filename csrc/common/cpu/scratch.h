@@ -9,7 +9,7 @@ namespace {
 
 using crate_kernels::Arena;
 
-// Used twice: once without memory, to count, and once to hand out.
+// Used twice: first without memory, to count the bytes, then to hand out the arrays.
 class Scratch {
  public:
   explicit Scratch(char* memory) : memory_(memory) {}

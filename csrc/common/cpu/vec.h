@@ -1,8 +1,8 @@
-// Vectors of the level that includes this: GCC vector extensions, so that one kernel source serves every level.
+// Vectors of the level that includes this header: GCC vector extensions, so that one kernel source serves every level.
 //
-// The including file has set CRATE_LANES (floats a vector) and its `#pragma GCC target`. Everything here and in
-// the kernels is in unnamed namespaces or always inlined: a symbol that two units share would be linked once, and
-// the machine without the instructions could get the copy that uses them.
+// Before, the including file sets CRATE_LANES (floats per vector) and its `#pragma GCC target`. Everything here and in
+// the kernels is in unnamed namespaces or always inlined. Otherwise the linker would keep one copy of a symbol that two
+// units share, and a machine could get the copy with instructions that it lacks.
 #pragma once
 
 #include <math.h>
@@ -51,7 +51,7 @@ CRATE_INLINE Vf max(Vf a, Vf b) {
   return a > b ? a : b;
 }
 
-// The value itself, which no later addition fuses with the product that made it.
+// Returns v, and keeps the compiler from fusing the product that made v with a later addition.
 CRATE_INLINE Vf rounded(Vf v) {
 #if defined(__x86_64__)
   asm("" : "+v"(v));
@@ -82,7 +82,7 @@ CRATE_INLINE float max(Vf v) {
   return v[0];
 }
 
-// To the nearest integer, and p * 2^whole, or 0 where x, which was rounded to `whole`, is less than -126.
+// round_to_integer: to nearest. times_power: p * 2^whole, or 0 if x < -126, where `whole` is x rounded.
 #if CRATE_LANES == 16
 CRATE_INLINE Vf round_to_integer(Vf x) {
   return (Vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -92,20 +92,20 @@ CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
   return (Vf)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)whole);
 }
 #else
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds, with the integer in the low bits
 CRATE_INLINE Vf round_to_integer(Vf x) {
   return (max(x, splat(-126.0f)) + kMagic) - kMagic;
 }
 CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  // Unsigned, whose shift and sum wrap: an x far below -126, whose result goes, overflows.
+  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected.
   return select(x < -126.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
 }
 #endif
 
 // x = 2^x for x <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 where the result would be subnormal.
 //
-// Step by step for all of them: one after the other, their chains of 12 dependent instructions fill the scheduler,
-// and a forward of 197 tokens takes 4% longer.
+// Each step runs for all vectors before the next one. Vector after vector, the chains of 12 dependent instructions fill
+// the scheduler, and a forward of 197 tokens takes 4% longer.
 template <int kCount>
 CRATE_INLINE void exp2(Vf (&x)[kCount]) {
   // Minimax for the relative error on [-1/2, 1/2], 4e-9, with p(0) = 1.

@@ -1,6 +1,6 @@
-// Thread-block clusters: blocks of sm_90 and later that can wait for each other and read each other's shared memory.
-// Earlier, and in a launch without them, a cluster is one block. Static __shared__ arrays must not be read this way:
-// in the emulator only the dynamic shared memory of a peer can be found.
+// Thread-block clusters: blocks that can wait for each other and read each other's shared memory, from sm_90 on. On
+// earlier devices, and in a launch without clusters, a cluster is one block. Only dynamic shared memory may be read
+// this way: the emulator does not find a peer's static __shared__ arrays.
 #pragma once
 
 #include "device.cuh"
@@ -37,13 +37,13 @@ CRATE_DEVICE int cluster_size() {
   return static_cast<int>(size);
 }
 
-// A barrier of all threads of the cluster, behind which what they stored before it is seen. A block must not end while
-// a peer may still read its shared memory: kernels meet here once more before they return.
+// Barrier of all threads of the cluster. Stores before the barrier are visible after it. A block must not end while a
+// peer may still read its shared memory: kernels call this once more before they return.
 CRATE_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// What block `rank` of the cluster has where this one has `own`, an address in shared memory.
+// Reads from block `rank` of the cluster the float at the place that `own` has in this block's shared memory.
 CRATE_DEVICE float cluster_read(const float* own, int rank) {
   const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(own));
   uint32_t there;
@@ -70,7 +70,7 @@ CRATE_DEVICE float cluster_read(const float* own, int) {
 
 #endif
 
-// The sum of a number over the blocks of the cluster, added in the order of their ranks by every one of them.
+// Sums a number over the blocks of the cluster. Every block adds in the order of the ranks.
 CRATE_DEVICE float cluster_total(const float* own) {
   float total = cluster_read(own, 0);
   for (int rank = 1; rank < cluster_size(); ++rank) total += cluster_read(own, rank);

@@ -1,4 +1,4 @@
-// What kernels of two operators share: shared memory, element types, sums over warps and blocks, wide loads.
+// Shared by the kernels of several operators: shared memory, element types, sums over warps and blocks, wide loads.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ CRATE_DEVICE unsigned char* shared_memory() {
 #endif
 }
 
-// Halves as they are stored; they are computed with in fp32.
+// Storage types of 16 bits; arithmetic is in fp32.
 struct bf16 {
   uint16_t bits;
 };
@@ -91,7 +91,7 @@ CRATE_DEVICE fp16 from_float<fp16>(float v) {
   return {fp16_bits(v)};
 }
 
-// Two halves in a register, `low` in the low bits, as matrix fragments and wide stores take them.
+// Packs two halves into a register, `low` in the low bits, the form of matrix fragments and wide stores.
 template <class T>
 CRATE_DEVICE uint32_t pack_pair(float low, float high);
 template <>
@@ -133,8 +133,8 @@ CRATE_DEVICE float warp_max(float v) {
   return v;
 }
 
-// The block's sum, the same in every thread and every run. `scratch` is shared memory for a float a warp, and free to
-// be written again once the block has met a barrier.
+// Sums v over the block: the same bits in every thread and every run. `scratch` is shared memory, one float per warp.
+// It may be written again after the block's next barrier.
 CRATE_DEVICE float block_sum(float v, float* scratch) {
   const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   v = warp_sum(v);
@@ -165,7 +165,7 @@ CRATE_DEVICE void store_pack(T* to, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(to) = bits;
 }
 
-// Calls f with a zero of the element type, whose type it is for: with_dtype(d, [&](auto zero) { using T = ... }).
+// Calls f with a zero of the element type; f takes only its type: with_dtype(d, [&](auto zero) { using T = ... }).
 template <class F>
 void with_dtype(Dtype dtype, F&& f) {
   if (dtype == Dtype::f32) return f(float{});

@@ -1,7 +1,6 @@
-// Launching kernels: on the tensors' device and current stream, every launch checked. Grids are one-dimensional.
+// Launches kernels on the tensors' device and its current stream, and checks every launch. Grids are one-dimensional.
 //
-// tests/tools/emulator/emulator.h, which g++ includes first, stands in for the CUDA runtime: the same launchers run on
-// the CPU.
+// g++ includes tests/tools/emulator/emulator.h first, in place of the CUDA runtime: the same launchers run on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@
 
 namespace crate_kernels {
 
-// An error that is reported here must not be found again after the next launch.
+// Clears the error that it reports: the check after the next launch must not find it again.
 #define CRATE_CUDA_CHECK(call)                                             \
   do {                                                                     \
     const cudaError_t crate_error = call;                                  \
@@ -34,8 +33,8 @@ namespace crate_kernels {
     STD_CUDA_CHECK(crate_error);                                           \
   } while (0)
 
-// Makes the device of the operands the current one while it lives. The CUDA runtime is linked statically, so PyTorch's
-// runtime, which restores the device before, and ours are two, and both are told.
+// Makes the operands' device current while this object lives. PyTorch's CUDA runtime and ours, which is linked
+// statically, are separate: both are told. PyTorch's restores the earlier device.
 class OnDevice {
  public:
   explicit OnDevice(int32_t device) : guard_(device) { CRATE_CUDA_CHECK(cudaSetDevice(device)); }
@@ -56,7 +55,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
   return value;
 }
 
-// Bytes of shared memory that one block can have.
+// Bytes of shared memory that one block can have at most.
 inline int shared_limit(int32_t device) {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
@@ -68,8 +67,8 @@ inline int multiprocessors(int32_t device) {
 template <class = void>
 __global__ void capability_probe() {}
 
-// 75, 80, 90, ...: what the code that runs on `device` was compiled for, as kernels see it in __CUDA_ARCH__. A newer
-// device may run older code.
+// 75, 80, 90, ...: the architecture that the code for `device` was compiled for, equal to __CUDA_ARCH__ / 10 in
+// kernels. A newer device may run older code.
 inline int compute_capability(int32_t device) {
   const OnDevice on(device);
   cudaFuncAttributes attributes = {};
@@ -78,14 +77,14 @@ inline int compute_capability(int32_t device) {
 }
 
 struct Launch {
-  int64_t grid;  // blocks; none is no launch
-  int threads;   // of a block, whole warps
+  int64_t grid;  // blocks; 0: no launch
+  int threads;   // per block: whole warps
   int64_t shared_bytes = 0;
   int cluster = 1;  // blocks that can read each other's shared memory
   cudaStream_t stream = nullptr;
 };
 
-// Every kernel that is launched anywhere in the library, by its name in C++, for kernel_attributes.
+// One kernel that the library launches, under its C++ name, for kernel_attributes.
 struct KernelEntry {
   std::string name;
   const void* function;
@@ -99,8 +98,7 @@ inline std::vector<KernelEntry>& kernel_entries() {
 template <auto kernel>
 struct RegisteredKernel {
   static bool enter() {
-    const std::string text =
-        __PRETTY_FUNCTION__;  // "... [with auto kernel = crate_kernels::...]", of clang without with
+    const std::string text = __PRETTY_FUNCTION__;  // "... [with auto kernel = crate_kernels::...]"; clang omits "with"
     const size_t start = text.find("kernel = ") + 9;
     kernel_entries().push_back({text.substr(start, text.rfind(']') - start), reinterpret_cast<const void*>(kernel)});
     return true;
@@ -110,7 +108,7 @@ struct RegisteredKernel {
 
 template <auto kernel>
 void allow_shared_memory(int64_t bytes) {
-  if (bytes <= 48 * 1024) return;  // more must be asked for
+  if (bytes <= 48 * 1024) return;  // a kernel may use this much without asking
   CRATE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
@@ -135,7 +133,7 @@ struct LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;
 };
 
-// launch<kernel>({.grid, .threads, ...}, arguments...): a kernel that is a template is given with its arguments.
+// launch<kernel>({.grid, .threads, ...}, arguments...). A kernel template is named with its template arguments.
 template <auto kernel, class... Arguments>
 void launch(const Launch& l, Arguments&&... arguments) {
   static_cast<void>(&RegisteredKernel<kernel>::entered);
@@ -147,7 +145,7 @@ void launch(const Launch& l, Arguments&&... arguments) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// How many clusters of this launch `device` holds at once; 0 where it can hold none.
+// Number of clusters of this launch that `device` holds at once; 0 if it holds none.
 template <auto kernel>
 int active_clusters(const Launch& l, int32_t device) {
   if (l.shared_bytes > shared_limit(device)) return 0;
@@ -155,7 +153,7 @@ int active_clusters(const Launch& l, int32_t device) {
   const LaunchConfig c(l);
   int count = 0;
   if (cudaOccupancyMaxActiveClusters(&count, kernel, &c.config) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // a cluster too large is an answer, no error
+    static_cast<void>(cudaGetLastError());  // a cluster that is too large is an answer, not an error
     return 0;
   }
   return count;

@@ -1,4 +1,4 @@
-// Dropout as a function of (seed, position): Philox4x32-10 (Salmon et al., SC 2011), word 0, as
+// Dropout as a function of (seed, position): Philox4x32-10 (Salmon et al., SC 2011), word 0, as in
 // crate_kernels/_core/philox.py.
 #pragma once
 

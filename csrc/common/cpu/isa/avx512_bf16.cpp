@@ -1,4 +1,4 @@
-// What bf16 dot products add to the level avx512.
+// The kernels that use bf16 dot products: additions to the level avx512.
 #include "../level_avx512_bf16.h"
 #if CRATE_X86_LEVELS
 
