@@ -1,6 +1,6 @@
 // Tensor-core instructions of sm_80 and later, with their loads: mma.m16n8k16, ldmatrix, cp.async.
 //
-// Each lane has the number 4 g + t and holds, two neighbours per register:
+// Lane 4 g + t holds (a and b: two elements per register):
 // left operand (16x16): a[0] row g, columns 2t and 2t + 1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns further
 // right operand (16x8): b[0] rows 2t and 2t + 1 of column g; b[1] 8 rows further
 // product (16x8): d[0], d[1] row g, columns 2t and 2t + 1; d[2], d[3] row g + 8

@@ -1,4 +1,4 @@
-// Everything between two products, in one pass.
+// One pass for everything between two products.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -10,13 +10,13 @@ namespace ista {
 using crate_kernels::IstaUpdate;
 using crate_kernels::Operand;
 
-constexpr int kSegment = 256;  // elements that are converted at a time, in the first-level cache
+constexpr int kSegment = 256;  // elements converted at a time; they fit the first-level cache
 
 CRATE_INLINE char* element(const Operand& operand, int64_t at) {
   return static_cast<char*>(operand.data) + at * crate_kernels::itemsize(operand.dtype);
 }
 
-// fp32 is used where it lies; other dtypes pass through `scratch`.
+// fp32 is used in place; other dtypes pass through `scratch`.
 CRATE_INLINE const float* read(const Operand& operand, int64_t at, int n, float* scratch) {
   if (operand.dtype == Dtype::f32) return reinterpret_cast<const float*>(element(operand, at));
   read_row(element(operand, at), operand.dtype, 1, n, scratch);
@@ -29,8 +29,8 @@ CRATE_INLINE void finish(const Operand& operand, int64_t at, int n, const float*
   if (operand.dtype != Dtype::f32) write_row(element(operand, at), operand.dtype, 1, n, scratch);
 }
 
-// ivdep: an output that is an input overlaps it element for element. The compiler's own test for overlap would send
-// every call in place to a scalar loop.
+// ivdep: if the output is an input, they overlap element for element. The compiler's own overlap test would send every
+// in-place call to a scalar loop.
 
 void update(const IstaUpdate& u, int64_t begin, int64_t end) {
   alignas(64) float scratch[4][kSegment];
@@ -47,7 +47,7 @@ void update(const IstaUpdate& u, int64_t begin, int64_t end) {
 #pragma GCC ivdep
       for (int i = 0; i < n; ++i) out[i] = base[i] + scale * product[i];
     }
-    // Written such that NaN stays NaN, as in PyTorch. A two-sided threshold of zero changes nothing.
+    // Comparisons keep NaN, as in PyTorch. A two-sided threshold of zero changes nothing.
     if (u.nonnegative) {
       for (int i = 0; i < n; ++i) {
         const float v = out[i] - threshold;

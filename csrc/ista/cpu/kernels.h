@@ -7,27 +7,27 @@
 
 namespace crate_kernels {
 
-// out = shrink(base + scale * product) where gate is not zero, else 0.
+// out = shrink(base + scale * product) where gate is nonzero, else 0.
 struct IstaUpdate {
   Operand product, base, gate, out;
   float scale, threshold;
   bool nonnegative;  // shrink(v) = max(v - threshold, 0), else sign(v) max(|v| - threshold, 0)
 };
 
-// Square matrices of fp32, `dim` rows without gaps; the results of any dtype.
+// Square fp32 matrices, `dim` contiguous rows; the result has any dtype.
 struct IstaSquare {
   const float *a, *b;
   Operand out;
   int64_t dim;
 };
 
-// Rows of a square matrix per task. Products that compute one half of a symmetric matrix are cut at the same rows.
+// Rows of a square matrix per task. Products that compute one half of a symmetric matrix have the same bands.
 constexpr int64_t kIstaBand = 16;
 
 struct IstaKernels {
   // Elements [begin, end). The output may be any of the inputs.
   void (*update)(const IstaUpdate&, int64_t begin, int64_t end);
-  // Band `band` of out = a - b, b symmetric and given from each band's own columns on.
+  // Band `band` of out = a - b. b is symmetric, and stored only from each band's own columns on.
   void (*subtract_symmetric)(const IstaSquare&, int64_t band);
   // Band `band` of out = a + a^T.
   void (*add_transposed)(const IstaSquare&, int64_t band);

@@ -1,4 +1,4 @@
-// Passes over (dim, dim) matrices that read one of them transposed, tile by tile.
+// Passes over (dim, dim) matrices that read one matrix transposed, tile by tile.
 #pragma once
 
 #include "elementwise.h"
@@ -10,7 +10,7 @@ using crate_kernels::IstaSquare;
 
 constexpr int kBand = crate_kernels::kIstaBand;
 
-// The rows of one band, for columns [begin, begin + kBand) of the matrix.
+// The rows of one band, columns [begin, begin + kBand) of the matrix.
 struct Tile {
   alignas(64) float at[kBand][kBand];
 };
@@ -19,7 +19,7 @@ CRATE_INLINE int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// tile[r][c] = m[column + c][row + r]: whole lines are read, and the tile is turned in the cache.
+// tile[r][c] = m[column + c][row + r]: reads whole lines, and transposes in the cache.
 CRATE_INLINE void load_transposed(const float* m, int64_t dim, int64_t row, int64_t column, Tile& tile) {
   const int64_t rows = least(kBand, dim - row), columns = least(kBand, dim - column);
   for (int64_t c = 0; c < columns; ++c) {

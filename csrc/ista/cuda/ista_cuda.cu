@@ -1,4 +1,4 @@
-// The CUDA ops of sparse coding: everything but PyTorch's products.
+// The CUDA ops of sparse coding: all passes except PyTorch's products.
 #include <optional>
 
 #include "../../common/cuda/launch.cuh"

@@ -1,11 +1,11 @@
-// Everything between two products of a sparse-coding step, in one pass; and a square matrix plus its transpose.
+// One pass for everything between two products of a sparse-coding step; and a square matrix plus its transpose.
 #pragma once
 
 #include "../../common/cuda/device.cuh"
 
 namespace crate_kernels {
 
-// out = act(base + [gate != 0] gated + scale product); a gate without `gated` clears all of it where it is zero.
+// out = act(base + [gate != 0] gated + scale product). A gate without `gated` clears out where the gate is zero.
 struct IstaUpdate {
   Operand product, base, gated, gate, out;
   int64_t numel;
@@ -36,7 +36,7 @@ CRATE_DEVICE void read_items(const Operand& operand, int64_t at, int count, bool
     }
     return;
   }
-  // Bits of either half format; all threads take the same branch.
+  // 16 bits of either half format; all threads take the same branch.
   const uint16_t* const from = static_cast<const uint16_t*>(operand.data) + at;
   Pack<uint16_t> pack;
   if (wide) {
@@ -87,7 +87,7 @@ CRATE_DEVICE void write_items(const Operand& operand, int64_t at, int count, boo
   }
 }
 
-// Written such that NaN stays NaN, as in PyTorch. A two-sided threshold of zero changes nothing.
+// Comparisons keep NaN, as in PyTorch. A two-sided threshold of zero changes nothing.
 CRATE_DEVICE float ista_shrink(float v, float threshold, bool nonnegative) {
   if (nonnegative) {
     v -= threshold;
@@ -97,7 +97,7 @@ CRATE_DEVICE float ista_shrink(float v, float threshold, bool nonnegative) {
   return v > threshold ? v - threshold : v < -threshold ? v + threshold : v * 0.0f;
 }
 
-// Each thread does kIstaItems neighbours; every operand may be the output, element for element.
+// Each thread computes kIstaItems neighbours. The output may be any of the operands.
 __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kIstaThreads + threadIdx.x) * kIstaItems;
   if (at >= u.numel) return;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u)
 
 constexpr int kIstaTile = 32, kIstaTileRows = 8;  // 32 x 8 threads per tile of 32 x 32
 
-// both = a + a^T, of a square; tile (i, j) of it from tiles (i, j) and (j, i) of a.
+// both = a + a^T for a square a. Tile (i, j) needs tiles (i, j) and (j, i) of a.
 template <class T>
 __global__ void __launch_bounds__(kIstaTile* kIstaTileRows) ista_symmetrize_kernel(const T* a, T* both, int64_t dim) {
   float (*const tile)[kIstaTile + 1] = reinterpret_cast<float (*)[kIstaTile + 1]>(shared_memory());

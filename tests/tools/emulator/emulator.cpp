@@ -28,7 +28,7 @@ int64_t page() {
   return size;
 }
 
-// Memory of whole pages between two that cannot be touched.
+// Whole pages of memory, with an inaccessible page on either side.
 class Guarded {
  public:
   explicit Guarded(int64_t bytes) : size_((bytes + page() - 1) / page() * page() + 2 * page()) {
@@ -83,7 +83,7 @@ void wait(Barrier& barrier, int live) {
   suspend();
 }
 
-// A fiber outlives the thread that it ran: the next thread starts on the same stack.
+// A fiber outlives its thread: the next thread starts on the same stack.
 void loop() {
   for (;;) {
     (*body)();
@@ -129,7 +129,7 @@ void on_fault(int signal, siginfo_t*, void*) {
   _longjmp(scheduler, 1);
 }
 
-// The handler of faults while kernels run, on a stack of its own: that of the kernel may be what overflowed.
+// Handles faults while kernels run. It has a stack of its own, because the kernel's may be the one that overflowed.
 class FaultHandler {
  public:
   FaultHandler() : memory_(4 * SIGSTKSZ) {
@@ -150,7 +150,7 @@ class FaultHandler {
   }
 
  private:
-  // The compiler makes a trap of an address that is not aligned: see FLAGS of emulated.py.
+  // For a misaligned address the compiler emits a trap: see FLAGS in emulated.py.
   static constexpr int kFaults = 2, kSignals[kFaults] = {SIGSEGV, SIGILL};
   std::vector<unsigned char> memory_;
   stack_t stack_;
@@ -161,11 +161,11 @@ void check_failure() {
   if (failure.empty()) return;
   std::string what;
   std::swap(what, failure);
-  fibers.clear();  // some are in the middle of a kernel
+  fibers.clear();  // some stopped in the middle of a kernel
   STD_TORCH_CHECK(false, "emulator: ", what);
 }
 
-// The blocks [first, first + cluster) of a grid.
+// Blocks [first, first + cluster) of a grid.
 class Cluster {
  public:
   Cluster(const cudaLaunchConfig_t& config, unsigned cluster)
@@ -221,7 +221,7 @@ class Cluster {
     }
   }
 
-  // Runs every lane that can; whether there was one.
+  // Runs every lane that can run. Returns false if there was none.
   bool run_warp(int64_t warp, int64_t& left) {
     bool moved = false;
     for (int n = 0; n < 32; ++n) {

@@ -1,11 +1,11 @@
-// Runs CUDA blocks on the CPU, one fiber a thread, so that the kernels and launchers of csrc can be tested without a
-// GPU. g++ includes this file before any other (-include); it stands in for the CUDA runtime and nvcc's built-ins.
+// Runs CUDA blocks on the CPU, one fiber per thread, so that tests of the kernels and launchers of csrc need no GPU.
+// g++ includes this file before any other (-include), in place of the CUDA runtime and nvcc's built-ins.
 //
-// Blocks run one after another, those of a cluster at once. A thread runs until it waits for others, and the order of
-// threads can be turned round (emulated_order), so that what no barrier orders is not always found in the same order.
-// Dynamic shared memory is NaN when a block starts and lies between pages that stop a kernel that leaves it. Threads
-// that wait for each other in vain, warps that meet in different places and launches that a device of the chosen kind
-// would refuse are errors.
+// Blocks run one after another; the blocks of a cluster run together. A thread runs until it waits for others. Tests
+// can reverse the order of the threads (Device::descending): accesses that no barrier orders then give different
+// results. Dynamic shared memory is NaN when a block starts. Protected pages around it stop a kernel that leaves it.
+// Errors are: threads that wait for each other forever, warps that meet at different places, and launches that a device
+// of the chosen kind would refuse.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 #include <functional>
 #include <type_traits>
 
-// PyTorch's part in a launch, which a CPU PyTorch lacks or does without a device.
+// PyTorch's functions for launches: a CPU PyTorch lacks them or does without a device.
 #define aoti_torch_get_current_cuda_stream emulated_current_stream
 #define aoti_torch_create_device_guard emulated_create_device_guard
 #define aoti_torch_delete_device_guard emulated_delete_device_guard
@@ -64,7 +64,7 @@ inline float4 make_float4(float x, float y, float z, float w) {
 
 namespace emulator {
 
-// What a test can set, by the operator emulated_device; a GPU of compute capability 8.0 at first.
+// Properties that a test sets with the operator emulated_device. The default is a GPU of compute capability 8.0.
 struct Device {
   int capability = 80, multiprocessors = 4, shared_limit = 163 * 1024;
   bool descending = false;  // the order in which threads run
@@ -82,7 +82,7 @@ struct Block {
   int64_t shared_bytes;
   Barrier barrier;
   int live;
-  int votes[2];  // of this barrier and of the last, which threads may still read
+  int votes[2];  // of this barrier, and of the last one, which threads may still read
 };
 
 struct Warp {
@@ -92,7 +92,7 @@ struct Warp {
   int live;
 };
 
-struct Group {  // the blocks that run at once
+struct Group {  // the blocks that run together
   Block* blocks;
   unsigned cluster, threads, grid;
   Barrier barrier;
@@ -108,12 +108,12 @@ struct Thread {
 
 extern Thread* current;
 
-// Waits for every thread of the block; returns how many of them voted.
+// Waits for every thread of the block. Returns the number of threads that voted.
 int block_barrier(bool vote = false);
 // Waits for every thread of the cluster.
 void cluster_barrier();
-// Waits for all 32 lanes of the warp, of which the last calls act(lanes), lanes[n] being what lane n handed in; act may
-// write there. That all lanes hand in the same act is checked.
+// Waits for all 32 lanes of the warp. The last lane calls act(lanes); lanes[n] is lane n's `mine`, and act may write
+// there. Fails if the lanes pass different acts.
 void collective(void* mine, void (*act)(void* const* lanes));
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
@@ -132,7 +132,7 @@ inline unsigned char* peer_shared_memory(unsigned rank) {
   return current->group->blocks[rank].shared;
 }
 
-// A shuffle: lane n gets the value of lane source(n), or keeps its own where that is none of the segment's.
+// A shuffle: lane n gets the value of lane source(n). It keeps its own if that lane is outside its segment.
 template <class T>
 struct Shuffle {
   T value, result;
@@ -156,7 +156,7 @@ unsigned ballot(unsigned mask, bool vote);
 
 }  // namespace emulator
 
-// Of the thread that runs.
+// Indices of the running thread.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 #define warpSize 32

@@ -1,4 +1,4 @@
-// The tensor-core instructions of csrc/common/cuda/mma.cuh on the CPU: the fragments are those of the PTX manual.
+// The tensor-core instructions of csrc/common/cuda/mma.cuh on the CPU, with the fragments of the PTX manual.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@ namespace crate_kernels {
 
 namespace emulated {
 
-inline int64_t products = 0;  // 16x8x16 ones that were made
+inline int64_t products = 0;  // number of 16x8x16 products so far
 
 struct Product {
   float (&d)[4];
   const uint32_t (&a)[4], (&b)[2];
 };
 
-// All the lanes' shares of d += a b.
+// d += a b for all lanes at once.
 template <class T>
 void multiply(void* const* lanes) {
   ++products;
@@ -51,7 +51,7 @@ template <bool TRANS>
 void load_matrices(void* const* lanes) {
   for (int m = 0; m < 4; ++m) {
     uint16_t matrix[8][8];
-    unsigned columns = 0;  // of the memory, whose 32 banks are eight times 16 bytes wide
+    unsigned columns = 0;  // of shared memory: its 32 banks are eight columns of 16 bytes
     for (int row = 0; row < 8; ++row) {
       const char* const from = static_cast<Matrices*>(lanes[8 * m + row])->row;
       memcpy(matrix[row], from, 16);
@@ -74,7 +74,7 @@ void ldmatrix(uint32_t (&r)[4], const void* row) {
   emulator::collective(&mine, load_matrices<TRANS>);
 }
 
-// A copy that a thread has begun; one to nowhere is the end of a group.
+// A copy that a thread started. Null `to`: the end of a group.
 struct Copy {
   void* to;
   size_t size;
@@ -83,7 +83,7 @@ struct Copy {
 
 inline thread_local std::deque<Copy> copies[1024];
 
-// Copies are made as late as they may be, and where they will write is garbage until then.
+// Copies happen as late as allowed. Until then their destination is garbage.
 template <int BYTES>
 void copy_later(void* shared, const void* global, bool present) {
   if (reinterpret_cast<uintptr_t>(shared) % BYTES != 0 ||

@@ -1,4 +1,4 @@
-// What emulator.h needs of the CUDA runtime and of PyTorch's CUDA half, for the device that a test sets.
+// The parts of the CUDA runtime and of PyTorch's CUDA half that emulator.h needs, for the device that a test sets.
 #include <cstdlib>
 #include <map>
 #include <string>
@@ -22,7 +22,7 @@ std::map<const void*, int64_t>& allowed_bytes() {
   return it;
 }
 
-// Functions of the kernels that were launched, since a test asked.
+// Kernel functions launched since a test last asked.
 std::vector<const void*> launched;
 
 cudaError_t last_error = cudaSuccess;
@@ -34,7 +34,7 @@ cudaError_t remember(cudaError_t error) {
 
 }  // namespace
 
-// What a device refuses.
+// Refuses the launches that the device would refuse.
 cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
   const unsigned cluster = cluster_of(config), threads = config.blockDim.x;
   const auto allowed = allowed_bytes().find(function);
@@ -55,14 +55,14 @@ void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limi
   allowed_bytes().clear();
 }
 
-// Returns the capability of before.
+// Returns the previous capability.
 int64_t set_capability(int64_t capability) {
   const int before = device().capability;
   device().capability = static_cast<int>(capability);
   return before;
 }
 
-// Names of the kernels that were launched since the last call, one per line.
+// Returns the names of the kernels launched since the last call, one per line.
 std::string launches() {
   std::string names;
   for (const void* function : launched) {

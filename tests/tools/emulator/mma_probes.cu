@@ -1,11 +1,11 @@
-// Kernels that test_mma.py runs: one product of the tensor cores, and products of tiles of tokens.
+// Kernels for test_mma.py: one tensor-core product, and products of tiles of tokens.
 #include "../../../csrc/common/cuda/launch.cuh"
 #include "../../../csrc/mssa/cuda/mma_tile.cuh"
 
 namespace crate_kernels {
 namespace {
 
-// d = a b of matrices in global memory, by the fragments that mma.cuh describes.
+// d = a b for matrices in global memory, with the fragments that mma.cuh describes.
 template <class T>
 __global__ void product_kernel(const T* a, const T* b, float* d) {
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
@@ -19,7 +19,7 @@ __global__ void product_kernel(const T* a, const T* b, float* d) {
   for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
 }
 
-// Of 16 rows of w: scores = w w^T, mixed = p w and turned = p^T w, p being 16x16, all three by way of shared memory.
+// From 16 rows of w: scores = w w^T, mixed = p w, turned = p^T w; p is 16x16. All three go through shared memory.
 template <class T, int DIM>
 __global__ void tile_kernel(mssa::View<const T> w, mssa::View<const T> p, mssa::Access access, int length,
                             float* scores, float* mixed, float* turned) {
@@ -91,7 +91,7 @@ void tile(Tensor w, Tensor p, int64_t dim, int64_t length, bool wide, Tensor sco
   run(tile_of<256>);
 }
 
-// Where every chunk of a tile is, in chunks.
+// Offset of every chunk of a tile, in chunks.
 template <int DIM>
 void offsets_of(int64_t* to, int64_t rows) {
   for (int row = 0; row < rows; ++row) {
@@ -115,7 +115,7 @@ void offsets(Tensor out) {
   offsets_of<256>(to, rows);
 }
 
-// How many products of 16x8x16 the emulated tensor cores have made so far.
+// Number of 16x8x16 products that the emulated tensor cores have computed so far.
 int64_t products() {
 #ifndef __CUDACC__
   return emulated::products;

@@ -1,4 +1,4 @@
-// Kernels that the tests of the emulator run: what it promises of barriers, shuffles and memory, and what it must stop.
+// Kernels for the emulator's tests: barriers, shuffles and memory that it must emulate, and faults that it must stop.
 // Included by relative path, as the library's own sources do.
 #include "../../../csrc/common/cuda/launch.cuh"
 #include "../../../csrc/common/cuda/device.cuh"
@@ -7,7 +7,7 @@
 namespace crate_kernels {
 namespace {
 
-// out[i] = the sum of the block's values, by shared memory, warps and the whole block, and a vote.
+// out[i] = the sum of the block's values (by shared memory, by warps, by the whole block), and a vote.
 __global__ void sums_kernel(const float* in, float* out) {
   float* const shared = reinterpret_cast<float*>(shared_memory());
   const unsigned i = threadIdx.x, n = blockDim.x;
@@ -25,7 +25,7 @@ __global__ void sums_kernel(const float* in, float* out) {
   to[4] = static_cast<float>(__syncthreads_count(v > 0.0f) * 100 + __syncthreads_count(v > 1.0f));
 }
 
-// out[i] = lanes' values as each shuffle moves them.
+// out[i] = the lanes' values after each shuffle.
 __global__ void shuffles_kernel(int* out) {
   const int lane = static_cast<int>(threadIdx.x);
   int* const to = out + lane * 7;
@@ -38,7 +38,7 @@ __global__ void shuffles_kernel(int* out) {
   to[6] = static_cast<int>(__ballot_sync(kAllLanes, lane % 3 == 0));
 }
 
-// A sum in which threads read what others wrote; without its barrier where `barrier` is false.
+// A sum of values that other threads wrote. `barrier` false: without the barrier that it needs.
 __global__ void neighbours_kernel(float* out, bool barrier) {
   float* const shared = reinterpret_cast<float*>(shared_memory());
   shared[threadIdx.x] = 1.0f;
@@ -58,7 +58,7 @@ __global__ void fault_kernel(float* out, int fault, int64_t bytes) {
   unsigned char* const shared = shared_memory();
   if (fault == kBeyond) shared[bytes + 15] = 1;
   if (fault == kBefore) shared[-1] = 1;
-  if (fault == kDivergentBarrier && threadIdx.x == 0) return;  // and the rest wait for it: that is legal
+  if (fault == kDivergentBarrier && threadIdx.x == 0) return;  // legal: the barrier then waits for the others only
   if (fault == kDivergentBarrier && threadIdx.x < 40) {
     __syncwarp();
   } else {
@@ -82,10 +82,10 @@ __global__ void poison_kernel(float* out) {
   float* const shared = reinterpret_cast<float*>(shared_memory());
   if (threadIdx.x > 0) return;
   out[blockIdx.x] = shared[0];
-  shared[0] = 1.0f;  // the next block must not see it
+  shared[0] = 1.0f;  // the next block must not see this value
 }
 
-// out[block] = rank, and what the next block of the cluster wrote.
+// out[block] = rank, and the value that the next block of the cluster wrote.
 __global__ void cluster_kernel(float* out) {
 #ifndef __CUDACC__
   float* const mine = reinterpret_cast<float*>(shared_memory());
@@ -157,7 +157,7 @@ void philox(Tensor seed, Tensor out, int64_t c1, int64_t c2) {
                         static_cast<int32_t*>(out.data_ptr()), static_cast<uint32_t>(c1), static_cast<uint32_t>(c2));
 }
 
-// capability, multiprocessors, shared_limit, and the clusters of `cluster` blocks with `bytes` that fit.
+// capability, multiprocessors, shared_limit, and the number of clusters of `cluster` blocks with `bytes` that fit.
 void facts(Tensor out, int64_t cluster, int64_t bytes) {
   int64_t* const to = static_cast<int64_t*>(out.data_ptr());
   to[0] = compute_capability(0);
