@@ -1,4 +1,4 @@
-// The options of a call of subspace attention, as crate_kernels/ops/mssa/call.py lists them, and the ops of either
+// The options of a call of subspace attention, as listed in crate_kernels/ops/mssa/call.py, and the ops of either
 // device.
 #pragma once
 
@@ -21,7 +21,7 @@ struct MssaCall {
 
   bool packed() const { return cu_seqlens.has_value(); }
   int64_t sequences(const Tensor& w) const { return packed() ? cu_seqlens->size(0) - 1 : w.size(0); }
-  // The least Philox word that dropout keeps, and the factor of the weights that it keeps.
+  // The least Philox word that dropout keeps, and the factor of the kept weights.
   uint64_t keep_from() const { return static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0)); }
   float keep_factor() const { return static_cast<float>(1.0 / (1.0 - dropout_p)); }
 };
@@ -55,7 +55,7 @@ inline MssaDecodeCall Arguments::take<MssaDecodeCall>() {
   return {take<std::optional<Tensor>>(), take<int64_t>(), take<bool>(), take<double>(), take<bool>()};
 }
 
-// Tensors among the options, lse and dlse are contiguous. CUDA ops have workspaces behind these arguments.
+// Tensors among the options, lse and dlse are contiguous. CUDA ops take workspaces after these arguments.
 #define CRATE_MSSA_CALL                                                                                    \
   "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, bool causal, float scale, " \
   "float dropout_p, float? threshold"

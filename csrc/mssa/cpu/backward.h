@@ -131,8 +131,8 @@ class Backward : Head<T> {
     }
   }
 
-  // Pack dout of up to kTile tokens as a panel, leave it in staging_, and find delta = dout . out and dlse: all of them
-  // times factor[n] if given.
+  // Packs dout of up to kTile tokens as a panel, and leaves it in staging_. Computes delta = dout . out and dlse. If
+  // factor is given, all three are multiplied by factor[n].
   void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta, float* dlse) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
@@ -164,7 +164,9 @@ class Backward : Head<T> {
     }
   }
 
-  // True if lse and out of some tokens are exact enough; `tallest` is the largest |h| in their scores.
+  // True if lse and out of these tokens are exact enough; `tallest` is the largest
+  // h
+  // in their scores.
   bool trusted(const int32_t* token, int count, float tallest) const {
     if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
     const float most = trusted_lse(p_.dtype);
@@ -241,7 +243,7 @@ class Backward : Head<T> {
     Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
   }
 
-  // Fill in, from the lse, the shifts of a block and the factors that make its weights probabilities. True if these
+  // Computes from lse the shifts of a block, and the factors that make its weights probabilities. True if the weights
   // and `delta` are as exact as the dtype.
   bool shift_rows(Block& b, float tallest, float* residual) const {
     for (int r = 0; r < kTile; ++r) {
@@ -254,7 +256,7 @@ class Backward : Head<T> {
     return p_.threshold || trusted(b.token, b.count, tallest);
   }
 
-  // Fill in the same and delta from the scores: sums of the very weights that delta is subtracted from.
+  // Computes shifts, factors and delta from the scores: delta sums the same weights that it is subtracted from.
   void measure_rows(Block& b, const float* queries, float* residual, float* delta) {
     for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
     Base::shift_by_maxima(b, queries);

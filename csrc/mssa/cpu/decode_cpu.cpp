@@ -1,5 +1,5 @@
-// The CPU op of decoding: append new tokens to a cache and attend over it. A head is a task, or several where heads are
-// fewer than threads.
+// The CPU op of decoding: append new tokens to a cache and attend over it. A head is one task, or several if there are
+// fewer heads than threads.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -12,11 +12,11 @@
 namespace crate_kernels {
 namespace {
 
-constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a task costs more than it spares
+constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a task costs more than it saves
 
 struct Sequence {
   int64_t start;     // cached tokens before the new ones
-  const bool* keep;  // the new tokens that it keeps; null: all
+  const bool* keep;  // the new tokens that are kept; null: all
 };
 
 void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,

@@ -67,7 +67,7 @@ class Forward : Head<T> {
     }
   }
 
-  // Values times their mass; without a mass, plain tokens that each count once.
+  // Packs values times their mass. Without a mass, each token counts once.
   void pack_values(const float* mass) {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {

@@ -19,7 +19,7 @@ struct ScoreGradients {
   const float *row_delta, *column_u;
   const float *row_u, *column_delta;    // null: no second term
   const float *row_dlse, *column_dlse;  // null: no gradient of the lse
-  bool symmetric;                       // by columns only
+  bool symmetric;                       // add by columns only
 };
 
 template <class T>

@@ -1,4 +1,4 @@
-// One head, for the forward and the backward: its keys, their packing, softmax shifts.
+// State of one head, for the forward and the backward: its keys, their packing, softmax shifts.
 #pragma once
 
 #include "../../common/cpu/philox.h"
@@ -13,10 +13,12 @@ using crate_kernels::MssaProblem;
 using crate_kernels::MssaView;
 
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
-// Largest spread of |w_i|^2 scale / 2, in bits, that needs no maximum: 60 nats. Beyond about 80, 1 / l overflows.
+// Largest spread of
+// w_i
+// ^2 scale / 2, in bits, that is safe without a maximum: 60 nats. Beyond about 80, 1 / l overflows.
 constexpr float kSafeSpread = 86.5f;
-// Largest h, in bits, of the forms without maxima. Scores of this size are rounded to 2^-10; from 2^29 on, rounding
-// makes weights of nearly equal tokens overflow.
+// Largest h, in bits, for the forms without maxima. Scores of this size are rounded to 2^-10. From 2^29 on, the
+// rounding makes weights of nearly equal tokens overflow.
 constexpr float kSafeHeight = 4096.0f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
@@ -29,8 +31,8 @@ CRATE_INLINE char* element(const MssaView& view, int64_t token, Dtype dtype) {
 struct Keys {
   int count = 0;
   int blocks = 0;
-  int32_t* token;  // of each key, zero in the padding to whole tiles
-  int32_t* rank;   // of each token: the number of keys before it
+  int32_t* token;  // token of each key; zero in the padding to whole tiles
+  int32_t* rank;   // number of keys before each token
 
   void find(const MssaHead& head) {
     for (int64_t t = 0; t < head.seqlen; ++t) {
@@ -48,11 +50,11 @@ CRATE_INLINE int64_t staging_width(int head_dim) {
   return round_up(head_dim, 2 * kLanes);
 }
 
-// Read up to kTile tokens of a view as rows of `width` floats, each times factor[n] if given;
-// zero beyond, to whole vectors of tokens.
+// Reads up to kTile tokens of a view as rows of `width` floats, times factor[n] if factor is given. The rows after
+// them, to whole vectors of tokens, are zero.
 CRATE_INLINE void stage(const MssaView& view, Dtype dtype, int head_dim, const int32_t* token, int count,
                         const float* factor, int64_t width, float* rows) {
-  // A copy of known length in vectors: calls of memcpy for every row were 5% of a forward of 197 tokens.
+  // Copies a known length in vectors: one memcpy per row took 5% of a forward of 197 tokens.
   const bool whole_vectors = dtype == Dtype::f32 && view.dim_stride == 1 && head_dim % kLanes == 0;
   for (int n = 0; n < count; ++n) {
     float* const row = rows + n * width;
@@ -139,7 +141,7 @@ class Head {
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
   int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * width_; }
 
-  // Call body(block) for every block of queries of this part; shifts are the body's to fill in.
+  // Calls body(block) for every block of queries of this part. The body fills in the shifts.
   template <class Body>
   void for_each_query_block(bool padded_only, const Body& body) {
     Block b;
@@ -162,7 +164,7 @@ class Head {
     }
   }
 
-  // The scores of tile j of a block; `limit` has room for what they may point to.
+  // Returns the scores of tile j of a block. `limit` is memory that the result may point to.
   Scores row_scores(const Block& b, const float* queries, int j, int32_t* limit) const {
     Scores s = {};
     s.query_panel = queries;
@@ -173,8 +175,8 @@ class Head {
     s.factor = factor_;
     s.row_shift = b.shift;
     s.column_mass = mass_ + j * kTile;
-    // Padding, whose score is 0, is masked too: all other scores of a row may be so far below 0 that its weight would
-    // be infinite, and infinity times no mass is NaN.
+    // Mask padding too. Its score is 0, and all other scores of the row may be so far below 0 that its weight would be
+    // infinite. Infinity times a mass of 0 is NaN.
     if (b.least < (j + 1) * kTile) {
       for (int r = 0; r < kTile; ++r) limit[r] = b.limit[r] - j * kTile;
       s.limit = limit;
@@ -182,7 +184,7 @@ class Head {
     return s;
   }
 
-  // Call body(i, j) for every pair of blocks, each block with itself too. The last block, which may be short, has
+  // Calls body(i, j) for every pair of blocks, including (i, i). The last block, which may be short, is on the side of
   // the rows: tiles compute whole vectors of columns, but rows one by one.
   template <class Body>
   void for_each_pair(const Body& body) const {
@@ -236,12 +238,13 @@ class Head {
     memset(sums.column, 0, count * sizeof(float));
   }
   static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
-  // Destination of a pair's sums: partial sums of its rows, and those of its columns in `column`, for add_columns.
+  // Returns the destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for
+  // add_columns.
   static Sums at(const Sums& sums, int i, float* column) {
     return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
   }
-  // Sum the columns of a tile apart, then add to the total. Weights added to the total one by one would be rounded to
-  // its size each: four times eager's error at 8192 tokens.
+  // Sum the columns of a tile first, then add to the total. Adding each weight to the total would round the weight to
+  // the total's precision: four times eager's error at 8192 tokens.
   static void add_columns(const Sums& sums, int j, const float* tile) {
     float* const total = sums.column + j * kTile;
     for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));

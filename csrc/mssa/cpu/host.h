@@ -1,4 +1,4 @@
-// From the arguments of a call to the structs of kernels.h, for all CPU ops of subspace attention.
+// Turns the arguments of a call into the structs of kernels.h, for all CPU ops of subspace attention.
 #pragma once
 
 #include "../../common/cpu/capability.h"
@@ -42,7 +42,7 @@ inline MssaProblem problem(const Tensor& w, const MssaCall& call) {
   return p;
 }
 
-// The view of one head: batch element or sequence, head and first token of it.
+// The view of one head from `token` on; `batch` is a batch element or a packed sequence.
 inline MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, int64_t token) {
   const int64_t offset = packed ? token * t.stride(0) + head * t.stride(1)
                                 : batch * t.stride(0) + head * t.stride(1) + token * t.stride(2);

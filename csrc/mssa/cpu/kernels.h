@@ -29,7 +29,7 @@ struct MssaProblem {
   uint64_t seed;
 };
 
-// One head of one sequence. `keep` says which tokens are keys; null: all.
+// One head of one sequence. `keep` marks the tokens that are keys; null: all.
 struct MssaHead {
   int64_t seqlen;
   uint32_t counter;  // batch * nheads + head, for dropout
@@ -45,14 +45,14 @@ struct MssaDecode {
   int64_t new_tokens;
   const int32_t* visible;
   float* lse;        // null: not wanted
-  float* partial;    // where a cache is read in parts: mssa_decode_size floats per part and new token
-  int64_t per_part;  // cached tokens of a part
+  float* partial;    // if a cache is read in parts: mssa_decode_size floats per part and new token
+  int64_t per_part;  // cached tokens per part
 };
 
 struct MssaKernels {
   // Compute part `part` of `parts` of the rows of out and lse.
   void (*forward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&);
-  // With parts == 1 write dw; else add up this part's share in partial + part * mssa_partial_size.
+  // With parts == 1 writes dw. Otherwise adds this part's share to partial + part * mssa_partial_size.
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
   // Sum the shares of rows [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
@@ -74,7 +74,7 @@ static inline int64_t mssa_decode_size(int head_dim) {
   return (head_dim + 15) / 16 * 16 + 16;  // whole lines of the cache
 }
 
-// Floats that one part of one head accumulates into: rows as keys, then rows as queries.
+// Floats that one part of one head accumulates: rows as keys, then rows as queries.
 static inline int64_t mssa_partial_size(int64_t seqlen, int head_dim) {
   const int64_t width = (head_dim + 15) / 16 * 16;  // of the widest vectors
   return 2 * ((seqlen + 63) / 64 * 64) * width;

@@ -1,4 +1,4 @@
-// The CPU ops of subspace attention: tensors to heads, heads to threads.
+// The CPU ops of subspace attention: cut tensors into heads, and share heads among threads.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kBlock = 64;         // rows of a tile
 constexpr int64_t kCombineRows = 256;  // rows of a task that sums shares
 
-// The tensors of a call, null where it has none.
+// The tensors of a call; null: absent.
 struct Tensors {
   const Tensor &w, &out, &lse;
   const Tensor *dout = nullptr, *dlse = nullptr, *dw = nullptr;
@@ -50,7 +50,7 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
   return heads;
 }
 
-// The number of parts that every head is cut into, so that no thread is without work.
+// Number of parts per head, such that every thread has work.
 int parts_of(const std::vector<MssaHead>& heads) {
   const int64_t threads = torch::stable::get_num_threads(), count = static_cast<int64_t>(heads.size());
   if (threads <= count || count == 0) return 1;

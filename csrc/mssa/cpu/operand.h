@@ -1,7 +1,7 @@
 // Packed operands of the tile products, and the micro-kernel.
 //
-// Operands are packed as 32-bit words: one float, or two bf16 neighbours along the summed index, which
-// one multiply-accumulate takes from each lane. All else is the same for both.
+// Operands are packed as 32-bit words: one float, or two bf16 neighbours along the summed index. One
+// multiply-accumulate takes one word per lane. Nothing else differs between the two.
 #pragma once
 
 #include "../../common/cpu/convert.h"
@@ -98,8 +98,8 @@ CRATE_INLINE void transpose_block(const float* in, int64_t in_stride, float* out
 #endif
 }
 
-// Pack the first `count` of kTile rows of floats, `stride` apart and zero beyond head_dim, as a panel: word k of
-// token j at panel[k * kTile + j]. Whole vectors of tokens are packed.
+// Packs the first `count` of kTile rows of floats, `stride` apart, as a panel: word k of token j at panel[k * kTile +
+// j]. Channels beyond head_dim are zero. Whole vectors of tokens are packed.
 template <class T>
 void pack_panel(const float* rows, int64_t stride, int head_dim, int count, float* panel) {
   const int words = static_cast<int>(round_up(channel_words<T>(head_dim), kLanes));
@@ -118,8 +118,8 @@ void pack_panel(const float* rows, int64_t stride, int head_dim, int count, floa
   }
 }
 
-// Pack `count` rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word
-// (j / kPair) * width + d.
+// Packs `count` rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word (j /
+// kPair) * width + d.
 template <class T>
 void pack_rows(const float* rows, int64_t stride, int width, int count, float* out) {
   for (int j = 0; j < count; j += T::kPair) {
@@ -149,12 +149,12 @@ CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const 
   }
 }
 
-// Rows of a micro-kernel that is `columns` vectors wide: as many as the registers hold beside operands.
+// Rows of a micro-kernel of `columns` vectors: as many as fit the registers beside operands.
 constexpr int group_rows(int columns) {
   return CRATE_LANES == 16 ? (columns == 4 ? 6 : 8) : (columns == 2 ? (CRATE_LANES == 8 ? 6 : 4) : 8);
 }
 
-// Call body(Int<rows>, first row) until rows r .. rows - 1 are covered exactly.
+// Calls body(Int<rows>, first row) until rows r .. rows - 1 are covered exactly.
 template <int kColumns, class Body>
 CRATE_INLINE void for_row_groups(int r, int rows, const Body& body) {
   constexpr int kMost = group_rows(kColumns);
@@ -170,7 +170,7 @@ CRATE_INLINE void for_row_groups(int r, int rows, const Body& body) {
   if (r < rows) body(Int<1>(), r);
 }
 
-// Call body(Int<columns>, first vector) until vectors v .. vectors - 1 are covered, as evenly as they divide.
+// Calls body(Int<columns>, first vector) until vectors v .. vectors - 1 are covered, in groups as even as possible.
 template <class Body>
 CRATE_INLINE void for_column_groups(int v, int vectors, const Body& body) {
   while (v < vectors) {

@@ -23,9 +23,9 @@ struct Scores {
   const float* column_mass;   // factor of a column's weight in the row sums
   const float* row_mass;      // factor of a row's weight in the column sums
   Sums sums;                  // of rounded weights
-  Sums exact_sums;            // of exact ones; wanted where they differ
+  Sums exact_sums;            // of exact weights; wanted if they differ from rounded ones
   float* exact;               // null, or kTile x kTile weights before rounding
-  bool symmetric;             // a block of tokens against itself: by columns only, each weight computed once
+  bool symmetric;             // a block of tokens against itself: sums by columns only, each weight computed once
 };
 
 template <int kRows, int kColumns>
@@ -66,7 +66,7 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
       const int r = (first + n) / kColumns, v = (first + n) % kColumns;
       Vf shift = splat(s.row_shift[r0 + r]);
       if (s.column_shift != nullptr) shift += load(s.column_shift + j0 + v * kLanes);
-      // Round before the shift, as maxima are rounded: the largest weight of a row that is shifted by its maximum is
+      // Round before the shift, as maxima are rounded. So the largest weight of a row that is shifted by its maximum is
       // exactly 1, and a symmetric pair has one weight, wherever in a tile it is computed.
       x[n] = rounded(e[r][v] * s.factor) - shift;
     }

@@ -5,8 +5,8 @@
 
 namespace {
 
-// Weights of a tile, as left operands of both sums over tokens. With one element per word the two layouts
-// are one; with two, words pair neighbours along the index that the product sums.
+// The weights of a tile, as left operands of both sums over tokens. With one element per word, both layouts are the
+// same. With two, a word pairs neighbours along the index that the product sums.
 template <class T>
 struct Tile {
   static constexpr int kRowWords = kTile / T::kPair;
@@ -37,7 +37,8 @@ struct Tile {
     }
   }
 
-  // Complete the columns of a symmetric tile whose rows are there from the diagonal on; rows are not completed.
+  // Completes the columns of a symmetric tile from its rows, which are there from the diagonal on. Rows are not
+  // completed.
   void mirror(int columns) {
     constexpr int kWordColumns = kLanes * T::kPair;  // columns in a vector of words
     float* const to = T::kPair == 1 ? by_row : by_column;
@@ -81,8 +82,8 @@ CRATE_INLINE int whole_rows(int rows) {
   return static_cast<int>(round_up(rows, T::kPair));
 }
 
-// Call body(Int<rows>, first row, Int<columns>, first vector) for the micro-kernels that cover a tile; of a symmetric
-// tile, those on and right of its diagonal: 5/8 of the vectors where four make a row.
+// Calls body(Int<rows>, first row, Int<columns>, first vector) for the micro-kernels that cover a tile. A symmetric
+// tile is covered on and right of its diagonal only: 5/8 of the vectors if four make a row.
 template <class T, class Body>
 CRATE_INLINE void for_groups(int rows, int columns, bool symmetric, const Body& body) {
   const int vectors = (columns + kLanes - 1) / kLanes, whole = whole_rows<T>(rows);

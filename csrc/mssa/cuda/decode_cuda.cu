@@ -5,7 +5,7 @@
 namespace crate_kernels::decoding {
 namespace {
 
-// Tokens of a block that has several: _GROUP of native.py.
+// Tokens per block, if a block has several: _GROUP of native.py.
 constexpr int kGroup = 4;
 
 Step step_of(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call) {

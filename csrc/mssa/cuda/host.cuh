@@ -1,12 +1,12 @@
-// The ways to compute a call; mssa_cuda.cu chooses. They run on the current device, which is that of the tensors, and
-// on its current stream.
+// The kernels that can compute a call; mssa_cuda.cu chooses. They run on the current device, which must be the tensors'
+// device, and on its current stream.
 #pragma once
 
 #include "problem.cuh"
 
 namespace crate_kernels {
 
-// On the products of the CUDA cores: any dtype, any head_dim to 256, every argument, every GPU.
+// fp32 products of the CUDA cores: any dtype, any head_dim up to 256, every argument, every GPU.
 namespace plain {
 void forward(mssa::Problem problem, int32_t device);
 void backward(mssa::Problem problem, int32_t device);

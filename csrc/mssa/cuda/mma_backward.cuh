@@ -1,20 +1,20 @@
 // The backward of subspace attention on tensor cores: one accumulator, no atomics, bitwise deterministic.
 //
-// g is the gradient of out, L is lse, and shift = sum_d g out - dlse. A warp owns rows j of w, as keys and as queries
-// at once, and walks over tiles of rows i; one tile of scores, which is symmetric, has both directions in it:
+// A warp owns rows j of w, as keys and as queries at once, and walks over tiles of rows i. g is the gradient of out, L
+// is lse, and shift = sum_d g out - dlse. One tile of scores is symmetric and serves both directions:
 //
 //     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
 //     dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
 //
-// Five products per tile, all with the warp's own rows or their weights on the left: nothing passes from warp to warp.
-// Off the causal diagonal one direction exists: four products after it, three before it.
+// Five products per tile, all with the warp's own rows or their weights on the left: warps exchange no data. Off the
+// causal diagonal only one direction exists: four products after it, three before it.
 #pragma once
 
 #include "mma_call.cuh"
 
 namespace crate_kernels::mssa {
 
-// The sums that a walk over the tiles adds: P g (of selected weights, where `select`), A w, and g.w in A.
+// The sums that a walk over the tiles adds: P g (of selected weights, if `select`), A w, and the term g.w of A.
 struct Terms {
   bool values, scores, products, select;
 };
@@ -31,7 +31,7 @@ struct Others {
   float *lse, *shift;
 };
 
-// L, or inf where a row sees no key: every weight of it is then 0.
+// Returns L, or inf for a row without keys: all its weights are then 0.
 CRATE_DEVICE float base_of(float lse) {
   return lse == -INFINITY ? INFINITY : lse;
 }

@@ -5,7 +5,7 @@
 
 namespace crate_kernels::mssa {
 
-// Adds all tiles of COLUMNS rows, two of which are in shared memory: one is copied while the other is used.
+// Adds all tiles of COLUMNS rows. Two tiles are in shared memory: one is copied while the other is used.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Problem& call,
                        const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, int first,
@@ -74,15 +74,15 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   for (int m = 0; m < ROWS16; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Rows past the end are zeros in the tile, and their results are not stored: any row's numbers do.
+      // Rows past the end are zeros in the tile, and their results are not stored: any index in range will do here.
       const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
       gradient.base[m][half] = base_of(call.lse[head.row + j]);
       gradient.shift[m][half] = call.delta[head.row + j];
       if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
     }
   }
-  // As a weight the threshold would be rounded; as a factor of a sum it is exact. So the sum of the selected rows goes
-  // first, by itself.
+  // A threshold used as a weight would be rounded. As a factor of a sum it is exact. So sum the selected rows first,
+  // apart from the other terms.
   const bool apart = call.select && values;
   Terms terms = {values, scores && !apart, products, apart};
   while (true) {

@@ -39,8 +39,9 @@ struct Head {
   }
 };
 
-// Writes zeros to packed rows that no sequence covers, which only wrong offsets leave: each block its share of the rows
-// after its sequence, and of those before the first. `numbers`, if not null, gets them too.
+// Writes zeros to packed rows that no sequence covers; only wrong offsets leave any. Each block takes its share of the
+// rows after its sequence, and of those before the first. If `numbers` is not null, its entries for these rows get
+// zeros too.
 template <class T>
 CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int block, const Rows& to, float* numbers) {
   if (call.cu_seqlens == nullptr) return;
@@ -59,7 +60,7 @@ CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int blo
 }
 
 // Dropout mask of 16 rows and COLUMNS columns: bit 4 n + e keeps element e of the n-th product of 8 columns. Rows are
-// queries and columns keys, or the reverse. Not unrolled: each Philox word is 100 instructions.
+// queries and columns keys, or the reverse. Not unrolled: each Philox word takes 100 instructions.
 template <int COLUMNS>
 CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& head, int row, int column,
                                 bool reverse) {
@@ -87,10 +88,9 @@ CRATE_DEVICE uint32_t key_bits(const bool* keep, int key, int length) {
   return bits;
 }
 
-// exp(scale * score - base), with a row's maximum or logsumexp as base. The scaled score is rounded before the
-// difference, so that the largest one gives exactly 0, forward and back. A fused multiply-add would leave its rounding
-// error: for scores in ten thousands a weight of 1.002 instead of 1. For the same reason scores are not scaled by
-// log2(e).
+// exp(scale * score - base); base is the row's maximum or logsumexp. The scaled score is rounded before the difference,
+// so that the largest one gives exactly 0, forward and backward. A fused multiply-add would keep its rounding error:
+// for scores around ten thousand, a weight of 1.002 instead of 1. For the same reason scores are not scaled by log2(e).
 CRATE_DEVICE float weight(float score, float scale, float base) {
   return exp2_fast((__fmul_rn(score, scale) - base) * 1.44269504f);
 }

@@ -1,5 +1,5 @@
 // The forward of subspace attention on tensor cores: a block walks over tiles of keys, and copies the next tile while
-// it uses this one. mma_rows.cuh has the terms of one tile.
+// it uses the current one. mma_rows.cuh has the terms of one tile.
 #pragma once
 
 #include "mma_rows.cuh"
@@ -13,7 +13,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
   clear_uncovered<T>(call, head, block, call.out, call.lse);
-  // Longest causal rows first: started last, they would be waited for.
+  // Start the longest causal rows first: if they started last, the launch would wait for them.
   const int first = (call.causal ? call.blocks - 1 - block : block) * rows;
   if (first >= head.length) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());

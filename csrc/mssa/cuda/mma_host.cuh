@@ -1,4 +1,4 @@
-// How the tensor-core kernels are launched.
+// Launches the tensor-core kernels.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace crate_kernels::mssa {
 
-// Tiles of a class of head dims: those up to DIM, padded to it. A warp owns 16 * rows rows and walks over tiles of
-// `columns` keys; `held`: its operands stay in registers. These are the largest that spill nothing on sm_80 and sm_90
-// and let blocks of four warps fit 99 KB of shared memory, the least of any of these GPUs. They have not been timed.
-// One class more is 8 kernels more to compile.
+// Tiles of a class of head dims: those up to DIM, padded to DIM. A warp owns 16 * rows rows and walks over tiles of
+// `columns` keys; `held`: its operands stay in registers. These are the largest tiles without spills on sm_80 and sm_90
+// whose blocks of four warps fit 99 KB of shared memory, the least of these GPUs. They have not been timed. Each
+// further class means 8 more kernels to compile.
 struct Tiles {
   int rows, columns;
   bool held;
@@ -42,7 +42,7 @@ void with_class(Dtype dtype, int head_dim, F&& f) {
   typed(std::integral_constant<int, 256>{});
 }
 
-// The most warps per block that leave no multiprocessor without a block, and no warp without rows.
+// The most warps per block such that every multiprocessor has a block and every warp has rows.
 inline int warps_of(int64_t heads, int64_t seqlen, int rows, int multiprocessors) {
   int warps = kMostWarps;
   const auto blocks = [&] { return heads * ((seqlen + rows * warps - 1) / (rows * warps)); };
@@ -50,7 +50,7 @@ inline int warps_of(int64_t heads, int64_t seqlen, int rows, int multiprocessors
   return warps;
 }
 
-// A launch of the blocks that the longest sequence fills, per head; at least one, which clears uncovered rows.
+// A launch with enough blocks per head for the longest sequence. At least one block, which clears uncovered rows.
 inline Launch launch_of(Problem& call, int32_t device, int rows, int64_t shared_of_row, int64_t shared_of_tiles) {
   const int64_t heads = static_cast<int64_t>(call.sequences) * call.nheads;
   const int warps = warps_of(heads, call.seqlen, rows, multiprocessors(device));

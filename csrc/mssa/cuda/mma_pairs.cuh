@@ -6,15 +6,14 @@
 //
 //     out_i += P_ij w_j,        out_j += P_ij^T w_i.
 //
-// A tile is the 16 rows of a warp, which keeps them and their output in registers from start to end; all tiles are in
-// shared memory. In step r warp i finds the weights of pair (i, i + r mod tiles), adds their terms to its own rows,
-// and leaves them in shared memory, where the warp of tile i + r reads them transposed. Each pair is computed once, all
-// warps take equally long per step, nothing is added atomically; w is read once and out written once.
+// A tile is the 16 rows of a warp. The warp keeps them and their output in registers from start to end. All tiles are
+// in shared memory. In step r warp i computes the weights of pair (i, i + r mod tiles), adds their terms to its own
+// rows, and stores them in shared memory. There the warp of tile i + r reads them transposed. Each pair is computed
+// once, all warps do equal work per step, and there are no atomics. w is read once and out is written once.
 //
-// With n_k = s_kk / 2, 2 min n <= s_kk and s_ij <= 2 max n: with the shift in their middle no weight is above
-// exp(max n - min n), and no row's sum below exp(min n - max n). Heads that leave the range of the weights' dtype take
-// the online softmax of mma_rows.cuh, on the same tiles in shared memory. Row sums are products of the rounded weights
-// with ones.
+// With n_k = s_kk / 2, 2 min n <= s_kk and s_ij <= 2 max n. With the shift in the middle, no weight is above exp(max n
+// - min n), and no row's sum is below exp(min n - max n). Heads outside the range of the weights' dtype take the online
+// softmax of mma_rows.cuh, on the same tiles in shared memory. Row sums are products of the rounded weights with ones.
 #pragma once
 
 #include "mma_rows.cuh"
@@ -54,7 +53,7 @@ CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row
   }
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = blockDim.x / kWarp;
   upper = 0.5f * scale * row_sum(upper), lower = 0.5f * scale * row_sum(lower);
-  // fminf and fmaxf hide a NaN but not infinity, which is as far out of range.
+  // fminf and fmaxf hide a NaN but not infinity, which is also out of range.
   upper = upper == upper ? upper : INFINITY, lower = lower == lower ? lower : INFINITY;
   const bool has_upper = row + lane / 4 < length, has_lower = row + lane / 4 + 8 < length;
   const auto widen = [](float2 a, float2 b) { return make_float2(fminf(a.x, b.x), fmaxf(a.y, b.y)); };
@@ -95,7 +94,7 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
   pack_left<T>(p, s[0], s[1]);
 }
 
-// Adds p w and p's row sums, which every column of a product with ones has.
+// Adds p w, and p's row sums: every column of p's product with ones.
 template <class T, int DIM>
 CRATE_DEVICE void add_weighted(RowState<T, DIM, 1>& state, float (&sums)[4], const uint32_t (&p)[4], const T* tile) {
   const uint32_t one = pack_pair<T>(1.0f, 1.0f), ones[2] = {one, one};
@@ -116,7 +115,7 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
   const auto meets = [&](int tile, int step) { return 2 * step != count || tile < step; };
   float sums[4] = {};
   for (int step = 0; 2 * step <= count; ++step) {
-    // Overwritten two steps later: the barrier between lets every warp read it first.
+    // Overwritten two steps later: by the barrier between, every warp has read it.
     T* const weights = exchange + step % 2 * kMostTiles * 256;
     if (meets(i, step)) {
       const int j = (i + step) % count;

@@ -173,7 +173,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
   }
 }
 
-// Writes out and lse of a warp's rows, by way of `tile`, which is the warp's own; without a key they are 0 and -inf.
+// Writes out and lse of a warp's rows. `tile`, the warp's own, is scratch. Without a key, out is 0 and lse -inf.
 template <class T, int DIM, int ROWS16>
 CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, const Problem& call, const Head& head,
                               int row) {

@@ -1,8 +1,8 @@
-// The number per row that the backward needs: shift = delta - dlse, delta = sum_d g out; mma_backward.cuh has the
+// The number per row that the backward needs: shift = delta - dlse, delta = sum_d g out. mma_backward.cuh has the
 // equations.
 //
-// With dropout, out is rounded as factor * w_j where one weight is all of its row; the backward subtracts delta from
-// factor * g_i.w_j, and s_ij multiplies the rounding error. There delta_i = sum_j P_ij R_ij g_i.w_j is summed from the
+// With dropout, out is rounded as factor * w_j if one weight makes up its row. The backward subtracts delta from factor
+// * g_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij g_i.w_j is then summed from the
 // products that it is subtracted from, by an online softmax, whose largest weight is exactly 1.
 #pragma once
 
@@ -12,9 +12,10 @@ namespace crate_kernels::mssa {
 
 constexpr int kShiftWarps = 4;
 
-// Writes shift of every row; a warp reads 16 rows of g and of out once. With phi = "threshold" g has no part in it.
+// Writes shift of every row. A warp reads 16 rows of g and of out once. With phi = "threshold", shift has no term with
+// g.
 //
-// Take the diagonal of a product, which sums in the backward's order: where a weight is near 1, out is near w, and
+// The sum is the diagonal of a product, which adds in the backward's order: if a weight is near 1, out is near w, and
 // g.w - shift cancels.
 template <class T>
 CRATE_DEVICE void shift_rows(const Problem& call) {
@@ -74,7 +75,7 @@ constexpr int64_t dropout_shift_bytes() {
   return (2 * kShiftWarps * 16 + kShiftColumns) * DIM * 2;
 }
 
-// The same with dropout: a warp owns 16 rows of w and g, and takes 16 keys per step.
+// The same with dropout. A warp owns 16 rows of w and g, and takes 16 keys per step.
 template <class T, int DIM>
 CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   constexpr int kRows = kShiftWarps * 16;

@@ -1,7 +1,7 @@
-// Tiles of tokens in shared memory, and the tensor cores' operands from them.
+// Tiles of tokens in shared memory, and the tensor-core operands read from them.
 //
-// A tile is rows of DIM halves, channels beyond head_dim being 0. One tile is key and value at once: its rows are the
-// right operand of w_i . w_j as they are, and that of P w transposed.
+// A tile is rows of DIM halves; channels beyond head_dim are 0. One tile is key and value at once: its rows are the
+// right operand of w_i . w_j as stored, and of P w transposed.
 #pragma once
 
 #include "../../common/cuda/mma.cuh"
@@ -18,7 +18,7 @@ constexpr __host__ __device__ int swizzle_bits(int dim) {
 }
 
 // Place of a chunk of a row, in halves from the start of the tile. ldmatrix reads eight rows at once, and the banks are
-// eight chunks wide: rows with an even number of chunks would collide, so their chunks are permuted from row to row.
+// eight chunks wide. Rows with an even number of chunks would collide, so their chunks are permuted from row to row.
 // The permutation repeats after eight rows.
 template <int DIM>
 constexpr __host__ __device__ __forceinline__ int tile_offset(int row, int chunk) {
@@ -33,7 +33,7 @@ struct View {
   int64_t row, channel;
 };
 
-// Copies rows [first, first + rows) into a tile, rows from `length` on as zeros; asynchronous.
+// Copies rows [first, first + rows) into a tile asynchronously; rows from `length` on become zeros.
 template <class T, int DIM>
 CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int first, int length, const Access& access) {
   constexpr int kChunks = DIM / kHalves;
@@ -141,7 +141,7 @@ struct Own {
   }
 };
 
-// acc += p w of 16 rows of w: p is packed, two products side by side.
+// acc += p w for 16 rows of w. p is packed: two products side by side.
 template <class T, int DIM>
 CRATE_DEVICE void add_product(float (&acc)[DIM / 8][4], const uint32_t (&p)[4], const uint32_t (&b)[2][2], int k) {
   mma_16816<T>(acc[2 * k], p, b[0]);

@@ -1,4 +1,4 @@
-// The CUDA ops of subspace attention: the choice of the kernels that compute a call, and those on tensor cores.
+// The CUDA ops of subspace attention: the choice of kernels for a call, and the calls of those on tensor cores.
 #include "host.cuh"
 #include "mma_backward_kernel.cuh"
 #include "mma_forward.cuh"
@@ -78,7 +78,7 @@ bool tensor_cores_take(const Problem& call, int32_t device) {
   return call.dtype != Dtype::f32 && compute_capability(device) >= 80 && shared_limit(device) >= 99 * 1024;
 }
 
-// Attend to the tokens themselves or to a cache.
+// Attends to the tokens themselves, or to a cache.
 void attend(const Tensor& w, const MssaCall& call, const Cache* cache, const Tensor& out, const Tensor& lse) {
   if (out.numel() == 0) return;
   const int32_t device = w.get_device_index();
@@ -103,7 +103,7 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   plain::backward(problem, device);
 }
 
-// Without `part` and `statistics`, a forward that reads the cache serves.
+// Without `part` and `statistics`, a forward reads the cache.
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse,
             std::optional<Tensor> part, std::optional<Tensor> statistics) {
   if (out.numel() == 0) return;

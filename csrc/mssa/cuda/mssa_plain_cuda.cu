@@ -1,4 +1,4 @@
-// Subspace attention by fp32 products: the launches.
+// Launches of subspace attention by fp32 products.
 #include "host.cuh"
 #include "plain_backward.cuh"
 #include "plain_forward.cuh"

@@ -1,12 +1,11 @@
 // Subspace attention by fp32 products of the CUDA cores: for fp32 tokens, GPUs before sm_80, and every other call that
 // the tensor-core kernels refuse.
 //
-// A block of kThreads owns kOwned rows of one head and walks over tiles of kTile rows. Both are staged in shared memory
-// as fp32, kChunk channels at a time, so that less than Turing's 64 KB of shared memory serves every head_dim;
-// a tile is key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, columns 8 apart,
-// which with these pitches is free of bank conflicts. A block accumulates up to CHUNKS chunks of the output, as many as
-// fit its registers. Wider heads are cut into groups of chunks, each with its own blocks, which compute the scores
-// again.
+// A block of kThreads owns kOwned rows of one head and walks over tiles of kTile rows. Both are in shared memory as
+// fp32, kChunk channels at a time, so that less than Turing's 64 KB of shared memory serves every head_dim. A tile is
+// key and value. A thread has a 4 x 4 part of the scores: rows of its warp that are 4 apart, and columns 8 apart. With
+// these pitches it has no bank conflicts. A block accumulates up to CHUNKS chunks of the output, as many as fit its
+// registers. Wider heads are cut into groups of chunks. Each group has its own blocks, which compute the scores again.
 #pragma once
 
 #include "../../common/cuda/device.cuh"
@@ -37,7 +36,7 @@ CRATE_DEVICE Place place_of(const Problem& c) {
   return {rows / c.blocks, rows % c.blocks, static_cast<int>(blockIdx.x) % c.groups};
 }
 
-// One head of one sequence: its first row where packed, and the number of its rows.
+// One head of one sequence: its first row if packed, and its number of rows.
 struct Head {
   int batch, head, length;
   int64_t first;

@@ -1,8 +1,8 @@
-// The backward of subspace attention by fp32 products: one accumulator, no atomics, the same bits every time.
+// The backward of subspace attention by fp32 products: one accumulator, no atomics, bitwise deterministic.
 //
 // Symbols as in docs/mssa.md; g is the gradient of out, L is lse and dlse its gradient. A block owns rows j of w, as
-// keys and as queries at once, and walks over tiles of rows i. One tile of scores, which is symmetric, has both
-// directions in it:
+// keys and as queries at once, and walks over tiles of rows i. One tile of scores is symmetric and serves both
+// directions:
 //
 //   P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
 //   dw_j = sum_i  P_ij g_i + A_ij w_i
@@ -16,8 +16,8 @@ namespace plain {
 
 constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
 
-// L, delta and dlse of a row; L is inf, and every weight then 0, where the row is absent. A row without keys, whose L
-// is -inf, has all its weights masked.
+// L, delta and dlse of a row. An absent row has L = inf, so every weight is 0. A row without keys has L = -inf, and all
+// its weights are masked.
 struct Numbers {
   float lse, delta, dlse;
 };
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const Thread t;
-  // More than one chunk leaves the owned rows' places free once the scores are known.
+  // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
   Numbers own[kPart];
   bool own_kept[kPart];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   }
   float acc[CHUNKS][kPart][kColumns] = {};
 
-  // Without a gradient of the scores, earlier rows add nothing: owned rows are no keys of theirs.
+  // Without a gradient of the scores, earlier rows add nothing: owned rows are not their keys.
   for (int first = c.causal && !c.scores ? start : 0; first < h.length; first += kTile) {
     // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
     const int mine = start + t.warp_row;

@@ -13,8 +13,8 @@ namespace plain {
 constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
 constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
 
-// Write delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main
-// kernel's products: where a weight is near 1, out is near w, and g.w - delta cancels.
+// Writes delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main kernel's
+// products: if a weight is near 1, out is near w, and g.w - delta cancels.
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   if (threadIdx.x < kOwned && row < h.length) c.delta[number_of(c, h) + row] = delta;
 }
 
-// s += w_j.w_i, as_key += w_j.g_i where KEY, as_query += g_j.w_i where QUERY; owned rows j, rows i of the tile.
+// s += w_j.w_i; as_key += w_j.g_i if KEY; as_query += g_j.w_i if QUERY. j: owned rows; i: rows of the tile.
 template <bool KEY, bool QUERY>
 CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][kPart], float (&as_query)[kPart][kPart],
                                const float* own_w, const float* own_g, const float* tile_w, const float* tile_g,

@@ -1,5 +1,5 @@
 // The forward of subspace attention by fp32 products: a softmax with a running maximum. phi = "threshold" takes two
-// passes: one for maximum and sum, one that adds up the rows whose weights are above the threshold.
+// passes. The first finds maximum and sum, the second adds up the rows whose weights are above the threshold.
 #pragma once
 
 #include "plain_tile.cuh"
@@ -32,7 +32,7 @@ CRATE_DEVICE void add_scores(float (&s)[kPart][kPart], const float* own, const f
   }
 }
 
-// A row's softmax so far; the sum is of the thread's own columns.
+// A row's softmax so far; the sum covers the thread's own columns.
 struct Softmax {
   float largest = -INFINITY, sum = 0.0f;
 };
@@ -44,7 +44,7 @@ CRATE_DEVICE float row_sum(float v) {
   return v;
 }
 
-// Turn scores into weights relative to the row's largest score; return the factor of all earlier sums.
+// Turns scores into weights relative to the row's largest score. Returns the factor of all earlier sums.
 CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
   float largest = row.largest;
 #pragma unroll
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
 
   const Place place = place_of(c);
   const Head h = head_of(c, place.head);
-  // Longest causal rows first: started last, they would be waited for.
+  // Start the longest causal rows first: if they started last, the launch would wait for them.
   const int start = (c.causal ? c.blocks - 1 - place.block : place.block) * kOwned;
   if (place.group == 0) zero_uncovered(c, c.out, c.lse, h, place.block);
   if (start >= h.length) return;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       for (int i = 0; i < kPart; ++i) row[i].sum = row_sum(row[i].sum);
     }
     for (int first = 0; first < stop; first += kTile) {
-      // Warps whose rows are absent, or see none of these keys, only help to stage.
+      // Warps whose rows are absent, or see none of these keys, only help to copy.
       const bool active =
           start + t.warp_row < h.length && (!c.causal || first < before + start + t.warp_row + kWarpRows);
       float s[kPart][kPart] = {};

@@ -1,4 +1,4 @@
-// Tiles of the plain kernels: staging in shared memory, products, writing rows.
+// Tiles of the plain kernels: copies to shared memory, products, writing rows.
 #pragma once
 
 #include "plain.cuh"
@@ -20,8 +20,8 @@ CRATE_DEVICE void put_halves(float* to, const uint4& bits) {
   *reinterpret_cast<float4*>(to + 4) = make_float4(c.x, c.y, d.x, d.y);
 }
 
-// Copy channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory, zeros past the end.
-// The dtype is no template argument: a branch per 16 bytes instead of three times as many kernels.
+// Copies channels [channel, channel + kChunk) of ROWS rows from `first` on to shared memory; zeros past the end. The
+// dtype is not a template argument: one branch per 16 bytes instead of three times as many kernels.
 template <int ROWS>
 CRATE_DEVICE void stage(const Problem& c, float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
@@ -71,7 +71,7 @@ CRATE_DEVICE uint4 halves_at(const float* from) {
   return make_uint4(pack_pair<T>(a.x, a.y), pack_pair<T>(a.z, a.w), pack_pair<T>(b.x, b.y), pack_pair<T>(b.z, b.w));
 }
 
-// Copy a chunk of the owned rows from shared memory to channels [channel, channel + kChunk). Writes straight from the
+// Copies a chunk of the owned rows from shared memory to channels [channel, channel + kChunk). Writes directly from the
 // threads' registers would be 8 bytes each, and three times the code of everything else.
 CRATE_DEVICE void unstage(const Problem& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
   if (!t.wide) {
@@ -108,7 +108,7 @@ CRATE_DEVICE void load4(const float* from, float (&v)[4]) {
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
 }
 
-// Round the scaled score before anything is subtracted, forward and backward: the weight of a row's only key is then
+// Rounds the scaled score before anything is subtracted, forward and backward. The weight of a row's only key is then
 // exactly 1 in both.
 CRATE_DEVICE float scaled(float s, float scale) {
   return __fmul_rn(s, scale);
@@ -132,8 +132,8 @@ CRATE_DEVICE int channels_of(const Problem& c, int chunk) {
   return left < kChunk ? left : kChunk;
 }
 
-// Sum scores of wide heads chunk by chunk, forward and backward alike: hundreds of squares added to one number, as on
-// the diagonal, would lose digits.
+// Adds the scores of one chunk of a wide head, forward and backward alike. Adding hundreds of squares to one number, as
+// on the diagonal, would lose digits.
 CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][kPart]) {
 #pragma unroll
   for (int i = 0; i < kPart; ++i) {
@@ -142,8 +142,8 @@ CRATE_DEVICE void add_chunk(float (&s)[kPart][kPart], const float (&sum)[kPart][
   }
 }
 
-// sum += weights tile: a thread's 4 rows, and of the kChunk columns fours that are 32 apart. Each tile is summed
-// from 0: thousands of tiles added to the output one weight at a time would lose digits.
+// sum += weights tile: a thread's 4 rows, and groups of four of the kChunk columns, 32 apart. Each tile is summed from
+// 0: adding the weights of thousands of tiles one by one to the output would lose digits.
 CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weights, const float* tile, const Thread& t,
                                int count) {
   const float* const row = weights + t.row * kWeightPitch;
@@ -169,8 +169,7 @@ CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weigh
   }
 }
 
-// Write the chunks from `first_chunk` on of the owned rows by way of `tile`, the owned rows' own; row i times
-// factor[i].
+// Writes the owned rows' chunks from `first_chunk` on; row i times factor[i]. `tile`, the owned rows' own, is scratch.
 template <int CHUNKS>
 CRATE_DEVICE void write_rows(const Problem& c, float* tile, const HeadRows& to,
                              const float (&acc)[CHUNKS][kPart][kColumns], const float (&factor)[kPart], const Thread& t,
@@ -192,7 +191,7 @@ CRATE_DEVICE void write_rows(const Problem& c, float* tile, const HeadRows& to,
   }
 }
 
-// Store a thread's part of a tile of weights for its warp.
+// Stores a thread's part of a tile of weights for its warp.
 CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], const Thread& t) {
 #pragma unroll
   for (int i = 0; i < kPart; ++i) {
@@ -202,7 +201,7 @@ CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], co
 }
 
 // Dropout mask of a thread's weights: bit kPart * i + j for row + 4 i as query and column + 8 j as key, or the reverse.
-// Not unrolled: it would be most of the kernel.
+// Not unrolled: unrolled, it would be most of the kernel.
 CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int column, bool row_is_query) {
   if (c.seed == nullptr) return 0xffff;
   const uint64_t seed = *c.seed;
@@ -216,7 +215,7 @@ CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int co
   return bits;
 }
 
-// Zero the packed rows after sequence h that no sequence covers; only offsets that do not rise leave any.
+// Zeros the packed rows after sequence h that no sequence covers; only offsets that do not rise leave any.
 CRATE_DEVICE void zero_uncovered(const Problem& c, const Rows& tokens, float* numbers, const Head& h, int block) {
   if (c.cu_seqlens == nullptr) return;
   const int64_t stop = h.batch == c.sequences - 1 ? c.total : clamped_offset(c, h.batch + 1);

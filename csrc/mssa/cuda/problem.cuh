@@ -1,4 +1,4 @@
-// The arguments of the kernels of the forward and the backward, on tensor cores or not.
+// Arguments of the forward and backward kernels, on tensor cores or not.
 #pragma once
 
 #include "../call.h"
@@ -7,12 +7,12 @@
 namespace crate_kernels::mssa {
 
 struct Problem {
-  Rows w, keys, out, g, dw;   // keys: w, or a cache that w was appended to; g: the gradient of out
+  Rows w, keys, out, g, dw;   // keys: w, or the cache that w was appended to; g: gradient of out
   float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
   float* delta;               // scratch of lse's size
   const float* dlse;          // of lse's size; null: no gradient
   const bool* keep;           // (sequences, seqlen); null: every key
-  const int32_t* held;        // lengths of a cache before the new tokens, whose mask `keep` is then; null: no cache
+  const int32_t* held;        // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
   const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
   const int64_t* seed;        // null: no dropout
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
@@ -26,7 +26,7 @@ struct Problem {
   bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
 };
 
-// A cache that the tokens of a call were appended to, while its lengths are still those of before.
+// A cache that the tokens of a call were appended to. Its lengths do not count them yet.
 struct Cache {
   const Tensor &data, &lengths;
 };
@@ -67,7 +67,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   return p;
 }
 
-// The problem of a backward, which writes `dw` and has `delta` to work in.
+// The problem of a backward, which writes `dw` and uses `delta` as scratch.
 inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& w,
                           const Tensor& out, const Tensor& lse, const MssaCall& call, const Tensor& dw,
                           const Tensor& delta) {
@@ -77,7 +77,7 @@ inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional
   p.access.wide = p.access.wide && p.dw.wide && p.g.wide;
   p.dlse = pointer<const float>(dlse);
   p.delta = static_cast<float*>(delta.data_ptr());
-  // The selection of phi = "threshold" is piecewise constant: its scores get a gradient from lse alone.
+  // The selection of phi = "threshold" is piecewise constant: scores get a gradient from lse only.
   p.values = dout.has_value();
   p.products = p.values && !p.select;
   p.scores = p.products || dlse.has_value();

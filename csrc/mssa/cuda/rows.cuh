@@ -1,4 +1,4 @@
-// From PyTorch's stable tensors to the arguments of the kernels of subspace attention.
+// Turns PyTorch's stable tensors into the arguments of the kernels of subspace attention.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Rows {
   bool wide;  // every row is whole packs of 16 bytes
 };
 
-// Access to all tensors of a call; wide: in packs of 16 bytes, because all their rows are whole packs.
+// Access to all tensors of a call. wide: in packs of 16 bytes, because all rows are whole packs.
 namespace mssa {
 struct Access {
   int head_dim;

@@ -9,8 +9,8 @@ struct CacheSpace {
   int held, appended;  // tokens in the cache, and new ones that fit behind them
 };
 
-// New tokens beyond the capacity are dropped: never written, and seen by no token. `keep` (batch, count) is
-// right-padded, so that its kept tokens are the first; null keeps all. Every lane of a warp takes part.
+// New tokens beyond the capacity are dropped: they are never written, and no token sees them. `keep` (batch, count) is
+// right-padded, so that its kept tokens come first; null keeps all. Every lane of a warp takes part.
 CRATE_DEVICE CacheSpace space_of(int length, const bool* keep, int batch, int count, int capacity) {
   const int held = length < 0 ? 0 : length < capacity ? length : capacity;
   int kept = count;
