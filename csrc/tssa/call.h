@@ -1,5 +1,4 @@
-// The options of a call of token statistics, as crate_kernels/ops/tssa/call.py lists them; and the ops of either
-// device.
+// The options of a call of token statistics, as listed in crate_kernels/ops/tssa/call.py, and the ops of either device.
 #pragma once
 
 #include <cmath>
@@ -18,7 +17,7 @@ struct TssaCall {
 
   bool packed() const { return cu_seqlens.has_value(); }
   int64_t nsequences(const Tensor& w) const { return packed() ? cu_seqlens->size(0) - 1 : w.size(0); }
-  // The least Philox word that dropout keeps, and the factor of what it keeps.
+  // The least Philox word that dropout keeps, and the factor of the kept values.
   uint64_t keep_from() const { return static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0)); }
   float keep_factor() const { return static_cast<float>(1.0 / (1.0 - dropout_p)); }
 };
@@ -30,7 +29,7 @@ inline TssaCall Arguments::take<TssaCall>() {
 }
 
 #define CRATE_TSSA_CALL "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p"
-// The arguments that CPU and CUDA ops share; those of CUDA have workspaces behind them.
+// Arguments that CPU and CUDA ops share. CUDA ops take workspaces after them.
 #define CRATE_TSSA_FWD                      \
   "Tensor w, Tensor temp, " CRATE_TSSA_CALL \
   ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!) energy, Tensor(d!) moment"

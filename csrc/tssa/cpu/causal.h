@@ -1,7 +1,7 @@
-// The causal form: running sums, so that one thread needs one step over the tokens.
+// The causal form: running sums, so that one thread reads the tokens once.
 //
 // A running sum is the total of the chunks before, plus a sum that starts with the chunk. Threads that share a sequence
-// first take the totals of its chunks, and get the same bits as one thread that goes through it.
+// first sum its chunks. Their results have the same bits as those of one thread.
 #pragma once
 
 #include "tile.h"
@@ -19,7 +19,7 @@ struct CausalSums {
   void clear(const TssaProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
 };
 
-// The sums of the chunks before `chunk`. Its own totals, until they are summed, are in the next slot.
+// The sums of the chunks before `chunk`. The next slot holds the totals of `chunk` itself until they are summed.
 CRATE_INLINE CausalSums before_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
   return CausalSums(p, s.work + chunk * CausalSums::size(p));
 }
@@ -31,7 +31,7 @@ CRATE_INLINE void add_rows(const float* a, const float* b, int64_t size, float* 
   for (int64_t i = 0; i < size; ++i) sum[i] = a[i] + b[i];
 }
 
-// masses[n] = before + the running sum of counted, which goes on in `local`.
+// masses[n] = before + the running sum of counted, carried on in `local`.
 CRATE_INLINE void running_mass(float before, const float* counted, float& local, float* masses) {
   float total = local;
   for (int n = 0; n < kLanes; ++n) {
@@ -41,7 +41,7 @@ CRATE_INLINE void running_mass(float before, const float* counted, float& local,
   local = total;
 }
 
-// denom_bias of a tile's tokens. Only padded ones, whose output nobody reads, are past the end.
+// denom_bias of a tile's tokens. Only padded tokens, whose output is not read, are past its end.
 CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count) {
   const float* const row = s.bias + h * s.bias_tokens;
   const int64_t start = s.position + first;
@@ -109,7 +109,7 @@ void causal_end(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   }
 }
 
-// The totals of a chunk's w^2.
+// Sums w^2 over a chunk.
 void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   float* const sums = before_chunk(p, s, chunk + 1).energy;
@@ -136,7 +136,7 @@ void causal_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, 
   }
 }
 
-// The membership of a chunk, its output, or both at once.
+// Computes the membership of a chunk, its output, or both.
 template <bool kMembers, bool kOutput>
 void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);

@@ -1,8 +1,8 @@
-// The gradient of the causal form: two scans from the last token to the first, over running sums that are summed
-// again rather than stored.
+// The gradient of the causal form: two scans from the last token to the first. The running sums are computed again, not
+// stored.
 //
-// The totals of every chunk are kept, and, while a chunk is worked on, those of its tiles. Threads that share a
-// sequence first take the chunks' totals of either scan.
+// The totals of every chunk are kept, and those of the tiles of the current chunk. Threads that share a sequence first
+// compute the chunks' totals of each scan.
 #pragma once
 
 #include "causal.h"
@@ -21,7 +21,7 @@ int64_t causal_backward_work_size(const TssaProblem& p, int64_t chunks) {
   return 2 * (chunks + 1) * CausalSums::size(p) + chunks * p.head_size();
 }
 
-// Go through a chunk's running sums; call visit(tile number) before each tile.
+// Goes through a chunk's running sums and calls visit(tile number) before each tile.
 template <class Visit>
 CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64_t chunk, const Staging& staging,
                               const CausalSums& sums, const Visit& visit) {
@@ -60,7 +60,8 @@ struct TileHead {
   const float *keep, *members, *counted, *masses, *inverse_masses;
 };
 
-// Lane n: dPi without the part of later tiles in V. `dw` gets all that needs no dlogit; `dmoment` is carried on.
+// Lane n: dPi without the part of later tiles in V. Adds to `dw` all terms that need no dlogit. `dmoment` is carried
+// on.
 template <bool kDropout>
 CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float* at_tile, const float* after,
                              float* dmoment, float& v_sum) {
@@ -96,7 +97,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
   return sum_each(acc);
 }
 
-// Add the gradient through c to `dw`; return this tile's sum of dlogit q, without the bias.
+// Adds the gradient through c to `dw`. Returns this tile's sum of dlogit q, without the bias.
 CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlogit, const float* before,
                                 const float* at_tile, const float* after, float* denergy) {
   Vf dtemp = {};
@@ -120,7 +121,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
       const Vf per_energy = inverse * dlogit[n];
       const Vf similarity = per_energy * x * x;
       dtemp += similarity;
-      // A token's own part, 1 / c - w^2 / c^2, is the sum before it over c^2: nothing cancels.
+      // A token's own part, 1 / c - w^2 / c^2, equals the sum before it divided by c^2: this form has no cancellation.
       const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
       float* const dw = at(t.dw, n, v);
       store(dw, load(dw) + x * twice * (own - (later + suffix) * t.keep[n]));
@@ -131,7 +132,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
   return sum(dtemp);
 }
 
-// Results of a pass over a chunk: the totals of one scan, for others to add up; both scans carried on; or dw alone.
+// Results of a pass over a chunk: the totals of one scan, for other passes to sum; both scans carried on; or dw alone.
 enum class Leave { dmoment, denergy, carried, nothing };
 
 template <Leave kLeave>

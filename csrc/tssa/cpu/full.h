@@ -1,4 +1,4 @@
-// The full form: three steps over the tokens, each with what the one before summed. A sequence that fits the
+// The full form: three steps over the tokens; each needs the sums of the step before. A sequence that fits the
 // second-level cache is read from memory once.
 #pragma once
 
@@ -100,7 +100,7 @@ void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Floats out = place_tile(p, s.out, first, count, staging.out);
     load_members(p, s, first, count, Vf{}, staging.members, nullptr);
-    // Token by token, as they lie in memory: there is nothing to keep in registers.
+    // Token by token, in memory order: registers hold nothing between tokens.
     for (int n = 0; n < kLanes; ++n) {
       for (int h = 0; h < p.nheads; ++h) {
         const Floats from = w.of_head(h), to = out.of_head(h);

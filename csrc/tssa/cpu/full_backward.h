@@ -1,6 +1,7 @@
-// The gradient of the full form: three steps over the tokens, of which the second needs no upstream gradient.
+// The gradient of the full form: three steps over the tokens. The second needs no upstream gradient.
 //
-// q itself is never needed again: dtemp_h = sum_n dlogit q = sum_d (sum_n dlogit w^2 / c), a sum that dc has too.
+// q itself is never needed again: dtemp_h = sum_n dlogit q = sum_d (sum_n dlogit w^2 / c), and dc has the same inner
+// sum.
 #pragma once
 
 #include "tile.h"
@@ -40,7 +41,7 @@ void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
   }
 }
 
-// sum_n Pi g w and sum_n Pi; sum_d g w A goes in the place of dlogit.
+// sum_n Pi g w and sum_n Pi; sum_d g w A is stored in the place of dlogit.
 void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullBackwardWork work(p, s);
@@ -120,7 +121,7 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
 void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   const FullBackwardWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.denergy);
-  // A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
+  // For a single token w^2 / c is 1 for every w: skip the two large terms that would have to cancel.
   const bool single = s.seqlen == 1;
   for (int h = 0; h < p.nheads; ++h) {
     float dtemp = 0.0f;

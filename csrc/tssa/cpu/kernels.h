@@ -5,24 +5,25 @@
 
 #include "../../common/dtype.h"
 
-// Units of different levels call these: a copy that the linker shares would run on the wrong machine.
+// Units of different levels call these functions. A copy that the linker shares could use instructions that the machine
+// lacks.
 #define CRATE_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace crate_kernels {
 
-// Tokens per chunk, the unit of work and of partial sums. It depends on nothing, least of all on the number of threads:
-// sums are added in the same order whoever computes them.
+// Tokens per chunk, the unit of work and of partial sums. The size is fixed and does not depend on the number of
+// threads, so the order of every sum is fixed too.
 constexpr int64_t kTssaChunk = 64;
 
-// A tensor (heads, tokens, channels) of one sequence; strides in elements. Its elements are of type T, or, where T is
-// char, of the dtype of the call. Null data: the call has no such tensor.
+// A tensor (heads, tokens, channels) of one sequence; strides in elements. Elements have type T, or the call's dtype if
+// T is char. Null data: the call has no such tensor.
 template <class T>
 struct TssaStrided {
   T* data;
   int64_t head, token, channel;
 
   CRATE_ALWAYS_INLINE T* at(int64_t h, int64_t n) const { return data + h * head + n * token; }
-  // One head of it.
+  // One head of the tensor.
   CRATE_ALWAYS_INLINE TssaStrided of_head(int64_t h) const { return {data + h * head, 0, token, channel}; }
 };
 
@@ -31,7 +32,7 @@ struct TssaProblem {
   Dtype dtype;
   int nheads;
   int head_dim;
-  const float* temp;  // of each head
+  const float* temp;  // per head
   bool dropout;
   float keep_factor;   // 1 / (1 - dropout_p)
   uint64_t keep_from;  // a value is kept iff its random word is at least this
@@ -48,32 +49,32 @@ struct TssaProblem {
 struct TssaSequence {
   int64_t seqlen;
   int64_t chunks;
-  int64_t first_key;  // before it there is nothing to sum over; in the full form 0 or seqlen
+  int64_t first_key;  // earlier tokens have no key to sum over; in the full form 0 or seqlen
   uint32_t counter;   // sequence * nheads, for dropout
   TssaStrided<char> w, out, dout, dw;
-  TssaStrided<const bool> keep;  // which tokens enter the sums
+  TssaStrided<const bool> keep;  // marks the tokens that enter the sums
   TssaStrided<float> membership;
   TssaStrided<const float> dmembership;
   TssaStrided<float> dlogit;
   float *energy, *moment;  // (nheads, head_dim) each
   float* dtemp;            // (nheads,): this sequence's share
-  const float* bias;       // (nheads, bias_tokens); the first token here is its token `position`
+  const float* bias;       // (nheads, bias_tokens); this sequence starts at its token `position`
   int64_t bias_tokens;
   int64_t position;
-  // Where decoding starts, and where it leaves off: (nheads, head_dim), (nheads, head_dim), (nheads,).
+  // The state of decoding, read at the start and updated at the end: (nheads, head_dim), (nheads, head_dim), (nheads,).
   float *state_energy, *state_moment, *state_mass;
   float* work;
 };
 
-// A step of a kernel. Steps follow one another. One over `chunks` may run them in any order or at once; where it is
-// `ascending` or `descending`, a chunk needs what the one before it left.
+// A step of a kernel. Steps run one after another. A step over `chunks` may run them in any order or at once, unless it
+// is `ascending` or `descending`: then each chunk needs the results of the chunk before it.
 struct TssaStep {
   void (*run)(const TssaProblem&, const TssaSequence&, int64_t chunk, float* staging);
   enum Kind { whole, chunks, ascending, descending } kind;
 };
 
-// A kernel: its steps where one thread has the sequence, its steps where several share it, and the floats of
-// `work` that it needs for a sequence.
+// A kernel: its steps for one thread per sequence, its steps for several threads per sequence, and the floats of `work`
+// that it needs per sequence.
 struct TssaKernel {
   const TssaStep* alone;
   int alone_steps;
@@ -84,7 +85,7 @@ struct TssaKernel {
 
 struct TssaKernels {
   TssaKernel forward, backward, causal_forward, causal_backward;
-  int64_t (*staging_size)(const TssaProblem&);  // floats, for each thread
+  int64_t (*staging_size)(const TssaProblem&);  // floats per thread
 };
 extern const TssaKernels tssa_portable, tssa_avx2, tssa_avx512;
 

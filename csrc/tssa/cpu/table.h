@@ -1,4 +1,4 @@
-// The kernels of one level, as tssa_cpu.cpp takes them.
+// The table of one level's kernels, for tssa_cpu.cpp.
 #pragma once
 
 #include "causal_backward.h"

@@ -25,7 +25,7 @@ CRATE_INLINE int vectors_of(const TssaProblem& p) {
   return (p.head_dim + kLanes - 1) / kLanes;
 }
 
-// Lane n is the sum of the lanes of v[n]; v is used up.
+// Lane n is the sum of the lanes of v[n]. Overwrites v.
 CRATE_INLINE Vf sum_each(Vf (&v)[kLanes]) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) {
@@ -66,8 +66,8 @@ CRATE_INLINE char* element(const Tokens& tokens, Dtype dtype, int64_t h, int64_t
   return tokens.data + offset * crate_kernels::itemsize(dtype);
 }
 
-// A tile is kLanes tokens of every head in fp32, zero beyond the last token and the last channel: in the tensor itself
-// where that is fp32 in whole vectors and tokens, else a copy.
+// A tile is kLanes tokens of every head in fp32, zero beyond the last token and the last channel. It lies in the tensor
+// itself if that is fp32 in whole vectors and tokens. Otherwise it is a copy.
 CRATE_INLINE bool is_in_place(const TssaProblem& p, const Tokens& tokens, int count) {
   return p.dtype == Dtype::f32 && tokens.channel == 1 && p.head_dim % kLanes == 0 && count == kLanes;
 }
@@ -78,7 +78,7 @@ CRATE_INLINE Floats place_tile(const TssaProblem& p, const Tokens& tokens, int64
   return {reinterpret_cast<float*>(element(tokens, p.dtype, 0, first, 0)), tokens.head, tokens.token, 1};
 }
 
-constexpr int kMostAtOnce = 256;  // channels that a conversion takes
+constexpr int kMostAtOnce = 256;  // channels per conversion
 
 // Says if a head's channels are whole vectors of bf16.
 CRATE_INLINE bool in_bf16_vectors(const TssaProblem& p, const Tokens& tokens) {
@@ -138,7 +138,7 @@ void store_tile(const TssaProblem& p, const Floats& tile, const Tokens& tokens, 
   }
 }
 
-// Call body(first token, tokens, number of the tile in its chunk) for each tile of a chunk.
+// Calls body(first token, tokens, number of the tile in its chunk) for each tile of a chunk.
 template <class Body>
 CRATE_INLINE void for_tiles(const TssaSequence& s, int64_t chunk, const Body& body) {
   const int64_t begin = chunk * kTssaChunk;
@@ -157,8 +157,9 @@ CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
   return keep;
 }
 
-// The tile's tokens with a kept token to sum over: all of them or none, or in the causal form those from the first kept
-// one on. Lanes beyond the last token are out: their q is 0, and an infinite temp times 0 is no number.
+// Marks the tile's tokens that have a kept token to sum over. In the full form these are all or none, in the causal
+// form those from the first kept token on. Lanes beyond the last token are excluded: their q is 0, and 0 times an
+// infinite temp is NaN.
 CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
   const int64_t before = s.first_key - first;
   const Vi begun = iota() >= static_cast<int32_t>(before < 0 ? 0 : before > kLanes ? kLanes : before);
@@ -178,8 +179,8 @@ CRATE_INLINE void add_squares(const Floats& w, int vectors, const float* weight,
   }
 }
 
-// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. Multiply by it first: w^2 times a small weight
-// underflows for channels which c itself still holds.
+// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. Multiply by `inverse` first: w^2 times a small weight
+// underflows in channels whose c is still in range.
 CRATE_INLINE void add_ratios(const Floats& w, int vectors, const float* inverse, const float* weight, float* sums) {
   for (int v = 0; v < vectors; ++v) {
     const Vf f = load(inverse + v * kLanes);
@@ -213,7 +214,7 @@ CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
   for (int h = 1; h < nheads; ++h) largest = max(largest, load(logits + h * kLanes));
   for (int h = 0; h < nheads; ++h) {
     const Vf x = (load(logits + h * kLanes) - largest) * 1.44269504f;
-    const Vf e = select(x == x, exp2(x), x);  // exp2 knows no NaN
+    const Vf e = select(x == x, exp2(x), x);  // exp2 does not keep NaN
     total += e;
     store(logits + h * kLanes, e);
   }
@@ -224,8 +225,8 @@ CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
 }
 
 // The gradient of the softmax over heads, (nheads, kLanes) each, in place: dlogit = Pi (dPi - sum_h Pi dPi). The mean
-// is taken away twice: where heads are nearly alike, or one has nearly all of a token, the first difference is mostly
-// the rounding of two large numbers; the second sum is of small ones, and exact enough.
+// is subtracted twice. If heads are nearly alike, or one has nearly all of a token, the first difference is mostly the
+// rounding of two large numbers. The second sum has small terms, and is exact enough.
 CRATE_INLINE void softmax_backward(int nheads, const float* membership, float* grad) {
   for (int time = 0; time < 2; ++time) {
     Vf mean = {};
@@ -256,7 +257,7 @@ CRATE_INLINE void add_parts(const float* parts, int64_t count, int64_t size, flo
   }
 }
 
-// Memory that a thread keeps from tile to tile.
+// Memory that a thread reuses for every tile.
 struct Staging {
   float *w, *grad, *out;            // tiles that need a copy
   float *members, *counted, *dots;  // (nheads, kLanes) each
@@ -272,7 +273,7 @@ struct Staging {
     dots = counted + tokens;
     rest = dots + tokens;
   }
-  // Behind the tiles, for the causal backward: running sums at each tile, and the dropout factors of a tile.
+  // After the tiles, for the causal backward: running sums at each tile, and the dropout factors of a tile.
   static int64_t size(const TssaProblem& p) {
     const int64_t tile = kLanes * p.row_size(), tokens = kLanes * p.nheads;
     const int64_t sums = 2 * p.row_size() + p.head_size();
@@ -280,7 +281,7 @@ struct Staging {
   }
 };
 
-// Membership of a tile, and its part that enters the sums.
+// Loads the membership of a tile, and its part that enters the sums.
 CRATE_INLINE void load_members(const TssaProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
                                float* members, float* counted) {
   for (int h = 0; h < p.nheads; ++h) {

@@ -1,4 +1,4 @@
-// The CPU ops of token-statistics attention: tensors to sequences, sequences to threads.
+// The CPU ops of token-statistics attention: cut tensors into sequences, and share sequences among threads.
 #include <algorithm>
 #include <optional>
 #include <vector>
@@ -28,7 +28,7 @@ float* floats(const Tensor* t) {
   return t == nullptr ? nullptr : static_cast<float*>(t->data_ptr());
 }
 
-// The tensors of a call, null where it has none. Those without channels are contiguous.
+// The tensors of a call; null: absent. Those without channels are contiguous.
 struct Tensors {
   const TssaCall& call;
   const Tensor &w, &temp;
@@ -185,7 +185,7 @@ void decode(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, Tensor ener
   run_forward(t, true);
 }
 
-// Run a backward kernel and sum over sequences, in their order.
+// Runs a backward kernel and sums over sequences, in their order.
 void run_backward(const Tensors& t, bool causal, const Tensor* ddenom_bias) {
   const TssaProblem p = problem(t);
   std::vector<TssaSequence> sequences = list_sequences(t, p, causal);

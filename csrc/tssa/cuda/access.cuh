@@ -1,4 +1,4 @@
-// Reading and writing elements, and dealing them to threads.
+// Reads and writes elements, and shares them among threads.
 #pragma once
 
 #include "call.cuh"
@@ -28,8 +28,8 @@ struct TssaFloats {
   }
 };
 
-// N halves between memory and fp32: bf16 if `brain`, else fp16. The kernel asks as it runs, with one answer for all
-// threads: half of the kernels to compile, for at most one instruction per channel.
+// N halves between memory and fp32: bf16 if `brain`, else fp16. Decided at run time, alike in all threads: half as many
+// kernels to compile, for at most one instruction per channel.
 template <class T, int N>
 CRATE_DEVICE void unpack_as(const uint32_t (&pairs)[N / 2], float (&x)[N]) {
 #pragma unroll
@@ -80,8 +80,8 @@ struct TssaHalves {
   }
 };
 
-// Four neighbouring channels of one head in any dtype, in one access of 8 or 16 bytes: as many as a thread keeps
-// running sums of in registers.
+// Four neighbouring channels of one head in any dtype, in one access of 8 or 16 bytes. A thread's registers hold the
+// running sums of this many.
 struct TssaFours {
   static constexpr int kCount = 4;
   Dtype dtype;
@@ -109,7 +109,7 @@ struct TssaFours {
   }
 };
 
-// One element of any strides and alignment, for rare calls. The kernel asks for the dtype as it runs.
+// One element of any strides and alignment, for rare calls. The dtype is decided at run time.
 struct TssaScalars {
   static constexpr int kCount = 1;
   Dtype dtype;
@@ -137,8 +137,8 @@ struct TssaScalars {
   }
 };
 
-// Calls f(head, channel, group, groups) for every vector of N channels that is the thread's. Fewer vectors than
-// threads: groups of threads share the rows. More: a thread has several vectors.
+// Calls f(head, channel, group, groups) for each of the thread's vectors of N channels. With fewer vectors than
+// threads, groups of threads share the rows. With more, a thread has several vectors.
 template <int N, class F>
 CRATE_DEVICE void each_column(const TssaProblem& p, F f) {
   const int vectors = p.width / N, per_head = p.head_dim / N;
@@ -151,9 +151,9 @@ CRATE_DEVICE void each_column(const TssaProblem& p, F f) {
   }
 }
 
-// sums[channel of the token] = the sum over `rows` of values, from terms(row, head, channel, values): within a thread,
-// then over the groups of threads, in one order. `scratch` has N floats per thread, in use until the caller's next
-// barrier.
+// sums[channel of the token] = the sum over `rows` of values, from terms(row, head, channel, values). Adds within a
+// thread, then over the groups of threads, in a fixed order. `scratch` has N floats per thread, and is in use until the
+// caller's next barrier.
 template <int N, class Terms>
 CRATE_DEVICE void sum_columns(const TssaProblem& p, int rows, float* scratch, float* sums, Terms terms) {
   const int threads = static_cast<int>(blockDim.x), spread = threads / (p.width / N);
@@ -191,8 +191,8 @@ CRATE_DEVICE void sum_rows(const TssaProblem& p, int rows, float* sums, Terms te
   }
 }
 
-// For one token in one warp: store(h, total) with the sum of values, from terms(h, channel, values), over the channels
-// of a head. The numbers of a vector are added in fp32, vectors in Sum.
+// For one token in one warp: calls store(h, total) with the sum of values over a head's channels; terms(h, channel,
+// values) gives the values. The numbers of a vector are added in fp32, vectors in Sum.
 template <int N, class Sum, class Terms, class Store>
 CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
   const int lane = threadIdx.x % kWarp, own = lane % p.lanes, heads = kWarp / p.lanes, per_head = p.head_dim / N;
@@ -214,8 +214,8 @@ CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
   __syncwarp();
 }
 
-// Writes zeros to the packed rows between a sequence and the next one, and to those before the first. Mostly there are
-// none. `rows` is the membership, cleared likewise, or null.
+// Writes zeros to the packed rows between a sequence and the next one, and to those before the first. Usually there are
+// none. `rows` is the membership, cleared in the same way, or null.
 template <class Access>
 CRATE_DEVICE void clear_uncovered(const TssaProblem& p, const Access& access, const TssaTokens& tokens, float* rows,
                                   const TssaSpan& s) {

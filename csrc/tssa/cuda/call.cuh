@@ -1,4 +1,4 @@
-// The sizes, strides and masks of a call of token statistics, and where a block's tokens are.
+// Sizes, strides and masks of a call of token statistics, and the places of a block's tokens.
 #pragma once
 
 #include "../../common/cuda/philox.cuh"
@@ -7,8 +7,8 @@ namespace crate_kernels {
 
 constexpr float kFullFloor = 1e-24f, kCausalFloor = 1e-12f, kMassFloor = 1e-8f;
 
-// A tensor (sequences, heads, tokens, channels), packed or not, or the part of it that a block has; strides in
-// elements. Its elements are of type T, or, where T is char, of the dtype of the call.
+// A tensor (sequences, heads, tokens, channels), packed or not, or a block's part of it; strides in elements. Elements
+// have type T, or the call's dtype if T is char.
 template <class T>
 struct TssaStrided {
   T* data;
@@ -26,10 +26,10 @@ struct TssaProblem {
   Dtype dtype;
   int nsequences, nheads, head_dim;
   int width;       // channels of a token, all heads together
-  int seqlen;      // of every sequence, or of the longest packed one
+  int seqlen;      // of every sequence, or of the longest if packed
   int nchunks;     // per sequence; a block has one
   int chunk_size;  // tokens
-  int lanes;       // lanes of a warp that add up a head's channels: a power of two
+  int lanes;       // lanes of a warp per head, a power of two: together they sum its channels
   int64_t total;   // packed rows
   const int32_t* cu_seqlens;
   TssaMask mask;  // null data: every token is kept
@@ -42,8 +42,8 @@ struct TssaProblem {
   __host__ __device__ int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
-// The tokens of a block: `count` is the sequence's length, `first` to `last` the block's, `origin` the first packed
-// row.
+// The tokens of a block. `count`: length of the sequence. `first` to `last`: the block's tokens. `origin`: the first
+// packed row.
 struct TssaSpan {
   int index, chunk, count, first, last;
   int64_t origin;
@@ -51,7 +51,7 @@ struct TssaSpan {
   CRATE_DEVICE int rows() const { return last - first; }
 };
 
-// Offsets are checked on the CPU only; a device clamps them to what exists.
+// Offsets are checked on the CPU only; kernels clamp them to the existing rows.
 CRATE_DEVICE int64_t packed_offset(const TssaProblem& p, int index) {
   const int64_t offset = p.cu_seqlens[index];
   return offset < 0 ? 0 : offset < p.total ? offset : p.total;
@@ -82,7 +82,7 @@ CRATE_DEVICE TssaSpan chunk_of(const TssaProblem& p) {
   return s;
 }
 
-// A block's part, tokens counted from the block's first.
+// A block's part; tokens are counted from the block's first.
 CRATE_DEVICE TssaTokens part_of(const TssaProblem& p, const TssaTokens& t, const TssaSpan& s) {
   const int64_t first = s.index * t.sequence + (s.origin + s.first) * t.token;
   return {t.data + first * p.itemsize(), 0, t.head, t.token, t.channel};
@@ -97,14 +97,14 @@ CRATE_DEVICE TssaMask keep_of(const TssaProblem& p, const TssaSpan& s) {
   return {p.mask.data + s.index * p.mask.sequence + s.first * p.mask.token, 0, 0, p.mask.token, 0};
 }
 
-// The factor 0 or 1 of a token in the sums over tokens.
+// A token's factor, 0 or 1, in the sums over tokens.
 CRATE_DEVICE float enters_sums(const TssaMask& keep, int n) {
   return keep.data == nullptr || keep(n, 0) ? 1.0f : 0.0f;
 }
 
-// The elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) that dropout keeps: a bit each for `channels` of
-// `rows` tokens, 32 in all at most. Rows count within the sequence, and are 0 in the full form. The loop is not
-// unrolled: ten rounds for every element would be most of the code, and dropout is rare.
+// The elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) that dropout keeps: one bit each for `channels`
+// of `rows` tokens, at most 32 in all. Rows count within the sequence, and are 0 in the full form. Not unrolled: ten
+// rounds per element would be most of the code, and dropout is rare.
 CRATE_DEVICE uint32_t kept_by_dropout(const TssaProblem& p, int index, int h, int row, int rows, int channel,
                                       int channels) {
   const uint64_t seed = static_cast<uint64_t>(*p.seed);

@@ -1,16 +1,16 @@
 // The causal form, forward: running sums over tokens, in chunks that are summed first.
 //
-// A block goes through its tokens in their order. A thread has some channels of all of them and their running sums. The
-// logits need all channels, and meet in shared memory tile by tile. Where a sequence is one chunk (short ones, very
-// many, and decoding) that is all. As (read, written), in the passes and rows of full.cuh:
+// A block goes through its tokens in order. A thread has some channels of all of them and their running sums. The
+// logits need all channels: threads exchange them in shared memory tile by tile. If a sequence is one chunk (short, one
+// of very many, or in decoding), one launch is enough. As (read, written), in the passes and rows of full.cuh:
 //
 //   form    passes  rows  launches
 //   alone   1, 1    0, 1  1
 //   chunks  3, 1    1, 1  5
 //
 // Chunks add two sets of sums, 4 / (itemsize * 64) of a pass each, written twice and read three times. A step of
-// decoding reads and writes the state, 2 head_dim + 1 floats per head. No bit of a token's output depends on a later
-// token: every running sum is added in the order of the tokens.
+// decoding reads and writes the state, 2 head_dim + 1 floats per head. Later tokens change no bit of a token's output:
+// every running sum is added in the order of the tokens.
 #pragma once
 
 #include "heads.cuh"
@@ -37,9 +37,9 @@ struct TssaCausal {
   TssaState state;  // null without a cache
 };
 
-constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens per tile, and per thread loaded at once
+constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens per tile; tokens that a thread loads at once
 
-// Calls f(vector, head, channel) for every vector of N channels that is the thread's.
+// Calls f(vector, head, channel) for each of the thread's vectors of N channels.
 template <int N, class F>
 CRATE_DEVICE void each_vector(const TssaProblem& p, F f) {
   const int vectors = p.width / N, per_head = p.head_dim / N;
@@ -70,7 +70,7 @@ CRATE_DEVICE float at_or_zero(const float* p, int64_t i) {
   return p == nullptr ? 0.0f : p[i];
 }
 
-// The sums of Pi w^2 and Pi up to a token, of the block's own tokens and of those before.
+// The sums of Pi w^2 and Pi up to a token: those of the block's own tokens, and those before.
 template <int N>
 struct TssaMoments {
   float before[N], sum[N], mass_before, mass;
@@ -98,7 +98,7 @@ struct TssaMoments {
   }
 };
 
-// Loads kCausalAhead tokens, the last of the block in the place of those behind it.
+// Loads kCausalAhead tokens. The block's last token replaces those beyond it.
 template <class Access>
 CRATE_DEVICE void load_ahead(const Access& access, const TssaTokens& w, int first, int rows, int h, int d,
                              float (&x)[kCausalAhead][Access::kCount]) {
@@ -136,7 +136,7 @@ CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, co
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[h * p.head_dim + d + i] = acc[i];
   });
-  // The first head's place takes the number of kept tokens.
+  // The first head's slot takes the number of kept tokens.
   for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
     float kept = 0.0f;
     for (int n = 0; n < rows && h == 0; ++n) kept += enters_sums(keep, n);

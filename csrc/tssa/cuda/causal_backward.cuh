@@ -1,8 +1,8 @@
 // The causal form, backward: two scans from the last token to the first, over running sums summed again.
 //
-// A block has one chunk, a thread some channels of it. Where a step goes backwards, the running sums are kept at every
-// eighth token and added up from there. Each step reads the sums that scan_chunks made of the one before. As (read,
-// written) in the passes and rows of full.cuh; a gradient of the membership is one row more:
+// A block has one chunk, a thread some channels of it. For steps that go backwards, the running sums are kept at every
+// eighth token and added up from there. scan_chunks turns the sums of each step into those that the next step reads. As
+// (read, written) in the passes and rows of full.cuh; a gradient of the membership is one row more:
 //
 //   step     passes  rows  leaves
 //   totals   1, 0    1, 0  sums of Pi w^2, of w^2 and of Pi
@@ -10,9 +10,9 @@
 //   dlogit   2, 0    1, 1  the gradient of the logits; sums of dc / temp; dtemp
 //   dw       2, 1    2, 0  dw
 //
-// 7 reads and 1 write in 7 launches; 4 and 1 in 2 where a sequence is one chunk, which has nothing before or behind it.
-// One launch more, for the gradient of the bias, reads a row. The chunks' sums are four sets of 4 / (itemsize * 32) of
-// a pass each. There are no atomics: every sum has one order.
+// 7 reads and 1 write in 7 launches. If a sequence is one chunk, with nothing before or behind it: 4 and 1 in 2
+// launches. The gradient of the bias takes one launch more, which reads a row. The chunks' sums are four sets of 4 /
+// (itemsize * 32) of a pass each. There are no atomics: the order of every sum is fixed.
 #pragma once
 
 #include "causal.cuh"
@@ -24,9 +24,9 @@ struct TssaCausalBackward {
   TssaTokens w, dout, dw;
   const float *membership, *dmembership, *bias;
   int64_t bias_tokens;
-  float *dlogit, *dtemp;  // a number per head and token; (nsequences, nheads), where a sequence is one chunk
-  // Sums before every chunk, or behind it, and of all: of Pi w^2, w^2 and Pi (2 width + nheads); of dM / s and V; of
-  // dc / temp and dtemp. Null where a sequence is one chunk.
+  float *dlogit, *dtemp;  // a number per head and token; (nsequences, nheads) if a sequence is one chunk
+  // Sums before or behind every chunk, and in all: of Pi w^2, w^2 and Pi (2 width + nheads); of dM / s and V; of dc /
+  // temp and dtemp. Null if a sequence is one chunk.
   float *totals, *dmoments, *denergies;
 };
 
@@ -92,7 +92,7 @@ struct TssaBackSide {
     return b.problem.seed == nullptr ? ~0u : kept_by_dropout(b.problem, s.index, h, s.first + n, count, d, N);
   }
 
-  // Token n's w and its gradient times dropout's factor, zeros behind the chunk's last.
+  // Loads token n's w, and its gradient times dropout's factor. Zeros behind the chunk's last token.
   CRATE_DEVICE void load(int n, int h, int d, uint32_t kept, float (&x)[N], float (&g)[N]) const {
     if (n >= s.rows()) {
 #pragma unroll
@@ -110,7 +110,7 @@ struct TssaBackSide {
   CRATE_DEVICE float counted(int n) const { return n < s.rows() ? enters_sums(keep, n) : 0.0f; }
 };
 
-// The running sums of some channels, of the block's own tokens.
+// The running sums of some channels over the block's own tokens.
 template <int N>
 struct TssaRunning {
   float moment[N], energy[N], mass;
@@ -127,7 +127,7 @@ struct TssaRunning {
   }
 };
 
-// Running sums before a tile: kept by `mark` at every kBackMark-th token, and added up from there by `before`. A thread
+// Running sums before a tile. `mark` keeps them at every kBackMark-th token, and `before` adds up from there. A thread
 // keeps those of its own channels.
 template <class Access>
 struct TssaMarks {
@@ -185,7 +185,7 @@ struct TssaMarks {
   }
 };
 
-// g A, dM / s and s times the term of V of one channel of a token.
+// g A, dM / s, and s times the term of V, for one channel of a token.
 struct TssaThrough {
   float gate, slope, dmass;
 };
@@ -195,7 +195,7 @@ CRATE_DEVICE TssaThrough through_moment(float x, float g, float member, float mo
   return {gate, slope, -slope * moment};
 }
 
-// A tile of the backward scan, of one vector of channels: tokens, gradients, and the running sums at each token.
+// A tile of the backward scan for one vector of channels: tokens, gradients, and the running sums at each token.
 template <class Access>
 struct TssaBackTokens {
   static constexpr int N = Access::kCount;

@@ -1,4 +1,4 @@
-// The steps of the causal backward; causal_backward.cuh says what they are.
+// The steps of the causal backward, which causal_backward.cuh describes.
 #pragma once
 
 #include "causal_backward.cuh"
@@ -71,8 +71,7 @@ CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) 
   }
 }
 
-// The gradient of the logits, and the sums of dc / temp and of dtemp. `sums` is null for the channels' where a sequence
-// is one chunk.
+// The gradient of the logits, and the sums of dc / temp and of dtemp. `sums` is null if a sequence is one chunk.
 template <class Access>
 CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, float* dtemps) {
   constexpr int N = Access::kCount;
@@ -183,7 +182,7 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
   for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) dtemps[h] = dtemp[h];
 }
 
-// dw: a thread goes through the chunk from its last token by itself.
+// dw: each thread goes through the chunk alone, from the last token.
 template <class Access>
 CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
   constexpr int N = Access::kCount;
@@ -216,8 +215,8 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
           const bool above = t.energy[r][i] > kCausalFloor;
           const float slope = gradient * inverse;
           dmoment[i] += through.slope;
-          // The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that a first
-          // token's cancels exactly.
+          // The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that it cancels
+          // exactly for a first token.
           const float own = slope * (above ? (t.energy[r][i] - square * counted) * inverse : 1.0f);
           const float by_energy = temp * (own - denergy[i] * counted);
           denergy[i] += above ? slope * square * inverse : 0.0f;

@@ -85,8 +85,8 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
   });
 }
 
-// The membership of a chunk, with its sums of Pi w^2 and Pi. Alone, where a sequence is one chunk: the output too, from
-// the state of a cache on, which is advanced.
+// The membership of a chunk, with its sums of Pi w^2 and Pi. If a sequence is one chunk (`alone`): the output too,
+// starting from the state of a cache, which is advanced.
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCausal f, Access access) {
   constexpr int N = Access::kCount;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
                *const partial = reinterpret_cast<float*>(memory + layout.partial),
                *const members = reinterpret_cast<float*>(memory + layout.members);
   double* const logits = reinterpret_cast<double*>(memory + layout.logits);
-  // A thread's own: no barrier.
+  // Each thread sets only values of its own: no barrier.
   each_vector<N>(p, [&](int v, int h, int d) {
     mass[v] = 0.0f;
     for (int i = 0; i < N; ++i) energy[h * p.head_dim + d + i] = moment[h * p.head_dim + d + i] = 0.0f;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
       double similarity = 0.0;
       for (int v = 0; v < per_head; ++v) similarity += partial[r * vectors + h * per_head + v];
       if (f.bias != nullptr) {
-        // Only padded tokens, whose output nobody reads, are past the end.
+        // Only padded tokens, whose output is not read, are past the end.
         const int64_t n = static_cast<int64_t>(position) + s.first + tile + r;
         similarity += static_cast<double>(p.head_dim) * f.bias[h * f.bias_tokens + min(n, f.bias_tokens - 1)];
       }
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
 
   if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   if (alone && !has_state) return;
-  __syncthreads();  // every thread reads the state before any replaces it
+  __syncthreads();  // all threads read the state before any thread replaces it
   float* const to_moment = alone ? f.state.weighted + channels : f.sums_2 + mine;
   float* const to_mass = alone ? f.state.mass + heads : to_moment + p.width;
   each_vector<N>(p, [&](int v, int h, int d) {

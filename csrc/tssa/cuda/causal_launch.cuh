@@ -1,4 +1,4 @@
-// The chunks of a call of the causal form, and its launches.
+// Cuts a call of the causal form into chunks, and launches it.
 #pragma once
 
 #include "causal_backward_steps.cuh"
@@ -8,7 +8,7 @@
 namespace crate_kernels {
 namespace tssa_causal {
 
-// A block's threads, and whether the device has the shared memory for it.
+// Threads per block, and whether the device has the shared memory for it.
 struct Form {
   int threads = 0;
   int64_t shared_bytes = 0;
@@ -25,8 +25,8 @@ inline void cut(TssaProblem& p, int chunk_size) {
   p.nchunks = std::max(1, (p.seqlen + p.chunk_size - 1) / p.chunk_size);
 }
 
-// Cuts sequences in chunks; a sequence is one where it is short, or, forward, where there are enough to fill the
-// device.
+// Cuts sequences into chunks. A sequence stays one chunk if it is short, or, in the forward, if there are enough
+// sequences to fill the device.
 inline Form choose(TssaProblem& p, const Tensor& w, const Tensor* dout, int32_t device) {
   Form form;
   if (p.width == 0) return form;
@@ -38,7 +38,7 @@ inline Form choose(TssaProblem& p, const Tensor& w, const Tensor* dout, int32_t 
     cut(p, many ? p.seqlen : std::min(p.seqlen, 64));
     form.shared_bytes = TssaCausalShared(p, count).bytes;
   } else {
-    // Short chunks have no running sums to keep: they serve tokens that are too wide for long ones.
+    // Short chunks keep no running sums: they serve tokens that are too wide for long chunks.
     for (const int chunk : {32, kBackMark}) {
       cut(p, std::min(p.seqlen, chunk));
       form.shared_bytes = TssaCausalBackwardShared(p, count, true).bytes;
@@ -49,7 +49,7 @@ inline Form choose(TssaProblem& p, const Tensor& w, const Tensor* dout, int32_t 
   return form;
 }
 
-// Chunks of a sequence; 0 where it is one, -1 where the device has no room for its tokens.
+// Number of chunks per sequence. 0: a sequence is one chunk. -1: the device has no room for its tokens.
 inline int64_t chunks(Tensor w, std::optional<Tensor> dout, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   TssaProblem p = tssa_problem(w, {std::nullopt, cu_seqlens, max_seqlen});
   const Form form = choose(p, w, dout.has_value() ? &*dout : nullptr, w.get_device_index());

@@ -8,9 +8,9 @@
 //   chunks   3, 1    1, 1  5
 //
 // On chip, the tokens of a sequence are in the shared memory of one block, or spread over the blocks of a cluster,
-// whose sums over tokens meet there: later looks at them cost no traffic. In chunks a launch does one step, and
-// scan_chunks adds up the sums of the blocks: nheads * (head_dim + 1) floats per block and step, written and read once.
-// Both write energies and moments, one fp32 per channel and sequence. Every sum has one order.
+// which exchange their sums over tokens: reading the tokens again costs no traffic. In chunks, a launch does one step,
+// and scan_chunks adds up the sums of the blocks: nheads * (head_dim + 1) floats per block and step, written and read
+// once. Both write energies and moments, one fp32 per channel and sequence. The order of every sum is fixed.
 #pragma once
 
 #include "../../common/cuda/cluster.cuh"
@@ -23,11 +23,11 @@ struct TssaForward {
   TssaProblem problem;
   TssaTokens w, out;
   float *membership, *energy, *moment;
-  // Sums of every chunk, and behind them of the sequence: of w^2 and kept tokens, of Pi w^2 and Pi. Null on chip.
+  // Sums of every chunk, then of the sequence: of w^2 and kept tokens; of Pi w^2 and Pi. Null on chip.
   float *sums_1, *sums_2;
 };
 
-// The tokens of a block of a cluster, which shares them out evenly.
+// The tokens of one block of a cluster; blocks have equal shares.
 CRATE_DEVICE TssaSpan resident_span(const TssaProblem& p) {
   const int size = cluster_size();
   TssaSpan s = sequence_of(p, static_cast<int>(blockIdx.x) / size);
@@ -35,13 +35,13 @@ CRATE_DEVICE TssaSpan resident_span(const TssaProblem& p) {
   return s;
 }
 
-// Copies a block's tokens to shared memory, where they lie without gaps.
+// Copies a block's tokens to shared memory, without gaps.
 template <class Access>
 CRATE_DEVICE TssaTokens copy_tokens(const TssaProblem& p, const Access& access, const TssaTokens& from, int rows,
                                     char* to) {
   const TssaTokens view = {to, 0, p.head_dim, p.width, 1};
   each_column<Access::kCount>(p, [&](int h, int d, int group, int groups) {
-    constexpr int kAhead = 4;  // loads of a thread under way
+    constexpr int kAhead = 4;  // loads in flight per thread
     for (int n = group; n < rows; n += kAhead * groups) {
       typename Access::Bits bits[kAhead];
 #pragma unroll
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
 
   if constexpr (step == TssaStep::energy) {
     energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
-    // The first head has the number of kept tokens. The scan adds the others up too: they must be numbers.
+    // The first head's slot has the number of kept tokens. The scan adds the other slots too, so they must be finite.
     for (int h = 1 + threadIdx.x; h < p.nheads; h += blockDim.x) f.sums_1[mine + p.width + h] = 0.0f;
   } else if constexpr (step == TssaStep::members) {
     float* const inverse = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));

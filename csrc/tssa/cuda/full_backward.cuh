@@ -1,11 +1,11 @@
-// The full form, backward: a sequence on chip, or in chunks, as full.cuh has it. As (read, written), in its passes and
+// The full form, backward: a sequence on chip, or in chunks, as in full.cuh. As (read, written), in its passes and
 // rows; a gradient of the membership is one row more:
 //
 //   form     passes  rows  launches
 //   on chip  2, 1    1, 0  1
 //   chunks   5, 1    5, 2  5
 //
-// On chip w and dout are both in shared memory, so half as many tokens fit as forward.
+// On chip, shared memory holds w and dout, so half as many tokens fit as in the forward.
 #pragma once
 
 #include "full.cuh"
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   __syncthreads();
   similarity_gradient_sums(p, access, w, dlogit, energies, s.rows(), scratch, second);
   cluster_sync();
-  // `first` has been read by every block, and takes the totals.
+  // Every block has read `first`: it can take the totals.
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) first[column] = cluster_total(second + column);
   __syncthreads();
   if (s.chunk == 0) temp_gradient(p, first, b.dtemp + static_cast<int64_t>(s.index) * p.nheads);

@@ -51,7 +51,7 @@ CRATE_DEVICE void mass_gradient(const TssaProblem& p, const float* dmoment, floa
   }
 }
 
-// The gradient of every token's logits, in the place of dgate. `scratch` has nheads floats per warp.
+// The gradient of every token's logits, stored in the place of dgate. `scratch` has nheads floats per warp.
 template <class Access>
 CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* dmoment,
                                  const float* dmass, const TssaRows& members, const TssaRows& dmembership,
@@ -77,8 +77,8 @@ CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, con
   }
 }
 
-// Sums of dlogit w^2 / c: -dc c / temp of each channel. Divide by c first: w^2 times a small gradient underflows for
-// channels which c itself still holds.
+// Sums of dlogit w^2 / c: -dc c / temp of each channel. Divide by c first: w^2 times a small gradient underflows in
+// channels whose c is still in range.
 template <class Access>
 CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& access, const TssaTokens& w,
                                            const TssaRows& dlogit, const float* energy, int rows, float* scratch,
@@ -95,7 +95,7 @@ CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& a
   });
 }
 
-// dtemp of a sequence: the sums above, added up over a head's channels; one warp per head.
+// dtemp of a sequence: the sums above, added up over each head's channels; one warp per head.
 CRATE_DEVICE void temp_gradient(const TssaProblem& p, const float* similarity, float* dtemp) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   for (int h = threadIdx.x / kWarp; h < p.nheads; h += warps) {
@@ -111,8 +111,8 @@ struct TssaSlopes {
   float gate, dmoment, twice, denergy;
 };
 
-// twice = 2 temp / c, and denergy = 2 dc. A single token is its own sum: w^2 / c is 1 whatever w is, and two large
-// terms need not cancel.
+// twice = 2 temp / c, and denergy = 2 dc. For a single token w^2 / c is 1 for every w: skip the two large terms that
+// would have to cancel.
 CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmoment, float similarity, float energy,
                                   int h, int count) {
   energy = floored(energy, kFullFloor);
@@ -122,7 +122,7 @@ CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmomen
   return {gate, dmoment, twice, above ? -twice * similarity : 0.0f};
 }
 
-// dw; slopes(h, channel, of) gives the numbers of a vector's channels, once per vector of a thread.
+// dw; slopes(h, channel, of) gives the numbers of a vector's channels, once per vector and thread.
 template <class Access, class Slopes>
 CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
                            const TssaRows& members, const TssaRows& dlogit, const TssaMask& keep, const TssaTokens& dw,

@@ -1,4 +1,4 @@
-// The full form's choice between chip and chunks, and its launches.
+// Chooses between chip and chunks for the full form, and launches it.
 #pragma once
 
 #include "full_backward.cuh"
@@ -9,7 +9,7 @@ namespace tssa_full {
 
 constexpr int kChunkThreads = 256;
 
-// One way to run a call: `cluster` blocks per sequence with its tokens on chip, or chunks (cluster 0), or not at all.
+// One way to run a call: on chip with `cluster` blocks per sequence, in chunks (cluster 0), or not at all.
 struct Form {
   int cluster = 0, threads = kChunkThreads;
   int64_t shared_bytes = 0;
@@ -23,7 +23,7 @@ void with_access(const TssaProblem& p, bool vectors, F&& f) {
   f(TssaHalves(p.dtype));
 }
 
-// A thread for every eight accesses of a block's tokens, from 64 to 512.
+// One thread per eight accesses to a block's tokens, from 64 to 512.
 inline int resident_threads(const TssaProblem& p, int64_t rows) {
   const int64_t wanted = rows * p.width * p.itemsize() / 16 / 8;
   return wanted >= 512 ? 512 : wanted >= 256 ? 256 : wanted >= 128 ? 128 : 64;
@@ -35,15 +35,15 @@ int clusters_at_once(const Launch& l, bool backward, int32_t device) {
                   : active_clusters<tssa_full_fwd_resident_kernel<Access>>(l, device);
 }
 
-// Sets the form's size for tokens on chip. The smallest cluster that holds them is doubled while a block takes more
-// than half of a multiprocessor's shared memory, for one to load while another computes, or while multiprocessors are
-// idle.
+// Sets the form's size for tokens on chip. Starts from the smallest cluster that holds them. Doubles it while a block
+// takes more than half of a multiprocessor's shared memory (so that one block can load while another computes), or
+// while multiprocessors are idle.
 inline void put_on_chip(const TssaProblem& p, bool backward, int32_t device, Form& form) {
   const int64_t limit = shared_limit(device), sms = multiprocessors(device);
   const int largest = compute_capability(device) >= 90 ? 8 : 1;
   for (int cluster = 1; cluster <= largest; cluster *= 2) {
     const int64_t rows = (p.seqlen + cluster - 1) / cluster;
-    if (rows > limit) continue;  // a token takes more than a byte
+    if (rows > limit) continue;  // a token takes more than one byte
     const int threads = resident_threads(p, rows);
     const TssaResident layout(p, static_cast<int>(rows), threads, backward);
     if (layout.bytes > limit) continue;
@@ -55,8 +55,8 @@ inline void put_on_chip(const TssaProblem& p, bool backward, int32_t device, For
   }
 }
 
-// Chunks of as many tokens as give every multiprocessor four blocks, from 32 to 256, but of no more than 48 kB: a block
-// reads its chunk twice in some steps, and the chunks of a few hundred blocks should still be in the caches.
+// Cuts the tokens into chunks of 32 to 256, so that every multiprocessor gets four blocks, and of at most 48 kB. Some
+// steps read a chunk twice, and the chunks of a few hundred blocks should then still be in the caches.
 inline void cut_in_chunks(TssaProblem& p, bool backward, int32_t device, Form& form) {
   form.cluster = 0;
   form.threads = kChunkThreads;
@@ -69,8 +69,8 @@ inline void cut_in_chunks(TssaProblem& p, bool backward, int32_t device, Form& f
   form.fits = form.shared_bytes <= shared_limit(device);
 }
 
-// The form of a call, a pure function of its sizes, strides and device: tokens are on chip where they fit, if that is
-// done before further launches would have begun (256 kB) or leaves no more than half of the multiprocessors idle.
+// The form of a call, a pure function of its sizes, strides and device. Tokens are on chip if they fit, and if either
+// this ends before further launches would have begun (256 kB) or at most half of the multiprocessors are idle.
 inline Form choose(TssaProblem& p, const Tensor& w, const Tensor* dout, int32_t device) {
   Form form;
   if (p.width == 0) return form;

@@ -24,7 +24,8 @@ CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const 
   }
 }
 
-// The membership of every token, one warp per token: to `members`, and to `stored`, which may be the same.
+// Computes the membership of every token, one warp per token. Writes it to `members` and `stored`, which may be the
+// same.
 template <class Access>
 CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* inverse,
                              bool seen, int rows, double* scratch, const TssaRows& members, const TssaRows& stored) {
@@ -43,7 +44,7 @@ CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const T
   }
 }
 
-// Sums of Pi w^2 and, behind all channels, of Pi.
+// Sums of Pi w^2 and, after all channels, of Pi.
 template <class Access>
 CRATE_DEVICE void moment_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
                               const TssaMask& keep, int rows, float* scratch, float* sums) {
@@ -64,7 +65,7 @@ CRATE_DEVICE float channel_gate(const TssaProblem& p, float moment, int index, i
   return kept_by_dropout(p, index, h, 0, 1, d, 1) != 0 ? gate * p.keep_factor : 0.0f;
 }
 
-// channel_gate of N channels from d on; moment_of(h, channel) gives M.
+// channel_gate for N channels from d on; moment_of(h, channel) gives M.
 template <int N, class Moment>
 CRATE_DEVICE void channel_gates(const TssaProblem& p, int index, int h, int d, Moment moment_of, float (&gate)[N]) {
 #pragma unroll
@@ -75,7 +76,7 @@ CRATE_DEVICE void channel_gates(const TssaProblem& p, int index, int h, int d, M
   for (int i = 0; i < N; ++i) gate[i] *= kept >> i & 1 ? p.keep_factor : 0.0f;
 }
 
-// out = -w Pi A; gate_of(h, channel, gate) gives A, once per vector of a thread.
+// out = -w Pi A; gate_of(h, channel, gate) gives A, once per vector and thread.
 template <class Access, class Gate>
 CRATE_DEVICE void write_out(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
                             const TssaTokens& out, int rows, Gate gate_of) {
@@ -83,7 +84,7 @@ CRATE_DEVICE void write_out(const TssaProblem& p, const Access& access, const Ts
   each_column<N>(p, [&](int h, int d, int group, int groups) {
     float gate[N];
     gate_of(h, d, gate);
-    constexpr int kAhead = 2;  // loads under way, which no store holds up
+    constexpr int kAhead = 2;  // loads in flight, not delayed by stores
     for (int n = group; n < rows; n += kAhead * groups) {
       float x[kAhead][N];
 #pragma unroll

@@ -14,8 +14,8 @@ CRATE_DEVICE double largest_in_warp(double v) {
   return v;
 }
 
-// Stores the membership, and hands it to also(h, member). Logits are fp64: a token that dominates its channels has q
-// near head_dim, and in fp32 the logits of all its heads would be alike. It is one number per head.
+// Stores the membership, and passes it to also(h, member). Logits are fp64, one number per head: a token that dominates
+// its channels has q near head_dim, and in fp32 the logits of all its heads would be alike.
 template <class Also>
 CRATE_DEVICE void softmax_over_heads(const TssaProblem& p, const double* logits, bool seen, const TssaRows& members,
                                      int n, Also also) {
@@ -30,16 +30,16 @@ CRATE_DEVICE void softmax_over_heads(const TssaProblem& p, const double* logits,
   for (int h = lane; h < p.nheads; h += kWarp) total += expf(static_cast<float>(logits[h] - largest));
   total = warp_sum(total);
   for (int h = lane; h < p.nheads; h += kWarp) {
-    // Without a kept token, out and every gradient vanish with the membership.
+    // Without a kept token, the membership is 0, and with it out and every gradient.
     const float member = seen ? expf(static_cast<float>(logits[h] - largest)) / total : 0.0f;
     members(n, h) = member;
     also(h, member);
   }
 }
 
-// Stores dlogit from dmembers[h], which it changes, and hands it to also(h, dlogit). The mean is taken away twice:
-// where a head has nearly all of its token, the first difference is mostly the rounding of two large numbers; the
-// second sum is of small ones, and exact enough.
+// Stores dlogit from dmembers[h], which it overwrites, and passes it to also(h, dlogit). The mean is subtracted twice.
+// If a head has nearly all of its token, the first difference is mostly the rounding of two large numbers. The second
+// sum has small terms, and is exact enough.
 template <class Also>
 CRATE_DEVICE void softmax_backward(const TssaProblem& p, float* dmembers, const TssaRows& members,
                                    const TssaRows& dlogit, int n, Also also) {

@@ -1,4 +1,4 @@
-// From PyTorch's tensors to a call of tssa's CUDA kernels.
+// Turns PyTorch's tensors into a call of tssa's CUDA kernels.
 #pragma once
 
 #include <algorithm>

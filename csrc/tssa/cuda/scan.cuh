@@ -1,4 +1,4 @@
-// Sums over the chunks of a sequence: all of them, those before each one, or those behind it.
+// Sums over the chunks of a sequence: in all, before each chunk, or behind each chunk.
 #pragma once
 
 #include "call.cuh"
@@ -8,7 +8,7 @@ namespace crate_kernels {
 enum class TssaScan : int { total, before, behind };
 
 struct TssaSums {
-  float* sums;  // (nsequences, nchunks + 1, size): of each chunk; the total comes behind them
+  float* sums;  // (nsequences, nchunks + 1, size): one per chunk, then the total
   int nchunks, size;
   TssaScan scan;
   // Sums before the first chunk, or null: (nsequences, size - heads) and (nsequences, heads).
@@ -19,8 +19,8 @@ struct TssaSums {
 constexpr int kScanColumns = 32, kScanParts = 16;
 
 // A block has 32 columns of a sequence and 16 threads per column, each with a run of chunks. It adds up each run, then
-// the runs before each one. Unless only the total is wanted, it replaces each chunk's sum by that of the chunks before
-// it (or behind it, if the chunks are taken from the last one). 3 passes over the sums, or 1; in one order.
+// the runs before each run. Unless only the total is wanted, it replaces each chunk's sum by the sum of the chunks
+// before it (or behind it, if it starts from the last chunk). 3 passes over the sums, or 1; the order is fixed.
 template <class = void>
 __global__ void __launch_bounds__(kScanColumns* kScanParts) tssa_scan_chunks_kernel(TssaSums a) {
   const int blocks = (a.size + kScanColumns - 1) / kScanColumns, index = static_cast<int>(blockIdx.x) / blocks;

@@ -1,11 +1,11 @@
-// The layout of a block's shared memory, for the launcher, which asks for its size, and for the kernel.
+// The layout of a block's shared memory. The launcher needs its size, the kernel its pieces.
 #pragma once
 
 #include "call.cuh"
 
 namespace crate_kernels {
 
-// Pieces of shared memory, each from 16 bytes on.
+// Pieces of shared memory, each aligned to 16 bytes.
 struct TssaShared {
   int64_t bytes = 0;
 
