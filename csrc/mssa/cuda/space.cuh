@@ -1,4 +1,4 @@
-// How many new tokens fit into a cache.
+// The number of new tokens that fit into a cache.
 #pragma once
 
 #include "../../common/cuda/device.cuh"

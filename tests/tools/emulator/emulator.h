@@ -77,7 +77,7 @@ struct Barrier {
 };
 
 struct Block {
-  unsigned index, rank;  // in the grid, in the cluster
+  unsigned index, rank;  // in the grid; in the cluster
   unsigned char* shared;
   int64_t shared_bytes;
   Barrier barrier;
