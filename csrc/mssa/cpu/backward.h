@@ -164,9 +164,7 @@ class Backward : Head<T> {
     }
   }
 
-  // True if lse and out of these tokens are exact enough; `tallest` is the largest
-  // h
-  // in their scores.
+  // True if lse and out of these tokens are exact enough; `tallest` is the largest |h| in their scores.
   bool trusted(const int32_t* token, int count, float tallest) const {
     if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
     const float most = trusted_lse(p_.dtype);

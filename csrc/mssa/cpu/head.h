@@ -13,9 +13,8 @@ using crate_kernels::MssaProblem;
 using crate_kernels::MssaView;
 
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
-// Largest spread of
-// w_i
-// ^2 scale / 2, in bits, that is safe without a maximum: 60 nats. Beyond about 80, 1 / l overflows.
+// Largest spread of |w_i|^2 scale / 2, in bits, that is safe without a maximum: 60 nats. Beyond about 80, 1 / l
+// overflows.
 constexpr float kSafeSpread = 86.5f;
 // Largest h, in bits, for the forms without maxima. Scores of this size are rounded to 2^-10. From 2^29 on, the
 // rounding makes weights of nearly equal tokens overflow.
