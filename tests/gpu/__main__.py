@@ -82,7 +82,7 @@ class Shard:
 
 
 def machine():
-    """Return what the results were obtained on."""
+    """Describe the machine of the results."""
     import torch
 
     try:
@@ -95,7 +95,7 @@ def machine():
 
 
 def revision():
-    """Return the commit of these sources, where there is git and a clone to ask."""
+    """Return the commit of these sources, or "unknown" without git or a clone."""
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -110,9 +110,9 @@ extension.CUDA_PATHS or cli.main(["build", "--cuda"])
 
 
 def build():
-    """Compile the CUDA library unless there is one that fits these sources, as one that was carried along does.
+    """Compile the CUDA library unless one fits these sources, such as a library copied along with them.
 
-    In a process of its own, which says why where it fails: which libraries there are is found out on import.
+    A separate process compiles and prints the reason of a failure: libraries are found on import.
     """
     subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT)
 
@@ -128,7 +128,7 @@ def run(args):
     if args.again:
         path.unlink(missing_ok=True)
     shard = Shard(path, args.index, args.count, 60 * args.minutes - (time.monotonic() - start))
-    # In the dry run the operator tests are left out: they are a pass of their own over the interpreter.
+    # The dry run leaves out the operator tests: a separate pass interprets them.
     folders = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_gpu.py"))]
     folders = folders if args.dry_run else ["tests/ops"]
     kernels = "triton" if args.dry_run else "(triton or cpp-cuda)"
@@ -149,7 +149,7 @@ def run(args):
 def main(argv=None):
     args = parse(argv)
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
-        # Triton reads the variable as it is imported, so the dry run is a process of its own.
+        # Triton reads the variable on import, so the dry run needs a new process.
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         command = [sys.executable, "-m", "tests.gpu", *(sys.argv[1:] if argv is None else argv)]
         return subprocess.run(command, cwd=ROOT, env=environment).returncode

@@ -1,4 +1,4 @@
-"""What the GPU tests of the operators share: draws, graphs, streams, and what must not be waited for."""
+"""Shared parts of the operators' GPU tests: draws, graphs, streams, and a ban on waiting for the device."""
 
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ def tokens(*shape, dtype=HALF, seed=0):
 
 
 def check_equal(actual, expected):
-    """Hold every tensor to the bits of another."""
+    """Check that every tensor equals another bit by bit."""
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -27,7 +27,7 @@ def check_equal(actual, expected):
 def captured(call):
     """Return a function that replays ``call`` as a graph; interpreted, one that calls it again.
 
-    On a GPU ``call`` runs twice here: once to compile, once as it is captured, when nothing is computed.
+    On a GPU ``call`` runs twice here: once to compile, once under capture, which computes nothing.
     """
     if DRY:
         return call
@@ -48,7 +48,7 @@ def captured(call):
 
 
 def on_a_busy_stream(call, w):
-    """Return ``call(w)`` on a stream on which ``w`` arrives late: read on another stream, it would still be zeros."""
+    """Return ``call(w)`` on a stream on which ``w`` arrives late: a read on another stream would see zeros."""
     if DRY:
         return call(w)
     late, side = torch.zeros_like(w), torch.cuda.Stream()

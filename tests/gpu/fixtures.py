@@ -1,4 +1,4 @@
-"""Where the tests of the GPU suite run: on a GPU, or interpreted and then on tiny shapes."""
+"""Fixtures of the GPU suite, whose tests run on a GPU, or interpreted on tiny shapes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ DRY = backends._INTERPRETED
 DEVICE = "cpu" if DRY else "cuda"
 
 
-# By their ids the suite selects; the interpreter runs Triton's kernels only.
+# The suite selects by these ids. The interpreter runs only Triton's kernels.
 BACKENDS = [pytest.param("triton")] if DRY else [pytest.param("triton"), pytest.param("cpp", id="cpp-cuda")]
 
 
@@ -25,7 +25,7 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """Keep TF32 out of what the kernels are held against."""
+    """Keep TF32 out of the results that kernels are compared with."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield

@@ -1,4 +1,4 @@
-"""Reads what nvcc's assembler says of every kernel, and the symbols of a library."""
+"""Read the report of nvcc's assembler on every kernel, and the symbols of a library."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel takes on one architecture: registers, and bytes of stack, spills and static shared memory."""
+    """Resources of a kernel on one architecture: registers, and bytes of stack, spills and static shared memory."""
 
     name: str
     arch: str
@@ -19,7 +19,7 @@ class Kernel:
 
     @property
     def half(self):
-        """Whether it works on a 16-bit type; ``TssaHalves`` and ``TssaFours`` are accesses to bf16 and fp16."""
+        """True for a kernel of a 16-bit type; ``TssaHalves`` and ``TssaFours`` are accesses to bf16 and fp16."""
         return any(word in self.name for word in ("bf16", "fp16", "TssaHalves", "TssaFours"))
 
 
@@ -54,7 +54,7 @@ def _demangled(names):
 
 
 def _short(name):
-    """Leave out the result, the namespaces and the arguments: void a::b<a::c>(d) is b<c>."""
+    """Drop the result, the namespaces and the arguments: void a::b<a::c>(d) is b<c>."""
     name = name.replace("(anonymous namespace)::", "").replace("crate_kernels::", "")
     name = re.sub(r"\((?:int|long|bool|unsigned int)\)(-?\d+)", r"\1", name)
     depth, end = 0, len(name)
@@ -67,7 +67,7 @@ def _short(name):
 
 
 def undefined(library):
-    """Return the symbols that a library wants of others."""
+    """Return the symbols that a library needs from others."""
     return _symbols(library, "--undefined-only")
 
 

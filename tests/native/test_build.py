@@ -1,4 +1,4 @@
-"""Building and finding the extension and the CUDA library: once for all who ask, never on import, never an old one."""
+"""Building and finding the extension and the CUDA library: built once, never on import, never used when outdated."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from crate_kernels.cli import main
 
 SOURCES = _libraries.source_folder()
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="needs the C++ sources: run from a checkout")
-# Writes where it is asked to what a library says of its sources; the linker joins the objects.
+# Writes the marker of the sources to the requested output; the linker joins the objects.
 WRITE = r"""case "$*" in *--version*) exit;; esac
 PATH=/usr/bin:/bin
 for last; do
@@ -48,7 +48,7 @@ def compiler(tmp_path):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch, capsys):
-    """Return a function that builds by a compiler into an empty home, and returns the status and what was said."""
+    """Return a function that builds with a compiler into an empty home, and returns the status and the output."""
 
     def run(compiler):
         monkeypatch.setattr(Path, "home", lambda: tmp_path)
@@ -60,7 +60,7 @@ def build(tmp_path, monkeypatch, capsys):
 
 
 def left(folder):
-    """List the files of a cache but for those of the folders in which the next build goes on."""
+    """List the files of a cache, without the folders in which the next build continues."""
     cache = folder / ".cache" / "crate_kernels"
     files = [path.relative_to(cache) for path in cache.rglob("*") if path.is_file()]
     return [path.name for path in files if not path.parts[0].startswith("objects-")]
@@ -189,7 +189,7 @@ def test_the_users_own_build_is_found(tmp_path, monkeypatch):
 
 
 def elf(sources, order="little"):
-    """Return what tells a whole file: a header that says where the table of sections is, the marker, that table."""
+    """Return a minimal whole file: a header that locates the table of sections, the marker, that table."""
     marker = _libraries.marker(sources)
     table = 64 + len(marker)
     header = bytearray(64)
@@ -283,7 +283,7 @@ case "$*" in *-shared*) echo link >> "{log}.links"; sleep 0.3;; esac
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """Return a function that puts a stand-in nvcc where it is looked for, and returns its log."""
+    """Return a function that installs a stand-in nvcc where the build looks for nvcc, and returns its log."""
     from torch.utils import cpp_extension
 
     folder, log = tmp_path / "toolkit", tmp_path / "log"
@@ -297,7 +297,7 @@ def toolkit(tmp_path, monkeypatch):
         return log
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    (tmp_path / "cat").symlink_to(shutil.which("cat"))  # prints what a failed nvcc said; there is no nvcc in this PATH
+    (tmp_path / "cat").symlink_to(shutil.which("cat"))  # prints the output of a failed nvcc; this PATH has no nvcc
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     install.folder = folder

@@ -1,4 +1,4 @@
-"""The CUDA library by nvcc: what it leaves unresolved, what its kernels take, and what is written into it."""
+"""The CUDA library by nvcc: its unresolved symbols, the resources of its kernels, and its contents."""
 
 import json
 import shutil
@@ -12,21 +12,21 @@ import torch
 from crate_kernels._native import build, libraries
 from tests.native import report
 
-pytestmark = pytest.mark.exhaustive  # where nvcc is, it compiles for minutes
+pytestmark = pytest.mark.exhaustive  # nvcc compiles for minutes
 
-# Of PyTorch's CUDA half; a CPU PyTorch has everything else.
+# Symbols of PyTorch's CUDA half; a CPU PyTorch has all others.
 UNRESOLVED = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
 STRICT = ("sm_80", "sm_90a")  # where kernels of 16-bit types may not spill at all
-# What is compiled by default but for the PTX of the last, which is a quarter of the time and has no registers yet.
+# The default architectures without the last one's PTX, which is a quarter of the time and has no registers yet.
 ARCHS = tuple(arch for arch in build.CUDA_ARCHS if "+" not in arch)
 STATIC_SHARED_LIMIT = 48 * 1024
-# Spills that are known of, in bytes stored and loaded by a thread; they may shrink, never grow.
+# Known spills, in bytes stored and loaded per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
 
 
 @pytest.fixture(scope="module")
 def built():
-    """Compile for every architecture, once a change of the sources."""
+    """Compile for every architecture, once per change of the sources."""
     if libraries.source_folder() is None:
         pytest.skip("needs the CUDA sources: run from a checkout")
     if shutil.which("nm") is None:
@@ -122,7 +122,7 @@ def test_half_precision_spills_nothing(kernels):
 
 
 def wide(kernel):
-    """Whether its heads are wider than 128, by the name: the only such template argument."""
+    """Return True if the heads are wider than 128, by the name: the only such template argument."""
     return any(f" {n}," in kernel.name or f" {n}>" in kernel.name for n in (160, 192, 224, 256))
 
 

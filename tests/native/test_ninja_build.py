@@ -1,4 +1,4 @@
-"""What ninja does for the build: it compiles what changed, goes on where it was stopped, and says what it does."""
+"""The build by ninja: it compiles only changes, resumes after a stop, and reports its progress."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from crate_kernels._native import build, ninja_build
 from crate_kernels.cli import build as verb
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-# Of each source: the headers that it includes.
+# The headers that each source includes.
 TREE = {
     "library.cpp": (),
     "ista/cpu/update.cpp": ("../../common/vec.h", "square.h"),
@@ -33,13 +33,13 @@ exec c++ "$@" -O0
 
 
 class Tree:
-    """A few sources, the compiler that remembers what it compiled, and where the results go."""
+    """A few sources, a compiler that logs the files it compiles, and the folders of the results."""
 
     def __init__(self, folder, monkeypatch):
         self.sources, self.root, self.target = folder / "checkout" / "csrc", folder / "root", folder / "to" / "_cpu.so"
         self.log, self.compiler = folder / "log", folder / "cxx"
         for name in HEADERS:
-            self.write(name, f"#pragma once // {name}\n")  # gcc takes equal files of one time for the same
+            self.write(name, f"#pragma once // {name}\n")  # gcc takes equal files of one time for one file
         for name, headers in TREE.items():
             self.write(name, "".join(f'#include "{header}"\n' for header in headers))
         monkeypatch.setenv("CXX", shlex.quote(str(self.compiler)))
@@ -56,7 +56,7 @@ class Tree:
         return path
 
     def build(self, show=build.show_nothing):
-        """Return what is compiled for it."""
+        """Build and return the sources that were compiled."""
         self.log.write_text("")
         build.compile_extension(self.sources, self.target, self.root, show)
         return self.compiled()

@@ -1,4 +1,4 @@
-"""What an install contains: a wheel of any machine where nothing was compiled, else one of this machine's."""
+"""Contents of an install: a wheel for any machine if nothing was compiled, else a wheel for this machine."""
 
 import re
 import shutil
