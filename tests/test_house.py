@@ -1,6 +1,7 @@
 """The rules of the house, read from the sources: where imports point, where options are listed, where names belong."""
 
 import ast
+import graphlib
 import re
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_imports_go_down_only():
         if FLOOR[room(module)] < FLOOR[room(name(path))]
     ]
     assert up == []
+
+
+def test_imports_form_no_circle():
+    """Imports for type checkers count too: two modules that need each other are one."""
+    modules = {name(path).removesuffix(".__init__") for path in SOURCES}
+    graph = {
+        name(path).removesuffix(".__init__"): {
+            module if module in modules else module.rpartition(".")[0] for module in imports(path)
+        }
+        for path in SOURCES
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+    assert modules <= set(order)
 
 
 def test_no_backend_imports_another():
