@@ -59,8 +59,3 @@ def of(op: str) -> list[Provider]:
     """List the providers of an operator."""
     others = (Provider("eager", eager), Provider("compile", _compiled), *SPECS[op].providers)
     return [*others, *(_ours(name) for name in OURS)]
-
-
-def every_name() -> list[str]:
-    """List the names of all providers of all operators."""
-    return list(dict.fromkeys(provider.name for op in SPECS for provider in of(op)))

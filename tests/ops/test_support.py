@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import crate_kernels
+from crate_kernels import testing
 from tests.ops.common import backends, home, interpreted
 
 PAGE = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
 SETUP = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
 COLUMNS = ("reference", "composite", "cpp", "triton")
-OPERATORS = ("ista", "ista_overcomplete", "mssa", "tssa")
+OPERATORS = sorted(testing.SPECS)
 # Of PyTorch, of vmap over what it has no batching rule for.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
