@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
-from crate_kernels import __version__, experiments
+from crate_kernels import __version__
+from crate_kernels.experiments import EXPERIMENTS
 
 _COMMANDS = {
     "info": "what is installed, and which backend each operator can use",
@@ -21,13 +22,6 @@ _COMMANDS = {
 _PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells
 
 
-def _verbs() -> Iterator[tuple[str, str, str]]:
-    """Yield each verb as (package of its module, name, summary)."""
-    for package, summaries in ((__name__, _COMMANDS), (experiments.__name__, experiments.SUMMARIES)):
-        for name, summary in summaries.items():
-            yield package, name, summary
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status.
 
@@ -37,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="crate_kernels", description="Fused operators for white-box transformers.")
     parser.add_argument("--version", action="version", version=f"crate_kernels {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for package, name, summary in _verbs():
+    commands = [(name, summary, import_module(f"{__name__}.{name}")) for name, summary in _COMMANDS.items()]
+    for name, summary, command in (*commands, *((each.name, each.summary, each) for each in EXPERIMENTS)):
         verb = verbs.add_parser(name, help=summary, description=summary)
-        module = import_module(f"{package}.{name}")
-        module.add_arguments(verb)
-        verb.set_defaults(run=module.run)
+        command.add_arguments(verb)
+        verb.set_defaults(run=command.run)
     try:
         args = parser.parse_args(argv)
         status = args.run(args)

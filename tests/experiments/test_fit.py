@@ -17,8 +17,8 @@ def fitted(pieces, size):
         seen.append(index)
         return model(xs[size * index : size * (index + 1)]).square().mean()
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    fit = Fit("a", "a", model, optimizer, loss, 4, 0.1, 1, {}, clip=0.5, pieces=pieces)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit = Fit("a", model, optimizer, loss, 4, 1, {}, clip=0.5, pieces=pieces)
     for _ in range(4):
         fit.step()
     return fit, seen

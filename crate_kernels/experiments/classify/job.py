@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from crate_kernels.experiments.classify import figures
 from crate_kernels.experiments.classify.models import BUILDERS, fresh
 from crate_kernels.experiments.classify.settings import Settings
-from crate_kernels.experiments.common.fit import Fit, decayed, train
+from crate_kernels.experiments.common.fit import Fit, decayed, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.training import Settings as DemoSettings
+from crate_kernels.experiments.demo.settings import Settings as DemoSettings
 from crate_kernels.experiments.demo.training import batch, steps_per_epoch
 
 
@@ -22,7 +22,7 @@ def run(trial: Trial, settings: Settings) -> int:
     """Train, test and draw."""
     digits = data.load()
     neighbours = data.nearest_neighbours(digits)
-    trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    trial.say(str(digits))
     fits = [_fit(name, trial, settings, digits) for name in settings.models or BUILDERS]
     rows, found = [], {}
     for fit in fits:
@@ -57,24 +57,17 @@ def _fit(name: str, trial: Trial, settings: Settings, digits: data.Digits) -> Fi
         images, labels = batch(drawing, digits, step)
         return F.cross_entropy(model(images.to(trial.device)), labels.to(trial.device), label_smoothing=0.1)
 
-    def accuracy() -> float:
-        parts = zip(digits.crop(digits.test_images).split(250), digits.test_labels.split(250), strict=True)
-        right = sum(int((model(x.to(trial.device)).argmax(-1).cpu() == y).sum()) for x, y in parts)
-        return right / len(digits.test_labels)
-
-    each, rate = steps_per_epoch(drawing, digits), BUILDERS[name].pace * settings.rate
+    epoch, rate = steps_per_epoch(drawing, digits), BUILDERS[name].pace * settings.rate
     return Fit(
-        "".join(c if c.isalnum() else "-" for c in name.lower()),
         name,
         model,
         torch.optim.AdamW(decayed(model, settings.weight_decay), lr=rate),
         loss,
-        settings.epochs * each,
-        rate,
+        settings.epochs * epoch,
         settings.warmup,
         {**asdict(settings), "models": [], "model": name, "seed": trial.seed, "digits": digits.name},
-        accuracy,
+        lambda: digits.accuracy(model, trial.device),
         "accuracy",
-        each,
+        every(epoch, settings.epochs * epoch),
         clip=1.0,
     )

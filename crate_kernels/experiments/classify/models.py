@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels.experiments.classify.settings import Settings
+from crate_kernels.experiments.common.draws import seeded
 from crate_kernels.experiments.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEAlpha, CRATEAlphaConfig, CRATEConfig, ToST, ToSTConfig
 from crate_kernels.models.aot import AoTVision, AoTVisionConfig
@@ -25,40 +26,17 @@ class Entry:
     The learning rate is ``pace`` times that of the settings. It suits the family at the default size.
     """
 
-    build: Callable[[Settings, Digits, str | None], nn.Module]
+    build: Callable[[Settings, Digits, dict[str, Any]], nn.Module]
     paper: str = "-"
     pace: float = 1.0
 
 
-def _crate(settings: Settings, digits: Digits, backend: str | None, **variant: Any) -> nn.Module:
-    config = CRATEConfig(
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-        image_size=digits.image_size,
-        patch_size=digits.patch_size,
-        num_classes=10,
-        channels=1,
-        backend=backend,
-        **variant,
-    )
-    return CRATE(config)
+def _crate(settings: Settings, digits: Digits, sizes: dict[str, Any], **variant: Any) -> nn.Module:
+    return CRATE(CRATEConfig(**sizes, dim_head=settings.dim_head, **variant))
 
 
-def _alpha(settings: Settings, digits: Digits, backend: str | None) -> nn.Module:
-    config = CRATEAlphaConfig(
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-        image_size=digits.image_size,
-        patch_size=digits.patch_size,
-        num_classes=10,
-        channels=1,
-        backend=backend,
-    )
-    model = CRATEAlpha(config)
+def _alpha(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
+    model = CRATEAlpha(CRATEAlphaConfig(**sizes, dim_head=settings.dim_head))
     with torch.no_grad():
         # The initial deviation of 0.02 suits that width; in a narrow model attention would start near zero.
         wider = max(1.0, (_ALPHA_WIDTH / settings.dim) ** 0.5)
@@ -67,19 +45,8 @@ def _alpha(settings: Settings, digits: Digits, backend: str | None) -> nn.Module
     return model
 
 
-def _aot(settings: Settings, digits: Digits, backend: str | None, attention: str) -> nn.Module:
-    config = AoTVisionConfig(
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        attention=attention,
-        image_size=digits.image_size,
-        patch_size=digits.patch_size,
-        num_classes=10,
-        channels=1,
-        backend=backend,
-    )
-    return AoTVision(config)
+def _aot(settings: Settings, digits: Digits, sizes: dict[str, Any], attention: str) -> nn.Module:
+    return AoTVision(AoTVisionConfig(**sizes, attention=attention))
 
 
 class _Enlarged(nn.Module):
@@ -94,7 +61,7 @@ class _Enlarged(nn.Module):
         return self.tost(large)
 
 
-def _tost(settings: Settings, digits: Digits, backend: str | None) -> nn.Module:
+def _tost(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
     factor = 8 // digits.patch_size
     config = ToSTConfig(
         embed_dim=settings.dim,
@@ -104,7 +71,7 @@ def _tost(settings: Settings, digits: Digits, backend: str | None) -> nn.Module:
         patch_size=8,
         in_chans=1,
         num_classes=10,
-        backend=backend,
+        backend=sizes["backend"],
     )
     return _Enlarged(ToST(config), factor)
 
@@ -126,6 +93,6 @@ BUILDERS = {
 
 def fresh(name: str, settings: Settings, digits: Digits, backend: str | None, seed: int) -> nn.Module:
     """Build a model as it is before the first step; the caller's random state is not touched."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return BUILDERS[name].build(settings, digits, backend)
+    own = {name: getattr(settings, name) for name in ("dim", "depth", "heads")}
+    with seeded(seed):
+        return BUILDERS[name].build(settings, digits, {**digits.sizes(), **own, "backend": backend})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,25 +35,39 @@ def refuse(verb: str, reason: str) -> int:
 class Experiment:
     """One verb that measures and draws.
 
+    Its folder ``crate_kernels/experiments/<name>`` has ``job.run(trial, settings)`` and ``settings.PRESETS``: settings
+    by name. ``"default"`` finishes in minutes on a small CPU, ``"paper"`` has the published sizes, ``"quick"`` runs
+    every part. Without ``"paper"``, the option ``--quick`` takes the place of ``--preset``.
+
     Attributes:
-        name: of the verb. Its folder ``crate_kernels/experiments/<name>`` has ``job.run(trial, settings)``.
-        presets: settings by name. ``"default"`` finishes in minutes on a small CPU, ``"paper"`` has the published
-            sizes, ``"quick"`` runs every part.
+        name: of the verb. summary: for ``--help``.
         lasts: how long ``"default"`` took on one core, for ``--help``.
         ops: the operators it needs. A backend that lacks one is refused.
+        baseline: a backend with which the others are compared; refused too.
     """
 
     name: str
-    presets: Mapping[str, Any]
-    lasts: str
+    summary: str
+    lasts: str = ""
     ops: tuple[str, ...] = ()
+    baseline: str = ""
+
+    def presets(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        return import_module(f"crate_kernels.experiments.{self.name}.settings").PRESETS
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        folder = Path(f"{self.name}-output")
+        folder, presets = Path(f"{self.name}-output"), list(self.presets())
         parser.add_argument("--output", type=Path, default=folder, help="folder to write (%(default)s)")
-        sizes = f"size of the experiment (%(default)s: {self.lasts} on one core of a Zen 4 processor)"
-        parser.add_argument("--preset", choices=list(self.presets), default="default", help=sizes)
+        if "paper" in presets:
+            sizes = f"size of the experiment (%(default)s: {self.lasts} on one core of a Zen 4 processor)"
+            parser.add_argument("--preset", choices=presets, default="default", help=sizes)
+        else:
+            quick = "one epoch, to see every part; the model stays poor"
+            parser.add_argument(
+                "--quick", dest="preset", action="store_const", const="quick", default="default", help=quick
+            )
         parser.add_argument("--fresh", action="store_true", help="start anew, whatever was trained in that folder")
         parser.add_argument("--seed", type=int, default=0, help="of every draw (%(default)s)")
         if self.ops:
@@ -76,16 +89,18 @@ class Experiment:
             device = machine.choose(args.device, self.ops, backend)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
             return refuse(self.name, str(error).partition("\n")[0])
+        if backend and backend == self.baseline:
+            return refuse(self.name, f"--backend must not be {backend}: that is what the others are compared with")
         load.share_cores(device, print)
 
-        from crate_kernels.experiments.common.checkpoints import Unusable
+        from crate_kernels.experiments.common.fit import Unusable
         from crate_kernels.experiments.common.trial import Trial
 
         job = import_module(f"crate_kernels.experiments.{self.name}.job")
         try:
             args.output.mkdir(parents=True, exist_ok=True)
             trial = Trial(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
-            return job.run(trial, self.presets[args.preset])
+            return job.run(trial, self.presets()[args.preset])
         except Unusable as error:
             return refuse(self.name, f"{error}; --fresh starts anew, --output writes elsewhere")
         except OSError as error:

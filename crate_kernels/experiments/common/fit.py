@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from crate_kernels.experiments.common import checkpoints, interrupts
+from crate_kernels._core.files import put
+from crate_kernels.experiments.common import interrupts
 from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.models._shared.official import first_names
 
 
-def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Sort parameters into matrices, which decay, and others, which do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+class Unusable(Exception):
+    """A checkpoint from which this run cannot resume; the message says why."""
+
+
+def decayed(model: nn.Module, weight_decay: float, most: float = math.inf) -> list[dict[str, Any]]:
+    """Sort parameters into those of 2 to ``most`` dimensions, which decay, and others, which do not."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for p in model.parameters():
+        groups[2 <= p.dim() <= most].append(p)
+    return [{"params": params, "weight_decay": weight_decay * decays} for decays, params in groups.items()]
 
 
 @dataclass(eq=False)
@@ -28,34 +38,39 @@ class Fit:
     """A model, its training options and its history so far.
 
     Attributes:
-        name: of the run and its checkpoint. label: for people.
-        model, optimizer: the learning rate is set at each step.
+        label: of the model, for people.
+        model, optimizer: ``train`` sets the learning rate at each step. Its peak is the optimizer's own.
         loss: maps the number of a batch to its loss.
-        pieces: batches per step, their gradients averaged: a large batch that does not fit in memory at once.
-        total: steps. rate: the peak of the learning rate, after ``warmup`` steps; then it decays by a cosine.
+        total: steps. warmup: steps up to the peak of the learning rate, which then decays by a cosine.
         identity: values that two runs must share for one to resume the other.
-        watch: measures ``watch_name`` of the model, in eval mode, every ``every`` steps and after the last.
+        watch: measures ``watch_name`` of the model, in eval mode, after the steps in ``watch_at``.
+        clip: the largest norm of the gradients; None for any.
+        pieces: batches per step, their gradients averaged: a large batch that does not fit in memory at once.
+        file: of the checkpoint, by default named after the label.
         losses: one per step. watched: (step, value) pairs.
         seconds: time of all steps; None if some were taken in another run.
     """
 
-    name: str
     label: str
-    model: nn.Module
+    model: Any  # of any class
     optimizer: torch.optim.Optimizer
     loss: Callable[[int], Tensor]
     total: int
-    rate: float
     warmup: int
     identity: dict[str, Any]
-    watch: Callable[[], float] | None = None
+    watch: Callable[[], float] = lambda: math.nan
     watch_name: str = ""
-    every: int = 0
+    watch_at: Container[int] = ()
     clip: float | None = None
     pieces: int = 1
+    file: str = ""
     losses: list[float] = field(default_factory=list)
     watched: list[tuple[int, float]] = field(default_factory=list)
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        slug = "".join(c if c.isalnum() else "-" for c in self.label.lower())
+        self.file = self.file or f"{slug}.checkpoint"
 
     @property
     def done(self) -> int:
@@ -70,7 +85,7 @@ class Fit:
     def step(self) -> float:
         """Take one step and return its loss."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * self._schedule()
+            group["lr"] = self.optimizer.defaults["lr"] * self._schedule()
         self.model.train()
         self.optimizer.zero_grad()
         mean = 0.0
@@ -82,16 +97,16 @@ class Fit:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.losses.append(mean)
-        if self.watch is not None and (self.done == self.total or (self.every and self.done % self.every == 0)):
-            self.look()
+        if self.done in self.watch_at:
+            self.evaluate()
         return self.losses[-1]
 
-    def look(self) -> None:
-        """Measure the model and append the value to ``watched``."""
-        assert self.watch is not None
+    def evaluate(self) -> float:
+        """Measure the model, append the value to ``watched`` and return it."""
         self.model.eval()
         with torch.no_grad():
             self.watched.append((self.done, self.watch()))
+        return self.watched[-1][1]
 
     def _schedule(self) -> float:
         if self.done < self.warmup:
@@ -99,44 +114,90 @@ class Fit:
         return (1 + math.cos(math.pi * (self.done - self.warmup) / max(1, self.total - self.warmup))) / 2
 
 
+def every(count: int, total: int) -> set[int]:
+    """Return every ``count``-th step, and the last."""
+    return {*range(count, total, count), total}
+
+
 def train(fit: Fit, trial: Trial) -> None:
     """Train to the end, from the checkpoint in the run's folder if there is one.
 
     Raises:
-        checkpoints.Unusable: the checkpoint is of another run, or cannot be read.
+        Unusable: the checkpoint is of another run, or cannot be read.
+        KeyboardInterrupt: as in ``advance``.
+    """
+    if not trial.fresh and resume(fit, trial.folder):
+        if fit.done == fit.total:
+            return trial.say(f"{fit.label}: already trained; --fresh trains anew")
+        trial.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
+    advance(fit, trial)
+
+
+def advance(fit: Fit, trial: Trial) -> None:
+    """Train from the present step to the end.
+
+    Raises:
         KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
     """
-    path = trial.folder / f"{fit.name}.checkpoint"
-    if (
-        not trial.fresh
-        and (history := checkpoints.load_state(path, fit.model, fit.optimizer, fit.identity)) is not None
-    ):
-        fit.losses = history["losses"].tolist()
-        fit.watched = [(int(step), value) for step, value in history["watched"].tolist()]
-    if fit.done == fit.total:
-        trial.say(f"{fit.label}: already trained; --fresh trains anew")
-        return
     whole, start = fit.done == 0, perf_counter()
-    if not whole:
-        trial.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
-    with interrupts.deferred() as received, trial.progress(fit.label, fit.total, fit.done) as advance:
+    with interrupts.deferred() as received, trial.progress(fit.label, fit.total, fit.done) as move:
+        if fit.done in fit.watch_at and not fit.watched:
+            fit.evaluate()
         while fit.done < fit.total and not received:
-            looks, loss = len(fit.watched), fit.step()
+            watched, loss = len(fit.watched), fit.step()
             seen = f"  {fit.watch_name} {fit.watched[-1][1]:.4f}" if fit.watched else ""
-            advance(f"loss {loss:.3f}{seen}")
-            if len(fit.watched) > looks:
-                _save(fit, path)
+            move(f"loss {loss:.3f}{seen}")
+            if len(fit.watched) > watched:
+                save(fit, trial.folder)
                 if not trial.console.is_terminal:  # a log has no progress bar
                     trial.say(f"  step {fit.done}/{fit.total}  loss {loss:.3f}{seen}")
-    _save(fit, path)
+    save(fit, trial.folder)
     if fit.done < fit.total:
         raise KeyboardInterrupt
     fit.seconds = perf_counter() - start if whole else None
 
 
-def _save(fit: Fit, path: Path) -> None:
-    history = {
-        "losses": torch.tensor(fit.losses, dtype=torch.float64),
-        "watched": torch.tensor(fit.watched, dtype=torch.float64).reshape(-1, 2),
-    }
-    checkpoints.save_state(path, fit.model, fit.optimizer, history, fit.identity)
+def save(fit: Fit, folder: Path) -> Path:
+    """Write model, optimiser, history and identity; return the path."""
+    first = first_names(fit.model)  # save a tied head once, as the embedding
+    tensors = {f"model.{name}": value for name, value in fit.model.state_dict().items() if first[name] == name}
+    for index, state in fit.optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+    tensors["history.losses"] = torch.tensor(fit.losses, dtype=torch.float64)
+    tensors["history.watched"] = torch.tensor(fit.watched, dtype=torch.float64).reshape(-1, 2)
+    return put(folder / fit.file, serialize(tensors, {"run": json.dumps(fit.identity)}))
+
+
+def resume(fit: Fit, folder: Path) -> bool:
+    """Load model, optimiser and history from the checkpoint; return whether there was one.
+
+    Raises:
+        Unusable: the checkpoint cannot be read, or is of another run. ``fit`` is then unchanged.
+    """
+    path = folder / fit.file
+    if not path.exists():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            run = json.loads((file.metadata() or {})["run"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+        losses, watched = (tensors[f"history.{name}"].tolist() for name in ("losses", "watched"))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise Unusable(f"{path} cannot be read ({error})") from None
+    mine = json.loads(json.dumps(fit.identity))  # tuples become lists, as in the file
+    differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
+    if differing:
+        raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")
+    weights = _under("model.", tensors)
+    fit.model.load_state_dict({name: weights[first] for name, first in first_names(fit.model).items()})
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in _under("optimizer.", tensors).items():
+        index, key = name.split(".")
+        state.setdefault(int(index), {})[key] = value
+    fit.optimizer.load_state_dict({**fit.optimizer.state_dict(), "state": state})
+    fit.losses, fit.watched = losses, [(int(step), value) for step, value in watched]
+    return True
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,29 +21,27 @@ from crate_kernels.bench import drawing
 from crate_kernels.experiments.common import machine
 
 
+@dataclass(eq=False)
 class Trial:
     """The argument of every experiment's job.
 
     Attributes:
         name: of the verb. folder: for output files. device, backend, seed, preset, fresh: as requested.
-        console: for printed output.
+        ops: the operators of the experiment.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        device: torch.device,
-        backend: str | None,
-        seed: int,
-        preset: str,
-        fresh: bool,
-        ops: tuple[str, ...] = (),
-    ) -> None:
-        self.name, self.folder, self.device, self.backend = name, folder, device, backend
-        self.seed, self.preset, self.fresh, self.ops = seed, preset, fresh, ops
-        self.console = Console()
-        self.machine = machine.describe(device)
+    name: str
+    folder: Path
+    device: torch.device
+    backend: str | None = None
+    seed: int = 0
+    preset: str = "default"
+    fresh: bool = False
+    ops: tuple[str, ...] = ()
+    console: Console = field(default_factory=Console)
+
+    def __post_init__(self) -> None:
+        self.machine = machine.describe(self.device)
         self._start = perf_counter()
 
     def say(self, text: str) -> None:

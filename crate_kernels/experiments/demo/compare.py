@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from crate_kernels.bench.memory import peak_bytes
 from crate_kernels.experiments.common.draws import generator
 from crate_kernels.experiments.demo.data import Digits
-from crate_kernels.experiments.demo.training import Settings, Training, fresh_model, model_config
+from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.training import Training, fresh_model, model_config
 
 STEPS, QUICK_STEPS = 20, 8
 RELATIVE, ABSOLUTE = 1.3e-6, 1e-5  # torch.testing.assert_close's, for float32
@@ -95,18 +96,15 @@ class Cost:
 
 def costs(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> list[Cost]:
     """Measure a training step at the demo's patch size and at finer ones: attention is quadratic in tokens."""
-    found = []
-    patch_size = digits.patch_size
-    while patch_size:
-        finer = replace(digits, patch_size=patch_size)
-        few = -(-rounds // 5)  # a step with finer patches takes seconds
-        found.append(_cost(settings, finer, backend, device, rounds if patch_size == digits.patch_size else few))
-        patch_size //= 2
+    found, few = [_cost(settings, digits, backend, device, rounds)], -(-rounds // 5)  # finer steps take seconds
+    while digits.patch_size > 1:
+        digits = replace(digits, patch_size=digits.patch_size // 2)
+        found.append(_cost(settings, digits, backend, device, few))
     return found
 
 
 def _cost(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> Cost:
-    tokens = (digits.image_size // digits.patch_size) ** 2 + 1
+    tokens = digits.side**2 + 1
     size = min(settings.batch_size, _TOKENS_A_STEP // tokens)
     images = digits.crop(digits.train_images[:size]).contiguous().to(device)
     labels = digits.train_labels[:size].to(device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _SPLIT_SEED = 0  # a fixed split: accuracies of different seeds can be compared
 _TEST_SHARE = 0.2
@@ -46,6 +48,29 @@ class Digits:
     def black(self) -> float:
         """The value of an empty pixel."""
         return -self.mean / self.std
+
+    @property
+    def side(self) -> int:
+        """Patches along the side of the cropped image."""
+        return self.image_size // self.patch_size
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.train_labels)} to learn from, {len(self.test_labels)} to be tested on"
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the options of a vision model's config that these digits decide."""
+        return {"image_size": self.image_size, "patch_size": self.patch_size, "num_classes": 10, "channels": 1}
+
+    def first(self, classes: Sequence[int]) -> list[int]:
+        """Return the place of the first test image of each class: chosen by position, not by appearance."""
+        return [int((self.test_labels == each).nonzero()[0]) for each in classes]
+
+    def accuracy(self, model: nn.Module, device: torch.device) -> float:
+        """Return a model's share of right answers on the test images."""
+        dtype = next(model.parameters()).dtype
+        parts = zip(self.crop(self.test_images).split(250), self.test_labels.split(250), strict=True)
+        right = sum(int((model(x.to(device, dtype)).argmax(-1).cpu() == y).sum()) for x, y in parts)
+        return right / len(self.test_labels)
 
     def crop(self, images: Tensor) -> Tensor:
         """Cut off the margin of (n, 1, side, side)."""

@@ -29,7 +29,7 @@ def learning(training: Training, neighbours: float) -> Figure:
     loss.plot(first + np.arange(len(smooth)), smooth, color=_FUSED, label=f"mean of {window} steps")
     loss.set(xlabel="step", ylabel="training loss (smoothed labels)")
     loss.legend(frameon=False)
-    steps, values = zip(*training.accuracies, strict=True)
+    steps, values = zip(*training.watched, strict=True)
     accuracy.plot(steps, values, color=_FUSED, marker=".", label="CRATE")
     accuracy.axhline(neighbours, color=_THIRD, linestyle="--", label="3 nearest neighbours, on pixels")
     accuracy.set(xlabel="step", ylabel="test accuracy", ylim=(max(0.0, min(*values, neighbours) - 0.02), 1))

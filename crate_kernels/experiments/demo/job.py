@@ -2,86 +2,75 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from dataclasses import asdict, replace
 
 import torch
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+from safetensors.torch import save as serialize
 
-from crate_kernels.experiments.common.machine import describe
-from crate_kernels.experiments.demo import checkpoint, compare, data, loop, report, whitebox
-from crate_kernels.experiments.demo.training import Settings, Training, fresh_model
+from crate_kernels._core.files import put
+from crate_kernels.experiments.common.fit import advance, resume
+from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.experiments.demo import compare, data, report, whitebox
+from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.training import Training, fresh_model
 
 _SHOWN = (2, 3, 4, 5, 7, 8)
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 
-def run(folder: Path, device: torch.device, backend: str | None, *, seed: int, quick: bool, fresh: bool) -> int:
-    """Run all parts; return 1 if the fused losses are not the naive ones or the weights are not finite, else 0.
-
-    Raises:
-        checkpoint.Unusable: the checkpoint in ``folder`` is of another run, or cannot be read.
-        KeyboardInterrupt: interrupted; what was trained is in the checkpoint.
-    """
-    console = Console()
+def run(trial: Trial, settings: Settings) -> int:
+    """Run all parts; return 1 if the fused losses are not the naive ones or the weights are not finite, else 0."""
+    quick, device, folder = trial.preset == "quick", trial.device, trial.folder
     digits = data.load()
     neighbours = data.nearest_neighbours(digits)
-    settings = Settings(seed=seed, epochs=1) if quick else Settings(seed=seed)
-    training = Training(settings, digits, backend, device)
-    machine = describe(device)
-    console.print(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
-    console.print(f"3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
-    console.print(f"CRATE, operators of backend {training.fused}, on {machine['device']}", highlight=False)
-
-    seconds = _train(training, folder, console, fresh=fresh)
+    settings = replace(settings, seed=trial.seed)
+    training = Training(settings, digits, trial.backend, device)
+    trial.say(f"{digits}\n3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
+    trial.say(f"CRATE, operators of backend {training.fused}, on {trial.machine['device']}")
+    if trial.fresh or not resume(training, folder):
+        advance(training, trial)
+    elif training.done == training.total:
+        trial.say("Already trained: this is measured and drawn again; --fresh trains anew")
+    else:
+        trial.say(f"Going on from step {training.done} of {training.total}")
+        advance(training, trial)
     start = fresh_model(settings, training.config, device)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=trial.console, transient=True) as progress:
         task = progress.add_task("")
 
         def doing(what: str) -> None:
             progress.update(task, description=what)
-            if not console.is_terminal:
-                console.print(what)
+            if not trial.console.is_terminal:
+                trial.say(what)
 
         doing("repeating the first steps with the naive equations")
         agreement = compare.agreement(training, quick)
         if not all(p.isfinite().all() for p in training.model.parameters()):
-            console.print(_verdict(agreement))
-            console.print(f"{training.done} steps left weights that are not finite: nothing to measure or draw")
+            trial.say(_verdict(agreement))
+            trial.say(f"{training.done} steps left weights that are not finite: nothing to measure or draw")
             return 1
-        checkpoint.save_model(training, folder)
+        config = {**asdict(training.config), "backend": None}  # the next machine may have a better backend
+        put(folder / "crate.safetensors", serialize(training.model.state_dict(), {"config": json.dumps(config)}))
         doing("timing a training step, naive and fused")
-        costs = compare.costs(settings, digits, backend, device, _QUICK_ROUNDS if quick else _ROUNDS)
+        costs = compare.costs(settings, digits, trial.backend, device, _QUICK_ROUNDS if quick else _ROUNDS)
         doing("looking inside")
         outcome = report.Outcome(
             training=training,
             neighbours=neighbours,
-            seconds=seconds,
             agreement=agreement,
             costs=costs,
             before=whitebox.measure(start, digits, device),
             after=whitebox.measure(training.model, digits, device),
             attention=whitebox.class_attention(training.model, digits, device, _SHOWN),
-            machine=machine,
+            machine=trial.machine,
         )
         doing("drawing")
         paths = report.write(outcome, folder)
-    _print(outcome, console)
-    console.print(f"Wrote {len(paths)} files beside the model; open {folder / 'report.html'}", highlight=False)
+    _print(outcome, trial)
+    trial.say(f"Wrote {len(paths)} files beside the model; open {folder / 'report.html'}")
     return 0 if agreement.agrees else 1
-
-
-def _train(training: Training, folder: Path, console: Console, *, fresh: bool) -> float | None:
-    """Train or resume; return the seconds of an uninterrupted training, else None."""
-    if fresh or not checkpoint.resume(training, folder):
-        return loop.train(training, folder, console)
-    if training.done == training.total:
-        console.print("Already trained: this is measured and drawn again; --fresh trains anew")
-    else:
-        console.print(f"Going on from step {training.done} of {training.total}")
-        loop.train(training, folder, console)
-    return None
 
 
 def _verdict(agreement: compare.Agreement) -> str:
@@ -91,18 +80,14 @@ def _verdict(agreement: compare.Agreement) -> str:
     return f"Same model: the fused loss {verdict} the naive one over {steps} steps, at most {worst:.1e} apart"
 
 
-def _print(outcome: report.Outcome, console: Console) -> None:
-    table = Table()
-    for column in ("", "naive", "fused", "ratio"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for row in report.cost_rows(outcome.costs):
-        table.add_row(*row)
-    console.print(table)
+def _print(outcome: report.Outcome, trial: Trial) -> None:
+    trial.compare(report.cost_rows(outcome.costs), ("", "naive", "fused", "ratio"))
     depth = outcome.training.config.depth
-    console.print(_verdict(outcome.agreement))
+    trial.say(_verdict(outcome.agreement))
     before, after = outcome.before.summary(), outcome.after.summary()
     for name, key, places in (("coding rate after MSSA", "coding_rate", 1), ("nonzeros after ISTA", "nonzeros", 3)):
         change = ", ".join(f"{before[key][i]:.{places}f} to {after[key][i]:.{places}f}" for i in range(depth))
-        console.print(f"White box: {name}, layers 1 to {depth}, before to after training: {change}")
-    took = "" if outcome.seconds is None else f", trained in {outcome.seconds:.0f} s"
-    console.print(f"Test accuracy {outcome.accuracy:.4f}{took}; 3 nearest neighbours {outcome.neighbours:.4f}")
+        trial.say(f"White box: {name}, layers 1 to {depth}, before to after training: {change}")
+    seconds = outcome.training.seconds
+    took = "" if seconds is None else f", trained in {seconds:.0f} s"
+    trial.say(f"Test accuracy {outcome.accuracy:.4f}{took}; 3 nearest neighbours {outcome.neighbours:.4f}")

@@ -33,7 +33,6 @@ class Outcome:
 
     training: Training
     neighbours: float
-    seconds: float | None  # of training; None if it was interrupted: the parts do not add up
     agreement: Agreement
     costs: list[Cost]
     before: Layers
@@ -44,7 +43,7 @@ class Outcome:
     @property
     def accuracy(self) -> float:
         """Accuracy on the test images after the last step."""
-        return self.training.accuracies[-1][1]
+        return self.training.watched[-1][1]
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
@@ -78,15 +77,15 @@ def metrics(outcome: Outcome) -> dict[str, Any]:
         "digits": training.digits.name,
         "settings": asdict(training.settings),
         "config": asdict(training.config),
-        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "parameters": training.parameters,
         "test_accuracy": outcome.accuracy,
         "nearest_neighbours_accuracy": outcome.neighbours,
-        "training_seconds": outcome.seconds,
+        "training_seconds": training.seconds,
         "same_model": {**asdict(agreement), "differences": agreement.differences, "agrees": agreement.agrees},
         "costs": [asdict(cost) for cost in outcome.costs],
         "layers": {"before": outcome.before.summary(), "after": outcome.after.summary()},
         "losses": training.losses,
-        "accuracies": training.accuracies,
+        "accuracies": training.watched,
     }
 
 
@@ -115,7 +114,7 @@ def _page(outcome: Outcome, pictures: dict[str, str]) -> str:
     def picture(name: str, what: str) -> str:
         return f'<img alt="{escape(what)}" src="data:image/png;base64,{pictures[name]}">'
 
-    took = "" if outcome.seconds is None else f" in {outcome.seconds:.0f} seconds"
+    took = "" if training.seconds is None else f" in {training.seconds:.0f} seconds"
     verdict = "agree" if agreement.agrees else "<strong>do not agree</strong>"
     worst = max(agreement.differences, default=math.nan)
     before, after = outcome.before.summary(), outcome.after.summary()
@@ -130,7 +129,7 @@ def _page(outcome: Outcome, pictures: dict[str, str]) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>CRATE on real digits</title><style>{_STYLE}</style></head><body>
 <h1>A white-box transformer on real digits</h1>
 <p>A CRATE of {config.depth} layers ({config.dim} channels, {config.heads} heads of {config.dim_head},
-{sum(p.numel() for p in training.model.parameters()):,} parameters) on {escape(training.digits.name)}:
+{training.parameters:,} parameters) on {escape(training.digits.name)}:
 {len(training.digits.train_labels)} to learn from, {len(training.digits.test_labels)} to be tested on.
 {training.done} steps of {training.settings.batch_size} images{took}, through the
 <code>{backend}</code> operators of crate_kernels.</p>

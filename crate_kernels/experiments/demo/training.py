@@ -1,64 +1,30 @@
-"""Training: every draw is a function of the seed and the step, so a resumed run equals an uninterrupted one."""
+"""Training of a CRATE on digits that are moved a little at each step."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from crate_kernels.experiments.common import machine
-from crate_kernels.experiments.common.draws import generator
+from crate_kernels.experiments.common.draws import generator, seeded
+from crate_kernels.experiments.common.fit import Fit, decayed, every
 from crate_kernels.experiments.demo.data import Digits
+from crate_kernels.experiments.demo.settings import Settings
 from crate_kernels.models import CRATE, CRATEConfig
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings that decide the outcome of a training run.
-
-    Attributes:
-        rotation: largest, in radians; ``scaling``: largest relative; ``shift``: largest, as a share of the side.
-        warmup: steps over which the learning rate rises before its cosine decay.
-    """
-
-    seed: int = 0
-    epochs: int = 27
-    batch_size: int = 100
-    learning_rate: float = 3e-3
-    warmup: int = 100
-    weight_decay: float = 0.05
-    label_smoothing: float = 0.1
-    rotation: float = 0.15
-    scaling: float = 0.1
-    shift: float = 0.07
-    dim: int = 128
-    depth: int = 4
-    heads: int = 4
-    dim_head: int = 32
 
 
 def model_config(settings: Settings, digits: Digits, backend: str | None) -> CRATEConfig:
     """Describe the model that fits these digits."""
-    return CRATEConfig(
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-        image_size=digits.image_size,
-        patch_size=digits.patch_size,
-        num_classes=10,
-        channels=1,
-        backend=backend,
-    )
+    sizes = {name: getattr(settings, name) for name in ("dim", "depth", "heads", "dim_head")}
+    return CRATEConfig(**digits.sizes(), **sizes, backend=backend)
 
 
 def fresh_model(settings: Settings, config: CRATEConfig, device: torch.device) -> CRATE:
     """Build the model as it is before the first step; the caller's random state is not touched."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with seeded(settings.seed):
         return CRATE(config).to(device)
 
 
@@ -86,68 +52,31 @@ def steps_per_epoch(settings: Settings, digits: Digits) -> int:
     return len(digits.train_labels) // settings.batch_size
 
 
-class Training:
-    """A model, its optimiser and its history so far.
-
-    Attributes:
-        fused: the backend of the operators, for people.
-        losses: one per step; ``accuracies``: (step, test accuracy) pairs.
-    """
+class Training(Fit):
+    """The training of a CRATE on digits; ``fused`` names the backend of its operators, for people."""
 
     def __init__(self, settings: Settings, digits: Digits, backend: str | None, device: torch.device) -> None:
         self.settings, self.digits, self.device = settings, digits, device
         self.config = model_config(settings, digits, backend)
         self.fused = machine.backends(("mssa", "ista"), backend, device)
-        self.model = fresh_model(settings, self.config, device)
-        matrices = [p for p in self.model.parameters() if p.dim() == 2]
-        others = [p for p in self.model.parameters() if p.dim() != 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.learning_rate,
+        model, epoch = fresh_model(settings, self.config, device), steps_per_epoch(settings, digits)
+        total = settings.epochs * epoch
+        super().__init__(
+            "training",
+            model,
+            torch.optim.AdamW(decayed(model, settings.weight_decay, most=2), lr=settings.learning_rate),
+            self._loss,
+            total,
+            settings.warmup,
+            {**asdict(settings), "digits": digits.name, "backend": self.fused},
+            lambda: digits.accuracy(self.model, device),
+            "accuracy",
+            every(epoch, total),
+            file="checkpoint.safetensors",
         )
-        self.total = settings.epochs * steps_per_epoch(settings, digits)
-        self.losses: list[float] = []
-        self.accuracies: list[tuple[int, float]] = []
 
-    @property
-    def done(self) -> int:
-        """Steps taken."""
-        return len(self.losses)
-
-    def _rate(self) -> float:
-        rate, warmup = self.settings.learning_rate, self.settings.warmup
-        if self.done < warmup:
-            return rate * (self.done + 1) / warmup
-        return rate * (1 + math.cos(math.pi * (self.done - warmup) / (self.total - warmup))) / 2
-
-    def step(self) -> float:
-        """Take one step and return its loss."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        images, labels = batch(self.settings, self.digits, self.done)
-        self.model.train()
-        loss = self.loss(images, labels)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.item())
-        return self.losses[-1]
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, step: int) -> Tensor:
         """Return the smoothed cross-entropy of a batch, in the dtype of the model."""
-        dtype = self.model.cls_token.dtype
-        logits = self.model(images.to(self.device, dtype))
+        images, labels = batch(self.settings, self.digits, step)
+        logits = self.model(images.to(self.device, next(self.model.parameters()).dtype))
         return F.cross_entropy(logits, labels.to(self.device), label_smoothing=self.settings.label_smoothing)
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Return the accuracy on the test images, and append it to ``accuracies``."""
-        self.model.eval()
-        right = 0
-        for images, labels in zip(
-            self.digits.crop(self.digits.test_images).split(500), self.digits.test_labels.split(500), strict=True
-        ):
-            right += int((self.model(images.to(self.device)).argmax(-1).cpu() == labels).sum())
-        accuracy = right / len(self.digits.test_labels)
-        self.accuracies.append((self.done, accuracy))
-        return accuracy

@@ -74,16 +74,15 @@ class Attention:
 
 @torch.no_grad()
 def class_attention(model: CRATE, digits: Digits, device: torch.device, classes: tuple[int, ...]) -> Attention:
-    """Return the attention on the first test image of each of ``classes``: chosen by position, not by appearance."""
-    chosen = torch.tensor([int((digits.test_labels == each).nonzero()[0]) for each in classes])
+    """Return the attention on the first test image of each of ``classes``."""
+    chosen = digits.first(classes)
     images = digits.crop(digits.test_images[chosen])
     model.eval()
     weights = model.get_last_selfattention(images.to(device), layer=model.config.depth - 1)[:, :, 0].cpu()
-    side = digits.image_size // digits.patch_size
     return Attention(
         images[:, 0],
         digits.test_labels[chosen],
         model(images.to(device)).argmax(-1).cpu(),
         weights[..., 0],
-        weights[..., 1:].unflatten(-1, (side, side)),
+        weights[..., 1:].unflatten(-1, (digits.side, digits.side)),
     )

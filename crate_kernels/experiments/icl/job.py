@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels.experiments.common.fit import Fit, train
+from crate_kernels.experiments.common.draws import seeded
+from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.icl import figures, prompts
 from crate_kernels.experiments.icl.settings import Settings
 from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig, start_as_derived
 
 _TRAINING, _TESTING = 0, 1
+_REPORTED = ("losses", "seconds", "parameters")
 _PAPER = {"AoT-MSSA": "near the transformer", "AoT-MHSA": "near the transformer", "least squares": "0 once solvable"}
 
 
@@ -28,15 +30,13 @@ def run(trial: Trial, settings: Settings) -> int:
         if task == "sparse":
             told = prompts.knowing_the_support(xs, ys, weights)
             floors["least squares, told which weights count"] = prompts.errors(told, ys, variance)
-        fits = [_fit(trial, settings, task, name, (xs, ys), variance) for name in models(settings)]
-        for fit in fits:
+        fits = {name: _fit(trial, settings, task, name, (xs, ys), variance) for name in models(settings)}
+        for fit in fits.values():
             train(fit, trial)
         found[task] = {
             "floors": floors,
-            "models": {fit.label.partition(",")[0]: _test(fit.model, xs, ys, variance, trial) for fit in fits},
-            "losses": {fit.label.partition(",")[0]: fit.losses for fit in fits},
-            "seconds": {fit.label.partition(",")[0]: fit.seconds for fit in fits},
-            "parameters": {fit.label.partition(",")[0]: fit.parameters for fit in fits},
+            "models": {name: _test(fit.model, xs, ys, variance, trial) for name, fit in fits.items()},
+            **{what: {name: getattr(fit, what) for name, fit in fits.items()} for what in _REPORTED},
         }
     _tell(trial, settings, found)
     trial.write(
@@ -67,8 +67,7 @@ def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
         backend=trial.backend,
         **models(settings)[name],
     )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(trial.seed)
+    with seeded(trial.seed), torch.no_grad():
         model = AoTRegression(config)
         positions = model.wpe.weight.mul_(settings.position_scale)
         if settings.paired:
@@ -89,19 +88,18 @@ def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Te
         return (model(xs, ys) - ys).square().mean()
 
     return Fit(
-        f"{task}-{name.lower()}",
         f"{name}, {task}",
         model,
         torch.optim.Adam(model.parameters(), lr=settings.rate),
         loss,
         settings.steps,
-        settings.rate,
         settings.warmup,
         {**asdict(settings), "task": task, "model": name, "seed": trial.seed},
         lambda: _test(model, *tests, variance, trial)[-1],
         "error after the last example",
-        max(1, settings.steps // 5),
+        every(max(1, settings.steps // 5), settings.steps),
         clip=1.0,
+        file=f"{task}-{name.lower()}.checkpoint",
     )
 
 

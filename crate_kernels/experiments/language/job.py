@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import files
-from crate_kernels.experiments.common.draws import generator
-from crate_kernels.experiments.common.fit import Fit, train
+from crate_kernels.experiments.common.draws import generator, seeded
+from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.language import figures, text
 from crate_kernels.experiments.language.settings import Settings
@@ -87,8 +87,7 @@ def fresh(trial: Trial, settings: Settings, name: str) -> LanguageModel:
         "n_embd": settings.dim,
         "backend": trial.backend,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(trial.seed)
+    with seeded(trial.seed):
         return MODELS[name][0](sizes).to(trial.device)
 
 
@@ -113,18 +112,16 @@ def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
         return total / len(inputs) / math.log(2)
 
     return Fit(
-        "".join(c if c.isalnum() else "-" for c in name.lower()),
         name,
         model,
         torch.optim.AdamW(model.parameter_groups(settings.weight_decay), lr=settings.rate, betas=(0.9, 0.95)),
         loss,
         settings.steps,
-        settings.rate,
         settings.warmup,
         {**asdict(settings), "model": name, "seed": trial.seed, "text": source.name},
         bits,
         "bits a byte",
-        max(1, settings.steps // 5),
+        every(max(1, settings.steps // 5), settings.steps),
         clip=1.0,
         pieces=settings.pieces,
     )
@@ -135,15 +132,14 @@ def _write(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float
 
     Speed is measured within the model's context, where the cache applies.
     """
-    model: Any = fit.model
     prompt = torch.tensor([list(_PROMPT.encode())], device=trial.device)
     rates = []
     for cached in (True, False):
         count = max(1, settings.block - prompt.shape[1])
         start = perf_counter()
-        model.generate(prompt, count, temperature=0, use_cache=cached)
+        fit.model.generate(prompt, count, temperature=0, use_cache=cached)
         rates.append(count / (perf_counter() - start))
     draws = torch.Generator(trial.device)
     draws.manual_seed(generator(trial.seed, _WRITING).initial_seed())
-    written = model.generate(prompt, settings.sample, temperature=settings.temperature, generator=draws)
+    written = fit.model.generate(prompt, settings.sample, temperature=settings.temperature, generator=draws)
     return text.readable(written[0].cpu()), (rates[0], rates[1])

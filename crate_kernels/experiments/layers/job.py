@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from statistics import fmean
 
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.training import Settings as TrainingSettings
+from crate_kernels.experiments.demo.settings import Settings as TrainingSettings
 from crate_kernels.experiments.demo.training import Training
 from crate_kernels.experiments.layers import figures, watching
 from crate_kernels.experiments.layers.settings import Settings
@@ -32,7 +32,7 @@ def run(trial: Trial, settings: Settings) -> int:
             [
                 "overlap of two heads' subspaces, mean over layers",
                 "small",
-                f"{_mean(last['coherence_between_heads']):.2f} (random: {settings.dim_head / settings.dim:.2f})",
+                f"{fmean(last['coherence_between_heads']):.2f} (random: {settings.dim_head / settings.dim:.2f})",
             ],
         ]
     )
@@ -51,16 +51,8 @@ def run(trial: Trial, settings: Settings) -> int:
 
 def training_settings(settings: Settings, seed: int) -> TrainingSettings:
     """Return the demo's training settings with another size and length."""
-    return TrainingSettings(
-        seed=seed,
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        dim=settings.dim,
-        depth=settings.depth,
-        heads=settings.heads,
-        dim_head=settings.dim_head,
-    )
+    own = ("epochs", "batch_size", "learning_rate", "dim", "depth", "heads", "dim_head")
+    return TrainingSettings(seed=seed, **{name: getattr(settings, name) for name in own})
 
 
 def _series(values: list[float], places: int) -> str:
@@ -70,7 +62,3 @@ def _series(values: list[float], places: int) -> str:
 def _falls(values: list[float]) -> str:
     falls = [index + 2 for index in range(len(values) - 1) if values[index + 1] < values[index]]
     return f"{', '.join(str(layer) for layer in falls) or 'none'} of 2-{len(values)}"
-
-
-def _mean(values: list[Any]) -> float:
-    return sum(values) / len(values)

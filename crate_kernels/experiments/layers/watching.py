@@ -11,48 +11,42 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import files
-from crate_kernels.experiments.common import checkpoints, interrupts
+from crate_kernels.experiments.common.fit import Unusable, advance, resume
 from crate_kernels.experiments.common.trial import Trial
-from crate_kernels.experiments.demo import checkpoint, whitebox
+from crate_kernels.experiments.demo import whitebox
 from crate_kernels.experiments.demo.data import Digits
 from crate_kernels.experiments.demo.training import Training, steps_per_epoch
-
-_SEEN = "seen.json"
 
 
 def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     """Train to the end, from the checkpoint in the folder if there is one; return the measurements by epoch.
 
     Raises:
-        checkpoints.Unusable: the checkpoint is of another run, or cannot be read.
-        KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
+        Unusable, KeyboardInterrupt: as in ``common.fit.train``.
     """
     seen: dict[int, dict[str, Any]] = {}
-    path, epoch = trial.folder / _SEEN, steps_per_epoch(training.settings, training.digits)
-    if not trial.fresh and checkpoint.resume(training, trial.folder):
+    path, epoch = trial.folder / "seen.json", steps_per_epoch(training.settings, training.digits)
+
+    def measure() -> float:
+        accuracy = training.digits.accuracy(training.model, trial.device)
+        layers = whitebox.measure(training.model, training.digits, trial.device).summary()
+        seen[training.done // epoch] = {**layers, "accuracy": accuracy}
+        files.put(path, json.dumps(seen).encode())
+        return accuracy
+
+    training.watch, training.watch_at = measure, {look * epoch for look in looks}
+    if not trial.fresh and resume(training, trial.folder):
         trial.say(f"Going on from step {training.done} of {training.total}")
-        seen = _read(path)
-    with interrupts.deferred() as received, trial.progress("training", training.total, training.done) as advance:
-        while True:
-            done, rest = divmod(training.done, epoch)
-            if rest == 0 and done in looks and done not in seen:
-                seen[done] = whitebox.measure(training.model, training.digits, trial.device).summary()
-                seen[done]["accuracy"] = training.evaluate()
-                files.put(path, json.dumps(seen).encode())
-                checkpoint.save(training, trial.folder)
-            if received:
-                checkpoint.save(training, trial.folder)
-                raise KeyboardInterrupt
-            if training.done == training.total:
-                return seen
-            advance(f"loss {training.step():.3f}")
+        seen.update(_read(path))
+    advance(training, trial)
+    return seen
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     try:
         return {int(epoch): found for epoch, found in json.loads(path.read_text()).items()}
     except (OSError, ValueError) as error:
-        raise checkpoints.Unusable(f"{path} cannot be read ({error})") from None
+        raise Unusable(f"{path} cannot be read ({error})") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +72,9 @@ class Tokens:
 
 @torch.no_grad()
 def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens:
-    """Return the tokens of the first test image of each of ``shown``: chosen by position, not by appearance."""
+    """Return the tokens of the first test image of each of ``shown``."""
     model: Any = training.model.eval()
-    chosen = torch.tensor([int((digits.test_labels == each).nonzero()[0]) for each in shown])
+    chosen = digits.first(shown)
     images = digits.crop(digits.test_images[chosen])
     codes: list[Tensor] = []
     hooks = [
@@ -92,7 +86,7 @@ def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens
     finally:
         for hook in hooks:
             hook.remove()
-    depth, side = model.config.depth, digits.image_size // digits.patch_size
+    depth, side = model.config.depth, digits.side
     found = [_components(model.get_last_key(images.to(training.device), depth=i)[:, 1:].cpu()) for i in range(depth)]
     return Tokens(
         images[:, 0],

@@ -13,7 +13,7 @@ from crate_kernels.experiments.demo.data import Digits
 
 def reconstruction(images: Tensor, filled: Tensor, masks: Tensor, digits: Digits) -> Figure:
     """Draw each digit, its masked form as the model saw it, and the reconstruction."""
-    side, size = digits.image_size // digits.patch_size, digits.patch_size
+    side, size = digits.side, digits.patch_size
     removed = masks.unflatten(1, (side, side)).repeat_interleave(size, 1).repeat_interleave(size, 2).bool()
     figure, grid = axes(1.35 * len(images) + 0.9, 5.8, 4, len(images))
     low, high = float(images.min()), float(images.max())

@@ -7,11 +7,11 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from crate_kernels.experiments.common.draws import generator
-from crate_kernels.experiments.common.fit import Fit, decayed, train
+from crate_kernels.experiments.common.draws import generator, seeded
+from crate_kernels.experiments.common.fit import Fit, decayed, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.training import Settings as DemoSettings
+from crate_kernels.experiments.demo.settings import Settings as DemoSettings
 from crate_kernels.experiments.demo.training import batch
 from crate_kernels.experiments.mae import figures, probe
 from crate_kernels.experiments.mae.settings import Settings
@@ -26,11 +26,12 @@ _PAPER = {"CRATE-MAE, the class token": "CIFAR10: 80.9% (B, 44.6M)"}
 def run(trial: Trial, settings: Settings) -> int:
     """Train, measure and draw."""
     digits = data.load()
-    trial.say(f"{digits.name}: {len(digits.train_labels)} to learn from, {len(digits.test_labels)} to be tested on")
+    trial.say(str(digits))
     start, model = (fresh(settings, digits, trial) for _ in range(2))
     images = digits.crop(digits.test_images)
-    # Fixed masks: every measurement removes the same patches of a test digit.
-    masks = model.random_mask(len(images), (digits.image_size // digits.patch_size) ** 2, None, _draws(trial, _TESTING))
+    # Fixed masks: every measurement removes the same patches of a test digit. They are drawn on the CPU, so that every
+    # device has the same ones.
+    masks = model.random_mask(len(images), digits.side**2, None, generator(trial.seed, _TESTING))
     fit = _fit(model, trial, settings, digits, images, masks)
     train(fit, trial)
     model.eval()
@@ -57,7 +58,7 @@ def run(trial: Trial, settings: Settings) -> int:
         f"The best probe of features learned without labels, {best:.4f}, {verdict} the one of pixels, "
         f"{probes['pixels']:.4f}; of features before any learning the best has {untrained:.4f}"
     )
-    chosen = [int((digits.test_labels == each).nonzero()[0]) for each in settings.shown]
+    chosen = digits.first(settings.shown)
     trial.write(
         {
             "reconstruction": figures.reconstruction(images[chosen], filled[chosen], masks[chosen], digits),
@@ -69,15 +70,9 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def _draws(trial: Trial, *purpose: int) -> torch.Generator:
-    """Return a generator for masks; they are drawn on the CPU, so that every device has the same masks."""
-    return generator(trial.seed, *purpose)
-
-
 def fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
     """Build the model as it is before the first step."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(trial.seed)
+    with seeded(trial.seed):
         config = CRATEMAEConfig(
             embed_dim=settings.dim,
             depth=settings.depth,
@@ -97,13 +92,13 @@ def fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
 
 def _fit(model: CRATEMAE, trial: Trial, settings: Settings, digits: data.Digits, images: Tensor, masks: Tensor) -> Fit:
     drawing = DemoSettings(seed=trial.seed, batch_size=settings.batch_size)
-    patches = (digits.image_size // digits.patch_size) ** 2
+    patches = digits.side**2
     kept = int(patches * (1 - settings.mask_ratio))
     model = model.to(trial.device)
 
     def loss(step: int) -> Tensor:
         moved, _ = batch(drawing, digits, step)
-        rank = torch.rand(len(moved), patches, generator=_draws(trial, _TRAINING, step)).argsort(1).argsort(1)
+        rank = torch.rand(len(moved), patches, generator=generator(trial.seed, _TRAINING, step)).argsort(1).argsort(1)
         return model(moved.to(trial.device), mask=(rank >= kept).to(trial.device))[0]
 
     def error() -> float:
@@ -112,18 +107,16 @@ def _fit(model: CRATEMAE, trial: Trial, settings: Settings, digits: data.Digits,
         return sum(found) / len(images)
 
     return Fit(
-        "crate-mae",
         "CRATE-MAE",
         model,
         torch.optim.AdamW(decayed(model, settings.weight_decay), lr=settings.rate, betas=(0.9, 0.95)),
         loss,
         settings.steps,
-        settings.rate,
         settings.warmup,
         {**asdict(settings), "seed": trial.seed, "digits": digits.name},
         error,
         "test error",
-        max(1, settings.steps // 10),
+        every(max(1, settings.steps // 10), settings.steps),
         clip=1.0,
     )
 
@@ -138,6 +131,6 @@ def _fill(model: CRATEMAE, trial: Trial, images: Tensor, masks: Tensor) -> Tenso
 def _blank(digits: data.Digits, images: Tensor, masks: Tensor) -> float:
     """Return the error of filling in the mean training image, on the same patches."""
     mean = digits.crop(digits.train_images).mean(0, keepdim=True)
-    side, size = digits.image_size // digits.patch_size, digits.patch_size
+    side, size = digits.side, digits.patch_size
     error = (images - mean).square().unflatten(3, (side, size)).unflatten(2, (side, size)).mean((1, 3, 5)).flatten(1)
     return float((error * masks).sum() / masks.sum())

@@ -2,7 +2,7 @@
 
 import torch
 
-from crate_kernels.experiments.demo.training import Settings
+from crate_kernels.experiments.demo.settings import Settings
 
 CPU = torch.device("cpu")
 TINY = Settings(epochs=2, batch_size=400, dim=16, depth=2, heads=2, dim_head=8, warmup=2)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from functools import partial
 
 import pytest
 from safetensors import safe_open
@@ -13,8 +12,9 @@ from crate_kernels import models
 from crate_kernels._core import backends
 from crate_kernels.cli import main
 from crate_kernels.experiments.common import command
-from crate_kernels.experiments.demo import checkpoint, compare, data, job, whitebox
-from crate_kernels.experiments.demo.training import Settings, Training
+from crate_kernels.experiments.demo import compare, data, whitebox
+from crate_kernels.experiments.demo.settings import PRESETS, Settings
+from crate_kernels.experiments.demo.training import Training
 from tests.experiments.demo.common import CPU
 
 
@@ -22,7 +22,7 @@ from tests.experiments.demo.common import CPU
 def demo(small, tmp_path, monkeypatch, capsys):
     """Run the command on the small digits; return its status, what it printed and its folder."""
     monkeypatch.setattr(data, "load", lambda: small)
-    monkeypatch.setattr(job, "Settings", partial(Settings, dim=16, depth=2, heads=2, dim_head=8))
+    monkeypatch.setitem(PRESETS, "quick", Settings(epochs=1, dim=16, depth=2, heads=2, dim_head=8))
     monkeypatch.setattr(compare, "QUICK_STEPS", 4)
 
     def run(*options):
@@ -85,11 +85,11 @@ def test_a_finished_run_is_not_trained_again_unless_told(demo):
 
 def test_other_settings_do_not_overwrite_a_run(demo):
     *_, folder = demo()
-    before = (folder / checkpoint.NAME).read_bytes()
+    before = (folder / "checkpoint.safetensors").read_bytes()
     status, _, err, _ = demo("--seed", "3")
     assert status == 2
     assert re.search(r"other settings \(seed 0, now 3\); --fresh starts anew, --output writes elsewhere", err)
-    assert (folder / checkpoint.NAME).read_bytes() == before
+    assert (folder / "checkpoint.safetensors").read_bytes() == before
 
 
 def test_an_interrupted_demo_goes_on(demo, monkeypatch):

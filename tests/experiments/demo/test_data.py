@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.training import Settings, batch, steps_per_epoch
+from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.training import batch, steps_per_epoch
 from tests.experiments.demo.common import TINY, assert_equal
 
 

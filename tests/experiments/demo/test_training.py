@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
+from crate_kernels._core import files
 from crate_kernels.experiments.common import interrupts
-from crate_kernels.experiments.demo import checkpoint, loop
+from crate_kernels.experiments.common.fit import Unusable, advance, resume, save
+from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo.training import Training, batch, fresh_model
 from tests.experiments.demo.common import CPU, TINY, assert_equal, weights
 
@@ -33,7 +34,7 @@ def test_the_loss_has_smoothed_labels(small, training):
     images, labels = batch(TINY, small, 0)
     smoothed = 0.9 * F.one_hot(labels, 10) + 0.1 / 10
     expected = -(smoothed * training.model(images).log_softmax(-1)).sum(-1).mean()
-    torch.testing.assert_close(training.loss(images, labels), expected)
+    torch.testing.assert_close(training.loss(0), expected)
 
 
 def test_the_learning_rate_rises_and_then_decays_to_nothing(training):
@@ -61,17 +62,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(stop, small, training, tmp_path)
     for _ in range(stop):
         training.step()
     training.evaluate()
-    checkpoint.save(training, tmp_path)
+    save(training, tmp_path)
     resumed = Training(TINY, small, "composite", CPU)
-    assert checkpoint.resume(resumed, tmp_path)
-    assert resumed.accuracies == training.accuracies
+    assert resume(resumed, tmp_path)
+    assert resumed.watched == training.watched
     while training.done < training.total:
         assert resumed.step() == training.step()
     assert_equal(weights(resumed), weights(training))
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(training, tmp_path):
-    assert not checkpoint.resume(training, tmp_path)
+    assert not resume(training, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,11 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(training, tmp_path):
     ids=["empty", "zeros", "no metadata"],
 )
 def test_a_damaged_checkpoint_is_refused_and_kept(content, message, training, tmp_path):
-    path = tmp_path / checkpoint.NAME
+    path = tmp_path / training.file
     path.write_bytes(content)
     before = weights(training)
-    with pytest.raises(checkpoint.Unusable, match=message):
-        checkpoint.resume(training, tmp_path)
+    with pytest.raises(Unusable, match=message):
+        resume(training, tmp_path)
     assert path.read_bytes() == content
     assert_equal(weights(training), before)
 
@@ -98,17 +99,17 @@ OTHER_RUNS = {
 
 @pytest.mark.parametrize(("settings", "digits", "backend", "words"), OTHER_RUNS.values(), ids=OTHER_RUNS)
 def test_a_checkpoint_of_another_run_is_refused(settings, digits, backend, words, small, training, tmp_path):
-    checkpoint.save(training, tmp_path)
+    save(training, tmp_path)
     other = Training(settings, replace(small, **digits), backend, CPU)
-    with pytest.raises(checkpoint.Unusable, match=rf"other settings \({words}\)"):
-        checkpoint.resume(other, tmp_path)
+    with pytest.raises(Unusable, match=rf"other settings \({words}\)"):
+        resume(other, tmp_path)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
-    path = checkpoint.put(tmp_path / "file", b"old")
+    path = files.put(tmp_path / "file", b"old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.put(path, b"new")
+        files.put(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -125,16 +126,16 @@ def test_an_interrupted_step_is_completed_and_kept(number, small, training, tmp_
     monkeypatch.setattr(training.optimizer, "step", interrupted_step)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        loop.train(training, tmp_path, Console(quiet=True))
+        advance(training, Trial("demo", tmp_path, CPU))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert training.done == 2
     resumed, straight = (Training(TINY, small, "composite", CPU) for _ in range(2))
-    assert checkpoint.resume(resumed, tmp_path)
+    assert resume(resumed, tmp_path)
     assert resumed.done == 2
-    loop.train(resumed, tmp_path, Console(quiet=True))
-    loop.train(straight, tmp_path, Console(quiet=True))
+    advance(resumed, Trial("demo", tmp_path, CPU))
+    advance(straight, Trial("demo", tmp_path, CPU))
     assert_equal(weights(resumed), weights(straight))
-    assert resumed.accuracies == straight.accuracies
+    assert resumed.watched == straight.watched
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_a_second_interrupt_is_immediate(training, tmp_path, monkeypatch, interr
 
     monkeypatch.setattr(training.optimizer, "step", impatient_step)
     with pytest.raises(KeyboardInterrupt):
-        loop.train(training, tmp_path, Console(quiet=True))
+        advance(training, Trial("demo", tmp_path, CPU))
     assert training.done == 0
 
 
