@@ -163,8 +163,10 @@ def chosen(op: str, backend: str, of: Tensor) -> str:
     return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
 
 
-def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
+def run(op: str, function: str, backend: str, of: Tensor, *args: Any, called: str = "") -> Any:
     """Call a function of the kernel module of ``backend``. Fall back to composite only if no backend was named.
+
+    Messages name ``called``, the public function, by default ``op``.
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
@@ -175,14 +177,17 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
     body = getattr(kernel(op, name, of.device.type), function, None)
     if body is None:
         here = f"{of.device.type} tensors of {of.dtype}"
-        raise RuntimeError(f"{op}: no kernel takes {here} here; what is to run anywhere must name backend='composite'")
+        raise RuntimeError(
+            f"{called or op}: no kernel takes {here} here; what is to run anywhere must name backend='composite'"
+        )
     try:
         return body(*args)
     except Refused as reason:
         if backend != AUTO:
-            raise NotImplementedError(f"{op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
+            raise NotImplementedError(f"{called or op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
     except MemoryError as error:
-        raise MemoryError(f"{op}: backend={name!r} ran out of memory for its workspace in {function}") from error
+        where = f"its workspace in {function}"
+        raise MemoryError(f"{called or op}: backend={name!r} ran out of memory for {where}") from error
     return getattr(kernel(op, "composite"), function)(*args)
 
 

@@ -46,7 +46,7 @@ def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
     return args[: -count - 1], record._make(args[-count - 1 : -1]), args[-1]
 
 
-def body(op: str, function: str, record: Any, of: int) -> Callable:
+def body(op: str, function: str, record: Any, of: int, called: str = "") -> Callable:
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 
     The body runs ``function(*tensors, record)`` of the backend's kernel module, with contiguous tensors in ``record``.
@@ -56,6 +56,7 @@ def body(op: str, function: str, record: Any, of: int) -> Callable:
         function: name of the function of a kernel module.
         record: the NamedTuple of the operator's options.
         of: index of the tensor that decides the device and dtype.
+        called: the public function, for messages; ``op`` by default.
     """
     fields = _tensor_fields(record)
 
@@ -65,7 +66,7 @@ def body(op: str, function: str, record: Any, of: int) -> Callable:
             option = getattr(call, name)
             if option is not None and not option.is_contiguous():
                 call = call._replace(**{name: option.contiguous()})
-        return backends.run(op, function, backend, tensors[of], *tensors, call)
+        return backends.run(op, function, backend, tensors[of], *tensors, call, called=called)
 
     return run
 

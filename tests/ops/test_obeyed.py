@@ -17,6 +17,7 @@ PASSES = {
     "ista_overcomplete": ["forward_overcomplete", "backward_overcomplete"],
 }
 ROOM = {"tssa-causal": "tssa", "ista_overcomplete": "ista"}
+PUBLIC = {form: form.partition("-")[0] for form in PASSES}  # the function that a user calls
 # bf16 for ista's backward and many tokens for decoding: composite is as fast there as cpp, and is taken for None.
 CALLS = [
     pytest.param(form, *p.values, id=f"{form}-{p.id}", marks=p.marks)
@@ -137,11 +138,33 @@ def test_what_a_kernel_refuses_composite_takes_for_none_alone(form, monkeypatch)
     monkeypatch.setitem(_backend._has_kernel, (room, "picky"), True)
     monkeypatch.setitem(_backend._kernels, (room, "picky"), Picky())
     w = randn(2, 3, 12, 8, dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=f"^{room}: backend='picky' takes shorter tokens, got long ones; use"):
+    refusal = f"^{PUBLIC[form]}: backend='picky' takes shorter tokens, got long ones; use"
+    with pytest.raises(NotImplementedError, match=refusal):
         call(form, "picky")(w)
     monkeypatch.setattr(_backend, "_PREFERENCE", {"cpu": ("picky",)})
     expected = outputs_and_gradients(call(form, "composite"), w)
     torch.testing.assert_close(outputs_and_gradients(call(form, None), w), expected, rtol=0, atol=0)
+
+
+class Exhausted:
+    """A kernel module without memory for its workspace."""
+
+    def __getattr__(self, name):
+        def allocate(*args):
+            raise MemoryError
+
+        return allocate
+
+
+@pytest.mark.parametrize("form", [form for form in PASSES if form != "mssa"])
+def test_an_error_in_an_ops_body_names_the_function_that_was_called(form, monkeypatch):
+    room, w = ROOM.get(form, form), randn(2, 3, 12, 8, dtype=torch.float32)
+    monkeypatch.setitem(_backend._kernels, (room, "composite"), Exhausted())
+    with pytest.raises(MemoryError, match=f"^{PUBLIC[form]}: backend='composite' ran out of memory"):
+        call(form, "composite")(w)
+    monkeypatch.setitem(_backend._kernels, (room, "composite"), object())
+    with pytest.raises(RuntimeError, match=f"^{PUBLIC[form]}: no kernel takes cpu tensors of torch.float32 here"):
+        call(form, "composite")(w)
 
 
 def test_an_exported_program_takes_the_kernel_of_the_machine_it_runs_on(monkeypatch):

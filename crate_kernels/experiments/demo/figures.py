@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from crate_kernels.bench.drawing import BLUE, GREY, ORANGE, bare
-from crate_kernels.bench.drawing import axes as axes_of
+from crate_kernels.bench.drawing import BLUE, GREY, ORANGE, axes, bare, colour_bar, whole_numbers
 from crate_kernels.experiments.demo.compare import Agreement, Cost
 from crate_kernels.experiments.demo.training import Training
 from crate_kernels.experiments.demo.whitebox import Attention, Layers
@@ -20,7 +16,7 @@ _FUSED, _NAIVE, _THIRD = BLUE, ORANGE, GREY
 
 def learning(training: Training, neighbours: float) -> Figure:
     """Draw the loss of each step, and the test accuracy beside that of nearest neighbours."""
-    figure, ((loss, accuracy),) = axes_of(9, 3.4, 1, 2)
+    figure, ((loss, accuracy),) = axes(9, 3.4, 1, 2)
     losses = torch.tensor(training.losses)
     window = max(1, min(40, len(losses) // 10))
     smooth = losses.unfold(0, window, 1).mean(-1)
@@ -39,7 +35,7 @@ def learning(training: Training, neighbours: float) -> Figure:
 
 def same_model(result: Agreement, backend: str) -> Figure:
     """Draw both loss curves, and their difference beside the effect of rounding alone."""
-    figure, ((curves, apart),) = axes_of(9, 3.4, 1, 2)
+    figure, ((curves, apart),) = axes(9, 3.4, 1, 2)
     steps = range(1, len(result.naive) + 1)
     curves.plot(steps, result.naive, color=_NAIVE, linewidth=4, alpha=0.5, label="naive equations")
     curves.plot(steps, result.fused, color=_FUSED, linewidth=1.2, label=backend)
@@ -53,14 +49,13 @@ def same_model(result: Agreement, backend: str) -> Figure:
     apart.set_ylim(0, 100 * max(result.bound))  # headroom for the legend
     apart.set(xlabel="step", ylabel="difference of losses")
     apart.legend(frameon=False, loc="upper left")
-    for ax in (curves, apart):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(curves, apart)
     return figure
 
 
 def cost(found: list[Cost], backend: str) -> Figure:
     """Draw seconds and memory of a training step, naive and fused, by tokens per image."""
-    figure, ((seconds, memory),) = axes_of(9, 3.4, 1, 2)
+    figure, ((seconds, memory),) = axes(9, 3.4, 1, 2)
     names = [f"{c.tokens} tokens\npatch {c.patch_size}\nbatch {c.batch_size}" for c in found]
     for ax, label, values in (
         (seconds, "milliseconds a step", [[1e3 * s for s in c.seconds] for c in found]),
@@ -77,7 +72,7 @@ def cost(found: list[Cost], backend: str) -> Figure:
 
 def layers(before: Layers, after: Layers) -> Figure:
     """Draw compression and sparsification layer by layer, before and after training."""
-    figure, ((rate, nonzeros),) = axes_of(9, 3.4, 1, 2)
+    figure, ((rate, nonzeros),) = axes(9, 3.4, 1, 2)
     numbers = range(1, len(before.rate) + 1)
     for measured, name, colour, style in (
         (before, "before training", _THIRD, "--"),
@@ -90,30 +85,29 @@ def layers(before: Layers, after: Layers) -> Figure:
     rate.set(xlabel="layer", ylabel="coding rate $R^c$ after MSSA (nats)", ylim=(0, None))
     nonzeros.set(xlabel="layer", ylabel="share of nonzeros after ISTA", ylim=(0, None))
     for ax in (rate, nonzeros):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False)
+    whole_numbers(rate, nonzeros)
     return figure
 
 
 def coherence(before: Layers, after: Layers, dim: int) -> Figure:
     """Draw how much the subspaces of a layer's heads overlap, and the learned directions themselves."""
     depth, heads = before.coherence.shape[:2]
-    figure, axes = axes_of(2.3 * depth + 1.2, 7.4, 3, depth)
+    figure, grid = axes(2.3 * depth + 1.2, 7.4, 3, depth)
     rank = before.gram.shape[-1] // heads
     for row, (name, values) in enumerate(
         (("before", before.coherence), ("after", after.coherence), ("after", after.gram))
     ):
-        for layer, ax in enumerate(axes[row]):
+        for layer, ax in enumerate(grid[row]):
             ax.imshow(values[layer].numpy(), cmap="magma", vmin=0, vmax=1)
             ax.spines[:].set_visible(False)
             if row == 2:
                 ticks = [rank * head - 0.5 for head in range(heads + 1)]
-                ax.set(xticks=ticks, yticks=ticks, xlabel="direction", xticklabels=[f"{t + 0.5:.0f}" for t in ticks])
-                ax.set_yticklabels([f"{t + 0.5:.0f}" for t in ticks])
+                names = [f"{t + 0.5:.0f}" for t in ticks]
+                ax.set(xticks=ticks, yticks=ticks, xlabel="direction", xticklabels=names, yticklabels=names)
             else:
-                ax.set(xticks=range(heads), yticks=range(heads), xlabel="head")
-                ax.set_xticklabels(range(1, heads + 1))
-                ax.set_yticklabels(range(1, heads + 1))
+                ticks, names = range(heads), range(1, heads + 1)
+                ax.set(xticks=ticks, yticks=ticks, xlabel="head", xticklabels=names, yticklabels=names)
                 for i in range(heads):
                     for j in range(heads):
                         value = values[layer, i, j].item()
@@ -124,17 +118,17 @@ def coherence(before: Layers, after: Layers, dim: int) -> Figure:
             if layer == 0:
                 ax.set_ylabel(f"{name}\n{'direction' if row == 2 else 'head'}")
         label = "absolute cosine" if row == 2 else f"overlap (random: {rank / dim:.2f})"
-        figure.colorbar(ScalarMappable(Normalize(0, 1), "magma"), ax=axes[row], label=label, shrink=0.9)
+        colour_bar(figure, grid[row], label)
     return figure
 
 
 def attention(seen: Attention) -> Figure:
     """Draw the attention of the last layer's class token to each patch, head by head."""
     digits, heads = seen.itself.shape
-    figure, axes = axes_of(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)
+    figure, grid = axes(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)
     side = seen.images.shape[-1]
     top = seen.patches.max().item()
-    for digit, row in enumerate(axes):
+    for digit, row in enumerate(grid):
         picture = seen.images[digit].numpy()
         row[0].imshow(picture, cmap="gray", extent=(0, side, side, 0))
         row[0].set_ylabel(f"digit {seen.labels[digit]},\nread as {seen.predictions[digit]}")
@@ -147,6 +141,5 @@ def attention(seen: Attention) -> Figure:
                 ax.set_title(f"head {head + 1}")
         for ax in row:
             bare(ax)
-    scale = ScalarMappable(Normalize(0, top), "viridis")
-    figure.colorbar(scale, ax=axes[:, 1:], label="attention of the class token to a patch", shrink=0.5)
+    colour_bar(figure, grid[:, 1:], "attention of the class token to a patch", top, cmap="viridis", shrink=0.5)
     return figure

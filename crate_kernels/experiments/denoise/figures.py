@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from crate_kernels.bench.drawing import CYCLE, GREY, axes
+from crate_kernels.bench.drawing import CYCLE, GREY, axes, whole_numbers
 from crate_kernels.experiments.denoise.settings import Mixture
 
 
@@ -34,8 +33,7 @@ def theorem(entries: Sequence[dict[str, Any]], backend: str) -> Figure:
     curve.plot([], [], color=GREY, linewidth=0.8, alpha=0.4, label="to its left, checked to rounding")
     curve.set(xlabel="layer", ylabel="SNR", yscale="log")
     off.set(xlabel="layer", ylabel="largest relative departure from the line", yscale="log")
-    for ax in (curve, off):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(curve, off)
     curve.legend(frameon=False, fontsize=8)
     off.legend(frameon=False, fontsize=8)
     return figure
@@ -53,7 +51,7 @@ def softmax(mixtures: Sequence[Mixture], found: Sequence[Tensor]) -> Figure:
         ax.plot(layers, every.mean(0), "o-", color=colour, markersize=3, label=f"noise {mixture.noise}")
         ax.fill_between(layers, every.amin(0), every.amax(0), color=colour, alpha=0.2, linewidth=0)
         ax.set(xlabel="layer", title=f"softmax, {mixture.form}")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_numbers(ax)
     panels[0].set(ylabel="SNR", ylim=(0, None))  # after all is drawn: setting a limit ends autoscaling
     panels[0].legend(frameon=False)
     return figure

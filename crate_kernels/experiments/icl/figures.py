@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from crate_kernels.bench.drawing import CYCLE, GREY, axes
+from crate_kernels.bench.drawing import CYCLE, GREY, axes, smoothed, whole_numbers
 
 
 def error(found: dict[str, dict[str, Any]]) -> Figure:
@@ -22,7 +20,7 @@ def error(found: dict[str, dict[str, Any]]) -> Figure:
             ax.plot(range(len(values)), values, style, markersize=3, color=colour, label=name)
         # The minimum-norm solution of nearly as many examples as unknowns can be far off: it may leave the figure.
         ax.set(title=f"{task} regression", xlabel="examples in context", ylim=(-0.05, 1.6))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_numbers(ax)
         ax.legend(frameon=False, fontsize=8)
     row[0].set_ylabel("squared error / variance of the answers")
     return figure
@@ -33,9 +31,7 @@ def learning(found: dict[str, dict[str, Any]]) -> Figure:
     figure, (row,) = axes(4.8 * len(found), 3.4, 1, len(found))
     for ax, (task, result) in zip(row, found.items(), strict=True):
         for (name, losses), colour in zip(result["losses"].items(), CYCLE, strict=False):
-            window = max(1, len(losses) // 100)
-            means = torch.tensor(losses).unfold(0, window, window).mean(-1)
-            ax.plot(window * (torch.arange(len(means)) + 0.5), means, color=colour, label=name)
+            ax.plot(*smoothed(losses, 100), color=colour, label=name)
         ax.set(title=f"{task} regression", xlabel="step", ylabel="training loss", ylim=(0, None))
         ax.legend(frameon=False, fontsize=8)
     return figure

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from crate_kernels.bench.drawing import axes, bare
+from crate_kernels.bench.drawing import axes, bare, colour_bar, whole_numbers
 from crate_kernels.experiments.layers.watching import Tokens
 
 
@@ -26,8 +23,7 @@ def epochs(seen: dict[int, dict[str, Any]]) -> Figure:
         nonzeros.plot(layers, found["nonzeros"], "o-", color=colour, markersize=4, label=name)
     rate.set(xlabel="layer", ylabel="coding rate $R^c$ after MSSA (nats)", ylim=(0, None))
     nonzeros.set(xlabel="layer", ylabel="share of nonzeros after ISTA", ylim=(0, None))
-    for ax in (rate, nonzeros):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(rate, nonzeros)
     figure.legend(*rate.get_legend_handles_labels(), frameon=False, loc="outside right center")
     return figure
 
@@ -47,7 +43,7 @@ def heatmaps(seen: Tokens) -> Figure:
             ax.set_ylabel(f"token (digit {seen.labels[0]})")
         else:
             ax.set_yticks([])
-    figure.colorbar(ScalarMappable(Normalize(0, 1), "magma"), ax=row, label="code / largest of the layer", shrink=0.9)
+    colour_bar(figure, row, "code / largest of the layer")
     return figure
 
 
@@ -63,12 +59,8 @@ def subspaces(seen: Tokens, heads: int) -> Figure:
             ax.set_visible(False)
             continue
         ax.imshow(seen.gram[layer].numpy(), cmap="magma", vmin=0, vmax=1)
-        ax.set(title=f"layer {layer + 1}", xticks=ticks, yticks=ticks)
-        ax.set_xticklabels([])
-        ax.set_yticklabels([])
-    figure.colorbar(
-        ScalarMappable(Normalize(0, 1), "magma"), ax=grid, label="absolute cosine; a block is a head", shrink=0.9
-    )
+        ax.set(title=f"layer {layer + 1}", xticks=ticks, yticks=ticks, xticklabels=[], yticklabels=[])
+    colour_bar(figure, grid, "absolute cosine; a block is a head")
     return figure
 
 

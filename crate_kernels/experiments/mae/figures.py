@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from crate_kernels.bench.drawing import BLUE, GREY, ORANGE, SKY, axes, bare
+from crate_kernels.bench.drawing import BLUE, GREY, ORANGE, SKY, axes, bare, smoothed
 from crate_kernels.experiments.common.fit import Fit
 from crate_kernels.experiments.demo.data import Digits
 
@@ -33,9 +32,7 @@ def reconstruction(images: Tensor, filled: Tensor, masks: Tensor, digits: Digits
 def learning(fit: Fit, blank: float, probes: dict[str, float]) -> Figure:
     """Draw training loss and test error by step, and the accuracies of the probes."""
     figure, ((curve, bars),) = axes(11.5, 3.8, 1, 2, width_ratios=(1, 1.1))
-    window = max(1, len(fit.losses) // 60)
-    means = torch.tensor(fit.losses).unfold(0, window, window).mean(-1)
-    curve.plot(window * (torch.arange(len(means)) + 0.5), means, color=BLUE, alpha=0.6, label="training")
+    curve.plot(*smoothed(fit.losses, 60), color=BLUE, alpha=0.6, label="training")
     steps, errors = zip(*fit.watched, strict=True)
     curve.plot(steps, errors, "o-", color=ORANGE, markersize=4, label="test")
     curve.axhline(blank, color=GREY, linestyle="--", linewidth=1, label="mean training digit")

@@ -86,14 +86,14 @@ ista_bwd = operator.define(
 ista_overcomplete_fwd = operator.define(
     f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, bool keep, {_OVERCOMPLETE_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
-    operator.body("ista", "forward_overcomplete", OvercompleteCall, of=0),
+    operator.body("ista", "forward_overcomplete", OvercompleteCall, of=0, called="ista_overcomplete"),
     _fake_overcomplete_fwd,
     flops=lambda x, weight, decoder, keep, *options, **_: _overcomplete_flops(x, weight[1], options),
 )
 ista_overcomplete_bwd = operator.define(
     "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "
     f"{_OVERCOMPLETE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    operator.body("ista", "backward_overcomplete", OvercompleteCall, of=1),
+    operator.body("ista", "backward_overcomplete", OvercompleteCall, of=1, called="ista_overcomplete"),
     _fake_overcomplete_bwd,
     flops=lambda dout, x, weight, decoder, codes, residuals, *options, **_: (
         2 * _overcomplete_flops(x, weight[1], options)
