@@ -8,7 +8,7 @@ scaled and rounded. Derivations are in ``reference.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,16 +251,12 @@ def passes(step: Callable[[Tensor], Engine], overcomplete: Callable[[Tensor], En
     ``step(x)`` and ``overcomplete(x)`` return the engine of a call on such tokens.
     """
 
-    def run_forward(x: Tensor, *rest: Any) -> Tensor:
-        return forward(step(x), x, *rest)
+    def on(engine_of: Callable[[Tensor], Engine], run: Callable, x: int) -> Callable:
+        return lambda *args: run(engine_of(args[x]), *args)
 
-    def run_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return backward(step(x), dy, x, *rest)
-
-    def run_forward_overcomplete(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return forward_overcomplete(overcomplete(x), x, *rest)
-
-    def run_backward_overcomplete(dout: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return backward_overcomplete(overcomplete(x), dout, x, *rest)
-
-    return run_forward, run_backward, run_forward_overcomplete, run_backward_overcomplete
+    return (
+        on(step, forward, x=0),
+        on(step, backward, x=1),
+        on(overcomplete, forward_overcomplete, x=0),
+        on(overcomplete, backward_overcomplete, x=1),
+    )
