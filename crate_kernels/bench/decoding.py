@@ -13,7 +13,7 @@ from torch import Tensor
 from crate_kernels import models
 from crate_kernels._core.spec import Decoding, Step
 from crate_kernels.bench import measuring, memory, networks
-from crate_kernels.bench.gate import Verdict
+from crate_kernels.bench.gate import Deviation, judge
 from crate_kernels.bench.providers import OURS, unavailable_reason
 from crate_kernels.bench.rows import DTYPES, Row
 from crate_kernels.testing import FORWARD_FACTOR, SPECS
@@ -70,8 +70,7 @@ def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) 
     exact = make(step, "eager", past.double(), new.double())[0]()
     eager = make(step, "eager", past, new)[0]()
     off, eager_off, size = (t.abs().max().item() for t in (call().double() - exact, eager.double() - exact, exact))
-    share = off / (FORWARD_FACTOR * (eager_off + torch.finfo(dtype).eps * size))
-    measuring.fill(row, Verdict(off / size, off / eager_off if eager_off else 0.0, share, "out"))
+    measuring.fill(row, judge([Deviation("out", off, eager_off, size)], dtype))
     if not row.skipped:
         measuring.observe(row, call, lambda: rewind() or (), device, timer, watch=False)
     return row
@@ -135,8 +134,7 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
         short = (logits.amax(-1) - chosen).max().item()
         size, eager_off = logits.abs().max().item(), (rounded.double() - logits).abs().max().item()
         # The choice of a token compares two logits, and each may be off: hence the factor 2.
-        budget = 2 * FORWARD_FACTOR * (eager_off + torch.finfo(dtype).eps * size)
-        measuring.fill(row, Verdict(short / size, short / eager_off if eager_off else 0.0, short / budget, "text"))
+        measuring.fill(row, judge([Deviation("text", short, eager_off, size, 2 * FORWARD_FACTOR)], dtype))
         if not row.skipped:
             measuring.observe(row, write, tuple, device, timer, watch=False)
     return row

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,27 @@ class Verdict:
     def passed(self) -> bool:
         """True if every output and gradient is finite and within budget."""
         return self.share <= 1.0
+
+
+class Deviation(NamedTuple):
+    """The error of one output or gradient: by norm, or of its largest entry."""
+
+    output: str
+    error: float
+    eager_error: float  # of the eager form in the same dtype
+    size: float  # of the exact result
+    factor: float = FORWARD_FACTOR
+
+
+def judge(found: Iterable[Deviation], dtype: torch.dtype) -> Verdict:
+    """Compare each error with its budget, ``factor * (eager's error + eps(dtype) * size)``."""
+    judged = []
+    for output, error, eager, size, factor in found:
+        error = error if math.isfinite(error) else math.inf
+        share = error / (factor * (eager + torch.finfo(dtype).eps * size))
+        judged.append((share, output, error / size, error / eager if eager else 0.0))
+    share, output, *_ = max(judged)
+    return Verdict(max(j[2] for j in judged), max(j[3] for j in judged), share, output)
 
 
 def arguments(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -81,9 +105,8 @@ class Gate:
     def _error(self, actual: Tensor, exact: Tensor) -> float:
         return torch.linalg.vector_norm(actual.double() - exact).item()
 
-    def hold(self, function: Function, gradients: bool) -> Verdict:
+    def check(self, function: Function, gradients: bool) -> Verdict:
         """Run a provider and check its output, and its gradients if ``gradients``."""
-        worst, largest, times_eager = (0.0, "out"), 0.0, 0.0
         if gradients:
             out = function(*self.args)
             results = [out.detach(), *torch.autograd.grad(out, self.args, upstream(out))]
@@ -91,15 +114,11 @@ class Gate:
             with torch.no_grad():
                 results = [function(*self.args)]
         names = ["out", *(f"gradient {i}" for i in range(len(self.args)))]
-        results = [self._sample(r) for r in results]
-        for name, actual, exact, eager in zip(names, results, self.exact, self.eager_errors, strict=False):
-            error, size = self._error(actual, exact), torch.linalg.vector_norm(exact).item()
-            factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR
-            share = error / (factor * (eager + torch.finfo(self.dtype).eps * size))
-            share = share if bool(actual.isfinite().all()) else float("inf")
-            worst = max(worst, (share, name))
-            largest, times_eager = max(largest, error / size), max(times_eager, error / eager if eager else 0.0)
-        return Verdict(largest, times_eager, *worst)
+        found = []
+        for name, result, exact, eager in zip(names, results, self.exact, self.eager_errors, strict=False):
+            error, size = self._error(self._sample(result), exact), torch.linalg.vector_norm(exact).item()
+            found.append(Deviation(name, error, eager, size, FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR))
+        return judge(found, self.dtype)
 
 
 _last: list[Gate] = []

@@ -43,15 +43,22 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
     if reason is not None:
         row.skipped = reason
         return row
+
+    def check_and_time() -> None:
+        exact, function = gate(timed.case, dtype, device), provider.make(timed.case)
+        verdict = exact.check(function, row.direction != "forward")
+        fill(row, verdict)
+        if verdict.passed:
+            observe(row, *_call(function, exact.args, row.direction), device, timer)
+
+    return within_memory(row, device, check_and_time)
+
+
+def within_memory(row: Row, device: torch.device, work: Callable[[], None]) -> Row:
+    """Do the work that fills in ``row``; running out of memory becomes the row's reason for having no time."""
     try:
         with memory.limited(device):
-            held = gate(timed.case, dtype, device)
-            function = provider.make(timed.case)
-            verdict = held.hold(function, row.direction != "forward")
-            fill(row, verdict)
-            if verdict.passed:
-                call, prepare = _call(function, held.args, row.direction)
-                observe(row, call, prepare, device, timer)
+            work()
     except (RuntimeError, MemoryError) as error:
         if not memory.is_exhaustion(error):
             raise

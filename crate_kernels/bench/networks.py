@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels import models
-from crate_kernels.bench import measuring, memory
-from crate_kernels.bench.gate import Verdict
+from crate_kernels.bench import measuring
+from crate_kernels.bench.gate import Deviation, Verdict, judge
 from crate_kernels.bench.rows import DTYPES, Row
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from crate_kernels.ops.ista import spec as ista
@@ -183,14 +183,11 @@ def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: tor
     """Compare logits and gradients of two samples with the published form in float64, by norm."""
     exact, eager = _exact_and_eager(network, dtype, device)
     actual = _outcome(model, *_two(network, dtype, device))
-    share, times_eager, error, output = 0.0, 0.0, 0.0, "logits"
+    found = []
     names = (("logits", FORWARD_FACTOR), ("gradients", GRADIENT_FACTOR))
     for (name, factor), a, e, t in zip(names, actual, eager, exact, strict=True):
-        off, eager_off, size = (torch.linalg.vector_norm(v).item() for v in (a - t, e - t, t))
-        error, times_eager = max(error, off / size), max(times_eager, off / eager_off if eager_off else 0.0)
-        here = off / (factor * (eager_off + torch.finfo(dtype).eps * size))
-        share, output = max((share, output), (here, name))
-    return Verdict(error, times_eager, share, output)
+        found.append(Deviation(name, *(torch.linalg.vector_norm(v).item() for v in (a - t, e - t, t)), factor))
+    return judge(found, dtype)
 
 
 def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
@@ -204,14 +201,7 @@ def measure(row: Row, network: Network, device: torch.device, timer: measuring.T
     if reason is not None:
         row.skipped = reason
         return row
-    try:
-        with memory.limited(device):
-            _fill(row, network, DTYPES[row.dtype], device, timer)
-    except (RuntimeError, MemoryError) as error:
-        if not memory.is_exhaustion(error):
-            raise
-        row.skipped, row.seconds, row.device_seconds = "out of memory", [], []
-    return row
+    return measuring.within_memory(row, device, lambda: _fill(row, network, DTYPES[row.dtype], device, timer))
 
 
 def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer) -> None:

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
         "gpu": device.type == "cuda",
         "processor": _processor(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "crate_kernels": __version__,
@@ -175,9 +176,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
+def installed(package: str) -> str | None:
+    """Return the version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

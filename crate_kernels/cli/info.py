@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from crate_kernels import __version__
 from crate_kernels._core import backends as _backend
 from crate_kernels._native import extension as _extension
 from crate_kernels._native import libraries
+from crate_kernels.bench.rows import installed
 from crate_kernels.cli import table
 
 
@@ -34,8 +34,8 @@ def collect() -> dict[str, Any]:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
-            "triton": _installed("triton"),
-            "numpy": _installed("numpy"),
+            "triton": installed("triton"),
+            "numpy": installed("numpy"),
         },
         "cpu": {
             "machine": platform.machine(),
@@ -85,13 +85,6 @@ def _available(op: str, backend: _backend.Backend, devices: list[str]) -> dict[s
     if reason is None and backend.devices is not None and not set(backend.devices) & set(devices):
         reason = f"takes {' or '.join(backend.devices)} tensors, and PyTorch sees no such device"
     return {"available": reason is None, "reason": reason}
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpu(index: int) -> dict[str, Any]:

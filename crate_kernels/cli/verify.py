@@ -12,9 +12,8 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends
+from crate_kernels.bench.rows import DTYPES
 from crate_kernels.cli import table
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--op", action="append", choices=sorted({c.op for c in testing.CASES}), help="only this one")
     parser.add_argument("--backend", action="append", help="only this one; by default all that are available")
-    parser.add_argument("--dtype", action="append", choices=list(_DTYPES), help="only this one")
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
     parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows instead of a table")
 
@@ -50,11 +49,10 @@ def run(args: argparse.Namespace) -> int:
             return 2
     rows: list[Row] = []
     excluded: Counter[str] = Counter()
-    for dtype in args.dtype or _DTYPES:
+    for dtype in args.dtype or DTYPES:
         for case in testing.CASES:
             if args.op is None or case.op in args.op:
-                for row in _check(case, dtype, device, args.backend, excluded):
-                    rows.append(row)
+                rows += _check(case, dtype, device, args.backend, excluded)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
@@ -87,7 +85,7 @@ def _check(
     case: testing.Case, dtype_name: str, device: str, only: list[str] | None, excluded: Counter[str]
 ) -> Iterator[Row]:
     """Yield a row for each backend that can run ``case`` in that dtype."""
-    dtype = _DTYPES[dtype_name]
+    dtype = DTYPES[dtype_name]
     inputs = eager = oracle = None
     for backend in _backends(case, dtype, device, only):
         reason = testing.excluded(case, backend, dtype)
@@ -113,16 +111,9 @@ def _check(
 
 
 def _cells(rows: list[Row]) -> list[list[str]]:
-    return [
-        [
-            row.case,
-            row.backend,
-            row.dtype,
-            row.output,
-            f"{row.error:.1e}",
-            "-" if row.relative_to_eager is None else f"{row.relative_to_eager:.2f}",
-            f"{row.budget:.1e}",
-            "yes" if row.passed else "NO",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        ratio = "-" if row.relative_to_eager is None else f"{row.relative_to_eager:.2f}"
+        numbers = [f"{row.error:.1e}", ratio, f"{row.budget:.1e}"]
+        cells.append([row.case, row.backend, row.dtype, row.output, *numbers, "yes" if row.passed else "NO"])
+    return cells

@@ -194,3 +194,22 @@ def test_text(provider, monkeypatch):
     row = decoding.measure_text(decoding.blank_text(text, provider), text, CPU, timer)
     assert row.skipped == ""
     assert row.amount == 8
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.5, False), (float("nan"), False)])
+def test_a_wrong_network_gets_no_time(factor, right, monkeypatch):
+    small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=16)
+    model = networks._model
+
+    def scaled(network, provider, *where):
+        made = model(network, provider, *where)
+        if provider == "composite":
+            next(p for p in made.parameters() if p.dim() == 2).data.mul_(factor)
+        return made
+
+    monkeypatch.setattr(models, "create", small)
+    monkeypatch.setattr(networks, "_model", scaled)
+    network = networks.Network("crate_lm_base", "tokens", 2, None, seqlen=8)
+    row = networks.measure(networks.blank(network, "fp32", "forward", "composite"), network, CPU, timer)
+    assert bool(row.times) is right
+    assert row.skipped.startswith("" if right else "wrong: logits has ")
