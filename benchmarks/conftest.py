@@ -73,7 +73,7 @@ def results(request):
     """Return the results so far, including those in the given file."""
     path, device = request.config.results, request.config.device
     if device.type == "cpu":
-        request.config.looks.append(load.look())
+        request.config.looks.append(load.measure())
     machine = rows.machine(device, ("fp32", "bf16"))
     if any(found.busy for found in request.config.looks):
         machine["load"] = f"{request.config.looks[0]} before"
@@ -89,7 +89,7 @@ def results(request):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Report whether other processes used the machine, before and after."""
-    looks = [*config.looks, *(load.look() for _ in config.looks)]
+    looks = [*config.looks, *(load.measure() for _ in config.looks)]
     if any(found.busy for found in looks):
         words = " before, ".join(map(str, looks))
         terminalreporter.write_line(f"others were at work ({words} after): these times cannot be trusted", yellow=True)

@@ -145,10 +145,7 @@ def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
 def cache_sizes(op: str, sizes: dict[str, int], dtype: torch.dtype | None) -> None:
     """Require positive int sizes and a floating dtype of a new cache."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise TypeError(f"{op}: {name} must be an int, got {_type_name(size)}")
-        if size < 1:
-            raise ValueError(f"{op}: {name} must be >= 1, got {size}")
+        integer(op, name, size, minimum=1)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: dtype must be a torch.dtype, got {_type_name(dtype)}")
     if dtype is not None and not dtype.is_floating_point:

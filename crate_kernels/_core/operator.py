@@ -89,7 +89,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         if written:
             # Autograd refuses a saved tensor whose version changed. Kernels write to addresses: raise it here.
             torch.autograd.graph.increment_version([args[i] for i in written])
-        return _base(result) if isinstance(result, Tensor) else tuple(map(_base, result))
+        return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
 
     def guarded(*args: Any) -> Any:
         # Autograd and autocast fall through to this function: switch both off here.
@@ -116,7 +116,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     return call
 
 
-def _base(t: Tensor) -> Tensor:
+def _without_base(t: Tensor) -> Tensor:
     """Detach ``t`` if it is a view: autograd forbids in-place changes of a view that an op returns."""
     return t if t._base is None else t.detach()
 
@@ -210,7 +210,7 @@ def functorch_twin(function: type, op: Callable) -> None:
 
 def apply(function: Any, *args: Any) -> Any:
     """Apply an autograd.Function, or its twin while a functorch transform is active."""
-    if _transformed():
+    if _functorch_is_active():
         function = _twins[function]
     return function.apply(*args)
 
@@ -222,10 +222,10 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is not None and t.requires_grad:
             return True
-    return _transformed()
+    return _functorch_is_active()
 
 
-def _transformed() -> bool:
+def _functorch_is_active() -> bool:
     """Return whether a functorch transform is active outside torch.compile, which traces transforms itself."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 

@@ -72,7 +72,7 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple:
 
 def _rebuild(mark: _Patch) -> nn.Module:
     module = mark.base.__new__(mark.base)
-    module.__class__ = _class(mark)
+    module.__class__ = _patched_class(mark)
     return module
 
 
@@ -84,7 +84,7 @@ def _refuse_script(self: nn.Module) -> nn.Module:
     )
 
 
-def _reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
+def _argument_reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
     """Return a function that reads the tokens and the mask of a call.
 
     It returns None for the tokens where only ``published`` can answer the call. Every other argument must have its
@@ -127,10 +127,10 @@ def _same(value: Any, default: Any) -> bool:
 
 
 @functools.cache
-def _class(mark: _Patch) -> type[nn.Module]:
+def _patched_class(mark: _Patch) -> type[nn.Module]:
     """Derive the patched class from a published one."""
     form, published = mark.form, mark.base.forward
-    read = _reader(published, form)
+    read = _argument_reader(published, form)
 
     @functools.wraps(published)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     replaced, left, found = {}, {}, {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in verdicts:
-            verdicts[id(module)] = (module, *_judge(module, backend, found))
+            verdicts[id(module)] = (module, *_plan(module, backend, found))
         _, mark, reason = verdicts[id(module)]
         if mark is not None:
             replaced[name] = mark.form.kind
@@ -195,7 +195,7 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
             left[name] = reason
     for module, mark, _ in verdicts.values():
         if mark is not None:
-            module.__class__ = _class(mark)
+            module.__class__ = _patched_class(mark)
     return PatchReport(replaced, left)
 
 
@@ -220,7 +220,7 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     return tuple(patched)
 
 
-def _judge(
+def _plan(
     module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[Form | None, str | None]]
 ) -> tuple[_Patch | None, str | None]:
     """Return how to patch one module, or why not; neither if it is not like a published one.
@@ -253,7 +253,7 @@ def _judge(
             return None, reason
         mark = _Patch(base, form, backend)
         try:
-            patched = _class(mark)
+            patched = _patched_class(mark)
         except Exception as error:  # __init_subclass__ may raise anything
             return None, f"its class cannot be derived from: {error}"
         reason = probe.same_numbers(module, form, backend, patched)

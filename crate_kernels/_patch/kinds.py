@@ -146,7 +146,7 @@ class Attention(Form):
         return next(p for p in own if p.is_floating_point())
 
     def token_dim(self, module: nn.Module) -> int:
-        return _widths(module._modules[self.projection])[1]
+        return _linear_sizes(module._modules[self.projection])[1]
 
     def ready(self, module: nn.Module, x: Tensor) -> bool:
         # At a rate of 1 the published dropout gives zeros; the operators refuse that rate.
@@ -241,13 +241,13 @@ def readings(module: nn.Module) -> tuple[list[Form], str | None]:
 
     Return neither for a module that is not like a published one.
     """
-    projection = next((name for name in PROJECTIONS if _widths(module._modules.get(name))[0]), None)
-    forms, reason = _sparse(module) if projection is None else _attention(module, projection)
+    projection = next((name for name in PROJECTIONS if _linear_sizes(module._modules.get(name))[0]), None)
+    forms, reason = _ista_forms(module) if projection is None else _attention_forms(module, projection)
     if not forms and reason is None:
-        reason = _three_projections(module._parameters.get("in_proj_weight"))
+        reason = _equal_projections(module._parameters.get("in_proj_weight"))
         if reason is None and isinstance(module, nn.MultiheadAttention) and module.in_proj_bias is None:
             reason = "has projections of its own for query, key and value, where mssa has one"
-    misfits = [(form, _misfit(module, form)) for form in forms]
+    misfits = [(form, _unexplained(module, form)) for form in forms]
     whole = [form for form, misfit in misfits if misfit is None]
     return whole, None if whole else next((misfit for _, misfit in misfits), reason)
 
@@ -264,13 +264,13 @@ def with_dropout(module: nn.Module, form: Form) -> Iterator[Form]:
             yield replace(form, dropout=dropout, after=form.after + last)
 
 
-def _widths(child: Any) -> tuple[int, int]:
+def _linear_sizes(child: Any) -> tuple[int, int]:
     """Return (out_features, in_features) of a linear child; zeros for any other."""
     sizes = getattr(child, "out_features", 0), getattr(child, "in_features", 0)
     return sizes if all(type(size) is int for size in sizes) else (0, 0)
 
 
-def _misfit(module: nn.Module, form: Form) -> str | None:
+def _unexplained(module: nn.Module, form: Form) -> str | None:
     """Name a part of the module that a form does not account for; None if there is none."""
     known = form.parts() | {"parametrizations"}
     known |= {name + suffix for name in form.tensors if name in vars(module) for suffix in _COMPUTED_FROM}
@@ -286,12 +286,12 @@ def _misfit(module: nn.Module, form: Form) -> str | None:
     return f"looks like {form.kind}, but has another {', '.join(odd)}" if odd else None
 
 
-def _attention(module: nn.Module, projection: str) -> tuple[list[Form], str | None]:
-    width, dim = _widths(module._modules[projection])
+def _attention_forms(module: nn.Module, projection: str) -> tuple[list[Form], str | None]:
+    width, dim = _linear_sizes(module._modules[projection])
     after = tuple(name for name in AFTER if module._modules.get(name) is not None)
-    taken = (_widths(part)[1] for name in after for part in module.get_submodule(name).modules())
+    taken = (_linear_sizes(part)[1] for name in after for part in module.get_submodule(name).modules())
     if width == 3 * next(filter(None, taken), dim):
-        return [], _three_projections(module.get_submodule(projection)._parameters.get("weight"))
+        return [], _equal_projections(module.get_submodule(projection)._parameters.get("weight"))
     if dim == 0:
         return [], f"looks like mssa, but its {projection} has no width yet: patch after a first call"
     counts = {name: vars(module).get(name) for name in HEADS}
@@ -303,14 +303,12 @@ def _attention(module: nn.Module, projection: str) -> tuple[list[Form], str | No
     common = {"numbers": (), "mask": mask, "assumed": (), "projection": projection, "after": after}
     forms: list[Form] = []
     for name, n in heads.items():
-        forms += _token_statistics(module, n, labels, {**common, "heads": name})
-        forms += _subspace(module, labels, {**common, "heads": name})
+        forms += _tssa_forms(module, n, labels, {**common, "heads": name})
+        forms += _mssa_forms(module, labels, {**common, "heads": name})
     return forms, None
 
 
-def _token_statistics(
-    module: nn.Module, heads: int, labels: dict[str, str], common: dict[str, Any]
-) -> Iterator[Attention]:
+def _tssa_forms(module: nn.Module, heads: int, labels: dict[str, str], common: dict[str, Any]) -> Iterator[Attention]:
     bypassed = _bypassed(labels, ("softmax over heads",))
     temps = {name: tensor(module, name) for name in TEMPS}
     bias = tensor(module, "denom_bias")
@@ -324,7 +322,7 @@ def _token_statistics(
             yield Attention("causal tssa", "tssa", (name, "denom_bias"), bypassed=bypassed, **common, causal=True)
 
 
-def _subspace(module: nn.Module, labels: dict[str, str], common: dict[str, Any]) -> Iterator[Attention]:
+def _mssa_forms(module: nn.Module, labels: dict[str, str], common: dict[str, Any]) -> Iterator[Attention]:
     plain = ("identity", "relu")
     phi = next((labels[name] for name in ATTENDS if labels.get(name) in plain), "softmax")
     bypassed = _bypassed(labels, ("softmax", *plain))
@@ -343,7 +341,7 @@ def _bypassed(labels: dict[str, str], attends: tuple[str, ...]) -> tuple[tuple[s
     return tuple((name, what if fits[name] else "other") for name, what in labels.items())
 
 
-def _sparse(module: nn.Module) -> tuple[list[Form], str | None]:
+def _ista_forms(module: nn.Module) -> tuple[list[Form], str | None]:
     both = (*STEP_SIZES, *LAMBDAS)
     if not any(number(module, name) or tensor(module, name) is not None for name in both):
         return [], None
@@ -380,7 +378,7 @@ def _sparse(module: nn.Module) -> tuple[list[Form], str | None]:
     return forms, None
 
 
-def _three_projections(weight: Any) -> str | None:
+def _equal_projections(weight: Any) -> str | None:
     """Return why attention with three equal projections, as in CLIPA's checkpoints, is not replaced."""
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.shape[0] % 3:
         return None

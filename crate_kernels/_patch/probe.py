@@ -75,7 +75,7 @@ def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]
     """Return the first form that computes the same function as a module, or the reason why none does."""
     reasons: list[str] = []
     with quiet(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        pair = _Pair(module)
+        pair = _Comparison(module)
         for form in forms:
             try:
                 return pair.proven(form).assuming(module), None
@@ -88,7 +88,7 @@ def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]
     return None, min(reasons, key=lambda reason: reason.startswith("the probe failed"))
 
 
-class _Pair:
+class _Comparison:
     """Comparison of a module's published forward and its forms, on shadows with the same drawn parameters."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,7 +99,7 @@ class _Pair:
 
     def proven(self, form: Form) -> Form:
         """Return a form with the dropout and the masks that the probes found; raise if it is not the module's."""
-        call = _plain
+        call = _without_mask
         if form.mask is not None:
             required = inspect.signature(type(self.module).forward).parameters[form.mask.name]
             given = {} if required.default is not required.empty else {form.mask.name: None}
@@ -107,22 +107,22 @@ class _Pair:
         try:
             self.compare(form, call)
         except _Refused:
-            masks = () if form.mask is None else tuple(self.masks(form))
+            masks = () if form.mask is None else tuple(self.proven_masks(form))
             if form.mask is None or not masks:
                 raise
             form = replace(form, mask=replace(form.mask, absent=False))
             call = masked(form, masks[0])
             self.compare(form, call)
         if form.mask is not None:
-            form = replace(form, mask=replace(form.mask, masks=tuple(self.masks(form))))
+            form = replace(form, mask=replace(form.mask, masks=tuple(self.proven_masks(form))))
         return self.place_dropout(form, call)
 
     def compare(self, form: Form, call: _Call) -> None:
         """Raise _Difference unless a form and the module have equal outputs and gradients."""
-        x = self.short(form)
+        x = self.short_tokens(form)
         for training in (False, True):
-            expected, actual = self.run(form, x, call, training)
-            _hold(expected, actual, _SAME_FUNCTION)
+            expected, actual = self.run_both(form, x, call, training)
+            _require_same(expected, actual, _SAME_FUNCTION)
         leaves = [x, *(leaf for leaf in self.drawn.values() if leaf.requires_grad)]
         dout = torch.randn(actual.shape, generator=self.generator, dtype=actual.dtype)
         grads = (
@@ -130,10 +130,10 @@ class _Pair:
             for out in (expected, actual)
         )
         for published, fused in zip(*grads, strict=True):
-            _hold(published, fused, _SAME_FUNCTION, "gradient")
+            _require_same(published, fused, _SAME_FUNCTION, "gradient")
         with torch.no_grad():
-            large = self.x(form, 3, x.shape[1], _LARGE)  # shows clamps
-            _hold(*self.run(form, large, call, False), _SAME_LARGE, "output of large tokens")
+            large = self.tokens_of(form, 3, x.shape[1], _LARGE)  # shows clamps
+            _require_same(*self.run_both(form, large, call, False), _SAME_LARGE, "output of large tokens")
             self.compare_long(form, call)
 
     def compare_long(self, form: Form, call: _Call) -> None:
@@ -146,11 +146,11 @@ class _Pair:
             seqlen = max(_LONG, *windows, 0)
         while seqlen > _SEQLEN:
             try:
-                expected, actual = self.run(form, self.x(form, 1, seqlen, _SIZE), call, False)
+                expected, actual = self.run_both(form, self.tokens_of(form, 1, seqlen, _SIZE), call, False)
             except _Refused:  # longer than the module takes
                 seqlen //= 2
             else:
-                return _hold(expected, actual, _SAME_FUNCTION, "output of a long sequence")
+                return _require_same(expected, actual, _SAME_FUNCTION, "output of a long sequence")
 
     def place_dropout(self, form: Form, call: _Call) -> Form:
         """Return the form with dropout in the module's places; every mask is compared."""
@@ -159,25 +159,25 @@ class _Pair:
             return ways[0]
         for way in ways:
             with contextlib.suppress(_Difference, _Refused), KnownMasks(), torch.no_grad():
-                _hold(*self.run(way, self.short(form), call, True, _RATES), _SAME_FUNCTION)
+                _require_same(*self.run_both(way, self.short_tokens(form), call, True, _RATES), _SAME_FUNCTION)
                 return way
         raise _Difference("its dropout is not the operator's")
 
-    def masks(self, form: Form) -> Iterator[Mask]:
+    def proven_masks(self, form: Form) -> Iterator[Mask]:
         """Yield the meanings of a mask that agree with the module."""
         for mask in CANDIDATES:
             if mask.pairs and (form.op != "mssa" or (isinstance(form, Attention) and form.causal)):
                 continue
             with contextlib.suppress(Exception), torch.no_grad():
-                x = self.short(form)
-                _hold(*self.run(form, x, masked(form, mask), False), _SAME_FUNCTION)
+                x = self.short_tokens(form)
+                _require_same(*self.run_both(form, x, masked(form, mask), False), _SAME_FUNCTION)
                 if not mask.pairs:
-                    expected, actual = self.run(form, x, masked(form, mask, empty=True), False)
+                    expected, actual = self.run_both(form, x, masked(form, mask, empty=True), False)
                     expected = torch.where(expected.isnan(), actual, expected)
                     mask = replace(mask, empty=_difference(expected, actual, _SAME_FUNCTION) is None)
                 yield mask
 
-    def run(
+    def run_both(
         self, form: Form, x: Tensor, call: _Call, training: bool, rates: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[Any, Tensor]:
         """Return the published output and the form's output."""
@@ -208,7 +208,7 @@ class _Pair:
             known = self.drawn if learned else own
             if id(tensor) not in known:  # tied parameters stay tied
                 if learned:
-                    known[id(tensor)] = nn.Parameter(_weights(tensor.shape, self.generator))
+                    known[id(tensor)] = nn.Parameter(_draw_weights(tensor.shape, self.generator))
                 elif tensor.is_meta:
                     raise _Difference(f"its {name} has no values on the meta device: patch where it has")
                 else:
@@ -218,10 +218,10 @@ class _Pair:
 
         return draw
 
-    def short(self, form: Form) -> Tensor:
-        return self.x(form, 2, _seqlen(self.module), _SIZE)
+    def short_tokens(self, form: Form) -> Tensor:
+        return self.tokens_of(form, 2, _short_seqlen(self.module), _SIZE)
 
-    def x(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
+    def tokens_of(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
         """Return tokens, equal at each call."""
         shape = (batch, seqlen, form.token_dim(self.module))
         if shape not in self.tokens:
@@ -240,7 +240,11 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
         if type(tensor) is nn.Parameter:
             return tensor
         # A sharded parameter: no process has all of it.
-        return tensor.clone() if type(tensor) is Tensor else _weights(tensor.shape, generator).to(device, tensor.dtype)
+        return (
+            tensor.clone()
+            if type(tensor) is Tensor
+            else _draw_weights(tensor.shape, generator).to(device, tensor.dtype)
+        )
 
     shadow = shadow_of(module, own, False, itertools.repeat(0.0))
     try:
@@ -254,8 +258,8 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     except NotImplementedError as error:
         return str(error)
     threshold = abs(vars(module)[form.numbers[1]]) if isinstance(form, Sparse) else 0.0
-    shape = (2, _seqlen(module), form.token_dim(module))
-    call = _plain if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
+    shape = (2, _short_seqlen(module), form.token_dim(module))
+    call = _without_mask if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
     try:
         devices = [device] if device.type == "cuda" else []
         cast = torch.autocast(device.type, enabled=False)
@@ -275,7 +279,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     return reason and f"looks like {form.kind}, but its numbers differ: {reason}"
 
 
-def _plain(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _without_mask(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {}
 
 
@@ -297,19 +301,19 @@ def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
     return call
 
 
-def _weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _draw_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Draw a parameter whose products have about the size of the tokens."""
     fan_in = shape[-1] if shape else 1
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn * 0.5 / max(1, fan_in) ** 0.5
 
 
-def _seqlen(module: nn.Module) -> int:
+def _short_seqlen(module: nn.Module) -> int:
     positions = tensor(module, "denom_bias")
     return _SEQLEN if positions is None else min(_SEQLEN, positions.shape[1])
 
 
-def _hold(expected: Any, actual: Tensor, tolerance: float, what: str = "output") -> None:
+def _require_same(expected: Any, actual: Tensor, tolerance: float, what: str = "output") -> None:
     reason = _difference(expected, actual, tolerance, what)
     if reason is not None:
         raise _Difference(f"computes something else: {reason}")

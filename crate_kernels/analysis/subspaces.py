@@ -10,20 +10,19 @@ from crate_kernels._core import checks
 from ._inputs import tokens_and_subspaces
 
 
-def _weight(op: str, weight: object) -> Tensor:
+def _require_weight(op: str, weight: object) -> Tensor:
     checked = checks.tensor(op, "weight", weight, 2, "(nheads * head_dim, dim)")
     if 0 in checked.shape:
         raise ValueError(f"{op}: weight must be (nheads * head_dim, dim), got {tuple(checked.shape)}")
     return checked
 
 
-def _split(op: str, weight: object, nheads: object) -> Tensor:
-    checked = _weight(op, weight)
-    if isinstance(nheads, bool) or not isinstance(nheads, int):
-        raise TypeError(f"{op}: nheads must be an int, got {type(nheads).__name__}")
-    if nheads < 1 or checked.shape[0] % nheads:
-        raise ValueError(f"{op}: nheads must divide weight's {checked.shape[0]} rows, got {nheads}")
-    return checked.unflatten(0, (nheads, -1)).mT
+def _head_subspaces(op: str, weight: object, nheads: object) -> Tensor:
+    checked = _require_weight(op, weight)
+    count = checks.integer(op, "nheads", nheads)
+    if count < 1 or checked.shape[0] % count:
+        raise ValueError(f"{op}: nheads must divide weight's {checked.shape[0]} rows, got {count}")
+    return checked.unflatten(0, (count, -1)).mT
 
 
 def projection_subspaces(weight: Tensor, nheads: int) -> Tensor:
@@ -40,7 +39,7 @@ def projection_subspaces(weight: Tensor, nheads: int) -> Tensor:
         ValueError: weight is empty, not a matrix or not floating; nheads does not divide its rows.
         TypeError: weight is not a Tensor or nheads is not an int.
     """
-    return _split("projection_subspaces", weight, nheads)
+    return _head_subspaces("projection_subspaces", weight, nheads)
 
 
 def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
@@ -63,7 +62,7 @@ def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
         ValueError: weight is empty, not a matrix or not floating; nheads does not divide its rows.
         TypeError: weight is not a Tensor or nheads is not an int.
     """
-    subspaces = _split("subspace_coherence", weight, nheads)
+    subspaces = _head_subspaces("subspace_coherence", weight, nheads)
     tol = max(subspaces.shape[1:]) * torch.finfo(subspaces.dtype).eps
     bases, singular, _ = torch.linalg.svd(subspaces.double(), full_matrices=False)
     present = (singular > tol * singular[:, :1]).to(bases.dtype)
@@ -89,7 +88,7 @@ def subspace_gram(weight: Tensor) -> Tensor:
         ValueError: weight is empty, not a matrix or not floating.
         TypeError: weight is not a Tensor.
     """
-    unit = torch.nn.functional.normalize(_weight("subspace_gram", weight).double(), dim=-1)
+    unit = torch.nn.functional.normalize(_require_weight("subspace_gram", weight).double(), dim=-1)
     return (unit @ unit.mT).abs()
 
 

@@ -53,7 +53,7 @@ def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: i
     if device.type != "cuda":
         return None
     flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    replay = None if prepare() else _captured(call, prepare, device)
+    replay = None if prepare() else _capture_graph(call, prepare, device)
     times = []
     for _ in range(rounds):
         args = prepare()
@@ -70,7 +70,7 @@ def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: i
     return times
 
 
-def _captured(call: Call, prepare: Prepare, device: torch.device) -> Callable[[], None] | None:
+def _capture_graph(call: Call, prepare: Prepare, device: torch.device) -> Callable[[], None] | None:
     """Return a replay of ``call`` from a CUDA graph; None if it cannot be captured."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -94,7 +94,7 @@ def product_flops(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of a large square product by PyTorch's library in this run."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * size**3 / _median(lambda: torch.mm(a, b), device)
+    return 2.0 * size**3 / _median_seconds(lambda: torch.mm(a, b), device)
 
 
 def copy_bytes(device: torch.device) -> float:
@@ -102,9 +102,9 @@ def copy_bytes(device: torch.device) -> float:
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     a = torch.ones(size, dtype=torch.int8, device=device)
     b = torch.empty_like(a)
-    return 2.0 * size / _median(lambda: b.copy_(a), device)
+    return 2.0 * size / _median_seconds(lambda: b.copy_(a), device)
 
 
-def _median(call: Call, device: torch.device) -> float:
+def _median_seconds(call: Call, device: torch.device) -> float:
     host = host_seconds(call, tuple, device, 0.5)
     return statistics.median(device_seconds(call, tuple, device, len(host)) or host)

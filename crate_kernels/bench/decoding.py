@@ -21,7 +21,7 @@ from crate_kernels.testing import FORWARD_FACTOR, SPECS
 STEPS = tuple(step for spec in SPECS.values() if spec.decoding for step in spec.decoding.steps)
 
 
-def _of(op: str) -> Decoding:
+def _decoding_of(op: str) -> Decoding:
     decoding = SPECS[op].decoding
     if decoding is None:
         raise ValueError(f"{op} has no cache")
@@ -30,7 +30,7 @@ def _of(op: str) -> Decoding:
 
 def providers_of(op: str) -> tuple[str, ...]:
     """Return the names of the providers that decode with an operator."""
-    return *_of(op).providers, *OURS
+    return *_decoding_of(op).providers, *OURS
 
 
 def _unavailable_reason(step: Step, provider: str, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -51,7 +51,7 @@ def _draw(step: Step, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
 def blank(step: Step, dtype: str, provider: str) -> Row:
     """Return the row of a step, without results."""
     row = Row("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
-    row.bytes = _of(step.op).least_bytes(step, DTYPES[dtype])
+    row.bytes = _decoding_of(step.op).least_bytes(step, DTYPES[dtype])
     row.unit, row.amount = "tokens", float(step.shape[0])
     return row
 
@@ -64,15 +64,15 @@ def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) 
     if reason is not None:
         row.skipped = reason
         return row
-    make = _of(step.op).make
+    make = _decoding_of(step.op).make
     past, new = _draw(step, dtype, device)
     call, rewind = make(step, provider, past, new)
     exact = make(step, "eager", past.double(), new.double())[0]()
     eager = make(step, "eager", past, new)[0]()
     off, eager_off, size = (t.abs().max().item() for t in (call().double() - exact, eager.double() - exact, exact))
-    measuring.fill(row, judge([Deviation("out", off, eager_off, size)], dtype))
+    measuring.record_verdict(row, judge([Deviation("out", off, eager_off, size)], dtype))
     if not row.skipped:
-        measuring.observe(row, call, lambda: rewind() or (), device, timer, watch=False)
+        measuring.record_times(row, call, lambda: rewind() or (), device, timer, watch=False)
     return row
 
 
@@ -134,7 +134,7 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
         short = (logits.amax(-1) - chosen).max().item()
         size, eager_off = logits.abs().max().item(), (rounded.double() - logits).abs().max().item()
         # The choice of a token compares two logits, and each may be off: hence the factor 2.
-        measuring.fill(row, judge([Deviation("text", short, eager_off, size, 2 * FORWARD_FACTOR)], dtype))
+        measuring.record_verdict(row, judge([Deviation("text", short, eager_off, size, 2 * FORWARD_FACTOR)], dtype))
         if not row.skipped:
-            measuring.observe(row, write, tuple, device, timer, watch=False)
+            measuring.record_times(row, write, tuple, device, timer, watch=False)
     return row

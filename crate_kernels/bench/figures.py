@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from crate_kernels._core import backends
 from crate_kernels.bench.drawing import BLUE, GREEN, GREY, ORANGE, PINK, SKY, axes
-from crate_kernels.bench.rows import Results
+from crate_kernels.bench.rows import Results, Row
 from crate_kernels.bench.scaling import Series, series
 from crate_kernels.testing import SPECS
 
@@ -41,22 +41,27 @@ def _style(provider: str) -> dict[str, Any]:
     return {"color": color, "marker": marker, "markersize": 4, "linewidth": 2.2 if provider in _OURS[:2] else 1.2}
 
 
+def _finish(ax: Any, **legend: Any) -> None:
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=7, frameon=False, **legend)
+
+
 def _name(provider: str) -> str:
     return _LABELS.get(provider, provider)
 
 
-def sweep(results: Results, over: str, direction: str = "both") -> Figure:
+def sweep(results: Results, over: str) -> Figure:
     """Draw time and memory of every operator against a size, with fitted exponents."""
-    ops = [op for op in _SWEEPS if series(results, op, over, direction)]
+    ops = [op for op in _SWEEPS if series(results, op, over, "both")]
     figure, grid = axes(3.8 * len(ops), 6.2, 2, len(ops))
     for column, op in enumerate(ops):
-        lines = series(results, op, over, direction)
+        lines = series(results, op, over, "both")
         _lines(grid[0, column], lines, lambda s: s.seconds, 1e3, "ms")
         _lines(grid[1, column], lines, lambda s: s.memory, 2**-20, "MiB beyond inputs")
         grid[0, column].set_title(f"{_SWEEPS[op].title}\n" if over == "seqlen" else f"{op}\n", fontsize=10)
         grid[1, column].set_xlabel(_SIZES[over])
-    what = {"both": "forward and backward", "forward": "forward"}[direction]
-    figure.suptitle(f"{what}, fp32; {results.machine['device']}. In brackets: fitted exponent", fontsize=9)
+    device = results.machine["device"]
+    figure.suptitle(f"forward and backward, fp32; {device}. In brackets: fitted exponent", fontsize=9)
     return figure
 
 
@@ -64,50 +69,34 @@ def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[floa
     for line in lines:
         values = values_of(line)
         exponent = line.exponent(values)
-        name = _name(line.provider) + ("" if exponent is None else f" [{exponent:.1f}]")
-        ax.plot(line.sizes, [unit * v for v in values], label=name, **_style(line.provider))
+        name, style = _name(line.provider) + ("" if exponent is None else f" [{exponent:.1f}]"), _style(line.provider)
+        ax.plot(line.sizes, [unit * v for v in values], label=name, **style)
         if line.exhausted is not None:
-            ax.annotate(
-                "out of\nmemory",
-                (line.exhausted, unit * values[-1]),
-                color=_style(line.provider)["color"],
-                fontsize=7,
-                ha="center",
-                va="bottom",
-            )
-            ax.plot([line.exhausted], [unit * values[-1]], "X", color=_style(line.provider)["color"], markersize=8)
+            end = line.exhausted, unit * values[-1]
+            ax.annotate("out of\nmemory", end, color=style["color"], fontsize=7, ha="center", va="bottom")
+            ax.plot(*end, "X", color=style["color"], markersize=8)
     ax.set(xscale="log", yscale="log", ylabel=label)
     ax.set_xscale("log", base=2)
     bottom, top = ax.get_ylim()
     ax.set_ylim(bottom, top * (top / bottom) ** 0.3)  # space for the legend: every line rises
-    ax.grid(alpha=0.25)
-    ax.legend(fontsize=7, frameon=False, loc="upper left")
+    _finish(ax, loc="upper left")
 
 
-def rates(results: Results, direction: str = "both") -> Figure:
+def rates(results: Results) -> Figure:
     """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of PyTorch's own product."""
-    ops = [op for op in _MULTIPLYING if series(results, op, "seqlen", direction)]
+    ops = [op for op in _MULTIPLYING if series(results, op, "seqlen", "both")]
     figure, grid = axes(4.6 * len(ops), 3.4, 1, len(ops))
+    product = results.machine["product_flops"]["fp32"] / 1e12
     for ax, op in zip(grid[0], ops, strict=True):
-        for line in series(results, op, "seqlen", direction):
-            ax.plot(
-                line.sizes,
-                [(row.flops or 0) / row.time / 1e12 for row in line.rows],
-                label=_name(line.provider),
-                **_style(line.provider),
-            )
-        ax.axhline(results.machine["product_flops"]["fp32"] / 1e12, color="black", linestyle=":", linewidth=1)
-        ax.annotate(
-            "a product of PyTorch's",
-            (0.02, results.machine["product_flops"]["fp32"] / 1e12),
-            fontsize=7,
-            va="bottom",
-            xycoords=("axes fraction", "data"),
-        )
+        for line in series(results, op, "seqlen", "both"):
+            reached = [(row.flops or 0) / row.time / 1e12 for row in line.rows]
+            ax.plot(line.sizes, reached, label=_name(line.provider), **_style(line.provider))
+        ax.axhline(product, color="black", linestyle=":", linewidth=1)
+        place = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
+        ax.annotate("a product of PyTorch's", (0.02, product), fontsize=7, **place)
         ax.set(title=_SWEEPS[op].title, xlabel="tokens", ylabel="TFLOP/s of the customary count", ylim=(0, None))
         ax.set_xscale("log", base=2)
-        ax.grid(alpha=0.25)
-        ax.legend(fontsize=7, frameon=False)
+        _finish(ax)
     return figure
 
 
@@ -120,10 +109,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
     ax.plot(intensity, np.minimum(intensity * copy, product) / 1e12, color="black", linewidth=1)
     ax.annotate("copy", (2, 2 * copy / 1e12), fontsize=8, rotation=30, va="bottom")
     ax.annotate("product of PyTorch's", (1e4, product / 1e12), fontsize=8, ha="right", va="bottom")
-    rows = [
-        r for r in results.rows if r.dtype == dtype and r.direction == "forward" and r.flops and r.bytes and r.times
-    ]
-    rows = [r for r in rows if r.bench in _MULTIPLYING]
+    rows = _multiplied(results, dtype)
     for provider in dict.fromkeys(row.provider for row in rows):
         own = [row for row in rows if row.provider == provider]
         places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.time / 1e12) for row in own]
@@ -131,9 +117,14 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
         ax.plot(*zip(*places, strict=True), label=_name(provider), alpha=0.8, **style)
     ax.set(xscale="log", yscale="log", xlabel="least FLOP a byte", ylabel="TFLOP/s of the customary count")
     ax.set_title(f"{' and '.join(_MULTIPLYING)}, forward, {dtype}; {results.machine['device']}", fontsize=9)
-    ax.grid(alpha=0.25)
-    ax.legend(fontsize=7, frameon=False)
+    _finish(ax)
     return figure
+
+
+def _multiplied(results: Results, dtype: str) -> list[Row]:
+    """List the timed forward passes of the operators that multiply."""
+    rows = results.find(dtype=dtype, direction="forward")
+    return [r for r in rows if r.bench in _MULTIPLYING and r.flops and r.bytes and r.times]
 
 
 def heatmap(results: Results, direction: str = "both") -> Figure:
@@ -154,7 +145,7 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
         ax.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
     ax.set_xticks(range(len(names)), [textwrap.fill(_name(n), 14, break_long_words=False) for n in names], fontsize=7)
     ax.set_yticks(range(len(cases)), [f"{op} {case} {dtype}" for op, case, dtype in cases], fontsize=7)
-    what = {"both": "forward and backward", "forward": "forward", "backward": "backward"}[direction]
+    what = "forward and backward" if direction == "both" else direction
     ax.set_title(f"times as long as ours: {what}", fontsize=9)
     ax.spines[:].set_visible(False)
     return figure
@@ -169,9 +160,7 @@ def every(results: Results) -> dict[str, Figure]:
     if any(series(results, op, "seqlen", "both") for op in _MULTIPLYING):
         found["rates_seqlen"] = rates(results)
     for dtype in results.machine["product_flops"]:
-        if any(
-            r.bench in _MULTIPLYING and r.dtype == dtype and r.direction == "forward" and r.times for r in results.rows
-        ):
+        if _multiplied(results, dtype):
             found[f"roofline_{dtype}"] = roofline(results, dtype)
     for direction in ("forward", "both"):
         if any(r.bench in backends.OPS and r.direction == direction and r.times for r in results.rows):

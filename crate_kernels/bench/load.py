@@ -41,30 +41,30 @@ class Load:
         return f"{self.free:.1f} of {self.cores} cores free"
 
 
-def look(seconds: float = _SECONDS) -> Load:
+def measure(seconds: float = _SECONDS) -> Load:
     """Watch the cores that this process may use for ``seconds``, while it sleeps.
 
     A container's quota limits the number of free cores. If the system does not report idle times, use the load average,
     which covers a minute.
     """
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    before = _idle()
+    before = _idle_ticks()
     if before is None:
         free = len(mine) - (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     else:
         time.sleep(seconds)
-        after = _idle() or before
-        free = sum(_share(before[core], after[core]) for core in mine if core in before and core in after)
+        after = _idle_ticks() or before
+        free = sum(_idle_share(before[core], after[core]) for core in mine if core in before and core in after)
     return Load(len(mine), max(0.0, min(free, _quota(len(mine)))))
 
 
 def share_cores(device: torch.device, say: Callable[[str], object]) -> None:
     """Limit PyTorch to the free cores before work on a CPU, and say so if that is fewer threads than before."""
     if device.type == "cpu" and torch.get_num_threads() > 1:
-        use(look(), say)
+        limit_threads(measure(), say)
 
 
-def use(load: Load, say: Callable[[str], object]) -> None:
+def limit_threads(load: Load, say: Callable[[str], object]) -> None:
     """Limit PyTorch to one thread per free core: a thread that waits for a core delays the others."""
     threads = torch.get_num_threads()
     if load.threads < threads:
@@ -73,7 +73,7 @@ def use(load: Load, say: Callable[[str], object]) -> None:
         say(f"{load}, others are at work on this machine: {number} instead of {threads}, and all takes longer")
 
 
-def _idle() -> dict[int, tuple[int, int]] | None:
+def _idle_ticks() -> dict[int, tuple[int, int]] | None:
     """Return the idle and the total time of each core, in ticks; None if the system does not report them."""
     try:
         lines = _STAT.read_text().splitlines()
@@ -87,7 +87,7 @@ def _idle() -> dict[int, tuple[int, int]] | None:
     return found
 
 
-def _share(before: tuple[int, int], after: tuple[int, int]) -> float:
+def _idle_share(before: tuple[int, int], after: tuple[int, int]) -> float:
     idle, total = (a - b for a, b in zip(after, before, strict=True))
     return idle / total if total > 0 else 1.0
 

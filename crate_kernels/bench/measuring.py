@@ -24,12 +24,12 @@ def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, s
     options = dict(case.options)
     row = Row(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
     work = SPECS[case.op].work(case)
-    row.flops = None if work.flops is None else _in(direction, work.flops)
-    row.bytes = DTYPES[dtype].itemsize * _in(direction, work.elements)
+    row.flops = None if work.flops is None else _in_direction(direction, work.flops)
+    row.bytes = DTYPES[dtype].itemsize * _in_direction(direction, work.elements)
     return row
 
 
-def _in(direction: str, amounts: tuple[float, float]) -> float:
+def _in_direction(direction: str, amounts: tuple[float, float]) -> float:
     forward, backward = amounts
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
@@ -47,9 +47,9 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
     def check_and_time() -> None:
         exact, function = gate(timed.case, dtype, device), provider.make(timed.case)
         verdict = exact.check(function, row.direction != "forward")
-        fill(row, verdict)
+        record_verdict(row, verdict)
         if verdict.passed:
-            observe(row, *_call(function, exact.args, row.direction), device, timer)
+            record_times(row, *_timed_call(function, exact.args, row.direction), device, timer)
 
     return within_memory(row, device, check_and_time)
 
@@ -67,14 +67,14 @@ def within_memory(row: Row, device: torch.device, work: Callable[[], None]) -> R
     return row
 
 
-def fill(row: Row, verdict: Verdict) -> None:
+def record_verdict(row: Row, verdict: Verdict) -> None:
     """Copy the result of the gate into ``row``."""
     row.error, row.times_eager, row.share = verdict.error, verdict.times_eager, verdict.share
     if not verdict.passed:
         row.skipped = f"wrong: {verdict.output} has {verdict.share:.1f} times the error it may have against float64"
 
 
-def observe(
+def record_times(
     row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
 ) -> None:
     """Time a call that passed the gate; measure its memory if ``watch``."""
@@ -89,7 +89,7 @@ def observe(
         row.resident_bytes = memory.resident_bytes(lambda: call(*args))
 
 
-def _call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
+def _timed_call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
     """Return the call to time, and the untimed function that prepares its arguments."""
     if direction == "forward":
 

@@ -44,14 +44,14 @@ def resident_bytes(call: Callable[[], object]) -> int | None:
     """
     try:
         Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark to the present value
-        before = _status("VmRSS")
+        before = _status_bytes("VmRSS")
         call()
-        return max(_status("VmHWM") - before, 0)
+        return max(_status_bytes("VmHWM") - before, 0)
     except (OSError, TypeError):
         return None
 
 
-def _status(field: str) -> int:
+def _status_bytes(field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024 * int(found[1])  # pyright: ignore[reportOptionalSubscript]  its TypeError is caught
 

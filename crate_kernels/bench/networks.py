@@ -144,7 +144,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(_logits(model, x).flatten(0, -2).float(), y.flatten())
 
 
-def _outcome(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+def _logits_and_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     """Return logits and all gradients, as float64; evaluation mode switches random layers off."""
     training = model.training
     model.eval()
@@ -164,16 +164,16 @@ def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device)
     """Return the published form's outcomes in float64 and in ``dtype``; the last pair is kept, for all providers."""
     if (network, dtype, device) not in _last:
         _last.clear()
-        x, y = _two(network, dtype, device)
+        x, y = _two_samples(network, dtype, device)
         exact = x.double() if x.is_floating_point() else x
         _last[network, dtype, device] = (
-            _outcome(_model(network, "eager", torch.float64, device), exact, y),
-            _outcome(_model(network, "eager", dtype, device), x, y),
+            _logits_and_gradients(_model(network, "eager", torch.float64, device), exact, y),
+            _logits_and_gradients(_model(network, "eager", dtype, device), x, y),
         )
     return _last[network, dtype, device]
 
 
-def _two(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _two_samples(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two samples of a batch; of texts, their first tokens."""
     x, y = _batch(network, dtype, device)
     return (x[:2, :128], y[:2, :128]) if network.seqlen else (x[:2], y[:2])
@@ -182,11 +182,11 @@ def _two(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Te
 def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Compare logits and gradients of two samples with the published form in float64, by norm."""
     exact, eager = _exact_and_eager(network, dtype, device)
-    actual = _outcome(model, *_two(network, dtype, device))
+    actual = _logits_and_gradients(model, *_two_samples(network, dtype, device))
     found = []
     names = (("logits", FORWARD_FACTOR), ("gradients", GRADIENT_FACTOR))
     for (name, factor), a, e, t in zip(names, actual, eager, exact, strict=True):
-        found.append(Deviation(name, *(torch.linalg.vector_norm(v).item() for v in (a - t, e - t, t)), factor))
+        found.append(Deviation(name, *(torch.linalg.vector_norm(v).item() for v in (a - t, e - t, t)), factor=factor))
     return judge(found, dtype)
 
 
@@ -201,16 +201,18 @@ def measure(row: Row, network: Network, device: torch.device, timer: measuring.T
     if reason is not None:
         row.skipped = reason
         return row
-    return measuring.within_memory(row, device, lambda: _fill(row, network, DTYPES[row.dtype], device, timer))
+    return measuring.within_memory(row, device, lambda: _check_and_time(row, network, DTYPES[row.dtype], device, timer))
 
 
-def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer) -> None:
+def _check_and_time(
+    row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer
+) -> None:
     model = _model(network, row.provider, dtype, device).train(row.direction == "step")
     x, y = _batch(network, dtype, device)
     row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))
     if row.provider != "timm-vit":  # timm's ViT is another model: there is no reference for it
         verdict = _verdict(network, model, dtype, device)
-        measuring.fill(row, verdict)
+        measuring.record_verdict(row, verdict)
         if not verdict.passed:
             return
     if row.provider == "compile":
@@ -227,4 +229,4 @@ def _fill(row: Row, network: Network, dtype: torch.dtype, device: torch.device, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so the peak does not count them
 
-    measuring.observe(row, step if row.direction == "step" else forward, tuple, device, timer)
+    measuring.record_times(row, step if row.direction == "step" else forward, tuple, device, timer)

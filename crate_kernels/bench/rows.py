@@ -199,8 +199,8 @@ def _revision() -> str | None:
 
 def write(path: Path, results: Results) -> None:
     """Write results atomically, one line per row so that diffs are readable."""
-    rows = ",\n  ".join(json.dumps(_short(asdict(row))) for row in results.rows)
-    text = f'{{\n "machine": {json.dumps(_short(results.machine))},\n "rows": [\n  {rows}\n ]\n}}\n'
+    rows = ",\n  ".join(json.dumps(_compact(asdict(row))) for row in results.rows)
+    text = f'{{\n "machine": {json.dumps(_compact(results.machine))},\n "rows": [\n  {rows}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     files.put(path, text.encode())
 
@@ -233,10 +233,10 @@ def read_all(paths: Sequence[Path]) -> Results:
     return Results(every[0].machine, [row for results in every for row in results.rows])
 
 
-def _short(value: Any) -> Any:
+def _compact(value: Any) -> Any:
     """Drop empty values, and digits beyond the fifth: times are not more precise."""
     if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items() if v not in (None, "", [], {})}
+        return {k: _compact(v) for k, v in value.items() if v not in (None, "", [], {})}
     if isinstance(value, list):
-        return [_short(v) for v in value]
+        return [_compact(v) for v in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value

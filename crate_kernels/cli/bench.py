@@ -52,26 +52,26 @@ def run(args: argparse.Namespace) -> int:
         return 2
     tier = "quick" if args.quick else "full" if args.full else "brief"
     dtypes = args.dtype or (["fp32"] if args.quick else ["fp32", "bf16"])
-    looks = [load.look()] if device.type == "cpu" else []
+    looks = [load.measure()] if device.type == "cpu" else []
     for found in looks:
-        load.use(found, lambda text: print(f"bench: {text}"))
+        load.limit_threads(found, lambda text: print(f"bench: {text}"))
     results = Results(rows.machine(device, dtypes), [])
     print(_heading(results))
     try:
         for row in _rows(tier, args.op, dtypes, device):
             results.rows.append(row)
             if row.times or not row.skipped.startswith(("Triton's", "PyTorch has", "flash-attn", "FlexA")):
-                print(f"{row.key:58} {_time(row)}", flush=True)
+                print(f"{row.key:58} {_time_cell(row)}", flush=True)
     except KeyboardInterrupt:
         print("bench: interrupted; what follows is what was timed")
-    looks += [load.look() for _ in looks]
+    looks += [load.measure() for _ in looks]
     if any(found.busy for found in looks):
         results.machine["load"] = f"{looks[0]} before, {looks[1]} after"
     if args.output is not None:
         rows.write(args.output, results)
     print("\n" + _table(results))
     if "load" in results.machine:
-        print(f"\nbench: {_distrust(results)}")
+        print(f"\nbench: {_load_warning(results)}")
     wrong = [row for row in results.rows if _is_wrong(row) and row.provider in providers.OURS]
     for row in wrong:
         print(f"bench: {row.key} is {row.skipped}")
@@ -106,13 +106,13 @@ def _heading(results: Results) -> str:
     )
 
 
-def _time(row: Row) -> str:
+def _time_cell(row: Row) -> str:
     if not row.times:
         return row.skipped
     return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's, {row.share or 0:.2f} of its budget"
 
 
-def _distrust(results: Results) -> str:
+def _load_warning(results: Results) -> str:
     return f"others were at work ({results.machine['load']}): these times and ratios cannot be trusted"
 
 
@@ -132,7 +132,7 @@ def _table(results: Results) -> str:
         wrong = [name for name in providers.OURS if name in beside and _is_wrong(beside[name])]
         if wrong:
             backend += f" ({', '.join(wrong)} wrong)"
-        ratios = [_ratio(beside.get(name), ours) for name in others]
+        ratios = [_ratio_cell(beside.get(name), ours) for name in others]
         if ours is not None or wrong:
             lines.append([" ".join(group[2:]), backend, ms, *ratios])
     return table.render(["case", "backend", "ms", *(f"x {name}" for name in others)], lines)
@@ -142,7 +142,7 @@ def _is_wrong(row: Row) -> bool:
     return row.skipped.startswith("wrong")
 
 
-def _ratio(other: Row | None, ours: Row | None) -> str:
+def _ratio_cell(other: Row | None, ours: Row | None) -> str:
     if other is not None and _is_wrong(other):
         return "wrong"
     return f"{other.time / ours.time:.2f}" if other is not None and other.times and ours is not None else "-"
@@ -160,7 +160,7 @@ def _compare(args: argparse.Namespace) -> int:
     for name, results in (("first", first), ("second", second)):
         print(f"{name}: {results.machine['device']}, torch {results.machine['torch']}, {results.machine.get('git')}")
         if "load" in results.machine:
-            print(f"  {_distrust(results)}")
+            print(f"  {_load_warning(results)}")
     if moved:
         lines = [[c.key, f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}"] for c in moved]
         print("\n" + table.render(["row", "times as long", "95%"], lines))

@@ -65,7 +65,7 @@ class Budget:
 
         return {name: moved(value) for name, value in self._tensors.items()}
 
-    def _usual(self, name, where, turn):
+    def _eager_error(self, name, where, turn):
         """Return eager's error; where its dtype does not hold what is between, float32's, and None if neither does."""
         truth = self.exact(turn)[name]
         where = where & truth.isfinite()
@@ -79,26 +79,26 @@ class Budget:
             usual = error(self._single[turn][name], truth, where)
         return usual * (_DOWN if self._double else 1.0) if math.isfinite(usual) else None
 
-    def hold(self, name, value, factor, label=""):
+    def check_against(self, name, value, factor, label=""):
         """Raise ``Wrong`` if ``value`` is not what ``name`` must be."""
         truth = self.exact()[name]
         check(value.shape == truth.shape, f"{label}{name} has shape {tuple(value.shape)}, not {tuple(truth.shape)}")
         infinite = truth == -math.inf  # the logsumexp of a row without keys
         check(torch.equal(value.double()[infinite], truth[infinite]), f"{label}{name} is not infinite where it must be")
         where = truth.isfinite() & (truth.abs() < 0.99 * torch.finfo(value.dtype).max)
-        wrong, usual = error(value, truth, where), self._usual(name, where, 0)
+        wrong, usual = error(value, truth, where), self._eager_error(name, where, 0)
         if usual is None:
             return  # float32 does not hold what is between: nothing is promised
         check(math.isfinite(wrong), f"{label}{name} is not finite where float64 is")
         largest = truth[where].abs().max().item() if where.any() else 0.0
-        least = self._least(value.dtype)
+        least = self._negligible(value.dtype)
         factor += self._double  # the truth is no better than the call
         budget = factor * (usual + self._eps * largest + least)
         if wrong > budget:
             self.close = True
             jump = self._jump(name, truth, where)
             for turn in range(1, NEIGHBOURS + 1):
-                usual = max(usual, self._usual(name, where, turn) or 0.0)
+                usual = max(usual, self._eager_error(name, where, turn) or 0.0)
                 budget = factor * (usual + self._eps * largest + least) + jump
                 if wrong <= budget:
                     break
@@ -107,12 +107,12 @@ class Budget:
             self.worst = share
             self.why = f"{label}{name}: error {wrong:.3g}, eager's {usual:.3g}, largest {largest:.3g}"
 
-    def _least(self, dtype):
+    def _negligible(self, dtype):
         """Return what is as good as 0: what processors may flush, and in float16 the least number."""
         limits = torch.finfo(dtype)
         return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 1.0)
 
-    def settle(self):
+    def raise_if_over(self):
         """Raise ``Wrong`` if something was over its budget."""
         if self.worst > 1:
             raise Wrong(f"{self.worst:.3g} budgets: {self.why}", self.worst)

@@ -66,16 +66,22 @@ class Call:
 
     def source(self):
         """Return the call as a program."""
-        lines = [*HEAD, *self.setup, f"torch.manual_seed({self.seed})", self.whole_line(), self.afterwards()]
+        lines = [
+            *HEAD,
+            *self.setup,
+            f"torch.manual_seed({self.seed})",
+            self.call_line(),
+            self.statements_after_the_call(),
+        ]
         if self.wrt and self.upstream:
             lines.append(self.gradient_line())
         return "\n".join(line for line in lines if line)
 
-    def whole_line(self):
+    def call_line(self):
         """Return the call in its context."""
         return f"with {self.context}:\n    {self.line}" if self.context else self.line
 
-    def afterwards(self):
+    def statements_after_the_call(self):
         """Return what is done to the output before the backward."""
         return {"add": "out += 1", "double": "out *= 2"}.get(self.mode, "")
 

@@ -105,13 +105,13 @@ def _judge(call):
     for name, value in got.items():
         gradient = name.startswith("d")
         if defined or not gradient:
-            budget.hold(name, value, GRADIENT if gradient or call.kind == "transforms" else FORWARD)
+            budget.check_against(name, value, GRADIENT if gradient or call.kind == "transforms" else FORWARD)
     return finished(budget)
 
 
 def finished(budget):
     """Return the verdict of a call whose results have all been held to the budget."""
-    budget.settle()
+    budget.raise_if_over()
     return Verdict("close" if budget.close else "passed", budget.why, budget.worst)
 
 
@@ -128,7 +128,7 @@ def documented(call, error):
 def run(call, space):
     """Make the call; return outputs and gradients by name."""
     torch.manual_seed(call.seed)
-    exec(call.whole_line(), space)
+    exec(call.call_line(), space)
     call.last = {"out": space["out"]}
     got = {name: space[name].detach().clone() for name in call.outputs}
     if call.mode in ("no_grad", "inference"):
@@ -137,7 +137,7 @@ def run(call, space):
             "an output requires a gradient without grad mode",
         )
     if call.mode in ("add", "double"):
-        exec(call.afterwards(), space)
+        exec(call.statements_after_the_call(), space)
     if call.upstream and call.wrt:
         got.update(gradients(call, space))
     return got

@@ -26,8 +26,10 @@ def follow(call, space):
                 for name, (value, _) in before.items():
                     check(same(held[name], value), f"{where}{name} was written to by an append that was refused")
                 continue
-            verdict = max(verdict, _hold(call, step, space, rows, where), key=lambda v: (v.status == "close", v.ratio))
-            w, kept = space["w"], _kept(space, step)
+            verdict = max(
+                verdict, _check_outputs(call, step, space, rows, where), key=lambda v: (v.status == "close", v.ratio)
+            )
+            w, kept = space["w"], _kept_tokens(space, step)
             rows = [torch.cat([row, w[b][:, kept[b]]], 1) for b, row in enumerate(rows)]
         else:
             exec(line, space)
@@ -51,7 +53,7 @@ def _tensors(cache):
     return {name: getattr(cache, name) for name in names if hasattr(cache, name)}
 
 
-def _kept(space, step):
+def _kept_tokens(space, step):
     """Return which new tokens count, (batch, new)."""
     w = space["w"]
     return space["mask"] if step["masked"] else torch.ones(w.shape[0], w.shape[2], dtype=torch.bool)
@@ -80,9 +82,9 @@ def _compare(call, cache, rows, where):
             check(same(cache.data[b, :, : row.shape[1]], row), f"{where}the cache holds other tokens in row {b}")
 
 
-def _hold(call, step, space, rows, where):
+def _check_outputs(call, step, space, rows, where):
     """Hold what one append returned to the budget."""
-    kept, names = _kept(space, step), call.outputs
+    kept, names = _kept_tokens(space, step), call.outputs
     tensors = {"w": space["w"], "temp": space.get("temp"), "bias": space.get("bias")}
     tensors |= {f"row {b}": row for b, row in enumerate(rows)}
 
@@ -95,8 +97,8 @@ def _hold(call, step, space, rows, where):
 
     budget = Budget(evaluate, tensors, call.dtype, lenient=call.backend == "reference")
     for name in step["outputs"]:
-        budget.hold(name, space[name], FORWARD, where)
-    budget.settle()
+        budget.check_against(name, space[name], FORWARD, where)
+    budget.raise_if_over()
     return Verdict("close" if budget.close else "passed", budget.why, budget.worst)
 
 
@@ -106,7 +108,7 @@ def _attention(call, rows, w, kept):
     for row, new, mask in zip(rows, w, kept, strict=True):
         keys = torch.cat([row, new[:, mask]], 1)[None]
         visible = torch.arange(keys.shape[2]) < (row.shape[1] + mask.cumsum(0))[:, None]
-        out, lse = _unless_infinite(keys, *oracle.attend(new[None], keys, visible, scale=call.scale))
+        out, lse = _nan_where_undefined(keys, *oracle.attend(new[None], keys, visible, scale=call.scale))
         results.append((out, lse.where(new.isfinite().all(-1), torch.nan)))
     return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
@@ -119,10 +121,10 @@ def _statistics(rows, t, kept):
         counted = torch.cat([torch.ones(start, dtype=torch.bool), mask])[None]
         tokens = torch.cat([row, new.masked_fill(~mask[:, None], 0.0)], 1)[None]  # padded tokens count as zeros
         out, membership = oracle.tssa_causal(tokens, t["temp"], t["bias"], mask=counted)
-        results.append(_unless_infinite(tokens, out[:, :, start:], membership[:, :, start:]))
+        results.append(_nan_where_undefined(tokens, out[:, :, start:], membership[:, :, start:]))
     return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
 
-def _unless_infinite(tokens, *results):
+def _nan_where_undefined(tokens, *results):
     """Return NaN, which is not judged, for a sequence that holds tokens without a value."""
     return [result if tokens.isfinite().all() else torch.full_like(result, torch.nan) for result in results]

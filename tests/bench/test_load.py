@@ -52,7 +52,7 @@ def test_free_cores_are_those_that_nobody_used(ticks, mine, quota, expected, tmp
     monkeypatch.setattr(load, "_QUOTA", tmp_path / "quota")
     monkeypatch.setattr(load.os, "sched_getaffinity", lambda _: mine, raising=False)
     monkeypatch.setattr(load.time, "sleep", lambda _: (tmp_path / "stat").write_text(after(*ticks)))
-    found = load.look()
+    found = load.measure()
     assert found.cores == expected.cores
     assert found.free == pytest.approx(expected.free)
 
@@ -63,14 +63,14 @@ def test_without_proc_the_load_average_has_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(load.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     for average, free in ((0.5, 2.5), (7.0, 0.0)):
         monkeypatch.setattr(load.os, "getloadavg", lambda average=average: (average, 0.0, 0.0), raising=False)
-        assert load.look() == Load(3, free)
+        assert load.measure() == Load(3, free)
     monkeypatch.delattr(load.os, "getloadavg")
-    assert load.look() == Load(3, 3.0)
+    assert load.measure() == Load(3, 3.0)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs Linux")
 def test_this_machine_is_looked_at():
-    found = load.look(0.05)
+    found = load.measure(0.05)
     assert 0 <= found.free <= found.cores <= os.cpu_count()
 
 
@@ -87,7 +87,7 @@ THREADS = {
 def test_threads_are_as_many_as_free_cores(free, expected, threads):
     threads(4)
     said = []
-    load.use(Load(4, free), said.append)
+    load.limit_threads(Load(4, free), said.append)
     assert torch.get_num_threads() == expected
     number = "1 thread" if expected == 1 else f"{expected} threads"
     line = f"{free} of 4 cores free, others are at work on this machine: {number} instead of 4, and all takes longer"
@@ -96,7 +96,7 @@ def test_threads_are_as_many_as_free_cores(free, expected, threads):
 
 def test_what_the_user_set_is_not_raised(threads):
     threads(2)
-    load.use(Load(8, 8.0), pytest.fail)
+    load.limit_threads(Load(8, 8.0), pytest.fail)
     assert torch.get_num_threads() == 2
     threads(1)
     load.share_cores(torch.device("cpu"), pytest.fail)
@@ -110,7 +110,7 @@ def test_a_machine_is_busy_from_half_a_core_on(free, busy):
 @pytest.mark.parametrize(("verb", "job"), [("demo", demo_job), ("denoise", denoise_job)], ids=["demo", "experiment"])
 def test_what_takes_minutes_uses_free_cores_and_says_so(verb, job, tmp_path, monkeypatch, capsys, threads):
     used = []
-    monkeypatch.setattr(load, "look", lambda: Load(4, 1.0))
+    monkeypatch.setattr(load, "measure", lambda: Load(4, 1.0))
     monkeypatch.setattr(job, "run", lambda *args, **kwargs: used.append(torch.get_num_threads()) or 0)
     threads(4)
     assert main([verb, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0

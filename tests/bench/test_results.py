@@ -144,7 +144,7 @@ def bench(tmp_path, monkeypatch, capsys):
 
     def run(before=2.0, after=2.0):
         looks = iter((load.Load(2, before), load.Load(2, after)))
-        monkeypatch.setattr(load, "look", lambda: next(looks))
+        monkeypatch.setattr(load, "measure", lambda: next(looks))
         status = main(["bench", "--quick", "--op", "tssa", "--device", "cpu", "--output", str(tmp_path / "out.json")])
         return status, capsys.readouterr().out, tmp_path / "out.json"
 

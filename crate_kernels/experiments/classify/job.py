@@ -30,13 +30,7 @@ def run(trial: Trial, settings: Settings) -> int:
         accuracy = fit.watched[-1][1]
         seconds = "-" if fit.seconds is None else f"{fit.seconds:.0f} s"
         rows.append([fit.label, BUILDERS[fit.label].paper, f"{accuracy:.4f}", f"{fit.parameters:,}", seconds])
-        found[fit.label] = {
-            "accuracy": accuracy,
-            "accuracies": fit.watched,
-            "losses": fit.losses,
-            "parameters": fit.parameters,
-            "seconds": fit.seconds,
-        }
+        found[fit.label] = {"accuracy": accuracy, "accuracies": fit.watched, **fit.facts()}
     rows.append(["3 nearest neighbours, on pixels", "-", f"{neighbours:.4f}", "-", "-"])
     header = ("", "paper, ImageNet", "measured, digits", "parameters", "training")
     trial.compare(rows, header)

@@ -82,6 +82,10 @@ class Fit:
         """Number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def facts(self) -> dict[str, Any]:
+        """Return what every report says of a training."""
+        return {"losses": self.losses, "parameters": self.parameters, "seconds": self.seconds}
+
     def step(self) -> float:
         """Take one step and return its loss."""
         for group in self.optimizer.param_groups:
@@ -188,10 +192,10 @@ def resume(fit: Fit, folder: Path) -> bool:
     differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
     if differing:
         raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")
-    weights = _under("model.", tensors)
+    weights = _with_prefix("model.", tensors)
     fit.model.load_state_dict({name: weights[first] for name, first in first_names(fit.model).items()})
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in _under("optimizer.", tensors).items():
+    for name, value in _with_prefix("optimizer.", tensors).items():
         index, key = name.split(".")
         state.setdefault(int(index), {})[key] = value
     fit.optimizer.load_state_dict({**fit.optimizer.state_dict(), "state": state})
@@ -199,5 +203,5 @@ def resume(fit: Fit, folder: Path) -> bool:
     return True
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

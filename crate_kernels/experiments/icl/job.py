@@ -35,10 +35,10 @@ def run(trial: Trial, settings: Settings) -> int:
             train(fit, trial)
         found[task] = {
             "floors": floors,
-            "models": {name: _test(fit.model, xs, ys, variance, trial) for name, fit in fits.items()},
+            "models": {name: _test_errors(fit.model, xs, ys, variance, trial) for name, fit in fits.items()},
             **{what: {name: getattr(fit, what) for name, fit in fits.items()} for what in _REPORTED},
         }
-    _tell(trial, settings, found)
+    _print_errors(trial, settings, found)
     trial.write(
         {"error": figures.error(found), "learning": figures.learning(found)},
         {"tasks": found, "answer_variance_is": "the number of weights that are not zero"},
@@ -95,7 +95,7 @@ def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Te
         settings.steps,
         settings.warmup,
         {**asdict(settings), "task": task, "model": name, "seed": trial.seed},
-        lambda: _test(model, *tests, variance, trial)[-1],
+        lambda: _test_errors(model, *tests, variance, trial)[-1],
         "error after the last example",
         every(max(1, settings.steps // 5), settings.steps),
         clip=1.0,
@@ -104,14 +104,14 @@ def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Te
 
 
 @torch.no_grad()
-def _test(model: torch.nn.Module, xs: Tensor, ys: Tensor, variance: float, trial: Trial) -> list[float]:
+def _test_errors(model: torch.nn.Module, xs: Tensor, ys: Tensor, variance: float, trial: Trial) -> list[float]:
     model.eval()
     parts = zip(xs.split(256), ys.split(256), strict=True)
     predictions = torch.cat([model(x.to(trial.device), y.to(trial.device)).cpu() for x, y in parts])
     return prompts.errors(predictions, ys, variance)
 
 
-def _tell(trial: Trial, settings: Settings, found: dict[str, dict[str, Any]]) -> None:
+def _print_errors(trial: Trial, settings: Settings, found: dict[str, dict[str, Any]]) -> None:
     """Print measured errors beside the paper's words; the paper tabulates no errors."""
     rows = []
     for task, result in found.items():

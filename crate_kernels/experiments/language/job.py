@@ -53,7 +53,7 @@ def run(trial: Trial, settings: Settings) -> int:
     for name, (_, paper) in MODELS.items():
         fit = _fit(name, trial, settings, source)
         train(fit, trial)
-        written, rates = _write(fit, trial, settings)
+        written, rates = _write_text(fit, trial, settings)
         samples[name] = written
         fits.append(fit)
         bits = fit.watched[-1][1]
@@ -61,9 +61,7 @@ def run(trial: Trial, settings: Settings) -> int:
         found[name] = {
             "bits_per_byte": bits,
             "watched": fit.watched,
-            "losses": fit.losses,
-            "parameters": fit.parameters,
-            "seconds": fit.seconds,
+            **fit.facts(),
             "tokens_per_second": {"cached": rates[0], "recomputing": rates[1]},
             "sample": written,
         }
@@ -127,7 +125,7 @@ def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
     )
 
 
-def _write(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
+def _write_text(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
     """Let a model continue a prompt; return the text, and bytes per second with a cache and without.
 
     Speed is measured within the model's context, where the cache applies.

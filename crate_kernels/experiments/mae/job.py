@@ -36,9 +36,9 @@ def run(trial: Trial, settings: Settings) -> int:
     train(fit, trial)
     model.eval()
     start.eval()
-    filled = _fill(model, trial, images, masks)
-    blank = _blank(digits, images, masks)
-    probes = probe.all_of_them(start, model, digits, settings, trial)
+    filled = _reconstruct(model, trial, images, masks)
+    blank = _error_of_the_mean(digits, images, masks)
+    probes = probe.probe_all(start, model, digits, settings, trial)
     error = fit.watched[-1][1]
     rows = [
         [
@@ -122,13 +122,13 @@ def _fit(model: CRATEMAE, trial: Trial, settings: Settings, digits: data.Digits,
 
 
 @torch.no_grad()
-def _fill(model: CRATEMAE, trial: Trial, images: Tensor, masks: Tensor) -> Tensor:
+def _reconstruct(model: CRATEMAE, trial: Trial, images: Tensor, masks: Tensor) -> Tensor:
     """Return every image as the model fills it in, removed and shown patches alike, (n, 1, side, side)."""
     parts = zip(images.split(250), masks.split(250), strict=True)
     return torch.cat([model.unpatchify(model(x.to(trial.device), mask=m.to(trial.device))[1]).cpu() for x, m in parts])
 
 
-def _blank(digits: data.Digits, images: Tensor, masks: Tensor) -> float:
+def _error_of_the_mean(digits: data.Digits, images: Tensor, masks: Tensor) -> float:
     """Return the error of filling in the mean training image, on the same patches."""
     mean = digits.crop(digits.train_images).mean(0, keepdim=True)
     side, size = digits.side, digits.patch_size

@@ -52,7 +52,7 @@ def accuracy(train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.
     return float(fitted(best, train, labels).score(test, truth))
 
 
-def all_of_them(start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: Settings, trial: Trial) -> dict[str, float]:
+def probe_all(start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: Settings, trial: Trial) -> dict[str, float]:
     """Probe pixels, and the encoder's tokens before training and after it."""
     images, unseen = digits.crop(digits.train_images), digits.crop(digits.test_images)
     labels, truth = digits.train_labels.numpy(), digits.test_labels.numpy()

@@ -42,7 +42,7 @@ class Turned:
     examples: tuple[Tensor, Tensor]
 
 
-def _first(images: Tensor, labels: Tensor, settings: Settings, count: int) -> tuple[Tensor, Tensor]:
+def _first_of_each(images: Tensor, labels: Tensor, settings: Settings, count: int) -> tuple[Tensor, Tensor]:
     """Take the first images of each class, in the order of the classes, labelled 0, 1, ..."""
     chosen = [(labels == each).nonzero().flatten()[:count] for each in settings.digits]
     classes = torch.cat([torch.full((len(c),), i) for i, c in enumerate(chosen)])
@@ -53,8 +53,8 @@ def _first(images: Tensor, labels: Tensor, settings: Settings, count: int) -> tu
 def build(settings: Settings, device: torch.device, advance: Callable[[], None]) -> Turned:
     """Build the network from upright digits, and test it on turned ones."""
     digits = data.load()
-    train, labels = _first(digits.train_images, digits.train_labels, settings, settings.images)
-    test, classes = _first(digits.test_images, digits.test_labels, settings, settings.tests)
+    train, labels = _first_of_each(digits.train_images, digits.train_labels, settings, settings.images)
+    test, classes = _first_of_each(digits.test_images, digits.test_labels, settings, settings.tests)
     # An empty pixel is 0 here, the value outside the picture.
     x, unseen = (polar(i - digits.black, settings.channels, settings.timesteps).to(device) for i in (train, test))
     picture, channels = unseen[0].cpu(), settings.kernels or settings.channels

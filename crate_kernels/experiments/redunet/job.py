@@ -6,6 +6,8 @@ from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.redunet import digits, figures, gaussians
 from crate_kernels.experiments.redunet.settings import Settings
 
+_SHARES = ("upright", "turned", "features_upright", "features_turned", "pixels_upright", "pixels_turned", "invariance")
+
 
 def run(trial: Trial, settings: Settings) -> int:
     """Build, measure and draw."""
@@ -21,6 +23,9 @@ def run(trial: Trial, settings: Settings) -> int:
         falls = int((rates[1:, 0] < rates[:-1, 0]).sum())
         return f"falls at {falls} of {len(rates) - 1} layers"
 
+    def both(estimate: str, upright: float, turned: float) -> list[str]:
+        return [f"  accuracy upright / turned, {estimate}", "-", f"{upright:.3f} / {turned:.3f}"]
+
     published = "rises, test with training (figure)"
     trial.compare(
         [
@@ -30,17 +35,9 @@ def run(trial: Trial, settings: Settings) -> int:
             ["  classes as the last layer estimates them, test", "separate (figure)", f"{spheres.test_accuracy:.4f}"],
             [f"Digits, {settings.polar_layers} layers: rate reduction", "rises (figure)", span(polar.rates)],
             ["  of which", "", rising(polar.rates)],
-            ["  accuracy upright / turned, last layer's estimate", "-", f"{polar.upright:.3f} / {polar.turned:.3f}"],
-            [
-                "  accuracy upright / turned, nearest subspace on features",
-                "-",
-                f"{polar.features_upright:.3f} / {polar.features_turned:.3f}",
-            ],
-            [
-                "  accuracy upright / turned, nearest subspace on polar pixels",
-                "-",
-                f"{polar.pixels_upright:.3f} / {polar.pixels_turned:.3f}",
-            ],
+            both("last layer's estimate", polar.upright, polar.turned),
+            both("nearest subspace on features", polar.features_upright, polar.features_turned),
+            both("nearest subspace on polar pixels", polar.pixels_upright, polar.pixels_turned),
             ["  features of a shifted digit, off its features shifted", "0 (theorem)", f"{polar.invariance:.1e}"],
         ]
     )
@@ -54,15 +51,9 @@ def run(trial: Trial, settings: Settings) -> int:
         "digits": {
             "digits": polar.name,
             "rates": polar.rates.tolist(),
-            **{
-                key: getattr(polar, key)
-                for key in (
-                    "upright", "turned", "features_upright", "features_turned", "pixels_upright", "pixels_turned",
-                    "invariance",
-                )
-            },
+            **{key: getattr(polar, key) for key in _SHARES},
         },
-    }  # fmt: skip
+    }
     drawn = {
         "rates": figures.gaussian_rates(spheres),
         "sphere": figures.sphere(spheres),

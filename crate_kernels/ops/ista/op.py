@@ -128,11 +128,11 @@ class ISTAFunction(torch.autograd.Function):
 
 @operator.traced_by_autograd
 class OvercompleteISTAFunction(torch.autograd.Function):
-    """(out, codes, residuals) = _kept(x, weight, decoder, *call, backend), out differentiable once."""
+    """(out, codes, residuals) = _forward_keeping_codes(x, weight, decoder, *call, backend), out differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> Any:
-        outputs = _kept(x, weight, decoder, *options)
+        outputs = _forward_keeping_codes(x, weight, decoder, *options)
         OvercompleteISTAFunction.save(ctx, (x, weight, decoder, *options), outputs)
         return outputs
 
@@ -152,13 +152,15 @@ class OvercompleteISTAFunction(torch.autograd.Function):
         return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(call) + 1)
 
 
-def _kept(x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_keeping_codes(
+    x: Tensor, weight: Tensor, decoder: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the overcomplete forward and keep what its backward reads."""
     return ista_overcomplete_fwd(x, weight, decoder, True, *options)
 
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
-operator.functorch_twin(OvercompleteISTAFunction, _kept)
+operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
 
 
 def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:
