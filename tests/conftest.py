@@ -15,7 +15,7 @@ try:
 except ImportError:  # a GPU machine need not have it: drawn tests are skipped there
     settings = None
 
-pytest_plugins = ["tests.tools.emulator.fixtures"]  # here, so that all tests share one library
+pytest_plugins = ["tests.tools.emulator.fixtures"]  # declared here: all tests share one library
 
 # Tensors of tests are small. Several threads would spin while they wait for each other: on busy cores the same tests
 # take sixty times as long. A test that needs more threads uses the fixture. The variable is for processes that tests

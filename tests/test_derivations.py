@@ -56,7 +56,7 @@ def test_mssa_one_accumulator_a_row(causal):
     for j in range(9):
         dw_j = torch.zeros(4, dtype=torch.float64)
         for i in range(9):
-            # Both directions from one score; under the causal mask only one of them is there off the diagonal.
+            # One score serves both directions; under the causal mask only one of them exists off the diagonal.
             p_ij = (a.scores[i, j] - a.lse[i]).exp() * a.allowed[i, j]
             p_ji = (a.scores[i, j] - a.lse[j]).exp() * a.allowed[j, i]
             a_ij = p_ij * (a.g[i] @ a.w[j] - a.shift[i])

@@ -80,7 +80,7 @@ def test_a_module_equals_itself_on_reference(name, size, padded):
     torch.testing.assert_close(results(composite.double(), x.double(), **options), exact, rtol=1e-10, atol=1e-12)
 
 
-# Four tokens (or four examples of two) of four heads of four channels in a batch of four, and all else 16 or 4.
+# Batch, tokens (or examples of two), heads and channels are all 4; other sizes are 16 or 4.
 IMAGE = {"dim": 16, "depth": 2, "heads": 4, "image_size": (4, 12), "patch_size": 4, "num_classes": 16, "channels": 1}
 TEXT = {"block_size": 4, "vocab_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}
 MODELS = {

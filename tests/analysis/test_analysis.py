@@ -99,7 +99,7 @@ def test_the_distortion_is_by_default_the_published_one(name):
 
 
 def test_rate_reduction_vanishes_where_orthogonal_subspaces_are_coded_apart():
-    # R of a block-diagonal Gram matrix is the sum over blocks; dim against head_dim is the rest
+    # R of a block-diagonal Gram matrix is the sum over blocks; the remaining difference is dim against head_dim.
     nsubspaces, head_dim, seqlen = 3, 4, 30
     subspaces, labels = _subspaces(nsubspaces, head_dim), torch.arange(seqlen) % nsubspaces
     z = torch.stack([_randn(head_dim, seed=i) @ subspaces[k].T for i, k in enumerate(labels.tolist())])

@@ -45,7 +45,7 @@ def quiet():
     """Make warnings errors, as in the suite, but for those that are of no concern."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*batching rule", UserWarning)  # vmap is documented to be a loop
-    warnings.filterwarnings("ignore", ".*encountered in", RuntimeWarning)  # NumPy's, in Triton's interpreter, of NaN
+    warnings.filterwarnings("ignore", ".*encountered in", RuntimeWarning)  # NumPy warns of NaN in Triton's interpreter
     warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)  # torch.func.jvp calls it
 
 
@@ -72,7 +72,7 @@ def digest():
 def run(seeds, log, arguments):
     """Make the calls that the log does not have yet; return the records of all."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    running = log.with_suffix(".running")  # the seed of the call in progress: what is left of a process that dies in it
+    running = log.with_suffix(".running")  # seed of the present call, which a process that dies in it leaves behind
     records = {}
     if log.exists():
         records = {record["seed"]: record for record in map(json.loads, log.read_text().splitlines())}

@@ -6,7 +6,7 @@ from tests.apart import values
 from tests.apart.call import has_cpp
 
 MODES = ("no_grad", "inference", "add", "double", "twice", "overwritten", "threads", "prefix")
-_ROOM = 4_000_000  # multiply-adds of one product: a call and its equations then take a few milliseconds
+_ROOM = 4_000_000  # most multiply-adds per product: a call and its equations then take a few milliseconds
 
 
 def sizes(d, backend, quadratic):

@@ -111,7 +111,7 @@ def _append(d, call, step, lengths, shape, options):
     second = d.chance(0.5)
     backend = call.backend
     if not call.refusal and d.chance(0.15):
-        backend = d.pick(None, "composite", "reference")  # what one backend has written, another continues
+        backend = d.pick(None, "composite", "reference")  # any backend continues a cache that another has written
     names = "out, " + call.outputs[1] if second else "out"
     temp = ", temp" if call.op == "tssa" else ""
     text = keywords(

@@ -3,7 +3,7 @@
 from tests.apart import caches, modules, mssa, refusals, sparse, transforms, tssa
 from tests.apart.call import Draw
 
-# How often a class comes. A seed's class is its place in this list, so that any run of seeds has them in proportion.
+# Frequency per class. A seed's class is its place in this list, so that any run of seeds has them in proportion.
 SHARES = {
     mssa.draw: {
         "mssa plain": 6, "mssa layout": 4, "mssa padding": 5, "mssa far padding": 4, "mssa packed": 6,

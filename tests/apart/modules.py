@@ -56,7 +56,7 @@ def draw(d, seed, kind, forced):
         if dtype == "float32" and d.chance(0.15):
             call.working = d.half(backend)
             call.context = f'torch.autocast("cpu", torch.{call.working})'
-        # Under autocast a projection comes last, but where ista keeps its tokens' dtype.
+        # Under autocast a projection comes last, except that ista keeps its tokens' dtype.
         values.upstream(
             d, "dout", (batch, seqlen, dim), dtype if build is _sparse else call.working or dtype, between(dtype)
         )

@@ -39,7 +39,7 @@ def draw(d, seed, kind, forced):
             mask = True
             values.mask(d, batch, seqlen)
             if what == "far padding":
-                # What is padded lies far from every kept key, or far out: its scores may only decide its own row.
+                # Padded tokens lie far from every kept key, or far out: their scores may decide only their own rows.
                 d.put(f"w[..., 0] += torch.where(mask, {d.uniform(0, 30)}, {d.uniform(-60, 60)})[:, None]")
         if not mask:
             values.undefined(d, d.integer(0, max(batch - 1, 0)), batch)
@@ -66,7 +66,7 @@ def draw(d, seed, kind, forced):
     plain = phi in ("relu", "identity")
     if backend in ("cpp", "triton") and (working == "float64" or plain or head_dim > 256):
         call.refusal = NotImplementedError, "backend="
-    call.lenient = call.lenient or plain  # scores as they are, in the tokens' dtype
+    call.lenient = call.lenient or plain  # raw scores may overflow in the tokens' dtype
     call.jumps = phi in ("threshold", "relu")
     factor = scale if scale is not None else head_dim**-0.5
     lacking = not has_cpp() or working == "float64" or plain or (phi == "threshold" and head_dim > 64)

@@ -13,7 +13,7 @@ temp, bias = torch.ones(3), torch.zeros(3, 8, 1)
 x, weight, wide = torch.randn(2, 8, 16, generator=g), torch.eye(16), torch.ones(16, 24)
 cache, stats = SubspaceCache(2, 3, 12, 16), TokenStatsCache(2, 3, 16)
 """
-# Arguments of which one is wrong, by the call that they are of.
+# Arguments of which one is wrong, per call.
 WRONG = {
     "mssa({})": """
         w.int(); w.to(torch.complex64); w > 0; w[0]; w[None]; w.tolist(); None; w, causal=1; w, causal=None; w,

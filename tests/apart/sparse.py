@@ -50,7 +50,7 @@ def draw(d, seed, kind, forced):
     """Draw a call of ista or of ista_overcomplete."""
     op, what = kind.split(" ", 1)
     backend, dtype = d.backend(forced)
-    call = Call(kind, seed, op, backend, dtype, lenient=True)  # half products round between each other
+    call = Call(kind, seed, op, backend, dtype, lenient=True)  # half-precision products are rounded in between
     over = op == "ista_overcomplete"
     dim, hidden = d.channels(), d.channels() if over else None
     if not over and d.chance(0.05):
@@ -100,7 +100,7 @@ def draw(d, seed, kind, forced):
     )  # fmt: skip
     call.line = f"out = {op}({', '.join(names)}{options})"
     if what == "autocast" or d.chance(0.03):
-        within = dtype if dtype in HALF else d.half(backend)  # of two half dtypes, that of the tokens stays
+        within = dtype if dtype in HALF else d.half(backend)  # between two half dtypes the tokens' dtype stays
         call.context = f'torch.autocast("cpu", torch.{within})'
         call.working = within if dtype == "float32" else ""  # tokens in half precision stay what they are
     modes(d, call, what)
@@ -116,7 +116,7 @@ def draw(d, seed, kind, forced):
     def equation(t, nudge):
         x, matrices = t["x"], [t[name] for name in names[1:]]
         if over or x.dtype == torch.float16:
-            matrices = [matrix.to(x.dtype) for matrix in matrices]  # the products' dtype, and what they overflow
+            matrices = [matrix.to(x.dtype) for matrix in matrices]  # products run, and overflow, in this dtype
         else:
             x = x.to(matrices[0].dtype)
         out = getattr(oracle, op)(x, *matrices, **numbers, nudge=nudge)

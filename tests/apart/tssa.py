@@ -85,7 +85,7 @@ def temperatures(d, nheads, dtype, odd, grad):
     if odd:
         d.put(d.pick(
             "temp = -temp", "temp = temp * 0", "temp = temp * 30", "temp = temp * 1e-3", "temp = temp.sub(1)",
-            f"temp[{d.integer(0, nheads - 1)}] = 0", "temp[1:2] = -math.inf",  # of one head, no logit would be left
+            f"temp[{d.integer(0, nheads - 1)}] = 0", "temp[1:2] = -math.inf",  # with one head no logit would be left
         ))  # fmt: skip
     values.layout(d, "temp", sizes_, dtype, d.pick("contiguous", "contiguous", "sliced", "offset", "expanded"), grad)
 
@@ -97,7 +97,7 @@ def biases(d, nheads, seqlen, head_dim, dtype, odd, grad):
     d.put(f"bias = torch.randn({sizes_}, generator=g) * {d.pick(0.01, 0.1, 1.0)}")
     if odd:
         place, least = d.integer(0, seqlen - 1), torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
-        d.put(d.pick(  # the first head keeps its logit: without any there is no softmax
+        d.put(d.pick(  # the first head keeps its logit: a softmax needs one
             "bias[1:] = -math.inf", f"bias[1:2, {place}] = -math.inf", f"bias[1:, {place}] = -math.inf",
             f"bias[1:2] = {least / 2}", f"bias[1:2, {place}:] = {least / head_dim}", f"bias[1:, {place}] = {least}",
             "bias[-1] = 1e4", "bias = bias * 1000", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",

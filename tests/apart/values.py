@@ -32,7 +32,7 @@ def tokens(d, kind, shape, scale=None):
     elif kind == "same":
         d.put("w[:, :, 1:] = w[:, :, :1]")
     elif kind == "common mean":
-        # Heights of a token's score with itself in nats, where bounds of the softmax begin to round.
+        # Scores of a token with itself, in nats, near which the softmax's bounds begin to round.
         nats = d.uniform(100, 3500)
         size = (nats / (abs(scale) if scale else head_dim**-0.5)) ** 0.5
         d.put(f"m = torch.nn.functional.normalize(torch.randn(1, {nheads}, 1, {head_dim}, generator=g), dim=-1)")

@@ -98,7 +98,7 @@ def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monk
     clock.device_seconds(lambda: outs.append(call().clone()), lambda: rewind() or (), GPU, 3)
     rewind()
     outs.append(call().clone())
-    assert len(outs) == 5  # the first, two before the capture, the capture, the last
+    assert len(outs) == 5  # first call, two before the capture, the capture, last call
     for out in outs:
         torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
     assert len({(id(cache), cache.lengths.data_ptr()) for cache in caches}) == 1

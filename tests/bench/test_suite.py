@@ -16,7 +16,7 @@ pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip inst
 
 def suite(*arguments):
     command = [sys.executable, "-m", "pytest", "benchmarks", "--bench-device", "cpu", "-q", *map(str, arguments)]
-    # A process of its own, whatever started this one: where pytest-xdist is on, pytest-benchmark times nothing.
+    # Own process: under pytest-xdist, pytest-benchmark times nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

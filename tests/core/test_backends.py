@@ -294,7 +294,7 @@ assert backends.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("
 def python(script, **environment):
     """Run a script in a fresh interpreter from the root of the tree, warnings as errors."""
     root = str(backends.Path(crate_kernels.__file__).parents[1])
-    # torch itself may warn while it is imported; what counts is what comes after.
+    # Importing torch may warn: only warnings after it count.
     script = "import torch, warnings; warnings.simplefilter('error')\n" + script
     command = [sys.executable, "-c", script]
     path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, **environment}
@@ -321,7 +321,7 @@ with FlopCounterMode(display=False) as counter:
     crate_kernels.ista(torch.ones(9, 4), torch.eye(4), backend="composite")
 assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
 """
-    result = python(HIDE_TRITON + script)  # of which the counter would only warn
+    result = python(HIDE_TRITON + script)  # the counter only warns without Triton
     assert result.returncode == 0, result.stderr
 
 

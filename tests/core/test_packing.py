@@ -24,6 +24,6 @@ def test_every_row_has_one_place_or_is_zero(offsets, max_seqlen, batch, back):
     padded, where = packing.pad(PACKED, cu_seqlens, max_seqlen)
     assert padded[:, 0, :, 0].tolist() == batch
     assert where.pack(padded).flatten().tolist() == back
-    # Padded queries have outputs, which are no row's.
+    # Outputs of padded queries belong to no row.
     assert where.pack(torch.ones_like(padded)).flatten().tolist() == [float(row > 0) for row in back]
     assert where.pack_rows(where.pad_rows(PACKED.view(1, 7)))[0].tolist() == back

@@ -48,7 +48,7 @@ def test_a_probe_reads_what_is_linear_and_nothing_else():
     x, labels = g.normal(size=(600, 8)), None
     labels = x[:, :3].argmax(1)
     x[:, 7] = 5.0  # a dead channel
-    x[:, 1] *= 1e-3  # scales do not matter
+    x[:, 1] *= 1e-3  # features are standardised: a scale changes nothing
     found = probe.accuracy(x[:400], labels[:400], x[400:], labels[400:], settings)
     assert found > 0.93
     mixed = g.permutation(labels)

@@ -90,7 +90,7 @@ def test_the_kernels_are_shown_in_float32(run, metrics):
 
 def test_no_panel_cuts_a_curve_off():
     mixtures = [replace(SMALL, form=form, noise=noise) for form in ("unscaled", "scaled") for noise in (0.5, 0.2)]
-    # Rising from panel to panel, and within one.
+    # Curves rise from panel to panel and within each panel.
     found = [(n + 1) * torch.linspace(1, 2, SMALL.layers + 1)[:, None].expand(2, -1, 3) for n in range(4)]
     figure = figures.softmax(mixtures, found)
     for ax in figure.axes:

@@ -62,7 +62,8 @@ def shapes(module):
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
-LAYERS = {  # of a paper preset's model, and of the published size by name
+# Model of a paper preset: the published size with the same layers, and the path of the layers.
+LAYERS = {
     ("icl", "AoT-MSSA"): ("aot_icl_mssa", "layers"),
     ("icl", "AoT-MHSA"): ("aot_icl_mhsa", "layers"),
     ("icl", "transformer"): ("transformer_icl", "layers"),

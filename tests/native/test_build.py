@@ -20,7 +20,7 @@ from crate_kernels.cli import main
 
 SOURCES = _libraries.source_folder()
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="needs the C++ sources: run from a checkout")
-# Writes the marker of the sources to the requested output; the linker joins the objects.
+# Stand-in for a compiler: writes the sources' marker to the requested output; the linker joins the objects.
 WRITE = r"""case "$*" in *--version*) exit;; esac
 PATH=/usr/bin:/bin
 for last; do
@@ -32,7 +32,7 @@ done
 case "$*" in *-shared*) cat $objects > "$last";; *) printf 'crate_kernels sources %s\0' "$sources" > "$last";; esac
 """
 SLOW_COMPILER = """#!/bin/sh
-# Remembers that it was asked to link.
+# Stand-in that records each link.
 case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
 {write}"""
 
@@ -170,7 +170,7 @@ def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
     assert _libraries.find() is None
     beside.write_bytes(b"..." + _libraries.marker(_libraries.source_hash(SOURCES)) + b"...")
     assert _libraries.find() == beside
-    monkeypatch.setattr(_libraries, "source_folder", lambda: None)  # no sources, nothing to compare with
+    monkeypatch.setattr(_libraries, "source_folder", lambda: None)  # without sources any library fits
     beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
     assert _libraries.find() == beside
     beside.write_bytes(b"another library")
@@ -270,7 +270,7 @@ def test_the_extension_includes_nothing_but_pytorchs_stable_headers():
 
 
 NVCC = """#!/bin/sh
-# Says what it is asked to, writes what it is asked to, and remembers that it was asked to link.
+# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`.
 case "$*" in
 *--version*) echo "Cuda compilation tools, release {release}, V{release}.0"; exit 0;;
 *--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;

@@ -91,7 +91,7 @@ def test_with_stand_ins_for_those_it_loads_and_says_what_it_is(built, kernels, t
     assert f"sources {libraries.cuda_source_hash(libraries.source_folder())}" in said
     assert f"archs {'_'.join(ARCHS)}" in said
     named = [line for line in said if line.startswith("crate_kernels::")]
-    # All but the one that is asked for its architecture.
+    # Every kernel except the probe that reads its architecture.
     assert len(set(named)) == len(named) == len({k.name for k in kernels} - {"capability_probe<void>"})
 
 
@@ -168,7 +168,7 @@ def test_a_changed_header_recompiles_its_dependents_only(tmp_path):
         lines = []
         build.compile_cuda(sources, target, ("80",), root, report, lines.append)
         said = report.read_text()
-        assert said.count("kernel_a") == said.count("kernel_b") > 0  # of what is not compiled again too
+        assert said.count("kernel_a") == said.count("kernel_b") > 0  # also for sources that are not recompiled
         return {line.split()[1] for line in lines[1:]}
 
     try:

@@ -39,7 +39,7 @@ class Tree:
         self.sources, self.root, self.target = folder / "checkout" / "csrc", folder / "root", folder / "to" / "_cpu.so"
         self.log, self.compiler = folder / "log", folder / "cxx"
         for name in HEADERS:
-            self.write(name, f"#pragma once // {name}\n")  # gcc takes equal files of one time for one file
+            self.write(name, f"#pragma once // {name}\n")  # gcc treats equal files of the same time as one file
         for name, headers in TREE.items():
             self.write(name, "".join(f'#include "{header}"\n' for header in headers))
         monkeypatch.setenv("CXX", shlex.quote(str(self.compiler)))
@@ -72,7 +72,7 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    return Tree(tmp_path / "a folder", monkeypatch)  # names with spaces, to be quoted
+    return Tree(tmp_path / "a folder", monkeypatch)  # spaces in names must be quoted
 
 
 CHANGES = {
@@ -104,7 +104,7 @@ def test_a_change_is_told_by_content_not_by_time(tree):
     for path in tree.sources.rglob("*"):
         os.utime(path)
     assert tree.build() == set()
-    (tree.sources / "alone.cpp").unlink()  # and nothing of it is linked
+    (tree.sources / "alone.cpp").unlink()  # its object must not be linked
     assert tree.build() == {"library.cpp"}
     assert b"restored_from_an_archive" not in tree.target.read_bytes()
 
@@ -183,7 +183,7 @@ def test_a_build_that_is_stopped_leaves_nothing_half_done_and_the_next_goes_on(n
         process.send_signal(number)
         process.communicate()
     assert process.returncode != 0
-    # A killed one leaves its compilers behind, and with them the lock: two ninjas must not write to one folder.
+    # A killed build leaves its compilers running, and they keep the lock: two ninjas must not write to one folder.
     assert is_locked(tree.objects()) == (number == signal.SIGKILL)
     assert not tree.target.exists()
     done = tree.compiled() - {"ista/cpu/update.cpp"}
@@ -232,7 +232,7 @@ def test_editors_are_told_how_each_source_is_compiled(tree):
 def test_folders_that_no_build_used_for_a_month_are_emptied(tree, monkeypatch):
     tree.build()
     old = tree.objects()
-    monkeypatch.setenv("CXX", "c++")  # another folder
+    monkeypatch.setenv("CXX", "c++")  # another compiler has another folder of objects
     os.utime(old / "lock", (time.time() - 29 * 86400,) * 2)
     tree.build()
     assert (old / "library.so").exists()

@@ -45,7 +45,7 @@ def wheel(tmp_path, monkeypatch):
         copy(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "_native"]:  # of another copy
+    for name in [name for name in sys.modules if name.partition(".")[0] == "_native"]:  # imported from another copy
         monkeypatch.delitem(sys.modules, name)
 
     def build(extension, library):
@@ -62,7 +62,7 @@ def wheel(tmp_path, monkeypatch):
     return build
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # setuptools of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # setuptools warns of its own code
 @pytest.mark.parametrize(("extension", "library", "gpu", "files", "tag"), BUILDS.values(), ids=BUILDS)
 def test_a_wheel_is_tagged_what_it_is(extension, library, gpu, files, tag, wheel, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -15,7 +15,7 @@ KERNELS = (
     "cpp",
     "emulated",
 )  # emulated: tests/tools/emulator/plugin.py
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the extension, ascending
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # levels of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),

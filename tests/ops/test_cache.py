@@ -15,7 +15,7 @@ from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
 FUSED = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=False))
 SUBSPACE = pytest.mark.parametrize(("backend", "device"), backends("mssa"))
-# NumPy says what Triton's interpreter makes of numbers that are none.
+# NumPy warns where Triton's interpreter computes with inf and NaN.
 INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -276,7 +276,7 @@ def test_autograd_sees_that_a_step_overwrote_what_it_saved(op, backend, device, 
     step(op, w[:, :, 3:5], backend, cache, mask)
     assert all(t._version > v for t, v in zip(contents(cache), before, strict=True))
     for loss, t in zip(read, contents(cache), strict=True):
-        if t.dtype != torch.int32:  # whose copy is what autograd saved
+        if t.dtype != torch.int32:  # autograd saved a copy of these
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
 

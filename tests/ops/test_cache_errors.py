@@ -119,7 +119,7 @@ def test_an_error_leaves_the_cache_unchanged(op, call, kind, message):
     with pytest.raises(kind, match=f"^{op}: .*{message}"):
         call(cache)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
-    attend(op, tokens(2), "reference", cache)  # and the room that was left is still there
+    attend(op, tokens(2), "reference", cache)  # the refused call has taken no space
 
 
 METHODS = {

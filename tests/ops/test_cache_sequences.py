@@ -64,10 +64,10 @@ class Model:
         w = tokens(new, self.dtype, self.device, seed=self.drawn)
         mask = torch.arange(new, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
         mask = mask if ragged else None
-        # What the host takes for the longest sequence may be above what is held where it cannot look, never below.
+        # The host's bound on the longest sequence may be too high where it cannot read lengths, never too low.
         longest = max(sequence.shape[1] for sequence in self.held)
         assert self.cache._bound == longest if self.device == "cpu" else self.cache._bound >= longest
-        if self.cache._bound + new > CAPACITY:  # of the cache, or of the bias of the tests
+        if self.cache._bound + new > CAPACITY:  # capacity of the cache, or length of the tests' bias
             with pytest.raises(ValueError, match=r"capacity is 12|must cover the sequence"):
                 attend(self.op, w, self.backend, self.cache, mask)
             return

@@ -148,7 +148,7 @@ def test_compiles_with_every_size_a_symbol(name):
 def test_a_new_seqlen_does_not_recompile(name):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, backend=counter)
-    # 3 and 513 tokens are on either side of every choice by length, which belong inside the op.
+    # 3 and 513 tokens are on either side of every choice by length: such choices belong inside the op.
     for n in (3, 17, 100, 513):
         w = torch.randn(1, 2, n, 16, device=home(name.rpartition("-")[2]), requires_grad=True)
         torch._dynamo.mark_dynamic(w, 2)
@@ -188,12 +188,12 @@ def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
 
     results = []
     for function in (plain, recomputed):
-        # Each its own compiler run, from the same seed: the same graph draws the same dropout seed.
+        # One compiler run each, from the same seed: the same graph draws the same dropout seed.
         torch._dynamo.reset()
         function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
         torch.manual_seed(0)
         outputs = function(*inputs.differentiable.values())
-        # What a mask drawn anew in the backward would have to repeat is gone from the generator by now.
+        # Move the generator on: a backward that draws its mask anew must fail.
         torch.manual_seed(1)
         results.append((outputs, differentiate(outputs, inputs)))
     torch.testing.assert_close(results[1], results[0])
@@ -226,7 +226,7 @@ def test_composite_mssa_packs_alike_under_compile(causal):
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     w = randn(15, 3, 8, dtype=torch.float32)
     torch.testing.assert_close(outputs_and_gradients(compiled, w), outputs_and_gradients(packed, w))
-    # Where a sequence is shorter, the padded place reads another one's token, which may be no number.
+    # Padded places of a shorter sequence read another sequence's token, which may be NaN.
     w[5:14] = torch.nan
     out, lse, dw = outputs_and_gradients(compiled, w)
     for tokens in (out, lse.t(), dw):
@@ -290,7 +290,7 @@ def test_decoding_writes_the_cache_in_place_without_recompiling_every_step(compi
     torch.testing.assert_close(torch.cat(outs, 2), crate_kernels.mssa(w, causal=True))
     assert cache.data.data_ptr() == address
     torch.testing.assert_close(cache.data, w)
-    # Once for the first length, once with the length as a symbol.
+    # One compilation for the first length, one with the length as a symbol.
     assert counter.frame_count <= 2
 
 
@@ -328,19 +328,19 @@ def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated", "ignore:Converting a tensor to a Python")
-# Composite mssa is PyTorch's attention, of which only the logsumexp is an op, and a loop over packed sequences.
+# Composite mssa is PyTorch's attention, where only the logsumexp is our op, and a loop over packed sequences.
 @pytest.mark.parametrize("op", [op for op in DYNAMIC if op not in ("mssa-composite", "mssa-lse-packed-composite")])
 def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     """What a body does with one number of tokens is not what it does with another."""
     room, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
     module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
-    # Modules are imported anew while PyTorch traces; that of the emulator is a copy, which no name finds.
+    # PyTorch imports modules by name while it traces; the emulator's is a copy without a name.
     copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] == "emulated"}
     monkeypatch.setattr(backends, "_kernels", copies)
     monkeypatch.delitem(sys.modules, module, raising=backend != "emulated")
     w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
-    traced = torch.jit.trace(lambda w: function(w), w)  # PyTorch asks for its name, which a partial has not
+    traced = torch.jit.trace(lambda w: function(w), w)  # trace needs a __name__, which a partial lacks
     assert any(node.kind().startswith("crate_kernels::") for node in traced.graph.nodes())
     torch.testing.assert_close(traced(longer), function(longer), rtol=0, atol=0)
 

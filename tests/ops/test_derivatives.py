@@ -197,7 +197,7 @@ def test_double_backward_of_the_reference(name):
     (dw,) = torch.autograd.grad(loss(name, "reference")(leaf), leaf, create_graph=True)
     (product,) = torch.autograd.grad((dw * v).sum(), leaf)
     expected = (gradient(name, "reference", w + step * v) - gradient(name, "reference", w - step * v)) / (2 * step)
-    # A difference of gradients over two steps keeps about half the digits of float64.
+    # Differences of gradients over two steps keep about half the digits of float64.
     torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     twice = torch.func.grad(lambda w: (torch.func.grad(loss(name, "reference"))(w) * v).sum())(w)
     torch.testing.assert_close(twice, product)

@@ -273,7 +273,7 @@ def test_offsets_out_of_range_are_clamped_where_reading_them_is_not_free(monkeyp
     monkeypatch.setattr(checks, "_values_readable", lambda tensor: False)
     torch.testing.assert_close(call("tssa", **packing(0, 2, 9)), expected)
     torch.testing.assert_close(call("tssa", **packing(-3, 2, 6)), expected)
-    # Rows of no sequence get zero; where sequences are padded, rows beyond max_seqlen too.
+    # Rows outside every sequence get zero, and so do rows beyond max_seqlen where sequences are padded.
     assert not call("tssa", **packing(0, 2, 5))[5:].any()
     assert not call("tssa", backend="composite", **packing(0, 6))[4:].any()
     assert call("tssa", **packing(0, 6)).isfinite().all()

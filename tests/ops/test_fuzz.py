@@ -21,7 +21,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 layouts = st.sampled_from(["projection", "contiguous", "strided"])
 dropouts = st.sampled_from([0.0, 0.0, 0.3])
 magnitudes = st.sampled_from([0.1, 3**-0.5, 1.0, 2.0])
-# Either side of every vector width and tile height, and sometimes many tiles.
+# Sizes on either side of every vector width and tile height, and sometimes of many tiles.
 lengths = st.one_of(st.integers(1, 40), st.integers(60, 70), st.integers(120, 200))
 packings = st.one_of(st.just(()), st.lists(st.integers(0, 70), min_size=1, max_size=4).map(tuple))
 paddings = st.sampled_from(["", "", "right", "left", "scattered", "row"])
@@ -45,7 +45,7 @@ def attention_cases(draw, op):
     seqlen = 0 if packed else draw(lengths)
     shape = batch, draw(st.integers(1, 5)), seqlen, draw(st.integers(1, 100))
     padding = "" if packed or batch == 0 else draw(paddings)
-    # Special tokens have large norms as they are; larger ones saturate the softmax, and then rounding is all there is.
+    # Special tokens already have large norms. Larger ones saturate the softmax and leave only rounding.
     magnitude = 3**-0.5 if special else draw(magnitudes)
     return Case(op, "drawn", shape, options, padding, packed, draw(layouts), magnitude, special)
 
@@ -102,5 +102,5 @@ def test_drawn_calls_are_right(cases, backend, device, data, dtype):
         cancelled += abs(case.options.get("scale") or case.shape[-1] ** -0.5) * largest(squares)
     for m in measured(case, dtype, backend, device, eager, exact):
         assert m.finite, m
-        # A result that almost cancels has the rounding of what cancels in it.
+        # An almost cancelled result has the rounding of its terms.
         assert m.error <= m.budget + eps**0.5 * sizes[m.output] + eps * cancelled, m

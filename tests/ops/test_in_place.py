@@ -9,7 +9,7 @@ from crate_kernels import ista, ista_overcomplete, mssa, tssa
 from tests.ops.common import backends, randn
 
 ONES = torch.ones(3)
-# What each returns, and which of it the backward reads, as eager's softmax, logsumexp and ReLU read their own results.
+# Outputs of each function, and those that its backward reads, as eager's softmax, logsumexp and ReLU read theirs.
 # mssa's out is read as F.scaled_dot_product_attention's is; reference keeps the weights instead.
 FORMS = {
     "mssa": (lambda w, b: mssa(w, return_lse=True, backend=b), (True, True)),
@@ -52,7 +52,7 @@ def outcome(function, w):
     """Return the gradient, or the message of what refuses it."""
     try:
         return gradient(function, w)
-    except RuntimeError as error:  # of the compiler too
+    except RuntimeError as error:  # the compiler raises it too
         return str(error)
 
 
@@ -69,7 +69,7 @@ def test_an_output_changed_in_place(form, backend, device, which, compiled):
 
     actual = outcome(torch.compile(changed, backend="aot_eager", fullgraph=True) if compiled else changed, w)
     if not reads or isinstance(actual, torch.Tensor):
-        # Which of its own results PyTorch reads is its own affair.
+        # PyTorch alone decides which of its own results it reads.
         assert not reads or backend in ("reference", "composite")
         expected = gradient(lambda w: outputs(form, w, backend)[which] + 1, w)
         torch.testing.assert_close(actual, expected)

@@ -7,7 +7,7 @@ from crate_kernels import mssa, tssa
 from tests.ops.common import backends, offsets, outputs_and_gradients, randn
 
 NHEADS, HEAD_DIM, LENGTHS = 2, 16, (3, 20, 0, 5, 33)
-# NumPy says what Triton's interpreter makes of them.
+# NumPy warns where Triton's interpreter computes with inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CALLS = [
     pytest.param(op, causal, *p.values, id=f"{op}-{'causal' if causal else 'full'}-{p.id}", marks=p.marks)

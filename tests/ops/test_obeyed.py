@@ -23,7 +23,7 @@ CALLS = [
     pytest.param(form, *p.values, id=f"{form}-{p.id}", marks=p.marks)
     for form in PASSES
     for p in backends(ROOM.get(form, form), reference=False)
-    if (form, p.values[0]) != ("mssa", "composite")  # which stays outside the op
+    if (form, p.values[0]) != ("mssa", "composite")  # composite's mssa stays outside the op
 ]
 DECODERS = [
     pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks)
@@ -81,7 +81,7 @@ def test_a_named_backend_runs_forward_and_backward(form, backend, device, dtype,
     function = torch.compile(call(form, backend), backend="aot_eager") if compiled else call(form, backend)
     w = randn(2, 3, 12, 8, dtype=dtype, device=device)
     outputs_and_gradients(function, w)
-    outputs_and_gradients(lambda w: function(w) + function(w.detach()), w)  # and without a graph
+    outputs_and_gradients(lambda w: function(w) + function(w.detach()), w)  # again without a graph
     here = module(ROOM.get(form, form), backend, device)
     forward, backward = PASSES[form]
     assert [entry for entry in ran if entry[0] != here] == []

@@ -137,7 +137,7 @@ def described(result):
         pytest.param(name, backend, *INPUTS[inputs], id=f"{name}-{backend}-{inputs}")
         for name, (_, found) in CALLS.items()
         for backend in found
-        # The interpreter takes seconds for a call.
+        # A call takes seconds in the interpreter.
         for inputs in (("transposed", "no-batch") if interpreted(backend, home(backend)) else INPUTS)
     ],
 )
@@ -147,7 +147,7 @@ def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
     wrong, fakes = [], FakeTensorMode()
     for other in (False, True):
         steps = CALLS[name][0](lay, shape, home(backend), other)
-        result, named = None, () if name == "mssa-lse" else (backend,)  # which is composite's alone
+        result, named = None, () if name == "mssa-lse" else (backend,)  # only composite has it
         while True:
             try:
                 op, args = steps.send(result)

@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
 SETUP = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
 COLUMNS = ("reference", "composite", "cpp", "triton")
 OPERATORS = sorted(testing.SPECS)
-# Of PyTorch, of vmap over what it has no batching rule for.
+# PyTorch warns of vmap over functions without a batching rule.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 

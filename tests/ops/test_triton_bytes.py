@@ -15,7 +15,7 @@ from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
 from crate_kernels.ops.tssa.call import Call, State
 from tests.ops.ista import test_triton as test_triton_ista
-from tests.ops.tssa import test_triton as test_triton_tssa  # how a way is forced
+from tests.ops.tssa import test_triton as test_triton_tssa  # forces one way of several
 from tests.tools.traffic import Traffic
 
 HALF = torch.float16
@@ -56,8 +56,8 @@ def causal_with_bias(way):
     return causal(way, torch.zeros(HEADS, SEQLEN + 3))
 
 
-# (read, written): passes over the tokens, and over a number a token and head; and how often the sums of chunks are
-# read and written together, of which a chunk has (head_dim + 1) a head.
+# Passes (read, written) over the tokens, and over one number per token and head; and how often the sums of chunks,
+# (head_dim + 1) per chunk and head, are read and written together.
 FORMS = {
     "full-whole": (full, ((1, 1), (0, 1), 0), ((2, 1), (1, 2), 0)),
     "full-chunks": (full, ((3, 1), (1, 1), 4), ((5, 1), (5, 2), 4)),
@@ -73,14 +73,14 @@ def test_triton_tssa_passes_as_often_as_it_says(name):
     way = name.rpartition("-")[2]
     with test_triton_tssa.going(way):
         counted = call(way)
-    # The sums of chunks are one tensor a kind, or two in one.
+    # Sums of chunks: one tensor per kind, or two kinds in one tensor.
     own = SUMS * (CHUNKS if way == "chunks" else 1)
     for traffic, (tokens, rows, sums) in zip(counted, claims, strict=True):
         assert (traffic.passes(TOKENS), traffic.passes(ROWS)) == (tokens, rows)
         kept = sum(counter[size] for counter in (traffic.read, traffic.written) for size in (own, 2 * own))
         assert kept <= sums * own
         everything = sum(traffic.read.values()) + sum(traffic.written.values())
-        # Beside these: energies and moments of a sequence, temp, its gradient, the bias.
+        # Small besides: energies and moments per sequence, temp, its gradient, the bias.
         assert everything <= sum(tokens) * TOKENS + sum(rows) * ROWS + kept + 12 * SUMS + 12 * HEADS * SEQLEN
 
 
@@ -91,7 +91,7 @@ def test_triton_decoding_reads_the_state_once():
     with Traffic() as traffic:
         tssa.decode(w, temp, None, State(energy, weighted, mass, lengths), None)
     assert sum(traffic.launches.values()) == 1
-    # The token, out and both sums by channel are of one size; so are mass and membership.
+    # Equal sizes: the token, out and both sums by channel; mass and membership.
     assert traffic.passes(BATCH * HEADS * HEAD_DIM) == (3, 3)
     assert traffic.passes(BATCH * HEADS) == (1, 2)
     assert traffic.passes(BATCH) == (1, 1)
@@ -117,7 +117,7 @@ def step(count, need=(True, True)):
     [
         (0, MANY, (1, 1), (5, 2)),
         (0, FEW, (3, 2), (11, 4)),
-        # The product written and read, and what it is added to read a second time.
+        # The product is written and read, and its addend is read a second time.
         (1, MANY, (1 + 2, 1 + 1), (5 + 2, 2 + 1)),
         (1, FEW, (3 + 3, 2 + 2), (11 + 4, 4 + 2)),
     ],
@@ -154,7 +154,7 @@ def test_triton_overcomplete_passes_as_often_as_it_says(steps):
     more, summed = steps - 1, max(steps - 2, 0)
     assert forward.passes(MANY * DIM) == (1 + 2 * more, 1 + more)
     assert forward.passes(MANY * HIDDEN) == (1 + 2 * more, steps)
-    # dx begins as the first dr, is added up in the last product's epilogue, and by itself where there are more.
+    # dx begins as the first dr and is added up in the last product's epilogue, or by separate passes if there are more.
     assert backward.passes(MANY * DIM) == (3 + 3 * more + (more > 0) + 2 * summed, steps + summed)
     assert backward.passes(MANY * HIDDEN) == (4 + 5 * more, steps)
 

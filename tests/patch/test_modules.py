@@ -71,7 +71,7 @@ PLACES = {
 @pytest.mark.parametrize(("make", "place", "kind"), PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(("change", "name"), COMPUTED.values(), ids=COMPUTED)
 def test_computed_parameters(change, name, make, place, kind):
-    model, twin = nn.Sequential(make()), nn.Sequential(make())  # not deepcopy: what is computed cannot be copied
+    model, twin = nn.Sequential(make()), nn.Sequential(make())  # deepcopy refuses computed tensors
     twin.load_state_dict(model.state_dict())
     for each in (model, twin):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_computed_parameters(change, name, make, place, kind):
         assert "changes attributes" in report.left["0"]
         return
     assert (report.replaced, report.left) == ({"0": kind}, {})
-    for _ in range(2):  # what spectral normalisation changes at each call is changed as before
+    for _ in range(2):  # spectral normalisation must change its state at each call as before
         assert_close(outcome(model, tokens()), outcome(twin, tokens()), 512)
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
     assert unpatch(model) == ("0",)
@@ -148,7 +148,7 @@ def sharded(rank, store):
         crate, tost = Block(Attention(), FeedForward()), Block(VisionTSSA(), nn.GELU())
         model = nn.Sequential(crate, Block(CausalAttention(), Overcomplete()), tost)
         expected, _, *expected_grads = outcome(model, tokens())
-        fully_shard(crate.code)  # its class changes, too
+        fully_shard(crate.code)  # sharding changes its class too
         for block in (*model, model):
             fully_shard(block)
         report = patch(model)

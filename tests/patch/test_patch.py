@@ -64,7 +64,7 @@ def test_same_numbers_and_report(name, backend, capsys):
     assert_close(outcome(model, tokens()), before, 64)
     assert all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == keys
-    assert capsys.readouterr() == ("", "")  # nor what a published forward prints
+    assert capsys.readouterr() == ("", "")  # prints of a published forward are hidden too
 
     assert unpatch(model) == tuple(report.replaced)
     assert [type(m) for m in model.modules()] == types
@@ -169,7 +169,7 @@ def test_compiles_in_one_graph():
     crate = Attention(), FeedForward(), Overcomplete(), CausalAttention(), TiedOvercomplete()
     model = nn.Sequential(*crate, VisionTSSA(), CausalTSSA())
     assert len(patch(model).replaced) == 7
-    # Not beside the published modules: each is held to its own, and in a chain of seven roundings grow a thousandfold.
+    # Not compared with the published modules here: in a chain of seven, roundings grow a thousandfold.
     expected = outcome(model, tokens())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(outcome(compiled, tokens()), expected, 64)

@@ -40,7 +40,7 @@ class PlainIfNarrow(FeedForward):
 
 
 def test_layers_of_other_widths_are_told_apart():
-    with torch.device("meta"):  # where there are no numbers to compare with the backend's
+    with torch.device("meta"):  # meta tensors have no numbers to compare
         model = nn.ModuleList([PlainIfNarrow(), PlainIfNarrow(DIM - 4), PlainIfNarrow()])
     assert list(patch(model).replaced) == ["0", "2"]
 

@@ -109,7 +109,7 @@ def test_an_interrupted_demo_goes_on(demo, monkeypatch):
     status, out, _, folder = demo()
     assert status == 0
     assert "Going on from step 6 of 14" in out
-    # Of the parts, neither is how long a training takes.
+    # Neither part's time is the time of a whole training.
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] is None
 
 

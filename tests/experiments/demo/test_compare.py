@@ -52,7 +52,7 @@ def test_the_bound_is_thrice_what_rounding_alone_does(training, monkeypatch):
     units = [(p / naive.double() - 1) / torch.finfo(torch.float32).eps for p in perturbed]
     assert not torch.equal(*units)
     for unit in units:
-        assert unit.abs().max() <= 1.5  # a unit, and half a one where the product is rounded
+        assert unit.abs().max() <= 1.5  # one unit, plus half a unit from rounding the product
         assert unit.min() < 0 < unit.max()
 
 
@@ -62,14 +62,14 @@ def test_chaos_is_no_agreement():
 
 
 def test_a_step_takes_the_median_of_its_rounds(small, monkeypatch):
-    # (naive, fused) of three rounds, each between two looks at the clock
+    # Clock readings before and after (naive, fused) of three rounds.
     looks = iter([look for took in (1, 4, 9, 3, 2, 50) for look in (0, took)])
     monkeypatch.setattr(compare, "perf_counter", lambda: next(looks))
     made, fresh = [], compare.fresh_model
     monkeypatch.setattr(compare, "fresh_model", lambda *args: made.append(fresh(*args)) or made[-1])
     assert compare._cost(TINY, small, "composite", CPU, rounds=3).seconds == (2, 4)
     assert [model.config.backend for model in made] == ["reference", "composite"]
-    # What stays allocated between steps is not counted as a step's own.
+    # Gradients stay allocated between steps, so that a step's peak excludes them.
     assert all(p.grad is not None and not p.grad.any() for model in made for p in model.parameters())
 
 

@@ -17,7 +17,7 @@ def test_mnist_is_split_evenly(mnist):
     assert mnist.test_images.shape == (1000, 1, 28, 28)
     assert mnist.train_labels.bincount().tolist() == [400] * 10
     assert mnist.test_labels.bincount().tolist() == [100] * 10
-    # float32's customary tolerance; the test images, let in, would move them by fifty times that
+    # Customary tolerance of float32. Test images among these would move the mean by fifty times that.
     assert mnist.train_images.double().mean().abs() < 1e-5
     assert abs(mnist.train_images.double().std() - 1) < 1e-5
     assert mnist.train_images.min() == pytest.approx(mnist.black)
@@ -96,10 +96,14 @@ def test_images_are_turned_stretched_and_shifted_up_to_the_limits(small, monkeyp
     torch.testing.assert_close(turn.mT @ turn, torch.eye(2).expand_as(turn))
     torch.testing.assert_close(turn.det(), torch.ones(len(turn)))
     angle = torch.atan2(turn[:, 1, 0], turn[:, 0, 0])
-    drawn = ((angle, TINY.rotation), (stretch - 1, TINY.scaling), (shift / 2, TINY.shift))  # of a side of 2
+    drawn = (
+        (angle, TINY.rotation),
+        (stretch - 1, TINY.scaling),
+        (shift / 2, TINY.shift),
+    )  # shift is a share of the side, which is 2
     for values, limit in drawn:
         reached = torch.stack(values.aminmax()) / limit
-        # Uniform draws: the outermost of 400 are within a hundredth or so of the limits, none is beyond.
+        # Of 400 uniform draws the outermost are within about a hundredth of the limits, and none is beyond.
         torch.testing.assert_close(reached, torch.tensor([-1.0, 1.0]), rtol=0, atol=0.05)
 
 

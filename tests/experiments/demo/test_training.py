@@ -120,7 +120,7 @@ def test_an_interrupted_step_is_completed_and_kept(number, small, training, tmp_
 
     def interrupted_step():
         if training.done == 1:
-            os.kill(os.getpid(), number)  # in the middle of a step, and of an epoch, whose end saves anyway
+            os.kill(os.getpid(), number)  # within a step, and within an epoch: the end of an epoch saves anyway
         inner()
 
     monkeypatch.setattr(training.optimizer, "step", interrupted_step)
