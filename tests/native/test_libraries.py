@@ -1,0 +1,176 @@
+"""Finding the compiled libraries: those of these sources, whole, in the package or in the user's cache."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from crate_kernels._native import build as _build
+from crate_kernels._native import extension as _extension
+from crate_kernels._native import libraries as _libraries
+from crate_kernels.cli import main
+from tests.native.common import SOURCES, needs_sources
+
+pytestmark = needs_sources
+
+
+def test_a_change_of_the_sources_is_another_build(tmp_path):
+    copy = tmp_path / "csrc"
+    shutil.copytree(SOURCES, copy)
+    before = _libraries.source_hash(copy)
+    assert before == _libraries.source_hash(SOURCES)
+    (copy / "library.cpp").write_text("// changed\n")
+    assert _libraries.source_hash(copy) != before
+    assert _libraries.cache_folder(before) != _libraries.cache_folder(_libraries.source_hash(copy))
+
+
+def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch):
+    def identity():
+        extension, library = _libraries.source_hash(SOURCES), _libraries.cuda_source_hash(SOURCES)
+        return extension, library, _libraries.cache_folder("0"), _libraries.cuda_cache_folder("0")
+
+    def changed(*changes):
+        before = identity()
+        with monkeypatch.context() as patch:
+            patch.setattr(*changes)
+            return [a != b for a, b in zip(identity(), before, strict=True)]
+
+    assert changed(_libraries, "FLAGS", (*_libraries.FLAGS, "-g")) == [True, False, False, False]
+    assert changed(_libraries, "CUDA_FLAGS", (*_libraries.CUDA_FLAGS, "-g")) == [False, True, False, False]
+    assert changed(torch, "__version__", "2.99") == [False, False, True, False]  # the CUDA library fits every PyTorch
+    assert changed(_libraries, "PLATFORM", "linux-riscv64") == [False, False, True, True]
+
+
+def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    beside = tmp_path / _libraries.EXTENSION
+    assert _libraries.find() is None
+    beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
+    assert _libraries.find() is None
+    beside.write_bytes(b"..." + _libraries.marker(_libraries.source_hash(SOURCES)) + b"...")
+    assert _libraries.find() == beside
+    monkeypatch.setattr(_libraries, "source_folder", lambda: None)  # without sources any library fits
+    beside.write_bytes(b"crate_kernels sources 0123456789abcdef\0")
+    assert _libraries.find() == beside
+    beside.write_bytes(b"another library")
+    assert _libraries.find() is None
+
+
+def test_the_users_own_build_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    sources = _libraries.source_hash(SOURCES)
+    cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(_libraries.marker(sources))
+    assert _libraries.find() == cached
+
+
+def elf(sources, order="little"):
+    """Return a minimal whole file: a header that locates the table of sections, the marker, that table."""
+    marker = _libraries.marker(sources)
+    table = 64 + len(marker)
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02" + bytes([1 if order == "little" else 2])
+    header[40:48], header[58:60], header[60:62] = (n.to_bytes(w, order) for n, w in ((table, 8), (64, 2), (2, 2)))
+    return bytes(header) + marker + bytes(128)
+
+
+CUT = {"nothing": 0, "part of the header": 30, "header": 64, "no sections": 64 + 40, "one byte": -1}
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+def test_what_is_left_of_a_library_is_neither_loaded_nor_already_there(cut, tmp_path, monkeypatch, compiler, build):
+    """The process that maps it ends by SIGBUS."""
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    sources = _libraries.source_hash(SOURCES)
+    cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
+    cached.parent.mkdir(parents=True)
+    for order in ("little", "big"):
+        cached.write_bytes(elf(sources, order))
+        assert _libraries.find() == cached
+        cached.write_bytes(elf(sources, order)[:cut])
+        assert _libraries.find() is None
+    status, said = build(compiler[0])
+    assert status == 0
+    assert "compiled in" in said
+    assert _libraries.find() == cached
+    assert "already there" in build(compiler[0])[1]
+
+
+@pytest.mark.skipif(_extension.PATH is None, reason="needs python -m crate_kernels build")
+def test_a_linkers_own_file_is_whole_and_a_part_of_it_is_not():
+    content = _extension.PATH.read_bytes()
+    assert _libraries._is_whole(content)
+    assert not any(_libraries._is_whole(content[: len(content) * part // 8]) for part in range(1, 8))
+
+
+HOMES = {
+    "a file": (lambda folder: folder / "file", "the user's cache cannot be written: .*Not a directory.*; set HOME"),
+    "too long": (lambda folder: folder / ("x" * 300), "the user's cache cannot be written: .*too long.*; set HOME"),
+    "none": (None, "there is no cache without a home folder: Could not determine home directory. Set HOME"),
+}
+
+
+@pytest.mark.parametrize(("home", "message"), HOMES.values(), ids=HOMES)
+def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message, tmp_path, monkeypatch, capsys):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", none if home is None else lambda: home(tmp_path))
+    assert _libraries.find() is None
+    assert _libraries.find_cuda() == ()
+    for command in (["build"], ["build", "--cuda"]):
+        monkeypatch.setattr(_build, "find_nvcc", lambda: "nvcc")
+        assert main(command) == 1
+        assert re.search(f"^build: {message}", capsys.readouterr().out)
+
+
+CHANGES = {
+    "kernels": ("ista/cuda/update.cuh", False, True),
+    "launchers": ("ista/cuda/ista_cuda.cu", False, True),
+    "cpu": ("ista/cpu/ista_cpu.cpp", True, False),
+    "cpu-header": ("ista/cpu/kernels.h", True, False),
+    "shared": ("common/dtype.h", True, True),
+}
+
+
+@pytest.mark.parametrize(("name", "extension", "library"), CHANGES.values(), ids=CHANGES)
+def test_a_change_rebuilds_what_is_made_of_it_and_nothing_else(name, extension, library, tmp_path):
+    copy = tmp_path / "csrc"
+    shutil.copytree(SOURCES, copy)
+    before = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
+    assert (copy / name).exists()
+    with open(copy / name, "a") as file:
+        file.write("// changed\n")
+    after = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
+    assert (before[0] != after[0], before[1] != after[1]) == (extension, library)
+
+
+def test_a_cuda_library_of_other_sources_is_not_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    installed, sources = tmp_path / "_cuda.so", _libraries.cuda_source_hash(SOURCES)
+    assert _libraries.find_cuda() == ()
+    installed.write_bytes(_libraries.marker("0123456789abcdef"))
+    assert _libraries.find_cuda() == ()
+    installed.write_bytes(b"..." + _libraries.marker(sources) + b"...")
+    own = _libraries.cuda_cache_folder(sources) / "_cuda-80.so"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert _libraries.find_cuda() == (installed,)
+    own.write_bytes(_libraries.marker(sources))
+    assert _libraries.find_cuda() == (installed, own)
+    installed.write_bytes(elf(sources)[:-1])
+    assert _libraries.find_cuda() == (own,)
