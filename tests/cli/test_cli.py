@@ -137,16 +137,17 @@ def test_info_calls_nothing_available_that_has_no_device_here(bystander, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["info", "--json"]) == 0
     absent = {"available": False, "reason": "takes cuda tensors, and PyTorch sees no such device"}
-    for states in printed(capsys)["operators"].values():
-        assert states["triton"] == absent
+    for op, states in printed(capsys)["operators"].items():
+        lacking = {"available": False, "reason": f"triton has no {op} kernel yet"}
+        assert states["triton"] == (absent if backends._has_kernel[op, "triton"] else lacking)
         assert states["cpp"] == {"available": True, "reason": None, "on_cuda": absent}
         assert states["bystander"]["reason"] == "takes npu or xla tensors, and PyTorch sees no such device"
         assert "on_cuda" not in states["composite"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["info", "--json"]) == 0
-    for states in printed(capsys)["operators"].values():
-        assert states["triton"] == {"available": True, "reason": None}
+    for op, states in printed(capsys)["operators"].items():
+        assert states["triton"]["available"] == backends._has_kernel[op, "triton"]
         assert states["cpp"]["on_cuda"] == {"available": True, "reason": None}
 
 

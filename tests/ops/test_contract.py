@@ -18,12 +18,8 @@ from tests.ops.common import KERNELS, home, kernels, leaves, offsets, outputs_an
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 # The plain backend shows that a kernel file is enough for mssa, whose composite stays outside the op.
-BACKENDS = {
-    "mssa": ["plain", *kernels("mssa")],
-    "tssa": ["composite", *kernels("tssa")],
-    "ista": ["composite", *kernels("ista")],
-    "ista_overcomplete": ["composite", *kernels("ista")],
-}
+BACKENDS = {op: ["plain" if op == "mssa" else "composite", *kernels(spec.room)] for op, spec in testing.SPECS.items()}
+# Cases that are compiled differently; all of an operator that is not listed.
 NAMES = {
     "mssa": ["n65", "causal-n65", "pad-row", "causal-packed", "dropout", "strided", "empty-batch", "n1"],
     "tssa": ["n65", "causal-n65", "pad-row", "packed", "causal-packed", "dropout", "causal-dropout", "empty-batch"],
@@ -34,8 +30,12 @@ CALLS = [
     pytest.param(case, backend, id=f"{case}-{backend}")
     for case in testing.CASES
     for backend in BACKENDS[case.op]
-    if case.name in NAMES[case.op]
+    if case.name in NAMES.get(case.op, (case.name,))
 ]
+# The case of each operator that inductor compiles and export takes.
+CASE = {
+    op: next((c for c in spec.cases if c.name == "causal-n65"), spec.cases[0]) for op, spec in testing.SPECS.items()
+}
 OPS = [pytest.param(op, backend, id=f"{op}-{backend}") for op, found in BACKENDS.items() for backend in found]
 
 
@@ -77,7 +77,7 @@ def test_fullgraph_compile_equals_eager(case, backend):
 
 @pytest.mark.parametrize(("op", "backend"), OPS)
 def test_inductor_compiles_a_module_around_the_op(op, backend):
-    case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
+    case = CASE[op]
     inputs = leaves(case, device=home(backend))
 
     def model(i):
@@ -91,16 +91,16 @@ def test_inductor_compiles_a_module_around_the_op(op, backend):
 
 def of_any_length(op, backend):
     """Return a call of ``op`` that takes w of (1, 2, any seqlen, 16) alone."""
-    options, device = {"backend": backend}, home(backend)
-    ones, bias = torch.ones(2, device=device), torch.zeros(2, 600, 1, device=device)
-    square, wide = torch.eye(16, device=device), torch.ones(16, 32, device=device)
-    return {
-        "mssa": lambda w: crate_kernels.mssa(w, causal=True, return_lse=True, **options)[0],
-        "tssa": lambda w: crate_kernels.tssa(w, ones, **options),
-        "tssa-causal": lambda w: crate_kernels.tssa(w, ones, causal=True, denom_bias=bias, **options),
-        "ista": lambda w: crate_kernels.ista(w, square, **options),
-        "ista_overcomplete": lambda w: crate_kernels.ista_overcomplete(w, wide, **options),
-    }[op]
+    device = home(backend)
+    if op == "tssa-causal":
+        temp, bias = torch.ones(2, device=device), torch.zeros(2, 600, 1, device=device)
+        return lambda w: crate_kernels.tssa(w, temp, causal=True, denom_bias=bias, backend=backend)
+    sizes = {"batch": 1, "nheads": 2, "seqlen": 8, "head_dim": 16, "dim": 16, "hidden": 32}
+    case = testing.Case(op, "any-length", tuple(sizes[axis] for axis in testing.SPECS[op].axes))
+    (first, _), *rest = testing.make_inputs(case, torch.float32, device).differentiable.items()
+    options = {"causal": True, "return_lse": True} if op == "mssa" else {}
+    function = partial(getattr(crate_kernels, op), **dict(rest), **options, backend=backend)
+    return lambda w: function(**{first: w})[0] if options else function(**{first: w})
 
 
 def with_lse(w, **options):
@@ -160,7 +160,7 @@ def test_a_new_seqlen_does_not_recompile(name):
 
 @pytest.mark.parametrize(("op", "backend"), OPS)
 def test_export(op, backend):
-    case = next(c for c in testing.CASES if c.op == op and c.name in ("causal-n65", "many-tokens", "two-steps"))
+    case = CASE[op]
     inputs = testing.make_inputs(case, torch.float32, home(backend))
     names = list(inputs.differentiable)
 
