@@ -98,6 +98,8 @@ _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
 # The op's ``backend`` argument if the caller named none: the op's body chooses, and may fall back to composite.
 AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
+# (operator, function of a kernel module) -> the public function, for messages, where its name is not the operator's.
+PUBLIC: dict[tuple[str, str], str] = {}
 
 
 def _is_there(package: str) -> bool:
@@ -163,10 +165,12 @@ def chosen(op: str, backend: str, of: Tensor) -> str:
     return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
 
 
-def run(op: str, function: str, backend: str, of: Tensor, *args: Any, called: str = "") -> Any:
-    """Call a function of the kernel module of ``backend``. Fall back to composite only if no backend was named.
+def _public(op: str, function: str) -> str:
+    return PUBLIC.get((op, function), op)
 
-    Messages name ``called``, the public function, by default ``op``.
+
+def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
+    """Call a function of the kernel module of ``backend``. Fall back to composite only if no backend was named.
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
@@ -176,18 +180,20 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, called: st
     name = chosen(op, backend, of)
     body = getattr(kernel(op, name, of.device.type), function, None)
     if body is None:
-        here = f"{of.device.type} tensors of {of.dtype}"
+        here = f"{of.device.type} tensors of {of.dtype} here"
         raise RuntimeError(
-            f"{called or op}: no kernel takes {here} here; what is to run anywhere must name backend='composite'"
+            f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
         )
     try:
         return body(*args)
     except Refused as reason:
         if backend != AUTO:
-            raise NotImplementedError(f"{called or op}: backend={name!r} {reason}; {_BACKENDS[name].remedy}") from None
+            raise NotImplementedError(
+                f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
+            ) from None
     except MemoryError as error:
-        where = f"its workspace in {function}"
-        raise MemoryError(f"{called or op}: backend={name!r} ran out of memory for {where}") from error
+        short = f"backend={name!r} ran out of memory for its workspace in {function}"
+        raise MemoryError(f"{_public(op, function)}: {short}") from error
     return getattr(kernel(op, "composite"), function)(*args)
 
 

@@ -58,15 +58,17 @@ def body(op: str, function: str, record: Any, of: int, called: str = "") -> Call
         of: index of the tensor that decides the device and dtype.
         called: the public function, for messages; ``op`` by default.
     """
-    fields = _tensor_fields(record)
+    if called:
+        backends.PUBLIC[op, function] = called
+    fields, options = _tensor_fields(record), len(record._fields) + 1
 
     def run(*args: Any) -> Any:
-        tensors, call, backend = split(record, args)
+        tensors, call, backend = args[:-options], record._make(args[-options:-1]), args[-1]  # split(), inline
         for name in fields:
             option = getattr(call, name)
             if option is not None and not option.is_contiguous():
                 call = call._replace(**{name: option.contiguous()})
-        return backends.run(op, function, backend, tensors[of], *tensors, call, called=called)
+        return backends.run(op, function, backend, tensors[of], *tensors, call)
 
     return run
 
