@@ -20,7 +20,7 @@ FLOORS = (
     {"bench"},
     {"testing"},
     {"__init__"},
-    {"_patch", "models"},
+    {"_patch", "distributed", "models"},
     {"nn"},
     {"analysis", "ops"},
     {"_triton"},

@@ -1,0 +1,9 @@
+"""Sequences and models over several processes, on torch.distributed.
+
+Every function takes a ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. All ranks of the group make the same
+calls in the same order, and all of them run the backward pass.
+"""
+
+from crate_kernels.distributed.sharding import shard, unshard
+
+__all__ = ["shard", "unshard"]

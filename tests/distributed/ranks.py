@@ -1,0 +1,51 @@
+"""Runs cases in several processes at once; each case takes the group and raises where something is wrong."""
+
+import importlib
+import json
+import traceback
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+# Each has a dict CASES.
+MODULES = ("sharding_cases",)
+
+
+def cases():
+    return {
+        name: case
+        for module in MODULES
+        for name, case in importlib.import_module(f"tests.distributed.{module}").CASES.items()
+    }
+
+
+def work(rank, folder, size, names):
+    """Run the cases of these names in this process, and write down what failed."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    failed = {}
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                cases()[name](dist.group.WORLD)
+        except (Exception, pytest.fail.Exception):
+            failed[name] = traceback.format_exc()
+        dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(failed))
+
+
+def run(folder, size, names):
+    """Return what failed, by process; starting the processes takes longer than all cases."""
+    torch.multiprocessing.spawn(work, (folder, size, list(names)), size)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def told(failures, name):
+    return "\n".join(f"process {rank}:\n{failed[name]}" for rank, failed in enumerate(failures) if name in failed)
