@@ -35,6 +35,25 @@ class Ranks(NamedTuple):
             dist.all_reduce(x, group=self.group)
         return x
 
+    def sum(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the sums of tensors of one dtype over all ranks, in one message."""
+        return _apart(self.sum_(_message(tensors)), tensors)
+
+    def before(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the sums of tensors of one dtype over the lower ranks, in one message."""
+        return self._sum_of(tensors, range(self.rank))
+
+    def after(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the sums of tensors of one dtype over the higher ranks, in one message."""
+        return self._sum_of(tensors, range(self.rank + 1, self.size))
+
+    def _sum_of(self, tensors: Sequence[Tensor], which: range) -> list[Tensor]:
+        parts = self.gather(_message(tensors))
+        total = torch.zeros_like(parts[0])
+        for rank in which:
+            total += parts[rank]
+        return _apart(total, tensors)
+
     def gather(self, x: Tensor, lengths: Sequence[int] | None = None, dim: int = 0) -> list[Tensor]:
         """Return every rank's tensor; they may differ along ``dim``, of which all ``lengths`` are given then.
 
@@ -71,21 +90,6 @@ class Ranks(NamedTuple):
         if into.numel():
             calls.append(dist.P2POp(dist.irecv, into, group=self.group, group_peer=(self.rank - 1) % self.size))
         return dist.batch_isend_irecv(calls) if calls else []
-
-    def before(self, x: Tensor) -> Tensor:
-        """Return the sum of the tensors of lower ranks."""
-        return self._sum_of(x, range(self.rank))
-
-    def after(self, x: Tensor) -> Tensor:
-        """Return the sum of the tensors of higher ranks."""
-        return self._sum_of(x, range(self.rank + 1, self.size))
-
-    def _sum_of(self, x: Tensor, which: range) -> Tensor:
-        parts = self.gather(x)
-        total = torch.zeros_like(x)
-        for rank in which:
-            total += parts[rank]
-        return total
 
     def draw_seed(self, device: torch.device) -> Tensor:
         """Draw a dropout seed from the first rank's generator; the others' advance too."""
@@ -127,6 +131,17 @@ def ranks(op: str, group: Group) -> Ranks:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{op}: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _message(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after the other in one dimension, a copy."""
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def _apart(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a message in the shapes of the tensors that it was made of."""
+    parts = message.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

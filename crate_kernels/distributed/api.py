@@ -1,0 +1,140 @@
+"""The public operators over several processes: validation, and choice of form and backend."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import backends, checks
+from crate_kernels.distributed import collectives, token_stats
+from crate_kernels.distributed.collectives import Group
+
+_OWN_LAYOUT = "(batch, nheads, own tokens, head_dim)"
+
+
+@overload
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    group: Group,
+    *,
+    causal: bool = ...,
+    denom_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    seqlen: int | None = ...,
+    return_membership: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    group: Group,
+    *,
+    causal: bool = ...,
+    denom_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    seqlen: int | None = ...,
+    return_membership: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def tssa(
+    w: Tensor,
+    temp: Tensor,
+    group: Group,
+    *,
+    causal: bool = False,
+    denom_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    seqlen: int | None = None,
+    return_membership: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend through second moments to a sequence of which each rank has a part: ``crate_kernels.tssa``.
+
+    Only sums over tokens are sent, two messages forward and two backward, whatever the length. Ranks have consecutive
+    parts of the sequence, of any lengths, 0 included. The gradients of ``temp`` and ``denom_bias`` are each rank's part
+    of a sum over ranks.
+
+    Args:
+        w: this rank's projected tokens, (batch, nheads, own tokens, head_dim).
+        temp: temperature of each head, (nheads,) or (nheads, 1), the same in all ranks.
+        group: the process group, or a DeviceMesh of one dimension.
+        causal: the causal form.
+        denom_bias: (nheads, >= seqlen) or (nheads, >= seqlen, 1) of the whole sequence, causal only.
+        dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, with the masks of one process. The seed
+            comes from the first rank's generator.
+        key_padding_mask: (batch, own tokens) bool of this rank's tokens, True = keep.
+        seqlen: length of the whole sequence, if ranks have what ``shard`` gives them. By default the ranks are asked
+            where it is needed (``denom_bias``, causal dropout), which waits for the device.
+        return_membership: also return Pi of this rank's tokens.
+        backend: None or "composite", the one that there is for several processes.
+
+    Returns:
+        ``out`` of this rank's tokens, or ``(out, membership)``, as ``crate_kernels.tssa`` returns them.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        NotImplementedError: another backend, a double backward, or forward-mode AD.
+    """
+    checks.tensor("tssa", "w", w, 4, _OWN_LAYOUT)
+    checks.flag("tssa", "causal", causal)
+    checks.flag("tssa", "return_membership", return_membership)
+    ranks = collectives.ranks("tssa", group)
+    temp = _per_head(temp, w)
+    dropout_p = checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    if key_padding_mask is not None:
+        checks.padding_mask("tssa", key_padding_mask, w)
+    if denom_bias is not None and not causal:
+        raise ValueError("tssa: denom_bias must be None with causal=False")
+    name = backends.resolve("tssa", backend, w.device, w.dtype) if backend is not None else "composite"
+    if name != "composite":
+        raise NotImplementedError(f"tssa: backend must be None or 'composite' over several processes, got {name!r}")
+    checks.transforms("tssa", name, w, temp, denom_bias)
+
+    start = 0
+    if denom_bias is not None or (causal and dropout_p) or seqlen is not None:
+        where = ranks.layout("tssa", w.shape[2], False, seqlen, w.device)
+        (own,) = where.ranges(ranks.rank)
+        start = own.start
+        if denom_bias is not None:
+            denom_bias = _denom_bias(denom_bias, w, where.seqlen)[:, own.start : own.stop]
+    seed = ranks.draw_seed(w.device) if dropout_p else None
+    call = token_stats.Call(ranks, key_padding_mask, seed, dropout_p, start)
+    if causal:
+        out, membership = token_stats.Causal.apply(w, temp, denom_bias, call)  # pyright: ignore
+    else:
+        out, membership = token_stats.Full.apply(w, temp, call)  # pyright: ignore
+    return (out, membership) if return_membership else out
+
+
+def _per_head(temp: Tensor, w: Tensor) -> Tensor:
+    """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
+    checks.tensor("tssa", "temp", temp, None, "(nheads,)")
+    nheads = w.shape[1]
+    if tuple(temp.shape) not in ((nheads,), (nheads, 1)):
+        raise ValueError(f"tssa: temp must be (nheads,) = ({nheads},), got {tuple(temp.shape)}")
+    _check_dtype("temp", temp, w)
+    return temp.reshape(nheads)
+
+
+def _denom_bias(value: Tensor, w: Tensor, seqlen: int) -> Tensor:
+    """Require (nheads, >= seqlen[, 1]) of the whole sequence; return (nheads, >= seqlen)."""
+    checks.tensor("tssa", "denom_bias", value, None, "(nheads, >= seqlen)")
+    bias = value.squeeze(2) if value.dim() == 3 and value.shape[2] == 1 else value
+    if bias.dim() != 2 or bias.shape[0] != w.shape[1] or bias.shape[1] < seqlen:
+        wanted = f"tssa: denom_bias must be (nheads, >= seqlen[, 1]) = ({w.shape[1]}, >= {seqlen})"
+        raise ValueError(f"{wanted} of the whole sequence, got {tuple(value.shape)}")
+    _check_dtype("denom_bias", value, w)
+    return bias
+
+
+def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
+    checks.same_device("tssa", name, value, w)
+    if value.dtype not in (w.dtype, torch.float32):
+        raise ValueError(f"tssa: {name} must be {w.dtype} as w, or float32, got {value.dtype}")
