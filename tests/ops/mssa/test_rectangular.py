@@ -1,0 +1,99 @@
+"""Attention of ranges of a sequence to others, put together, against dense attention in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from crate_kernels._core import philox
+from crate_kernels.ops.mssa import rectangular
+from crate_kernels.ops.mssa.rectangular import Call, Tokens
+from tests.ops.common import EXACT
+
+BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 2, 11, 3
+CUTS = {
+    "whole": [(0, 11)],
+    "three": [(0, 4), (4, 5), (5, 11)],
+    "out-of-order": [(7, 11), (0, 3), (3, 7)],
+    "empty": [(0, 6), (6, 6), (6, 11)],
+}
+CASES = {
+    "full": {},
+    "causal": {"causal": True},
+    "dropout": {"dropout_p": 0.4},
+    "causal-dropout": {"causal": True, "dropout_p": 0.4},
+    "negative-scale": {"scale": -0.9},
+}
+HEADS = {"first_head": 3, "nheads": 5}
+
+
+def dense(w, call, mask):
+    """The equation, differentiated by PyTorch."""
+    scores = call.scale * (w @ w.mT)
+    allowed = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool)
+    allowed = (allowed.tril() if call.causal else allowed).expand(BATCH, 1, -1, -1)
+    allowed = allowed if mask is None else allowed & mask[:, None, None, :]
+    has_key = allowed.any(-1, keepdim=True)
+    lse = scores.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    weights = torch.where(allowed, (scores - lse.masked_fill(~has_key[..., 0], 0.0).unsqueeze(-1)).exp(), 0.0)
+    if call.seed is not None:
+        places = torch.arange(SEQLEN)
+        heads = torch.tensor([[b * call.nheads + call.first_head + h for h in range(NHEADS)] for b in range(BATCH)])
+        args = (heads[:, :, None, None], places[:, None], places, w.dtype)
+        weights = weights * philox.keep_factor(call.seed, call.dropout_p, *args)
+    return weights @ w, lse
+
+
+def ranges(cuts, *tensors):
+    for first, last in cuts:
+        yield (first, last), [t if t is None else t[:, :, first:last] for t in tensors]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch):
+    monkeypatch.setattr(rectangular, "_CHUNK_ELEMENTS", 24)  # several chunks of rows
+    generator = torch.Generator().manual_seed(0)
+    w, dout = torch.randn(2, BATCH, NHEADS, SEQLEN, HEAD_DIM, generator=generator, dtype=torch.float64)
+    dlse = torch.randn(BATCH, NHEADS, SEQLEN, generator=generator, dtype=torch.float64)
+    seed = torch.tensor(5) if "dropout_p" in options else None
+    call = Call(**{"scale": 0.6, "seed": seed, **HEADS, **options})
+    mask = None
+    if padded:
+        mask = torch.ones(BATCH, SEQLEN, dtype=torch.bool)
+        mask[0, 3:6] = False
+        mask[1, :2] = False  # causal: rows without a key
+    w.requires_grad_()
+    expected, expected_lse = dense(w, call, mask)
+    dlse = dlse.masked_fill(expected_lse == -torch.inf, 0.0)
+    finite = expected_lse.masked_fill(expected_lse == -torch.inf, 0.0)
+    ((expected * dout).sum() + (finite * dlse).sum()).backward()
+    dw, w = w.grad, w.detach()
+
+    def tokens(first, last, *rest):
+        return Tokens(first, w[:, :, first:last], None if mask is None else mask[:, first:last], *rest)
+
+    out, lse = torch.zeros_like(w), torch.full(w.shape[:3], -torch.inf, dtype=w.dtype)
+    for own, other in itertools.product(cuts, cuts):
+        place = slice(*own)
+        results = rectangular.forward(tokens(*own), tokens(*other), call)
+        rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
+    torch.testing.assert_close(out, expected, **EXACT)
+    torch.testing.assert_close(lse, expected_lse, **EXACT)
+
+    delta = (dout * out).sum(-1) - dlse
+    total = torch.zeros_like(w)
+    sides = [tokens(*place, *parts) for place, parts in ranges(cuts, dout, lse, delta)]
+    for own, other in itertools.product(sides, sides):
+        total[:, :, own.start : own.stop] += rectangular.backward(own, other, call)
+    torch.testing.assert_close(total, dw, **EXACT)
+
+
+def test_half_tokens_are_added_up_in_float32():
+    w = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out, lse = rectangular.forward(Tokens(0, w), Tokens(0, w), Call(0.5))
+    assert out.dtype == lse.dtype == torch.float32
+    expected, expected_lse = rectangular.forward(Tokens(0, w.double()), Tokens(0, w.double()), Call(0.5))
+    torch.testing.assert_close(out, expected.float())
+    torch.testing.assert_close(lse, expected_lse.float())
