@@ -4,7 +4,7 @@ Every function takes a ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. A
 calls in the same order, and all of them run the backward pass.
 """
 
-from crate_kernels.distributed.api import tssa
+from crate_kernels.distributed.api import mssa, tssa
 from crate_kernels.distributed.sharding import shard, unshard
 
-__all__ = ["shard", "tssa", "unshard"]
+__all__ = ["mssa", "shard", "tssa", "unshard"]

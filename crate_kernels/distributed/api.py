@@ -7,11 +7,167 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks
-from crate_kernels.distributed import collectives, token_stats
+from crate_kernels._core import backends, checks, operator
+from crate_kernels.distributed import collectives, heads, rows, token_stats
 from crate_kernels.distributed.collectives import Group
+from crate_kernels.ops.mssa import rectangular
 
+_PHI = ("softmax", "threshold", "relu", "identity")
+_FORMS = ("heads", "gather", "ring")
 _OWN_LAYOUT = "(batch, nheads, own tokens, head_dim)"
+
+
+@overload
+def mssa(
+    w: Tensor,
+    group: Group,
+    *,
+    form: str | None = ...,
+    causal: bool = ...,
+    balanced: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    phi: str = ...,
+    threshold: float | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    seqlen: int | None = ...,
+    return_lse: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def mssa(
+    w: Tensor,
+    group: Group,
+    *,
+    form: str | None = ...,
+    causal: bool = ...,
+    balanced: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    phi: str = ...,
+    threshold: float | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    seqlen: int | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def mssa(
+    w: Tensor,
+    group: Group,
+    *,
+    form: str | None = None,
+    causal: bool = False,
+    balanced: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    phi: str = "softmax",
+    threshold: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    seqlen: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to a sequence of which each rank has a part: ``crate_kernels.mssa``.
+
+    Query, key and value being one tensor, half of the bytes are sent that attention with three would send:
+    ``traffic`` counts them.
+
+    Args:
+        w: this rank's projected tokens, (batch, nheads, own tokens, head_dim). Ranks may have any numbers of tokens, 0
+            included, unless ``balanced`` or ``seqlen`` say which.
+        group: the process group, or a DeviceMesh of one dimension.
+        form: "heads" exchanges tokens for heads, attends to the whole sequence, and exchanges back; the number of
+            ranks must divide that of heads. "gather" keeps each rank's rows and fetches all tokens; "ring" fetches one
+            rank's at a time, which takes the least memory. None is "heads" where ranks divide heads, else "gather".
+        causal: each token attends to itself and those before it only.
+        balanced: ranks have the head-tail chunks of ``shard(..., balanced=True)``: with ``causal``, equal work in
+            the forms "gather" and "ring". "heads" has equal work always.
+        scale: factor of the scores, head_dim ** -0.5 by default.
+        dropout_p: probability in [0, 1) with which an attention weight is dropped, with the masks that the kernels
+            draw in one process. The seed comes from the first rank's generator.
+        phi: as in ``crate_kernels.mssa``; the forms "gather" and "ring" have "softmax" alone.
+        threshold: as in ``crate_kernels.mssa``.
+        key_padding_mask: (batch, own tokens) bool of this rank's tokens, True = keep.
+        seqlen: length of the whole sequence, if ranks have what ``shard`` gives them; by default the ranks are asked,
+            which waits for the device.
+        return_lse: also return the logsumexp of the scores of this rank's tokens.
+        backend: for the form "heads" as in ``crate_kernels.mssa``; else None or "composite".
+
+    Returns:
+        ``out`` of this rank's tokens, or ``(out, lse)``, as ``crate_kernels.mssa`` returns them.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        RuntimeError: the requested backend is unavailable.
+        NotImplementedError: what a form or backend does not have, a double backward, or forward-mode AD.
+    """
+    checks.tensor("mssa", "w", w, 4, _OWN_LAYOUT)
+    for name, value in (("causal", causal), ("balanced", balanced), ("return_lse", return_lse)):
+        checks.flag("mssa", name, value)
+    ranks = collectives.ranks("mssa", group)
+    form = _form(form, w.shape[1], ranks.size)
+    factor = (w.shape[-1] or 1) ** -0.5 if scale is None else checks.number("mssa", "scale", scale)
+    dropout_p = checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
+    if key_padding_mask is not None:
+        checks.padding_mask("mssa", key_padding_mask, w)
+    _check_phi(phi, threshold, return_lse)
+    if form != "heads":
+        _check_rows(w, form, phi, backend)
+    if w.dtype != torch.float64:
+        w = w.to(operator.autocast_dtype(w.device.type) or w.dtype)
+    where = ranks.layout("mssa", w.shape[2], balanced, seqlen, w.device)
+    masks = None
+    if key_padding_mask is not None:
+        masks = [mask.bool() for mask in ranks.gather(key_padding_mask.to(torch.uint8), where.lengths, dim=1)]
+    seed = ranks.draw_seed(w.device) if dropout_p else None
+
+    if form == "heads":
+        options = {"causal": causal, "scale": factor, "phi": phi, "threshold": threshold}
+        options.update(return_lse=return_lse, backend=backend)
+        mask = None if masks is None else where.join(masks, 1)
+        out, lse = heads.attend(w, heads.Call(ranks, where, mask, options, dropout_p, seed))
+    else:
+        attention = rectangular.Call(factor, causal, dropout_p, seed)
+        call = rows.Call(ranks, where, form == "ring", masks, attention)
+        out, lse = rows.Rows.apply(w, call)  # pyright: ignore
+    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
+
+
+def _form(form: str | None, nheads: int, size: int) -> str:
+    """Resolve the form."""
+    if form is None:
+        return "heads" if nheads % size == 0 else "gather"
+    if form not in _FORMS:
+        raise ValueError(f"mssa: form must be None or one of {', '.join(_FORMS)}, got {form!r}")
+    if form == "heads" and nheads % size:
+        raise ValueError(
+            f"mssa: ranks must divide heads in form 'heads', got {size} ranks and {nheads} heads; use form='gather'"
+        )
+    return form
+
+
+def _check_phi(phi: str, threshold: float | None, return_lse: bool) -> None:
+    if phi not in _PHI:
+        raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
+    if (phi == "threshold") != (threshold is not None):
+        wanted = "given with" if phi == "threshold" else "None without"
+        raise ValueError(f"mssa: threshold must be {wanted} phi='threshold', got {threshold!r}")
+    if threshold is not None:
+        checks.number("mssa", "threshold", threshold, minimum=0.0)
+    if return_lse and phi in ("relu", "identity"):
+        raise ValueError(f"mssa: return_lse must be False with phi={phi!r}, which has no softmax")
+
+
+def _check_rows(w: Tensor, form: str, phi: str, backend: str | None) -> None:
+    """Refuse what the forms "gather" and "ring" do not have."""
+    if phi != "softmax":
+        raise NotImplementedError(f"mssa: phi must be 'softmax' in form {form!r}, got {phi!r}; use form='heads'")
+    name = "composite" if backend is None else backends.resolve("mssa", backend, w.device, w.dtype)
+    if name != "composite":
+        raise NotImplementedError(
+            f"mssa: backend must be None or 'composite' in form {form!r}, got {name!r}; use form='heads'"
+        )
+    checks.transforms("mssa", name, w)
 
 
 @overload

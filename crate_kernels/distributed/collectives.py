@@ -79,16 +79,14 @@ class Ranks(NamedTuple):
         dist.all_to_all_single(out, x.contiguous().flatten(), *sizes, group=self.group)
         return out.view(-1, *x.shape[1:])
 
-    def start_pass(self, x: Tensor, into: Tensor) -> list[Any]:
-        """Start to send ``x`` to the next rank and to receive the last one's into ``into``; return what to wait for.
+    def start_pass(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> list[Any]:
+        """Start to send to the next rank, and to receive the last one's into ``into``; return what to wait for.
 
         Empty tensors are not sent; their lengths are known on both sides.
         """
-        calls = []
-        if x.numel():
-            calls.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=(self.rank + 1) % self.size))
-        if into.numel():
-            calls.append(dist.P2POp(dist.irecv, into, group=self.group, group_peer=(self.rank - 1) % self.size))
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        calls = [dist.P2POp(dist.isend, t, group=self.group, group_peer=after) for t in tensors if t.numel()]
+        calls += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=before) for t in into if t.numel()]
         return dist.batch_isend_irecv(calls) if calls else []
 
     def draw_seed(self, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 # Each has a dict CASES.
-MODULES = ("sharding_cases", "tssa_cases")
+MODULES = ("sharding_cases", "mssa_cases", "tssa_cases")
 
 
 def cases():

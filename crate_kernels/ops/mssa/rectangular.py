@@ -1,9 +1,9 @@
 """Subspace attention of some tokens to others of one sequence: what a process computes that has a part of it.
 
 ``rows`` and ``columns`` are ranges of the sequence's tokens, w of both the same projection. Results of several ranges
-of columns are put together by their lse. The backward gives what the columns add to the gradient of the rows, as queries
-and as keys at once (docs/mssa.md): with everybody's w, dout, lse and delta, each range of tokens is completed where it
-is, and nothing is added up over processes. From PyTorch's operators, in float32 or better, a chunk of rows at a time.
+of columns are put together by their lse. The backward gives what the columns add to the gradient of the rows, as
+queries and keys at once (docs/mssa.md): with everybody's w, dout, lse and delta, each range of tokens is completed
+where it is, and nothing is added up over processes. In float32 or better, by PyTorch's operators, some rows at a time.
 """
 
 from __future__ import annotations

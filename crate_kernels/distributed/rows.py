@@ -1,0 +1,113 @@
+"""Subspace attention in which every rank keeps its rows: one tensor travels, where others send keys and values.
+
+Form "gather" fetches everybody's tokens at once, form "ring" one rank's at a time, the next ones on their way already.
+The backward sends w and dout, and lse and delta; a rank then has all that the gradient of its own rows needs, so that
+nothing is added up over ranks: crate_kernels/ops/mssa/rectangular.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels.distributed.collectives import Ranks, without_autocast
+from crate_kernels.distributed.layout import Layout
+from crate_kernels.ops.mssa import rectangular
+from crate_kernels.ops.mssa.rectangular import Tokens
+
+
+class Call(NamedTuple):
+    """Options of a call.
+
+    Attributes:
+        ranks: the processes.
+        where: the tokens of each.
+        ring: fetch the tokens of one rank at a time.
+        masks: each rank's (batch, own) bool key_padding_mask; None keeps all keys.
+        attention: options of the attention itself.
+    """
+
+    ranks: Ranks
+    where: Layout
+    ring: bool
+    masks: list[Tensor] | None
+    attention: rectangular.Call
+
+    def visits(self, *own: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield each rank and its tensors (batch, nheads, its tokens, ...), this rank's own first."""
+        around = _around(self.ranks, self.where, own) if self.ring else _at_once(self.ranks, self.where, own)
+        yield from around
+
+    def ranges(self, rank: int, w: Tensor, *gradients: Tensor) -> Iterator[tuple[slice, Tokens]]:
+        """Yield the ranges of tokens of a rank, and their places among its tensors."""
+        mask = None if self.masks is None else self.masks[rank]
+        for place, each in self.where.pieces(rank):
+            parts = (t[:, :, place] for t in gradients)
+            yield place, Tokens(each.start, w[:, :, place], None if mask is None else mask[:, place], *parts)
+
+
+def _at_once(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Gather all ranks' tensors, then yield them."""
+    gathered = [ranks.gather(t, where.lengths, dim=2) for t in own]
+    for step in range(ranks.size):
+        rank = (ranks.rank - step) % ranks.size
+        yield rank, [parts[rank] for parts in gathered]
+
+
+def _around(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield one rank's tensors while they are sent on and the next ones arrive."""
+    here = [t.contiguous() for t in own]
+    for step in range(ranks.size):
+        rank = (ranks.rank - step) % ranks.size
+        if step + 1 == ranks.size:
+            yield rank, here
+            return
+        coming = where.lengths[(rank - 1) % ranks.size]
+        arriving = [t.new_empty(*t.shape[:2], coming, *t.shape[3:]) for t in here]
+        transfers = ranks.start_pass(here, arriving)
+        yield rank, here
+        for transfer in transfers:
+            transfer.wait()
+        here = arriving
+
+
+class Rows(torch.autograd.Function):
+    """(out, lse) of this rank's tokens over everybody's, differentiable once with respect to w."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return out (batch, nheads, own, head_dim) and lse (batch, nheads, own)."""
+        out = w.new_zeros(w.shape, dtype=operator.stat_dtype(w.dtype))
+        lse = out.new_full(w.shape[:3], -torch.inf)
+        own = list(call.ranges(call.ranks.rank, w))
+        for rank, (others,) in call.visits(w):
+            for _, columns in call.ranges(rank, others):
+                for place, rows in own:
+                    if rectangular.sees(rows, columns, call.attention):
+                        more = rectangular.forward(rows, columns, call.attention)
+                        rectangular.merge_(out[:, :, place], lse[:, :, place], *more)
+        out = operator.merged_layout(out.to(w.dtype))
+        ctx.save_for_backward(w, out, lse)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return dw, complete."""
+        w, out, lse = operator.saved_tensors("mssa", ctx)
+        call: Call = ctx.call
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
+        dw = w.new_zeros(w.shape, dtype=lse.dtype)
+        own = list(call.ranges(call.ranks.rank, w, dout, lse, delta))
+        for rank, (both, numbers) in call.visits(torch.cat((w, dout), -1), torch.stack((lse, delta), -1)):
+            for _, columns in call.ranges(rank, *both.chunk(2, -1), *numbers.unbind(-1)):
+                for place, rows in own:
+                    dw[:, :, place] += rectangular.backward(rows, columns, call.attention)
+        grad = operator.merged_layout(dw.to(w.dtype))
+        return operator.once_differentiable("mssa", grad, dout, dlse, w), None
