@@ -6,5 +6,6 @@ calls in the same order, and all of them run the backward pass.
 
 from crate_kernels.distributed.api import mssa, tssa
 from crate_kernels.distributed.sharding import shard, unshard
+from crate_kernels.distributed.traffic import Traffic, traffic
 
-__all__ = ["mssa", "shard", "tssa", "unshard"]
+__all__ = ["Traffic", "mssa", "shard", "traffic", "tssa", "unshard"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 # Each has a dict CASES.
-MODULES = ("sharding_cases", "mssa_cases", "tssa_cases")
+MODULES = ("sharding_cases", "mssa_cases", "tssa_cases", "traffic_cases")
 
 
 def cases():
@@ -46,6 +46,11 @@ def run(folder, size, names):
     """Return what failed, by process; starting the processes takes longer than all cases."""
     torch.multiprocessing.spawn(work, (folder, size, list(names)), size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def chosen(request):
+    """Return the names of the cases that this run of a test file asks for."""
+    return [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
 
 
 def told(failures, name):
