@@ -5,7 +5,8 @@ calls in the same order, and all of them run the backward pass.
 """
 
 from crate_kernels.distributed.api import mssa, tssa
+from crate_kernels.distributed.sequence import sequence_parallel
 from crate_kernels.distributed.sharding import shard, unshard
 from crate_kernels.distributed.traffic import Traffic, traffic
 
-__all__ = ["Traffic", "mssa", "shard", "traffic", "tssa", "unshard"]
+__all__ = ["Traffic", "mssa", "sequence_parallel", "shard", "traffic", "tssa", "unshard"]

@@ -13,7 +13,7 @@ from crate_kernels.distributed.collectives import Group
 from crate_kernels.ops.mssa import rectangular
 
 _PHI = ("softmax", "threshold", "relu", "identity")
-_FORMS = ("heads", "gather", "ring")
+FORMS = ("heads", "gather", "ring")
 _OWN_LAYOUT = "(batch, nheads, own tokens, head_dim)"
 
 
@@ -137,8 +137,8 @@ def _form(form: str | None, nheads: int, size: int) -> str:
     """Resolve the form."""
     if form is None:
         return "heads" if nheads % size == 0 else "gather"
-    if form not in _FORMS:
-        raise ValueError(f"mssa: form must be None or one of {', '.join(_FORMS)}, got {form!r}")
+    if form not in FORMS:
+        raise ValueError(f"mssa: form must be None or one of {', '.join(FORMS)}, got {form!r}")
     if form == "heads" and nheads % size:
         raise ValueError(
             f"mssa: ranks must divide heads in form 'heads', got {size} ranks and {nheads} heads; use form='gather'"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +84,10 @@ class MSSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.qkv, self.heads, batch, max_seqlen)
 
+    def _operator(self, w: Tensor, **options: Any) -> Tensor:
+        """Run the operator; a place of its own, where sequence parallelism puts another."""
+        return mssa(w, **options)
+
     def forward(
         self,
         x: Tensor,
@@ -111,7 +117,7 @@ class MSSA(nn.Module):
             if cache is not None:
                 raise ValueError("MSSA: return_attention must be False with a cache")
             return self._attention(w, key_padding_mask)
-        out = mssa(
+        out = self._operator(
             w,
             causal=self.causal,
             scale=self.scale,
@@ -188,6 +194,10 @@ class TSSA(nn.Module):
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
         self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
 
+    def _operator(self, w: Tensor, temp: Tensor, **options: Any) -> Tensor:
+        """Run the operator; a place of its own, where sequence parallelism puts another."""
+        return tssa(w, temp, **options)
+
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend over ``x``.
 
@@ -200,7 +210,7 @@ class TSSA(nn.Module):
         """
         _heads.tokens("TSSA", x, self.dim)
         projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)
-        out = tssa(
+        out = self._operator(
             _heads.split(projected, self.heads),
             self.temp,
             dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,10 @@ class CausalMSSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.c_attn, self.n_head, batch, max_seqlen)
 
+    def _operator(self, w: Tensor, **options: Any) -> Tensor:
+        """Run the operator; a place of its own, where sequence parallelism puts another."""
+        return mssa(w, **options)
+
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
         """Attend over ``x``.
 
@@ -67,7 +73,7 @@ class CausalMSSA(nn.Module):
         """
         _heads.tokens("CausalMSSA", x, self.n_embd)
         w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
-        out = mssa(
+        out = self._operator(
             w,
             causal=True,
             scale=self.scale,
@@ -124,6 +130,10 @@ class CausalTSSA(nn.Module):
         dtype = operator.stat_dtype(weight.dtype)
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
 
+    def _operator(self, w: Tensor, temp: Tensor, **options: Any) -> Tensor:
+        """Run the operator; a place of its own, where sequence parallelism puts another."""
+        return tssa(w, temp, **options)
+
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
     ) -> Tensor:
@@ -139,7 +149,7 @@ class CausalTSSA(nn.Module):
         """
         _heads.tokens("CausalTSSA", x, self.n_embd)
         projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)
-        out = tssa(
+        out = self._operator(
             _heads.split(projected, self.n_head),
             self.temp,
             causal=True,

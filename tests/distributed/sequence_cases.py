@@ -1,0 +1,211 @@
+"""``sequence_parallel``: models and modules of which each process has a part of the tokens, against one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from crate_kernels import models
+from crate_kernels.distributed import sequence_parallel, unshard
+from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
+from tests.distributed.common import drawn, own, same
+from tests.models import families
+
+DIM, HEADS = 12, 6
+
+
+def whole(grad):
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def same_gradients(model, expected):
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None, name
+        else:
+            same(whole(p.grad), q.grad, name)
+
+
+def text(seqlen, batch=3):
+    """Tokens, and the next ones, of which some do not count."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(families.TEXT["vocab_size"], (batch, seqlen + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[0, : seqlen // 2] = -1
+    return tokens[:, :-1], targets
+
+
+def made(family, **changes):
+    return families.drawn(families.build(family, **changes).double())
+
+
+def language(family, seqlen=7, changes=None, **options):
+    def run(group):
+        expected = made(family, **(changes or {}))
+        model = sequence_parallel(copy.deepcopy(expected), group, **options)
+        tokens, targets = text(seqlen)
+        logits, loss = model(tokens, targets)
+        all_logits, all_loss = expected(tokens, targets)
+        same(logits, own(all_logits, group, 1, options.get("balanced", False)), "logits")
+        same(loss, all_loss, "loss")
+        for _ in range(2):  # gradients of two calls are added up
+            model(tokens, targets)[1].backward()
+            expected(tokens, targets)[1].backward()
+        same_gradients(model, expected)
+
+    return run
+
+
+def module(make, **options):
+    """A module on its own takes and returns this rank's tokens; padding, and lengths that it asks for."""
+
+    def run(group):
+        balanced = options.get("balanced", False)
+        expected = families.drawn(make().double())
+        model = sequence_parallel(copy.deepcopy(expected), group, **options)
+        x, mask = drawn(2, 7, DIM), torch.ones(2, 7, dtype=torch.bool)
+        mask[1, 4:] = False
+        given, part = x.clone().requires_grad_(), own(x, group, 1, balanced).requires_grad_()
+        wanted = expected(given, key_padding_mask=mask)
+        out = model(part, key_padding_mask=own(mask, group, 1, balanced))
+        same(out, own(wanted, group, 1, balanced))
+        wanted.square().sum().backward()
+        out.square().sum().backward()
+        same(part.grad, own(given.grad, group, 1, balanced))
+        same_gradients(model, expected)
+
+    return run
+
+
+def blocks(model):
+    return [*model.transformer["h"], model]
+
+
+def sharded(data):
+    """fully_shard over all ranks: of ``data`` groups with other texts each."""
+
+    def run(group):
+        size = dist.get_world_size(group)
+        groups = size if data else 1
+        mesh = init_device_mesh("cpu", (groups, size // groups), mesh_dim_names=("data", "sequence"))
+        expected = made("crate_lm")
+        for dtype in (torch.float64, torch.float32):  # which are divided in other places
+            model = copy.deepcopy(expected).to(dtype)
+            for part in blocks(model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+            sequence_parallel(model, mesh["sequence"])
+            tokens, targets = text(7)
+            index = mesh["data"].get_local_rank()
+            model(tokens.roll(index, 0)[:2], targets.roll(index, 0)[:2])[1].backward()
+            if dtype == torch.float64:
+                for other in range(groups):
+                    loss = expected(tokens.roll(other, 0)[:2], targets.roll(other, 0)[:2])[1] / groups
+                    loss.backward()
+                same_gradients(model, expected)
+            else:
+                for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(whole(p.grad).double(), q.grad, rtol=1e-4, atol=1e-5)
+
+    return run
+
+
+def data_parallel(group):
+    """DDP around it, over ranks of other data: here one per group, and all of them."""
+    size = dist.get_world_size(group)
+    for shape in ((1, size), (size, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+        expected = made("tost_lm")
+        model = sequence_parallel(copy.deepcopy(expected), mesh["sequence"])
+        wrapped = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+        tokens, targets = text(6)
+        index = mesh["data"].get_local_rank()
+        wrapped(tokens.roll(index, 0)[:2], targets.roll(index, 0)[:2])[1].backward()
+        for other in range(shape[0]):
+            (expected(tokens.roll(other, 0)[:2], targets.roll(other, 0)[:2])[1] / shape[0]).backward()
+        same_gradients(model, expected)
+
+
+def saved_as_before(group):
+    """Parameters keep their names, and the config its class; all logits can be put together."""
+    expected = made("crate_lm")
+    model = sequence_parallel(copy.deepcopy(expected), group)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert model._name == "CRATELM"
+    assert isinstance(model, models.CRATELM)
+    tokens, _ = text(5)
+    same(unshard(model(tokens)[0], group, 1), expected(tokens)[0])
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[0, 3:] = False
+    hidden = expected.hidden(tokens, key_padding_mask=mask)
+    same(model.hidden(tokens, key_padding_mask=mask), own(hidden, group, 1))
+
+
+def refused(group):
+    size = dist.get_world_size(group)
+    model = sequence_parallel(made("crate_lm", dropout=0.5), group)
+    tokens, targets = text(7)
+    module = sequence_parallel(MSSA(DIM, HEADS, 2, causal=True), group)
+    part = torch.zeros(1, 2, DIM)
+    caches = "sequence_parallel: caches must be None"
+    for error, message, call in (
+        (NotImplementedError, caches, lambda: model.generate(tokens, 2)),
+        (NotImplementedError, caches, lambda: model.new_caches(1, 2)),
+        (NotImplementedError, caches, lambda: model.hidden(tokens, caches=[])),
+        (NotImplementedError, caches, lambda: module.new_cache(1, 2)),
+        (NotImplementedError, caches, lambda: module(part, cache=MSSA(DIM, HEADS, 2).new_cache(1, 2))),
+        (NotImplementedError, "return_attention must be False", lambda: module(part, return_attention=True)),
+        (NotImplementedError, "dropout of tokens must be 0 in training, got 0.5", lambda: model.train()(tokens)),
+        (ValueError, "CRATELM: tokens must be at most block_size = 9 long, got 10", lambda: model(*text(10))),
+        (ValueError, "CRATELM: targets must be tokens' shape", lambda: model.eval()(tokens, targets[:, 1:])),
+        (ValueError, "CRATELM: tokens must be int64 or int32", lambda: model(tokens[0])),
+        (ValueError, "model must not be parallel already", lambda: sequence_parallel(model, group)),
+        (TypeError, "model must be a Module, got NoneType", lambda: sequence_parallel(None, group)),
+        (ValueError, "form must be None or one of heads", lambda: sequence_parallel(module, group, form="no")),
+        (
+            ValueError,
+            "balanced must be False for token statistics",
+            lambda: sequence_parallel(TSSA(DIM, 3), group, balanced=True),
+        ),
+        *(
+            (
+                NotImplementedError,
+                f"model must be a language model of .*, got {type(other).__name__}",
+                lambda other=other: sequence_parallel(other, group),
+            )
+            for other in (families.build("crate"), families.build("tost"), families.build("aot_mhsa_lm"))
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    late = sequence_parallel(made("crate_lm"), group)
+    fully_shard(late, mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(RuntimeError, match=r"sequence_parallel: call fully_shard before sequence_parallel"):
+        late(tokens)
+    alone = fully_shard(made("crate_lm"), mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))["b"])
+    with pytest.raises(
+        ValueError, match=r"sequence_parallel: fully_shard's mesh must have one dimension that includes"
+    ):
+        sequence_parallel(alone, group)
+
+
+CASES = {
+    **{f"language-{family}": language(family) for family in ("crate_lm", "crate_lm_overcomplete", "tost_lm", "aot_lm")},
+    **{f"language-one-token-{family}": language(family, 1) for family in ("crate_lm", "tost_lm")},
+    "language-heads": language("crate_lm", changes={"n_head": 6}, form="heads"),
+    "language-balanced": language("crate_lm", form="ring", balanced=True),
+    "language-recomputed": language("crate_lm", changes={"grad_checkpointing": True}, form="gather"),
+    "module-mssa": module(lambda: MSSA(DIM, HEADS, 2)),
+    "module-mssa-tied": module(lambda: MSSA(DIM, HEADS, 2, tied=True), form="ring"),
+    "module-causal-mssa": module(lambda: CausalMSSA(DIM, HEADS), form="gather", balanced=True),
+    "module-tssa": module(lambda: TSSA(DIM, HEADS)),
+    "module-causal-tssa": module(lambda: CausalTSSA(DIM, HEADS, 9)),
+    "sequence-fsdp": sharded(data=False),
+    "sequence-fsdp-data": sharded(data=True),
+    "sequence-ddp": data_parallel,
+    "sequence-saved": saved_as_before,
+    "sequence-refused": refused,
+}
