@@ -12,7 +12,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 # Each has a dict CASES.
-MODULES = ("sharding_cases", "mssa_cases", "tssa_cases", "traffic_cases", "sequence_cases")
+MODULES = (
+    "sharding_cases",
+    "mssa_cases",
+    "tssa_cases",
+    "traffic_cases",
+    "sequence_cases",
+    "dtensor_cases",
+    "tensor_cases",
+)
 
 
 def cases():
