@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from crate_kernels._core import checks
 from crate_kernels.distributed import collectives, layout
@@ -244,10 +245,17 @@ def _add_up_gradients(model: nn.Module, ranks: Ranks) -> None:
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda grad: ranks.sum_(grad.clone(memory_format=torch.contiguous_format)))
+                parameter.register_hook(lambda grad: _sum_of(grad, ranks))
     for module in model.modules():
         if isinstance(module, _Language):
             module._synchronised = bool(sharded)
+
+
+def _sum_of(grad: Tensor, ranks: Ranks) -> Tensor:
+    """Return the sum of a gradient over the ranks; of a DTensor, that of each rank's part."""
+    total = grad.clone(memory_format=torch.contiguous_format)
+    ranks.sum_(total.to_local() if isinstance(total, DTensor) else total)
+    return total
 
 
 def _tell_fsdp(model: nn.Module, sharded: Iterable[FSDPModule], ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from crate_kernels.distributed import tensor_parallel
+from crate_kernels.distributed import sequence_parallel, tensor_parallel
 from crate_kernels.nn import MSSA, TSSA
 from tests.distributed.common import same
 from tests.distributed.sequence_cases import blocks, made, same_gradients
@@ -63,6 +63,21 @@ def sharded_too(group):
     same_gradients(model, expected)
 
 
+def sequence_too(group):
+    """sequence_parallel over the other dimension of the mesh."""
+    size = dist.get_world_size(group)
+    for shape in ((1, size), (size, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "tensor"))
+        expected = made("crate_lm", n_head=6)
+        model = tensor_parallel(copy.deepcopy(expected), mesh["tensor"])
+        sequence_parallel(model, mesh["sequence"])
+        (tokens,) = families.inputs("crate_lm")
+        same(model(tokens, tokens)[1], expected(tokens, tokens)[1])
+        model(tokens, tokens)[1].backward()
+        expected(tokens, tokens)[1].backward()
+        same_gradients(model, expected)
+
+
 def refused(group):
     mesh = mesh_of(group)
     for error, message, call in (
@@ -96,5 +111,6 @@ CASES = {
     "tensor-crate-tied": equal_to_one("crate", attention="tied"),
     "tensor-crate-gradient": equal_to_one("crate", attention="gradient"),
     "tensor-fsdp": sharded_too,
+    "tensor-sequence": sequence_too,
     "tensor-refused": refused,
 }
