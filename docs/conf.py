@@ -14,7 +14,7 @@ exclude_patterns = ["_build"]
 # A reference that leads nowhere is a warning, and make docs makes warnings errors. Other people's names are not looked
 # up: the build needs no network.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|nn|collections\.abc|os|pathlib)\..*|.*\.Self")]
+nitpick_ignore_regex = [("py:.*", r"(torch|nn|collections\.abc|os|pathlib)\..*|.*\.(Self|Model)")]
 
 myst_enable_extensions = ["dollarmath"]  # equations as GitHub renders them
 myst_heading_anchors = 3
