@@ -5,18 +5,20 @@ and measured: registers, stack (where spilled registers go), shared memory and, 
 products.
 """
 
+import io
 import json
 import os
 import re
 import subprocess
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -114,18 +116,54 @@ def _source(launch):
     return ASTSource(launch.function, signature, constants, attributes)
 
 
+@dataclass(frozen=True)
+class Assembled:
+    """A compiled launch, and the assembler's report on it."""
+
+    compiled: object
+    report: str
+
+
+_ASSEMBLED = {}
+
+
+def assemble(launch, target):
+    """Compile a launch for an NVIDIA GPU, and keep what the assembler says; once per process.
+
+    Triton's cache does not keep the assembler's report, so its entry is not read.
+    """
+    source = _source(launch)
+    key = source.hash(), str(launch.options), target
+    if key not in _ASSEMBLED:
+        said = io.StringIO()
+        with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(said):
+            knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile = True, True
+            compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+        _ASSEMBLED[key] = Assembled(compiled, said.getvalue())
+    return _ASSEMBLED[key]
+
+
+def nvidia_tool(name):
+    """Return the path of one of the NVIDIA tools in Triton's wheel."""
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
 def compile_launch(launch, target):
     """Compile one launch for ``target`` and read its resources."""
-    compiled = triton.compile(_source(launch), target=(TARGETS | ADA)[target], options=launch.options)
+    source = _source(launch)
+    known = _ASSEMBLED.get((source.hash(), str(launch.options), target))
+    options = {"target": (TARGETS | ADA)[target], "options": launch.options}
+    compiled = known.compiled if known else triton.compile(source, **options)
     config = {k: v for k, v in launch.arguments.items() if k.startswith(("BLOCK", "PART", "TAIL"))}
-    registers, stack = _amd(compiled) if target.startswith("gfx") else _nvidia(compiled)
+    registers, stack = _amd(compiled) if target.startswith("gfx") else nvidia_resources(compiled)
     wgmma = len(re.findall(r"wgmma\.mma_async", compiled.asm.get("ptx", "")))
     text = " ".join(f"{k}={v}" for k, v in {**config, **launch.options}.items())
     return Kernel(launch.function.__name__, registers, stack, compiled.metadata.shared, wgmma, text)
 
 
-def _nvidia(compiled):
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def nvidia_resources(compiled):
+    """Return (registers, bytes of stack) per thread of a compiled kernel."""
+    tool = nvidia_tool("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
