@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -30,7 +30,7 @@ test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
 
 ## make test, and what takes long for what it adds
-test-all: test
+test-all: test .venv-triton-3.6/made.stamp
 	$(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS) tests/ops -k triton
 
@@ -38,6 +38,16 @@ test-all: test
 ## compile every Triton kernel for every GPU, without one
 aot: .venv/test.stamp
 	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
+
+# make aot-report OUT=folder TARGET=sm_80: with both versions of Triton that are in use.
+OUT ?= build/aot-report
+TARGET ?= sm_90
+REPORT = $(BIN)/python -m tests.tools.aot.report --out $(OUT) --target $(TARGET) $(ARGS)
+## bounds of the main kernels from their machine code, into OUT=build/aot-report, without a GPU
+aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
+	$(REPORT)
+	PYTHONPATH=.venv-triton-3.6 $(REPORT)
+	$(REPORT) --cuda
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.
@@ -110,7 +120,7 @@ tables: .venv/test.stamp
 ##@ Tidy
 ## remove what the other targets made
 clean:
-	rm -rf .venv build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-triton-3.6 build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/made.stamp:
@@ -119,6 +129,11 @@ clean:
 
 .venv/%.stamp: pyproject.toml setup.py constraints.txt .venv/made.stamp
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	touch $@
+
+# Beside the one of .venv, which it takes the place of by PYTHONPATH: the Triton that PyTorch 2.11 brings.
+.venv-triton-3.6/made.stamp: .venv/made.stamp
+	$(BIN)/python -m pip install --no-deps --target .venv-triton-3.6 triton==3.6.0
 	touch $@
 
 # Without a compiler everything works on the composite backend, so a failure is shown and passed over.

@@ -1,33 +1,71 @@
-"""The main kernels by name, as calls of their launchers on meta tensors."""
+"""The main kernels by name: the calls of their launchers on meta tensors, and what their code does not say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tests.ops.ista import aot as ista
 from tests.ops.mssa import aot as mssa
 from tests.ops.tssa import aot as tssa
 
-LONG, SHORT = 16384, 197
-_BATCH = {LONG: 1, SHORT: 64}
+_BATCH = {16384: 1, 197: 64}
+_ITEM = 2  # bytes of a bf16 number
+
+
+@dataclass(frozen=True)
+class Family:
+    """A call of the launchers.
+
+    Attributes:
+        call: runs the launchers.
+        backward: whether only launches of backward kernels count: the call runs the forward too.
+        streams: whether the memory's bandwidth is its limit, if the code is good; otherwise the products are.
+    """
+
+    call: Callable[[], None]
+    backward: bool = False
+    streams: bool = False
 
 
 def _tssa(form, backward):
-    call = {"full": tssa.full, "causal": tssa.causal}[form]
-    return call(4096, 12, 64, batch=16, backward=backward)
+    return Family(form(4096, 12, 64, batch=16, backward=backward), backward, streams=True)
 
 
-# name: (call, whether only its launches of backward kernels count)
 FAMILIES = {
     **{
-        f"mssa_{what}-d{head_dim}-n{seqlen}": (make(seqlen, head_dim, batch=_BATCH[seqlen]), False)
+        f"mssa_{what}-d{head_dim}-n{seqlen}": Family(make(seqlen, head_dim, batch=_BATCH[seqlen]))
         for what, make in (("forward", mssa.forward), ("backward", mssa.backward))
         for head_dim in (64, 128)
-        for seqlen in (LONG, SHORT)
+        for seqlen in _BATCH
     },
-    **{f"mssa_decode-d{head_dim}": (mssa.decode(1, head_dim), False) for head_dim in (64, 128)},
-    "tssa_forward-d64-n4096": (_tssa("full", False), False),
-    "tssa_backward-d64-n4096": (_tssa("full", True), True),
-    "tssa_causal_forward-d64-n4096": (_tssa("causal", False), False),
-    "tssa_causal_backward-d64-n4096": (_tssa("causal", True), True),
-    "ista-d768": (ista.step(12608, 768), False),
+    **{f"mssa_decode-d{head_dim}": Family(mssa.decode(1, head_dim), streams=True) for head_dim in (64, 128)},
+    "tssa_forward-d64-n4096": _tssa(tssa.full, False),
+    "tssa_backward-d64-n4096": _tssa(tssa.full, True),
+    "tssa_causal_forward-d64-n4096": _tssa(tssa.causal, False),
+    "tssa_causal_backward-d64-n4096": _tssa(tssa.causal, True),
+    "ista-d768": Family(ista.step(12608, 768)),
 }
+
+# Tensors of the tokens' size that a step reads or writes, by the tables in the kernels' files; rows are left out.
+_PASSES = {
+    "_tssa_fwd_kernel": {"ENERGY": 1, "MEMBERS": 1, "OUTPUT": 2},
+    "_tssa_bwd_kernel": {"DGATE": 2, "DLOGIT": 1, "DW": 3},
+    "_tssa_causal_fwd_kernel": {"ENERGY": 1, "MEMBERS": 1, "OUTPUT": 2},
+    "_tssa_causal_bwd_kernel": {"TOTALS": 1, "DMOMENT": 2, "DLOGIT": 2, "DW": 3},
+}
+
+
+def traffic(launch):
+    """Return the bytes that a trip of the main loop has to move, or None where every byte that it asks for counts.
+
+    Lanes beyond the tensor's edge, and tokens that a loop reads again, are not in it.
+    """
+    arguments, name = launch.arguments, launch.function.__name__
+    if name == "_mssa_decode_kernel":
+        return arguments["BLOCK_N"] * arguments["HEAD_DIM"] * _ITEM
+    steps = [passes for step, passes in _PASSES.get(name, {}).items() if arguments.get(step)]
+    if len(steps) != 1:  # several steps have a loop each
+        return None
+    return steps[0] * arguments["BLOCK_N"] * arguments["NHEADS"] * arguments["HEAD_DIM"] * _ITEM
 
 
 def inner_trips(launch):
@@ -41,15 +79,12 @@ def inner_trips(launch):
     return 1.0
 
 
-def kept(launches, backward):
-    """List the launches of a family, each kernel once."""
-    found, seen = [], set()
-    for launch in launches:
-        name = launch.function.__name__
-        if backward and not ("bwd" in name or "dbias" in name):
-            continue
-        key = name, str(sorted((k, v) for k, v in launch.arguments.items() if isinstance(v, (int, str))))
-        if key not in seen:
-            seen.add(key)
-            found.append(launch)
-    return found
+def launches(name, target, record):
+    """List the launches of a family on ``target``, each kernel once; ``record(call, target)`` lists all."""
+    family, found = FAMILIES[name], {}
+    for launch in record(family.call, target):
+        function = launch.function.__name__
+        if not family.backward or "bwd" in function or "dbias" in function:
+            constants = sorted((k, v) for k, v in launch.arguments.items() if isinstance(v, (int, str)))
+            found.setdefault((function, str(constants)), launch)
+    return list(found.values())

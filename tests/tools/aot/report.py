@@ -1,32 +1,23 @@
 """Bounds of the main kernels from their machine code, without a GPU: no number here is a measurement.
 
 ``python -m tests.tools.aot.report --kernel mssa_forward-d64-n16384 --target sm_90`` prints every loop of one kernel;
-``--out FOLDER`` writes the cubins of all, report.json and report.md.
+``--out FOLDER`` writes the cubins of all, and their figures as JSON and as a table.
 """
 
 import argparse
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import triton
 
-from tests.tools.aot import families, harness
-from tests.tools.sass import kernel, listing
+from tests.tools.aot import cuda, families, figures, harness
+from tests.tools.sass import disassembler, kernel
 
-_PIPES = ("issue", "tensor", "mufu", "fp32", "alu", "imad", "half", "double", "shared", "shuffle", "memory")
-
-
-def disassemble(cubin):
-    """Return the functions of a cubin."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [harness.nvidia_tool("nvdisasm"), "-c", path]
-        return listing.functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+VERSION = ".".join(triton.__version__.split(".")[:2])
+TARGETS = ("sm_80", "sm_90", "sm_100")
+_PIPES = ("issue", "tensor", "mufu", "fp32", "alu", "imad", "half", "double", "shared", "shuffle")
 
 
 def step(launch):
@@ -41,9 +32,17 @@ def examine(launch, target):
     compiled = assembled.compiled
     registers, stack = harness.nvidia_resources(compiled)
     build = kernel.Build(target, registers, compiled.metadata.shared, compiled.metadata.num_warps, stack)
-    (function,) = [f for f in disassemble(compiled.asm["cubin"]) if f.name == launch.function.__name__]
+    (function,) = [f for f in disassembler.functions(compiled.asm["cubin"]) if f.name == launch.function.__name__]
     warnings = sorted(set(re.findall(r"C75\d\d", assembled.report)))
-    return kernel.bounds(function, build, families.inner_trips(launch)), compiled.asm["cubin"], warnings
+    return (
+        kernel.bounds(function, build, families.inner_trips(launch), families.traffic(launch)),
+        compiled.asm["cubin"],
+        warnings,
+    )
+
+
+def _rounded(number):
+    return None if number is None else round(number, 3)
 
 
 def row(bound):
@@ -54,8 +53,9 @@ def row(bound):
         "depth": bound.depth,
         "instructions": round(costs.instructions),
         "clocks": {pipe: round(costs.clocks[pipe]) for pipe in _PIPES if costs.clocks[pipe]},
-        "ratio": round(bound.ratio, 3) if bound.ratio is not None else None,
-        "memory_share": round(bound.memory_share, 3),
+        "memory": round(bound.memory),
+        "ratio": _rounded(bound.ratio),
+        "pressure": _rounded(bound.pressure),
         "in_flight": bound.in_flight,
         **{name: round(getattr(costs, name)) for name in ("waits", "serialised", "barriers", "narrow", "guarded")},
         "spills": round(costs.spills),
@@ -83,17 +83,16 @@ def record(name, found, warnings):
 
 def family(name, target):
     """Return the figures and cubins of a family's kernels, the main kernel first."""
-    call, backward = families.FAMILIES[name]
     every = []
-    for launch in families.kept(harness.launches(call, target), backward):
+    for launch in families.launches(name, target, harness.launches):
         found, cubin, warnings = examine(launch, target)
         every.append((record(step(launch), found, warnings), cubin))
+    return sorted(every, key=lambda pair: _weight(pair[0]), reverse=True)
 
-    def weight(pair):
-        clocks = pair[0]["main"]["clocks"]
-        return clocks.get("tensor", 0), clocks["issue"]
 
-    return sorted(every, key=weight, reverse=True)
+def _weight(kernel):
+    clocks = kernel["main"]["clocks"]
+    return clocks.get("tensor", 0), clocks["issue"]
 
 
 def table(report):
@@ -107,9 +106,9 @@ def table(report):
         for each in kernels:
             main_loop = each["main"]
             clocks = [main_loop["clocks"].get(pipe, 0) for pipe in ("issue", "tensor", "mufu", "alu", "fp32", "shared")]
-            ratio = "" if main_loop["ratio"] is None else f"{main_loop['ratio']:.2f}"
+            ratios = ["" if main_loop[key] is None else f"{main_loop[key]:.2f}" for key in ("ratio", "pressure")]
             cells = [name, f"`{each['kernel']}`", each["registers"], each["blocks"], main_loop["instructions"], *clocks]
-            cells += [ratio, f"{main_loop['memory_share']:.2f}", f"{main_loop['in_flight'] / 1024:.0f}"]
+            cells += [*ratios, f"{main_loop['in_flight'] / 1024:.0f}"]
             cells += [main_loop["waits"], main_loop["serialised"], " ".join(each["warnings"])]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
@@ -120,39 +119,76 @@ def show(kernels):
     for each in kernels:
         print(", ".join(f"{k} {each[k]}" for k in ("kernel", "warps", "registers", "stack", "shared", "blocks")))
         print("  assembler:", " ".join(each["warnings"]) or "no warning of warp-group products")
-        for loop in each["loops"] or [each["main"]]:
-            main_mark = "*" if loop == each["main"] else " "
+        main_loop = each["main"]
+        for loop in [main_loop if one["loop"] == main_loop["loop"] else one for one in each["loops"]] or [main_loop]:
+            main_mark = "*" if loop["loop"] == each["main"]["loop"] else " "
             print(f"{main_mark} {'  ' * loop['depth']}{loop['loop']}: {loop['instructions']} instructions,", end=" ")
             print(", ".join(f"{pipe} {n}" for pipe, n in loop["clocks"].items()))
-            rest = ("ratio", "memory_share", "in_flight", "waits", "serialised", "barriers", "narrow", "guarded")
+            rest = ("ratio", "pressure", "in_flight", "waits", "serialised", "barriers", "narrow", "guarded")
             print("    ", ", ".join(f"{k} {loop[k]}" for k in (*rest, "spills", "unknown") if loop[k]))
             print("    ", " ".join(f"{name}:{n}" for name, n in loop["mnemonics"].items()))
+
+
+def of_cuda(part, target):
+    """Return (figures by family, cubins by name) of the CUDA C++ kernels."""
+    report, cubins = {}, {}
+    for name, function, found, cubin in cuda.kernels(target):
+        if part in name:
+            report.setdefault(name, []).append(record(function, found, []))
+            cubins[f"{name}-{target}"] = cubin
+    return {name: sorted(kernels, key=_weight, reverse=True) for name, kernels in report.items()}, cubins
+
+
+def of_triton(part, target):
+    """Return (figures by family, cubins by name) of the Triton kernels; a family's name alone is its main kernel's."""
+    report, cubins = {}, {}
+    for name in (name for name in families.FAMILIES if part in name):
+        kernels = family(name, target)
+        report[name] = [each for each, _ in kernels]
+        for index, (each, cubin) in enumerate(kernels):
+            cubins[f"{name}-{target}" + (f"-{each['kernel']}" if index else "")] = cubin
+    return report, cubins
+
+
+def summaries(report):
+    """Return the recorded kind of figures by family."""
+    streams = {**{name: family.streams for name, family in families.FAMILIES.items()}, **cuda.STREAMS}
+    return {name: figures.summary(kernels, streams[name]) for name, kernels in report.items()}
+
+
+def write(folder, target, report, cubins):
+    """Write the cubins, and the figures as JSON and as a table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in cubins.items():
+        (folder / f"{name}.cubin").write_bytes(data)
+    (folder / f"report-{target}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / f"report-{target}.md").write_text(table(report))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="", help="a part of a family's name; all by default")
-    parser.add_argument("--target", default="sm_90", choices=["sm_80", "sm_90", "sm_100"])
+    parser.add_argument("--target", default="sm_90", choices=TARGETS)
     parser.add_argument("--out", type=Path, help="a folder for the cubins and the report")
+    parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels instead, if nvcc is there")
+    parser.add_argument("--check", action="store_true", help="fail if a figure is larger than the recorded one")
+    parser.add_argument("--record", action="store_true", help="record figures that fell")
+    parser.add_argument("--grow", action="store_true", help="record figures that rose, too")
     args = parser.parse_args()
-    report = {}
-    folder = args.out / f"triton-{triton.__version__}" if args.out else None
-    for name in families.FAMILIES:
-        if args.kernel not in name:
-            continue
-        kernels = family(name, args.target)
-        report[name] = [figures for figures, _ in kernels]
-        if folder is None:
-            print(f"## {name} {args.target} Triton {triton.__version__}")
-            show(report[name])
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, (figures, cubin) in enumerate(kernels):
-            rest = f"-{figures['kernel']}" if index else ""
-            (folder / f"{name}-{args.target}{rest}.cubin").write_bytes(cubin)
-        (folder / f"report-{args.target}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (folder / f"report-{args.target}.md").write_text(table(report))
-    return 0 if report else 1
+    compiler = "cuda" if args.cuda else VERSION
+    report, cubins = (of_cuda if args.cuda else of_triton)(args.kernel, args.target)
+    if args.out:
+        write(args.out / ("cuda" if args.cuda else f"triton-{triton.__version__}"), args.target, report, cubins)
+    elif not (args.check or args.record):
+        for name, kernels in report.items():
+            print(f"## {name} {args.target} {compiler}")
+            show(kernels)
+    found = summaries(report)
+    if args.record:
+        figures.record(found, compiler, args.target, args.grow)
+    faults = figures.grown(found, figures.recorded(compiler, args.target)) if args.check else []
+    print("\n".join(faults), end="\n" if faults else "")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bounds of one kernel from its machine code: its loops, its main loop, and what limits the blocks in flight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.tools.sass import costs
 from tests.tools.sass.rates import RATES, blocks
@@ -24,7 +24,7 @@ class Bound:
     Attributes:
         label, depth: the loop's; "all", 0 for the whole kernel.
         costs: of a trip, inner loops included as often as they run per trip.
-        memory: clocks that the bytes of a trip take from the GPU's memory; what inner loops read again is not in it.
+        memory: clocks that the bytes of a trip take from the GPU's memory.
         in_flight: the most bytes that a multiprocessor has asked for and not yet received.
     """
 
@@ -40,9 +40,9 @@ class Bound:
         return self.costs.clocks["issue"] / self.costs.floor if self.costs.clocks["tensor"] else None
 
     @property
-    def memory_share(self):
-        """The share of the memory's bandwidth that no pipe keeps from being reached."""
-        return self.memory / max(self.memory, self.costs.bound) if self.memory else 0.0
+    def pressure(self):
+        """The largest pipe's clocks over the memory's: above 1, the bandwidth is not reached. None without memory."""
+        return self.costs.bound / self.memory if self.memory else None
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ class Bounds:
     loops: tuple[Bound, ...]
 
 
-def bounds(function, build, inner_trips=1.0):
+def bounds(function, build, inner_trips=1.0, traffic=None):
     """Return the bounds of a disassembled function.
 
-    ``inner_trips`` is how often a loop in a loop runs per trip of the outer one, on average.
+    ``inner_trips`` is how often a loop in a loop runs per trip of the outer one, on average; ``traffic`` the bytes
+    that a trip of the main loop has to move, by default every byte that it asks for.
     """
     rates = RATES[build.arch]
     resident = blocks(rates, build.registers, build.shared, build.warps)
@@ -77,10 +78,12 @@ def bounds(function, build, inner_trips=1.0):
         inner = [other for other in function.loops if other.body < loop.body and other.depth == loop.depth + 1]
         total = costs.total(own[loop.label], [own[other.label] for other in inner], inner_trips)
         in_flight = _in_flight([function.instructions[i] for i in loop.own], own[loop.label])
-        memory = own[loop.label].clocks["memory"] or total.clocks["memory"]
-        found.append(Bound(loop.label, loop.depth, total, memory, round(in_flight * resident)))
+        found.append(Bound(loop.label, loop.depth, total, total.clocks["memory"], round(in_flight * resident)))
     every = Bound("all", 0, whole, whole.clocks["memory"], whole.bytes * resident)
-    return Bounds(function.name, build, resident, whole.instructions, whole.spills, main([*found, every]), tuple(found))
+    chosen = main([*found, every])
+    if traffic is not None:
+        chosen = replace(chosen, memory=traffic / rates.memory)
+    return Bounds(function.name, build, resident, whole.instructions, whole.spills, chosen, tuple(found))
 
 
 def main(found):

@@ -3,7 +3,7 @@
 Sources: the table of arithmetic throughput in NVIDIA's CUDA C++ programming guide (results per clock and
 multiprocessor: fp32 arithmetic, special functions, integers, comparisons, conversions, shuffles), its table of compute
 capabilities (registers, shared memory, warps and blocks), and the tensor rates and memory bandwidths that NVIDIA
-states for A100 SXM 80 GB, H100 SXM and B200, divided by multiprocessors and boost clock. Pipes whose rate is not
+states for A100 SXM 80 GB, H200 SXM and B200, divided by multiprocessors and boost clock. Pipes whose rate is not
 published cost their issue only.
 """
 
@@ -54,7 +54,7 @@ def _per_clock(bandwidth, multiprocessors, clock):
 KIB = 1024
 RATES = {
     "sm_80": Rates(_lanes(64, 32), 1024, _per_clock(2039e9, 108, 1.41e9), 164 * KIB),
-    "sm_90": Rates(_lanes(128, 64), 2048, _per_clock(3352e9, 132, 1.83e9), 228 * KIB),
+    "sm_90": Rates(_lanes(128, 64), 2048, _per_clock(4800e9, 132, 1.83e9), 228 * KIB),
     "sm_100": Rates(_lanes(128, 64), 4096, _per_clock(8000e9, 148, 1.85e9), 228 * KIB),
 }
 # Registers are given to a warp by 256, shared memory to a block by 128 bytes after 1 KiB of the system's own.
