@@ -7,7 +7,6 @@ import torch
 
 from crate_kernels._core import backends
 from tests.gpu import fixtures as gpu
-from tests.ops.common import interpreted
 
 
 def pytest_ignore_collect(collection_path):
@@ -53,12 +52,13 @@ def plain_backend():
     backends.unregister("plain")
 
 
-@pytest.fixture(autouse=True)
-def no_bfloat16_in_the_interpreter(request):
-    """Skip tests that would run a Triton kernel on bfloat16 CPU tensors."""
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("dtype") is torch.bfloat16 and interpreted(params.get("backend"), params.get("device", "cpu")):
-        pytest.skip("Triton's interpreter computes bfloat16 wrong: make test-gpu runs it")
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
+def bfloat16_in_the_interpreter():
+    """Let the interpreter compute bfloat16, which by itself it does wrong."""
+    from tests.tools.interpreter import bfloat16
+
+    with bfloat16.computed():
+        yield
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")

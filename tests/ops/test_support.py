@@ -11,7 +11,7 @@ import torch
 
 import crate_kernels
 from crate_kernels import testing
-from tests.ops.common import backends, home, interpreted
+from tests.ops.common import backends, home
 
 PAGE = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
 SETUP = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
@@ -57,8 +57,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "backend", "supported"), SUPPORTED)
 def test_support_is_as_the_tables_say(call, backend, supported):
-    if "bfloat16" in call and interpreted(backend, home(backend)):
-        pytest.skip("Triton's interpreter computes bfloat16 wrong: make test-gpu runs it")
     space = names(backend)
     if not supported:
         with pytest.raises(NotImplementedError, match=r"use backend='(composite|reference)'"):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
-from tests.ops.common import DTYPES, EXACT, backends, half, outputs_and_gradients, over_budget, randn
+from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
 BACKENDS, FUSED = backends("ista"), backends("ista", reference=False)
@@ -160,14 +160,14 @@ def test_sums_over_tokens_that_float16_holds_only_scaled(dim, weight_dtype, back
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_keeps_the_residual_stream_in_float32(tokens, backend, device):
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=half(backend, device)):
+    with torch.autocast(device, dtype=torch.bfloat16):
         y, dx, dweight = outputs_and_gradients(
             lambda *t: ista(*t, step_size=1e-4, lambd=0.0, backend=backend), x, weight
         )
     assert y.dtype == dx.dtype == dweight.dtype == torch.float32
     # A step so short leaves relu(x), but for the rounding of what was added; bf16 tokens would be off by 4e-3.
     torch.testing.assert_close(y, x.relu(), rtol=0, atol=2e-3)
-    assert not torch.equal(y, y.to(half(backend, device)).float())
+    assert not torch.equal(y, y.to(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
@@ -176,7 +176,7 @@ def test_autocast_keeps_the_gradient_of_the_residual_stream_in_float32(tokens, b
     """Without a dictionary the step is a ReLU, and its gradient is the upstream one to the bit."""
     x = randn(tokens, 12, dtype=torch.float32, device=device).requires_grad_()
     dy = randn(tokens, 12, dtype=torch.float32, device=device, seed=1)
-    with torch.autocast(device, dtype=half(backend, device)):
+    with torch.autocast(device, dtype=torch.bfloat16):
         y = ista(x, torch.zeros(12, 12, device=device), lambd=0.0, backend=backend)
     (dx,) = torch.autograd.grad(y, x, dy)
     torch.testing.assert_close(dx, torch.where(x > 0, dy, 0.0), rtol=0, atol=0)
@@ -197,14 +197,14 @@ def test_autocast_leaves_half_tokens_in_their_own_dtype(function, backend, devic
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device):
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=half(backend, device)):
+    with torch.autocast(device, dtype=torch.bfloat16):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
         out = ista_overcomplete(x, weight, backend=backend)
     exact = ista(x.double(), weight.double(), step_size=1.0, lambd=0.0, nonnegative=False, backend="reference")
-    error, eps = (y.double() - exact).abs().max().item(), torch.finfo(half(backend, device)).eps
+    error, eps = (y.double() - exact).abs().max().item(), torch.finfo(torch.bfloat16).eps
     assert 0.01 * eps < error < 4 * eps * exact.abs().max().item()
     assert out.dtype == torch.float32
-    halved = ista_overcomplete(x.to(half(backend, device)), weight, backend=backend)
+    halved = ista_overcomplete(x.to(torch.bfloat16), weight, backend=backend)
     torch.testing.assert_close(out, halved.float(), rtol=0, atol=0)
 
 
@@ -212,11 +212,11 @@ def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device):
 def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
     """The identity as tokens shows W - W^T W itself; rounding W first would cost bits where the two cancel."""
     x, weight = torch.eye(12, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=half(backend, device)):
+    with torch.autocast(device, dtype=torch.bfloat16):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
     exact = weight.double() - weight.double().T @ weight.double()
     # Half a unit in the last place of the half dtype, and a rounding of 1 + K in float32.
-    budget = torch.finfo(half(backend, device)).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
+    budget = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
     assert ((y.double() - x - exact).abs() <= budget).all()
 
 

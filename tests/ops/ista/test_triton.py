@@ -6,7 +6,7 @@ import torch
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._triton import launch
 from crate_kernels.ops.ista.triton import tables
-from tests.ops.common import backends, half, over_budget, randn
+from tests.ops.common import backends, over_budget, randn
 
 TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -79,7 +79,7 @@ def test_the_product_is_what_it_says(shape, options, transposed, library, dtype,
 def test_float32_tokens_are_rounded_for_the_product_alone(backend, device):
     from crate_kernels.ops.ista.triton.product import Epilogue, product
 
-    dtype = half(backend, device)
+    dtype = torch.bfloat16
     left, right = randn(40, 24, dtype=torch.float32, device=device), randn(24, 24, dtype=dtype, device=device, seed=1)
     actual = product(left, right, Epilogue(0.5, left), dtype=torch.float32)
     exact = left.double() + 0.5 * left.to(dtype).double() @ right.double()
@@ -113,7 +113,7 @@ def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend
 def test_the_librarys_products_serve_the_overcomplete_form(name, backend, device):
     case = next(c for c in testing.cases("ista") if (c.op, c.name) == ("ista_overcomplete", name))
     with going(1):
-        assert over_budget(case, half(backend, device), backend, device) == []
+        assert over_budget(case, torch.bfloat16, backend, device) == []
 
 
 STRIDES = {
@@ -179,7 +179,7 @@ def test_autocast_is_no_worse_than_composite(tokens, backend, device):
     exact = ista(x.double(), weight.double(), step_size=1.0, backend="reference")
     errors = {}
     for name in (backend, "composite"):
-        with torch.autocast(device, dtype=half(backend, device)):
+        with torch.autocast(device, dtype=torch.bfloat16):
             y = ista(x, weight, step_size=1.0, backend=name)
         errors[name] = (y - exact).square().mean().sqrt().item()
     assert errors[backend] <= 1.05 * errors["composite"], errors

@@ -14,7 +14,6 @@ from tests.ops.common import (
     EXACT,
     backends,
     channels_in_order,
-    interpreted,
     keep_mask,
     offsets,
     outputs_and_gradients,
@@ -410,7 +409,7 @@ def test_dropout_repeats_with_the_seed(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_autocast_casts_as_attention_does(backend, device, dtype):
     w = tokens(2, 3, 9, 16, dtype=dtype, device=device).requires_grad_()
-    with torch.autocast(device, dtype=torch.float16 if interpreted(backend, device) else torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         cast = F.scaled_dot_product_attention(w, w, w).dtype
         out, lse = mssa(w, return_lse=True, backend=backend)
     expected_out, expected_lse = mssa(w.to(cast), return_lse=True, backend=backend)

@@ -8,7 +8,6 @@ from tests.ops.common import (
     DTYPES,
     EXACT,
     backends,
-    half,
     keep_mask,
     offsets,
     outputs_and_gradients,
@@ -275,7 +274,7 @@ def test_temp_with_and_without_its_last_dimension(causal, backend, device):
 @FORMS
 def test_float32_parameters_beside_half_tokens(causal, backend, device):
     w, *parameters = (t.to(device, torch.float32) for t in inputs(causal))
-    w, names = w.to(half(backend, device)), ["out", "membership", "dw", "dtemp", "ddenom_bias"][: 3 + len(parameters)]
+    w, names = w.to(torch.bfloat16), ["out", "membership", "dw", "dtemp", "ddenom_bias"][: 3 + len(parameters)]
     actual = outputs_and_gradients(call(causal, backend), w, *parameters)
     eager = outputs_and_gradients(call(causal, "reference"), w, *parameters)
     exact = outputs_and_gradients(call(causal, "reference"), w.double(), *(p.double() for p in parameters))
@@ -313,6 +312,6 @@ def test_a_loss_may_be_of_one_output_alone(which, causal, backend, device):
 def test_autocast_leaves_the_tokens_alone(causal, backend, device):
     tensors = [t.to(device, torch.float32) for t in inputs(causal)]
     expected = outputs_and_gradients(call(causal, backend), *tensors)
-    with torch.autocast(device, dtype=half(backend, device)):
+    with torch.autocast(device, dtype=torch.bfloat16):
         actual = outputs_and_gradients(call(causal, backend), *tensors)
     torch.testing.assert_close(actual, expected)
