@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from crate_kernels._core import files
+from crate_kernels._native import ninja_build
 
 Config = Mapping[str, int]
 INTERPRETER = "interpreter"  # the row of tables for CPU tensors
@@ -166,24 +167,33 @@ def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
         return {}
     try:
         tables = json.loads(user_table(gpu).read_text())["tables"]
-        return {name: tuple(Row(**row) for row in rows) for name, rows in tables.items()}
+        return {name: rows for name, found in tables.items() if (rows := _read_rows(found)) is not None}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        # No home, no file, or a file from another version: use the shipped table.
+        # No home, no file, or a file from another version: use the shipped tables.
         return {}
+
+
+def _read_rows(rows: list[dict]) -> tuple[Row, ...] | None:
+    """Return the rows of one table; None if another version wrote them, whose tables had other columns."""
+    try:
+        return tuple(Row(**row) for row in rows)
+    except TypeError:
+        return None
 
 
 def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
     """Add rows to the file of ``tune``; a row replaces an older one with the same conditions. Effective at once."""
-    user_rows.cache_clear()
-    rows = dict(user_rows(gpu))
-    for name, found in tables.items():
-        every = {row.conditions: row for row in (*rows.get(name, ()), *found)}
-        # The first row that fits is taken: sort the narrowest first.
-        rows[name] = tuple(sorted(every.values(), key=lambda r: (r.head_dim or math.inf, r.seqlen or math.inf)))
     path = user_table(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"gpu": gpu, "tables": {name: [asdict(row) for row in own] for name, own in rows.items()}}
-    files.put(path, f"{json.dumps(body, indent=1)}\n".encode())
+    # The file has every table: read, change and write it before another process does.
+    with ninja_build.locked(path.parent):
+        user_rows.cache_clear()
+        rows = dict(user_rows(gpu))
+        for name, found in tables.items():
+            every = {row.conditions: row for row in (*rows.get(name, ()), *found)}
+            # The first row that fits is taken: sort the narrowest first.
+            rows[name] = tuple(sorted(every.values(), key=lambda r: (r.head_dim or math.inf, r.seqlen or math.inf)))
+        body = {"gpu": gpu, "tables": {name: [asdict(row) for row in own] for name, own in rows.items()}}
+        files.put(path, f"{json.dumps(body, indent=1)}\n".encode())
     user_rows.cache_clear()
     _find.cache_clear()
     return path

@@ -6,8 +6,8 @@ import torch
 
 from tests.gpu.fixtures import DEVICE, DRY
 
-HALF = torch.float16 if DRY else torch.bfloat16
-DTYPES = [torch.float32, torch.float16] if DRY else [torch.float32, torch.bfloat16, torch.float16]
+HALF = torch.bfloat16
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tokens(*shape, dtype=HALF, seed=0):

@@ -1,6 +1,8 @@
 """Tuning: the fastest right configuration of each workload becomes a row that comes before the shipped ones."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -92,6 +94,32 @@ def test_what_was_found_before_stays(gpu):
         "other": (Row(old, 64),),
         "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True)),
     }
+
+
+def test_rows_of_a_table_of_another_version_are_lost_alone(gpu):
+    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED, 64)], "fake": [Row(SHIPPED)]})
+    path = _launch.user_table(gpu)
+    path.write_text(path.read_text().replace('"fake": [\n   {', '"fake": [\n   {\n    "unknown": 1,'))
+    _launch.user_rows.cache_clear()
+    assert _launch.user_rows(gpu) == {"other": (Row(SHIPPED, 64),)}
+    _launch.write_user_rows(gpu, {"third": [Row(SHIPPED)]})
+    assert _launch.user_rows(gpu) == {"other": (Row(SHIPPED, 64),), "third": (Row(SHIPPED),)}
+
+
+def test_operators_may_be_tuned_side_by_side(gpu, monkeypatch):
+    """Each writes the whole file: none may do so from what it read before another wrote."""
+    put = _launch.files.put
+
+    def slowly(path, content):
+        time.sleep(0.05)
+        return put(path, content)
+
+    monkeypatch.setattr(_launch.files, "put", slowly)
+    tables = [f"table-{n}" for n in range(4)]
+    with ThreadPoolExecutor(len(tables)) as pool:
+        list(pool.map(lambda name: _launch.write_user_rows(gpu, {name: [Row(SHIPPED)]}), tables))
+    _launch.user_rows.cache_clear()
+    assert set(_launch.user_rows(gpu)) == set(tables)
 
 
 @pytest.mark.parametrize("block", [WRONG, BROKEN])
