@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -24,6 +27,11 @@ _ROUNDS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--op", choices=backends.OPS, action="append", help="only this operator; may be repeated")
+    parser.add_argument(
+        "--candidates",
+        type=Path,
+        help="a file of the configurations to time, by workload; the others time all of theirs",
+    )
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 
 
@@ -34,6 +42,25 @@ def workloads(ops: list[str]) -> list[tune.Workload]:
         if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):
             found += import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
     return found
+
+
+def narrowed(every: list[tune.Workload], path: Path | None) -> list[tune.Workload]:
+    """Return the workloads with only those candidates that a file names; without a file, as they are.
+
+    Raises:
+        ValueError: the file cannot be read, or is no mapping of workloads to lists of configurations.
+    """
+    if path is None:
+        return every
+    try:
+        chosen = json.loads(path.read_text())
+        found = {str(name): tuple(dict(config) for config in configs) for name, configs in chosen.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"--candidates must map workloads to configurations, got {path}: {error}") from error
+    return [
+        replace(one, table=replace(one.table, candidates=found[str(one)])) if str(one) in found else one
+        for one in every
+    ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +83,13 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
-    every, lines, failed = workloads(ops), [], 0
-    results = tune.supervise(len(every), partial(tune.in_process, _work, ops))
+    lines, failed = [], 0
+    try:
+        every = narrowed(workloads(ops), args.candidates)
+    except ValueError as error:
+        print(f"tune: {error}")
+        return 1
+    results = tune.supervise(len(every), partial(tune.in_process, partial(_work, args.candidates), ops))
     try:
         for workload, result in zip(every, results, strict=True):
             if isinstance(result, str):
@@ -76,11 +108,11 @@ def run(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _work(connection: Connection, ops: list[str], first: int, lost: frozenset[int]) -> None:
+def _work(path: Path | None, connection: Connection, ops: list[str], first: int, lost: frozenset[int]) -> None:
     """Time the workloads from ``first`` on and send the results; leave out configurations ``lost`` of the first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     device = torch.device("cuda", torch.cuda.current_device())
-    every = workloads(ops)[first:]
+    every = narrowed(workloads(ops), path)[first:]
     connection.send(("ready",))
     for workload in every:
         try:

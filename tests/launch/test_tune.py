@@ -1,5 +1,6 @@
 """Tuning: the fastest right configuration of each workload becomes a row that comes before the shipped ones."""
 
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -269,6 +270,39 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
     assert cli.main(["tune"]) == 1
     assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [16, 32]
     assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
+
+
+def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, monkeypatch):
+    """Of the first workload one candidate is left, of the second none; the third is not named."""
+    path = tmp_path / "candidates.json"
+    path.write_text(json.dumps({str(command[0]): [CANDIDATES[0]], str(command[1]): []}))
+    tried = []
+
+    def in_process(target, *args):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        tried.extend(message[1] for message in messages if message[0] == "trying")
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune", "--candidates", str(path)]) == 0
+    assert tried == [0, 1, 0, 0, 1, 2, 3]
+    assert {row.head_dim: row.config for row in _launch.user_rows(gpu)["fake"]} == {
+        64: CANDIDATES[0],
+        32: SHIPPED,
+        16: CANDIDATES[0],
+    }
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"a": 3}'])
+def test_a_file_without_candidates_is_refused(command, tmp_path, capsys, text):
+    path = tmp_path / "candidates.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["tune", "--candidates", str(path)]) == 1
+    assert f"tune: --candidates must map workloads to configurations, got {path}" in capsys.readouterr().out
 
 
 def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
