@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
@@ -41,6 +42,25 @@ class Call(NamedTuple):
     def padded(self) -> bool:
         """Whether keys may be masked."""
         return self.key_padding_mask is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some token may not see another of its sequence."""
+        return self.causal or self.padded
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a token may not see itself, so that it may see none."""
+        return self.padded
+
+    def allowed(self, seqlen: int, device: torch.device, rows: slice = slice(None)) -> Tensor | None:
+        """Return the keys that some rows of a batch may see, (batch or 1, 1, rows or 1, seqlen); None for all."""
+        mask = None if self.key_padding_mask is None else self.key_padding_mask[:, None, None, :]
+        if self.causal:
+            position = torch.arange(seqlen, device=device)
+            past = (position <= position[rows, None])[None, None]
+            mask = past if mask is None else mask & past
+        return mask
 
     def batched(self, key_padding_mask: Tensor | None) -> Call:
         """Return the same call for sequences that were packed and are a batch now."""

@@ -37,23 +37,6 @@ class _FirstOrderOnly(torch.autograd.Function):
         return operator.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
 
 
-def _allowed(
-    key_padding_mask: Tensor | None, causal: bool, seqlen: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask in which no row is empty, and the rows that truly have a key.
-
-    A row without a key attends to everything and its output is cleared afterwards: that keeps NaN
-    out of both directions on every SDPA backend.
-    """
-    if key_padding_mask is None:
-        return None, None
-    allowed = key_padding_mask[:, None, None, :]  # (batch, 1, 1, seqlen)
-    if causal:
-        allowed = allowed & torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
-    has_key = allowed.any(-1, keepdim=True)
-    return allowed | ~has_key, has_key
-
-
 def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float) -> Tensor:
     """Call PyTorch's attention with the keys as values.
 
@@ -63,7 +46,7 @@ def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
     if scale <= 0.0:
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     return F.scaled_dot_product_attention(
-        query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal and mask is None, scale=scale
+        query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, scale=scale
     )
 
 
@@ -83,17 +66,24 @@ def _without_autocast(w: Tensor) -> AbstractContextManager:
 
 def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
-    causal, scale, dropout_p = call.causal, call.scale, call.dropout_p
-    allowed, has_key = _allowed(call.key_padding_mask, causal, w.shape[2], w.device)
-    if plain is None and call.threshold is None:
+    scale, dropout_p = call.scale, call.dropout_p
+    softmax = plain is None and call.threshold is None
+    # PyTorch's attention has the causal mask itself.
+    causal = softmax and call.causal and not call._replace(causal=False).masked
+    allowed = None if causal else call.allowed(w.shape[2], w.device)
+    has_key = None
+    if allowed is not None and call.may_be_empty:
+        # A row without a key attends to everything and its output is cleared afterwards: that keeps NaN out of both
+        # directions on every path of PyTorch's attention.
+        has_key = allowed.any(-1, keepdim=True)
+        allowed = allowed | ~has_key
+    if softmax:
         out = _attend(w, w, allowed, causal, scale, dropout_p)
-    elif plain == "identity" and not causal and not dropout_p:
+    elif plain == "identity" and not call._replace(key_padding_mask=None).masked and not dropout_p:
         with _without_autocast(w):
             return operator.merged_layout(_linear(w, call.key_padding_mask, scale))
     else:
         scores = scale * (w @ w.transpose(-1, -2))
-        if causal and allowed is None:
-            allowed = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()
         if call.threshold is not None:
             scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
             weights = (scores.softmax(-1) > call.threshold).to(w.dtype) * call.threshold

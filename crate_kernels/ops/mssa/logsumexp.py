@@ -28,12 +28,8 @@ def _chunks(w: Tensor) -> list[slice]:
 def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
     """Return the masked scores of some rows."""
     scores = call.scale * (w[:, :, rows] @ w.transpose(-1, -2))
-    if call.key_padding_mask is not None:
-        scores = scores.masked_fill(~call.key_padding_mask[:, None, None, :], -torch.inf)
-    if call.causal:
-        position = torch.arange(w.shape[2], device=w.device)
-        scores = scores.masked_fill(position > position[rows, None], -torch.inf)
-    return scores
+    allowed = call.allowed(w.shape[2], w.device, rows)
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
 def _forward(w: Tensor, *options: Any) -> Tensor:

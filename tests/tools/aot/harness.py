@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from crate_kernels._triton import launch as _launch
 
@@ -36,16 +35,6 @@ STRICT = ("sm_80", "sm_90")  # where 16-bit kernels with head_dim <= 128 may not
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 # Known spills, in bytes of stack per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
 
 
 @dataclass(frozen=True)
@@ -94,26 +83,13 @@ def launches(call, target):
     return found
 
 
-def _source(launch):
-    """Return the source of a launch, specialised as Triton's own run-time specialises: by 16 and by 1."""
-    signature, constants, attributes = {}, {}, {}
-    for index, param in enumerate(launch.function.params):
-        value = launch.arguments.get(param.name, param.default)
-        free = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
-        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1 and free):
-            signature[param.name], constants[param.name] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[param.name] = "*" + _TYPES[value.dtype]
-            aligned = True
-        elif isinstance(value, float):
-            signature[param.name], aligned = "fp32", False
-        else:
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = free and value % 16 == 0
-        if aligned:
-            attributes[index,] = [["tt.divisibility", 16]]
-    return ASTSource(launch.function, signature, constants, attributes)
+def _source(launch, target):
+    """Return the source of a launch, specialised as Triton itself does where it runs."""
+    function, backend = launch.function, make_backend(target)
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    named, specialization, options = bind(**launch.arguments, **launch.options)
+    _, signature, constants, attributes = function._pack_args(backend, options, named, specialization, options)
+    return ASTSource(function, signature, constants, attributes)
 
 
 @dataclass(frozen=True)
@@ -132,7 +108,7 @@ def assemble(launch, target):
 
     Triton's cache does not keep the assembler's report, so its entry is not read.
     """
-    source = _source(launch)
+    source = _source(launch, TARGETS[target])
     key = source.hash(), str(launch.options), target
     if key not in _ASSEMBLED:
         said = io.StringIO()
@@ -150,10 +126,10 @@ def nvidia_tool(name):
 
 def compile_launch(launch, target):
     """Compile one launch for ``target`` and read its resources."""
-    source = _source(launch)
+    gpu = (TARGETS | ADA)[target]
+    source = _source(launch, gpu)
     known = _ASSEMBLED.get((source.hash(), str(launch.options), target))
-    options = {"target": (TARGETS | ADA)[target], "options": launch.options}
-    compiled = known.compiled if known else triton.compile(source, **options)
+    compiled = known.compiled if known else triton.compile(source, target=gpu, options=launch.options)
     config = {k: v for k, v in launch.arguments.items() if k.startswith(("BLOCK", "PART", "TAIL"))}
     registers, stack = _amd(compiled) if target.startswith("gfx") else nvidia_resources(compiled)
     wgmma = len(re.findall(r"wgmma\.mma_async", compiled.asm.get("ptx", "")))

@@ -29,8 +29,8 @@ from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
-from crate_kernels.ops.mssa.triton.head import Form, find_head, offset_of, scores_of, tokens_of
-from crate_kernels.ops.mssa.triton.launch import Launch, strides
+from crate_kernels.ops.mssa.triton.head import find_head, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
 
@@ -43,7 +43,7 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
         # Add up selected values first: the threshold is exact as a factor of the sum, and rounded as a weight.
         SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, SELECTED)
-        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.threshold)
+        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.call.threshold)
         if TERMS.SCORES:
             REST: tl.constexpr = Terms(SCORES=True, HAS_DLSE=True)
             acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, REST)
@@ -66,78 +66,24 @@ def _extent(extent_ptr, count):
 
 
 # Sizes vary per call: do not specialise on them.
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_j", "num_m", "drop_last"])
+@triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_j", "num_m"])
 def _mssa_bwd_kernel(
-    g_ptr,
-    w_ptr,
-    dw_ptr,
-    lse_ptr,
-    delta_ptr,
-    dlse_ptr,
-    extent_ptr,
-    mask_ptr,
-    cu_seqlens_ptr,
-    seed_ptr,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    stride_gd,
-    stride_wb,
-    stride_wh,
-    stride_ws,
-    stride_wd,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
-    stride_lb,
-    stride_lh,
-    nheads,
-    seqlen,
-    total,
-    num_j,
-    num_m,
-    qk_scale,
-    drop_last,
-    keep_factor,
-    scale,
-    threshold,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    TAIL_J: tl.constexpr,
-    TAIL_I: tl.constexpr,
-    VALUES: tl.constexpr,
-    SCORES: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    SELECT: tl.constexpr,
-    DERIVED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr,
-    PACKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    g, w, dw, lse_ptr, delta_ptr, dlse_ptr, extent_ptr, nheads, seqlen, total, call, num_j, num_m,
+    BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
-    FORM: tl.constexpr = Form(
-        tile.split_dims(HEAD_DIM), PRECISION, BLOCK_I, TAIL_I, "online", CAUSAL, PADDED, DROPOUT, NEGATIVE
-    )
-    TERMS: tl.constexpr = Terms(VALUES, SCORES, PRODUCTS, HAS_DLSE, SELECT, DERIVED)
-    tl.static_assert(BLOCK_J % BLOCK_I == 0)  # tiles after the diagonal start where it ends
+    tl.static_assert(BLOCK_J % FORM.BLOCK == 0)  # tiles after the diagonal start where it ends
     pid = tl.program_id(0)
     pid_j = pid % num_j
-    head = find_head(pid // num_j, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
-    w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
-    dw = tokens_of(head, dw_ptr, stride_ob, stride_oh, stride_os, stride_od)
-    g = tokens_of(head, g_ptr, stride_gb, stride_gh, stride_gs, stride_gd) if VALUES else w
-    offset = offset_of(head, stride_lb, stride_lh)
-    dlse_at = dlse_ptr + offset if HAS_DLSE else lse_ptr
-    inputs = Inputs(w=w, g=g, lse_ptr=lse_ptr + offset, delta_ptr=delta_ptr + offset, dlse_ptr=dlse_at)
-    scores = scores_of(head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM, scale, threshold)
+    head = find_head(pid // num_j, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
+    every = tile.Tokens(dw.ptr + head.h.to(tl.int64) * dw.stride_h, dw.stride_s, dw.stride_d)
+    w, dw = tokens_of(head, w), tokens_of(head, dw)
+    g = tokens_of(head, g) if TERMS.VALUES else w
+    dlse_at = dlse_ptr + head.row if TERMS.HAS_DLSE else lse_ptr
+    inputs = Inputs(w=w, g=g, lse_ptr=lse_ptr + head.row, delta_ptr=delta_ptr + head.row, dlse_ptr=dlse_at)
+    scores = scores_of(head, seqlen, call, FORM)
     extent = (0.0, 0.0)
-    if DERIVED:
+    if TERMS.DERIVED:
         extent = _extent(extent_ptr + 2 * head.number.to(tl.int64) * num_m, num_m)
     start_j = pid_j * BLOCK_J
     if TAIL_J < BLOCK_J:
@@ -147,10 +93,9 @@ def _mssa_bwd_kernel(
             _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     elif start_j < head.length:
         _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, FORM, TERMS)
-    if PACKED:
+    if FORM.PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
-        first, stop = jit.uncovered(cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-        every = tile.Tokens(dw_ptr + head.h.to(tl.int64) * stride_oh, stride_os, stride_od)
+        first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
         tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM.DIMS)
 
 
@@ -168,56 +113,37 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     products = dout is not None and not select
     scores = products or dlse is not None
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
-    derived = bool(config.pop("DERIVED")) and scores and not (call.causal or call.padded or select)
-    block_j, block_i = config["BLOCK_J"], config["BLOCK_I"]
+    derived = bool(config.pop("DERIVED")) and scores and not (call.masked or select)
+    block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
     num_j, num_m = sizes.blocks(block_j), sizes.blocks(_DELTA_ROWS)
     g, lse = w if dout is None else dout, lse.contiguous()
-    form = sizes.form()
+    form = sizes.form(block_i, block_i if call.causal else sizes.tail(block_i))
     shared = {
-        "g_ptr": g,
-        "w_ptr": w,
+        "g": strided(g),
+        "w": strided(w),
         "lse_ptr": lse,
         "delta_ptr": torch.empty_like(lse),
         "extent_ptr": w.new_empty(sizes.heads, num_m, 2, dtype=torch.float32),
         "num_m": num_m,
-        "PRODUCTS": products,
-        **strides("g", g),
-        **strides("w", w),
-        **sizes.row_strides(),
-        **sizes.sizes(),
+        **sizes.arguments(),
     }
     with launch.guard(w.device):
         if products or derived:
             # Only with dropout does delta walk over keys: else all forms share a kernel.
             walks = products and call.seed is not None
-            plain = {
-                "mask_ptr": None,
-                "seed_ptr": None,
-                **dict.fromkeys(("CAUSAL", "PADDED", "DROPOUT", "NEGATIVE"), False),
-            }
+            delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
             _mssa_bwd_delta_kernel[(sizes.heads * num_m,)](
-                **shared,
-                **strides("o", out),
-                **form | ({} if walks else plain),
-                out_ptr=out,
-                BLOCK_M=_DELTA_ROWS,
+                **shared, out=strided(out), PRODUCTS=products, FORM=delta_form
             )
         _mssa_bwd_kernel[(sizes.heads * num_j,)](
             **shared,
-            **strides("o", dw),
-            **form,
-            dw_ptr=dw,
+            dw=strided(dw),
             dlse_ptr=None if dlse is None else dlse.contiguous(),
             num_j=num_j,
-            scale=call.scale,
-            threshold=call.threshold or 0.0,
+            BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
-            TAIL_I=block_i if call.causal else sizes.tail(block_i),
-            VALUES=dout is not None,
-            SCORES=scores,
-            HAS_DLSE=dlse is not None,
-            SELECT=select and dout is not None,
-            DERIVED=derived,
+            FORM=form,
+            TERMS=Terms(dout is not None, scores, products, dlse is not None, select and dout is not None, derived),
             **config,
         )
     return dw

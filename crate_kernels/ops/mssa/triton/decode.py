@@ -15,6 +15,8 @@ Positions beyond the capacity are dropped: never written, and seen by no token.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,68 +26,58 @@ from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import DecodeCall, empty_decoded
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
-from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, tokens_of
-from crate_kernels.ops.mssa.triton.launch import strides
-from crate_kernels.ops.mssa.triton.rows import attend_tiles, empty_state
+from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, key_range, tokens_of
+from crate_kernels.ops.mssa.triton.launch import strided
+from crate_kernels.ops.mssa.triton.rows import attend_tiles, empty_state, finish
+
+
+class Step(NamedTuple):
+    """The options of a step, and the results of stretches: part (heads, splits, new, HEAD_DIM) and its lse."""
+
+    part_ptr: Any
+    part_lse_ptr: Any
+    lengths_ptr: Any
+    mask_ptr: Any
+    qk_scale: Any
 
 
 @triton.jit
-def _space(lengths_ptr, mask_ptr, batch, new, capacity, PADDED: tl.constexpr):
+def _space(step, batch, new, capacity):
     """Return how many tokens a sequence has cached, and how many of its new ones are appended: kept, and with room.
 
     The mask is right-padded, so that its kept tokens are the first.
     """
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    length = tl.minimum(tl.maximum(tl.load(step.lengths_ptr + batch), 0), capacity)
     kept = new
-    if PADDED:
+    if step.mask_ptr is not None:
         kept = 0
         for start in range(0, new, 128):
             offs = start + tl.arange(0, 128)
-            keep = tl.load(mask_ptr + batch.to(tl.int64) * new + offs, mask=offs < new, other=0) != 0
+            keep = tl.load(step.mask_ptr + batch.to(tl.int64) * new + offs, mask=offs < new, other=0) != 0
             kept += tl.sum(keep.to(tl.int32), 0)
     return length, tl.minimum(kept, capacity - length)
+
+
+@triton.jit
+def _stretch(step, head, split, splits, new, HEAD_DIM: tl.constexpr):
+    """Return the result of a head over a stretch: its tokens, and the pointer to its lse."""
+    first = (head.number.to(tl.int64) * splits + split) * new
+    return tile.Tokens(step.part_ptr + first * HEAD_DIM, HEAD_DIM, 1), step.part_lse_ptr + first
 
 
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "new", "capacity", "num_m", "splits"])
 def _mssa_decode_kernel(
-    w_ptr,
-    data_ptr,
-    lengths_ptr,
-    mask_ptr,
-    part_ptr,
-    part_lse_ptr,
-    stride_wb,
-    stride_wh,
-    stride_ws,
-    stride_wd,
-    stride_cb,
-    stride_ch,
-    stride_cs,
-    stride_cd,
-    nheads,
-    new,
-    capacity,
-    num_m,
-    splits,
-    qk_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    w, data, step, nheads, new, capacity, num_m, splits, BLOCK_M: tl.constexpr, CACHED: tl.constexpr, NEW: tl.constexpr
 ):
-    """Write out and lse of some new tokens over one stretch: part (heads, splits, new, HEAD_DIM)."""
-    CACHED: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, BLOCK_N, BLOCK_N, NEGATIVE=NEGATIVE)
-    CAUSAL: tl.constexpr = Form(tile.split_dims(HEAD_DIM), PRECISION, BLOCK_N, BLOCK_N, CAUSAL=True, NEGATIVE=NEGATIVE)
+    """Write out and lse of some new tokens over one stretch."""
+    BLOCK_N: tl.constexpr = CACHED.BLOCK
     pid = tl.program_id(0)
     split = pid % splits
     pid_m = pid // splits % num_m
-    head = find_head(pid // splits // num_m, nheads, new, 0, None, False)
-    length, appended = _space(lengths_ptr, mask_ptr, head.batch, new, capacity, PADDED)
-    w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
-    cached = tokens_of(head, data_ptr, stride_cb, stride_ch, stride_cs, stride_cd)
+    head = find_head(pid // splits // num_m, nheads, new)
+    length, appended = _space(step, head.batch, new, capacity)
+    w, cached = tokens_of(head, w), tokens_of(head, data)
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     w_m = tile.load(w, offs_m, offs_m < new, CACHED.DIMS)  # (BLOCK_M, HEAD_DIM)
@@ -95,80 +87,50 @@ def _mssa_decode_kernel(
     first = tl.minimum(split * stretch, length)
     stop = tl.minimum(first + stretch, length)
     whole = first + (stop - first) // BLOCK_N * BLOCK_N
-    scores = Scores(length=stop, qk_scale=qk_scale)
+    scores = Scores(stop, step)
     state = attend_tiles(state, w_m, cached, scores, offs_m, first, whole, "online", False, CACHED)
     state = attend_tiles(state, w_m, cached, scores, offs_m, whole, stop, "online", True, CACHED)
     if split == splits - 1:
-        scores = Scores(length=appended, qk_scale=qk_scale)
-        whole = tl.minimum(start_m + 1, appended) // BLOCK_N * BLOCK_N
-        stop = tl.minimum(start_m + BLOCK_M, appended)
-        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, CAUSAL)
-        state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, CAUSAL)
-        end = tile.Tokens(cached.ptr + length.to(tl.int64) * stride_cs, stride_cs, stride_cd)
+        scores = Scores(appended, step)
+        whole, stop = key_range(scores, start_m, BLOCK_M, NEW)
+        state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, NEW)
+        state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, NEW)
+        end = tile.Tokens(cached.ptr + length.to(tl.int64) * cached.stride_s, cached.stride_s, cached.stride_d)
         tile.store(end, w_m, offs_m, offs_m < appended, CACHED.DIMS)
 
-    acc, m_i, l_i = state
-    empty = l_i == 0.0
-    part = (head.number.to(tl.int64) * splits + split) * new
-    out = tile.Tokens(part_ptr + part * HEAD_DIM, HEAD_DIM, 1)
-    tile.store(out, tile.scale(acc, 1.0 / tl.where(empty, 1.0, l_i)), offs_m, offs_m < new, CACHED.DIMS)
-    lse = tl.where(empty, -float("inf"), m_i + tl.log(tl.where(empty, 1.0, l_i)))
-    tl.store(part_lse_ptr + part + offs_m, lse, mask=offs_m < new)
+    part, part_lse_ptr = _stretch(step, head, split, splits, new, CACHED.DIMS.HEAD_DIM)
+    finish(state, part, part_lse_ptr, offs_m, offs_m < new, 1.0, CACHED.DIMS)
 
 
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "new", "capacity", "num_m", "splits"])
 def _mssa_combine_kernel(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    lengths_ptr,
-    mask_ptr,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
-    nheads,
-    new,
-    capacity,
-    num_m,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    out, lse_ptr, step, nheads, new, capacity, num_m, splits, BLOCK_M: tl.constexpr, DIMS: tl.constexpr
 ):
     """Write out and lse of BLOCK_M new tokens from those of the stretches; a sequence's first program advances it."""
-    DIMS: tl.constexpr = tile.split_dims(HEAD_DIM)
     pid = tl.program_id(0)
     pid_m = pid % num_m
-    head = find_head(pid // num_m, nheads, new, 0, None, False)
+    head = find_head(pid // num_m, nheads, new)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < new
-    number = head.number.to(tl.int64)
-    first = number * splits * new
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     for split in range(splits):
-        top = tl.maximum(top, tl.load(part_lse_ptr + first + split * new + offs_m, mask=mask_m, other=-float("inf")))
+        _, part_lse_ptr = _stretch(step, head, split, splits, new, DIMS.HEAD_DIM)
+        top = tl.maximum(top, tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")))
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tile.zeros(BLOCK_M, DIMS)  # (BLOCK_M, HEAD_DIM)
     for split in range(splits):
-        part = first + split * new
-        share = tl.exp(tl.load(part_lse_ptr + part + offs_m, mask=mask_m, other=-float("inf")) - base)
-        stretch = tile.Tokens(part_ptr + part * HEAD_DIM, HEAD_DIM, 1)
-        acc = tile.add(acc, tile.scale(tile.load(stretch, offs_m, mask_m, DIMS), share))
+        part, part_lse_ptr = _stretch(step, head, split, splits, new, DIMS.HEAD_DIM)
+        share = tl.exp(tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")) - base)
+        acc = tile.add(acc, tile.scale(tile.load(part, offs_m, mask_m, DIMS), share))
         total += share
-    empty = total == 0.0
-    out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
-    tile.store(out, tile.scale(acc, 1.0 / tl.where(empty, 1.0, total)), offs_m, mask_m, DIMS)
-    if HAS_LSE:
-        lse = tl.where(empty, -float("inf"), base + tl.log(tl.where(empty, 1.0, total)))
-        tl.store(lse_ptr + number * new + offs_m, lse, mask=mask_m)
+    if lse_ptr is not None:
+        lse_ptr += head.row
+    finish((acc, base, total), tokens_of(head, out), lse_ptr, offs_m, mask_m, 1.0, DIMS)
     if head.h + pid_m == 0:
-        length, appended = _space(lengths_ptr, mask_ptr, head.batch, new, capacity, PADDED)
-        tl.store(lengths_ptr + head.batch, length + appended)
+        length, appended = _space(step, head.batch, new, capacity)
+        tl.store(step.lengths_ptr + head.batch, length + appended)
 
 
 _COMBINED_ROWS = 16  # new tokens per program of the second kernel
@@ -181,42 +143,37 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     if out.numel() == 0:
         return out, lse
     config = dict(tables.DECODE.config(w.device, head_dim, new, True, w.dtype))
-    heads, num_m = batch * nheads, cdiv(new, config["BLOCK_M"])
+    block_m, block_n = config.pop("BLOCK_M"), config.pop("BLOCK_N")
+    heads, num_m = batch * nheads, cdiv(new, block_m)
     processors = config.pop("RESIDENT") * launch.multiprocessors(w.device)
-    splits = choose_splits(heads * num_m, processors, cdiv(call.bound, config["BLOCK_N"]))
-    shared = {
-        "part_ptr": w.new_empty(heads, splits, new, head_dim, dtype=torch.float32),
-        "part_lse_ptr": w.new_empty(heads, splits, new, dtype=torch.float32),
-        "lengths_ptr": lengths,
-        "mask_ptr": call.key_padding_mask,
-        "nheads": nheads,
-        "new": new,
-        "capacity": data.shape[2],
-        "splits": splits,
-        "HEAD_DIM": head_dim,
-        "PADDED": call.key_padding_mask is not None,
-    }
+    splits = choose_splits(heads * num_m, processors, cdiv(call.bound, block_n))
+    step = Step(
+        part_ptr=w.new_empty(heads, splits, new, head_dim, dtype=torch.float32),
+        part_lse_ptr=w.new_empty(heads, splits, new, dtype=torch.float32),
+        lengths_ptr=lengths,
+        mask_ptr=call.key_padding_mask,
+        qk_scale=abs(call.scale),
+    )
+    shared = {"step": step, "nheads": nheads, "new": new, "capacity": data.shape[2], "splits": splits}
+    cached = Form(tile.split_dims(head_dim), launch.dot_precision(w.dtype), block_n, block_n, NEGATIVE=call.scale < 0)
     with launch.guard(w.device):
         _mssa_decode_kernel[(heads * num_m * splits,)](
-            w_ptr=w,
-            data_ptr=data,
             **shared,
-            **strides("w", w),
-            **strides("c", data),
+            w=strided(w),
+            data=strided(data),
             num_m=num_m,
-            qk_scale=abs(call.scale),
-            NEGATIVE=call.scale < 0,
-            PRECISION=launch.dot_precision(w.dtype),
+            BLOCK_M=block_m,
+            CACHED=cached,
+            NEW=cached._replace(CAUSAL=True),
             **config,
         )
         num_m = cdiv(new, _COMBINED_ROWS)
         _mssa_combine_kernel[(heads * num_m,)](
-            out_ptr=out,
-            lse_ptr=lse,
             **shared,
-            **strides("o", out),
+            out=strided(out),
+            lse_ptr=lse if call.need_lse else None,
             num_m=num_m,
             BLOCK_M=_COMBINED_ROWS,
-            HAS_LSE=call.need_lse,
+            DIMS=cached.DIMS,
         )
     return out, lse

@@ -18,16 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import (
-    Form,
-    find_head,
-    offset_of,
-    scores_of,
-    signed_products,
-    tokens_of,
-)
+from crate_kernels.ops.mssa.triton.head import find_head, kept, scores_of, signed_products, tokens_of
 from crate_kernels.ops.mssa.triton.rows import mask_scores
 
 
@@ -49,81 +41,39 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
         base = tl.where(m_i == -float("inf"), 0.0, m_i)
         shrink = tl.exp(before - base)
         p = tl.exp(s - base[:, None])
-        kept = jit.keep_mask(scores.seed, scores.head, offs_m[:, None], offs_n[None, :], scores.drop_last)
-        d = tl.where(kept, tile.products(g, w_n, FORM.PRECISION) * scores.keep_factor, 0.0)
+        d = tile.products(g, w_n, FORM.PRECISION) * scores.call.keep_factor
+        d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
         l_i = l_i * shrink + tl.sum(p, 1)
         delta = delta * shrink + tl.sum(p * d, 1)
     return delta / tl.where(l_i == 0.0, 1.0, l_i)
 
 
 # Sizes vary per call: do not specialise on them.
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen", "total", "num_m", "drop_last"])
+@triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_delta_kernel(
-    g_ptr,
-    out_ptr,
-    w_ptr,
-    lse_ptr,
-    mask_ptr,
-    cu_seqlens_ptr,
-    seed_ptr,
-    delta_ptr,
-    extent_ptr,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    stride_gd,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
-    stride_wb,
-    stride_wh,
-    stride_ws,
-    stride_wd,
-    stride_lb,
-    stride_lh,
-    nheads,
-    seqlen,
-    total,
-    num_m,
-    qk_scale,
-    drop_last,
-    keep_factor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr,
-    PACKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Write delta of every row, and the least and the largest lse of every block of BLOCK_M."""
-    FORM: tl.constexpr = Form(
-        tile.split_dims(HEAD_DIM), PRECISION, BLOCK_M, BLOCK_M, "online", CAUSAL, PADDED, DROPOUT, NEGATIVE
-    )
+    g, out, w, lse_ptr, delta_ptr, extent_ptr, nheads, seqlen, total, call, num_m,
+    PRODUCTS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Write delta of every row, and the least and the largest lse of every FORM.BLOCK of them."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
     start_m = pid % num_m * BLOCK_M
-    head = find_head(pid // num_m, nheads, seqlen, total, cu_seqlens_ptr, PACKED)
+    head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < head.length
-    offset = offset_of(head, stride_lb, stride_lh)
     if PRODUCTS:
-        g = tokens_of(head, g_ptr, stride_gb, stride_gh, stride_gs, stride_gd)
-        g_m = tile.load(g, offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
-        if DROPOUT:
-            w = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
-            scores = scores_of(head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM)
-            delta = _delta_of_weights(g_m, w, scores, start_m, BLOCK_M, FORM)
+        g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+        if FORM.DROPOUT:
+            scores = scores_of(head, seqlen, call, FORM)
+            delta = _delta_of_weights(g_m, tokens_of(head, w), scores, start_m, BLOCK_M, FORM)
         else:
-            out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
+            o_m = tile.load(tokens_of(head, out), offs_m, mask_m, FORM.DIMS)
             # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
             # cancels, and a sum in another order would leave its rounding.
-            s = tile.products(g_m, tile.load(out, offs_m, mask_m, FORM.DIMS), PRECISION)  # (BLOCK_M, BLOCK_M)
+            s = tile.products(g_m, o_m, FORM.PRECISION)  # (BLOCK_M, BLOCK_M)
             own = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
-        tl.store(delta_ptr + offset + offs_m, delta, mask=mask_m)
-    base = tl.load(lse_ptr + offset + offs_m, mask=mask_m, other=0.0)
+        tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
+    base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
     tl.store(extent_ptr + 2 * pid.to(tl.int64), tl.min(tl.where(mask_m, base, float("inf")), 0))
     tl.store(extent_ptr + 2 * pid.to(tl.int64) + 1, tl.max(tl.where(mask_m, base, -float("inf")), 0))

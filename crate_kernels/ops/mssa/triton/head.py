@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,73 +16,98 @@ from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.tile import Dims, Tokens
 
 
-class Head(NamedTuple):
-    """The place of a head in the tensors of a call; all are int32."""
+class Strided(NamedTuple):
+    """A tensor of tokens, (batch, nheads, seqlen, head_dim), or packed with stride_b = 0."""
 
-    number: tl.tensor  # batch * nheads + h
-    batch: tl.tensor
-    h: tl.tensor
-    start: tl.tensor  # first row of a packed sequence, else 0
-    length: tl.tensor
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    stride_d: Any
 
 
-class Scores(NamedTuple):
-    """The numbers that turn the products of a head into weights."""
+class Options(NamedTuple):
+    """The options of a call that are not compiled in.
 
-    length: tl.tensor
-    qk_scale: tl.tensor  # magnitude of the scale
-    mask_ptr: int = 0  # padding mask of the sequence
-    head: int = 0  # number of the head, from which dropout draws
-    seed: int = 0
-    drop_last: int = 0
-    keep_factor: float = 1.0  # 1 / (1 - dropout_p)
-    scale: float = 0.0  # with its sign; the backward's
-    threshold: float = 0.0
+    Triton specialises on the integers of a record, whatever ``do_not_specialize`` says: sizes, which vary from call to
+    call, are arguments beside it.
+    """
+
+    cu_seqlens_ptr: Any
+    mask_ptr: Any
+    seed_ptr: Any
+    qk_scale: Any  # magnitude of the scale
+    scale: Any
+    drop_last: Any
+    keep_factor: Any  # 1 / (1 - dropout_p)
+    threshold: Any
 
 
 class Form(NamedTuple):
     """The constants of a kernel that attends."""
 
     DIMS: Dims
-    PRECISION: str  # of products of fp32
-    BLOCK: int  # rows of a tile that a walk goes over
-    TAIL: int  # rows of such a tile where masks cut
+    PRECISION: str = "ieee"  # of products of fp32
+    BLOCK: int = 0  # rows of a tile that a walk goes over
+    TAIL: int = 0  # rows of such a tile where masks cut
     SOFTMAX: str = "online"  # or "bounded", or "threshold"
     CAUSAL: bool = False
     PADDED: bool = False
+    PACKED: bool = False
     DROPOUT: bool = False
     NEGATIVE: bool = False  # the scale is below 0
 
+    @property
+    def unmasked(self) -> Form:
+        """The form without what depends on a query and its key: a kernel that all such calls share."""
+        return self._replace(CAUSAL=False, PADDED=False, DROPOUT=False, NEGATIVE=False)
+
+
+class Head(NamedTuple):
+    """The place of a head in the tensors of a call; all are int32, but ``row`` is int64."""
+
+    number: tl.tensor  # batch * nheads + h
+    batch: tl.tensor
+    h: tl.tensor
+    start: tl.tensor  # first row of a packed sequence, else 0
+    length: tl.tensor
+    row: tl.tensor  # of its first number in tensors of a number per row, as lse is
+
+
+class Scores(NamedTuple):
+    """What turns the products of a head into weights."""
+
+    length: tl.tensor  # number of keys
+    call: Options
+    head: int = 0  # number of the head, from which dropout draws
+    mask_ptr: int = 0  # padding mask of the sequence
+    seed: int = 0
+
 
 @triton.jit
-def find_head(number, nheads, seqlen, total, cu_seqlens_ptr, PACKED: tl.constexpr):
+def find_head(number, nheads, seqlen, total=0, cu_seqlens_ptr=None, PACKED: tl.constexpr = False):
     """Return the head of this number."""
     batch, h = number // nheads, number % nheads
     start, length = jit.sequence_bounds(cu_seqlens_ptr, batch, seqlen, total, PACKED)
-    return Head(number, batch, h, start, length)
+    row = h.to(tl.int64) * total + start if PACKED else number.to(tl.int64) * seqlen
+    return Head(number, batch, h, start, length, row)
 
 
 @triton.jit
-def tokens_of(head, ptr, stride_b, stride_h, stride_s, stride_d):
+def tokens_of(head, tensor):
     """Return the tokens of a head in a tensor."""
     batch, h, start = head.batch.to(tl.int64), head.h.to(tl.int64), head.start.to(tl.int64)
-    return Tokens(ptr + batch * stride_b + h * stride_h + start * stride_s, stride_s, stride_d)
+    first = tensor.ptr + batch * tensor.stride_b + h * tensor.stride_h + start * tensor.stride_s
+    return Tokens(first, tensor.stride_s, tensor.stride_d)
 
 
 @triton.jit
-def offset_of(head, stride_b, stride_h):
-    """Return the offset of a head in a tensor of a number per row."""
-    return head.batch.to(tl.int64) * stride_b + head.h.to(tl.int64) * stride_h + head.start.to(tl.int64)
-
-
-@triton.jit
-def scores_of(
-    head, seqlen, qk_scale, mask_ptr, seed_ptr, drop_last, keep_factor, FORM: tl.constexpr, scale=0.0, threshold=0.0
-):
+def scores_of(head, seqlen, call, FORM: tl.constexpr):
     """Return the scores of a head, with its own padding mask and the value of the seed."""
-    mask_at = mask_ptr + head.batch.to(tl.int64) * seqlen if FORM.PADDED else 0  # Triton 3.6 cannot return None
-    seed = tl.load(seed_ptr) if FORM.DROPOUT else 0
-    return Scores(head.length, qk_scale, mask_at, head.number, seed, drop_last, keep_factor, scale, threshold)
+    # Triton 3.6 cannot return None.
+    mask_ptr = call.mask_ptr + head.batch.to(tl.int64) * seqlen if FORM.PADDED else 0
+    seed = tl.load(call.seed_ptr) if FORM.DROPOUT else 0
+    return Scores(head.length, call, head.number, mask_ptr, seed)
 
 
 @triton.jit
@@ -90,3 +115,35 @@ def signed_products(a, b, FORM: tl.constexpr):
     """Return a b^T with the sign of the scale, for ``qk_scale`` to multiply."""
     s = tile.products(a, b, FORM.PRECISION)
     return -s if FORM.NEGATIVE else s
+
+
+@triton.jit
+def allowed(scores, queries, keys, FORM: tl.constexpr):
+    """Return which queries may see which keys: positions that broadcast together."""
+    seen = keys < scores.length
+    if FORM.PADDED:
+        seen = seen & (tl.load(scores.mask_ptr + keys, mask=seen, other=0) != 0)
+    if FORM.CAUSAL:
+        seen = seen & (keys <= queries)
+    return seen
+
+
+@triton.constexpr_function
+def cut_anywhere(form):
+    """Return whether masks other than the causal diagonal and the end may cut any tile."""
+    return form.PADDED
+
+
+@triton.jit
+def key_range(scores, start, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return (whole, stop) of the queries [start, start + ROWS): they see every key before whole, none from stop."""
+    stop = tl.minimum(start + ROWS, scores.length) if FORM.CAUSAL else scores.length
+    if cut_anywhere(FORM):
+        return 0, stop
+    return (tl.minimum(start + 1, stop) if FORM.CAUSAL else stop) // FORM.BLOCK * FORM.BLOCK, stop
+
+
+@triton.jit
+def kept(scores, queries, keys):
+    """Return which weights dropout keeps."""
+    return jit.keep_mask(scores.seed, scores.head, queries, keys, scores.call.drop_last)

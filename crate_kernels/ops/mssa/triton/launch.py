@@ -12,13 +12,15 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.splits import cdiv
+from crate_kernels.ops.mssa.triton.head import Form, Options, Strided
+from crate_kernels.ops.mssa.triton.tile import Dims, split_dims
 
 
 class Launch:
     """The sizes of one call, padded or packed.
 
     Attributes:
-        call: its options.
+        call: its call.
         heads: heads of all sequences.
         nheads, head_dim: sizes of a token.
         seqlen: length of every sequence, or of the longest packed one.
@@ -43,40 +45,38 @@ class Launch:
         rest = self.seqlen % size
         return size if self.call.packed or not rest else min(max(1 << (rest - 1).bit_length(), 16), size)
 
-    def row_strides(self) -> dict[str, int]:
-        """Return the strides of a number per row: lse and its like."""
-        strides = (0, self.total) if self.call.packed else (self.nheads * self.seqlen, self.seqlen)
-        return {"stride_lb": strides[0], "stride_lh": strides[1]}
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the arguments of every kernel."""
-        return {
-            "cu_seqlens_ptr": self.call.cu_seqlens,
-            "nheads": self.nheads,
-            "seqlen": self.seqlen,
-            "total": self.total,
-            "qk_scale": abs(self.call.scale),
-            "HEAD_DIM": self.head_dim,
-            "PACKED": self.call.packed,
-        }
-
-    def form(self) -> dict[str, Any]:
-        """Return the arguments of the kernels that attend."""
+    def form(self, block: int, tail: int, dims: Dims | None = None, softmax: str = "online") -> Form:
+        """Return the constants of the kernels that walk over tiles of ``block`` rows, of ``tail`` where masks cut."""
         call = self.call
-        return {
-            "mask_ptr": call.key_padding_mask,
-            "seed_ptr": call.seed,
-            "drop_last": launch.drop_last(call.dropout_p) if call.dropout_p else 0,
-            "keep_factor": 1.0 / (1.0 - call.dropout_p),
-            "CAUSAL": call.causal,
-            "PADDED": call.padded,
-            "DROPOUT": call.seed is not None,
-            "NEGATIVE": call.scale < 0,
-            "PRECISION": launch.dot_precision(self.dtype),
-        }
+        return Form(
+            DIMS=dims or split_dims(self.head_dim),  # pyright: ignore[reportArgumentType]
+            PRECISION=launch.dot_precision(self.dtype),
+            BLOCK=block,
+            TAIL=tail,
+            SOFTMAX=softmax,
+            CAUSAL=call.causal,
+            PADDED=call.padded,
+            PACKED=call.packed,
+            DROPOUT=call.seed is not None,
+            NEGATIVE=call.scale < 0,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what every kernel takes: the sizes and the call."""
+        call = self.call
+        options = Options(
+            cu_seqlens_ptr=call.cu_seqlens,
+            mask_ptr=call.key_padding_mask,
+            seed_ptr=call.seed,
+            qk_scale=abs(call.scale),
+            scale=call.scale,
+            drop_last=launch.drop_last(call.dropout_p) if call.dropout_p else 0,
+            keep_factor=1.0 / (1.0 - call.dropout_p),
+            threshold=call.threshold or 0.0,
+        )
+        return {"nheads": self.nheads, "seqlen": self.seqlen, "total": self.total, "call": options}
 
 
-def strides(letter: str, t: Tensor) -> dict[str, int]:
-    """Return the stride arguments of a tensor of tokens; a packed batch has no first."""
-    steps = t.stride() if t.dim() == 4 else (0, t.stride(1), t.stride(0), t.stride(2))
-    return {f"stride_{letter}{axis}": step for axis, step in zip("bhsd", steps, strict=True)}
+def strided(t: Tensor) -> Strided:
+    """Return a tensor of tokens for a kernel; a packed one has no batch."""
+    return Strided(t, *(t.stride() if t.dim() == 4 else (0, t.stride(1), t.stride(0), t.stride(2))))

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, offset_of, tokens_of
-from crate_kernels.ops.mssa.triton.launch import Launch, strides
+from crate_kernels.ops.mssa.triton.head import Scores, find_head, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.rows import HIGHEST, RANGE, attend_rows, finish, norms
 
 MOST_TILES = 4  # tuples are unrolled: the pairs are code
@@ -51,7 +51,7 @@ _HIGHEST_HALF = tl.constexpr(1048576.0)
 @triton.jit
 def _weights(a, b, start_b, shift, scores, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Return exp(s - shift) of the rows of ``a`` and of ``b``; MASKED, 0 for rows of ``b`` beyond the length."""
-    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scores.qk_scale - shift  # (rows of a, rows of b)
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scores.call.qk_scale - shift  # (rows of a, rows of b)
     if MASKED:
         s = tl.where((start_b + tl.arange(0, b.shape[0]) < scores.length)[None, :], s, -float("inf"))
     return tl.exp(s).to(b.dtype)
@@ -130,53 +130,30 @@ def _attend(tiles, shift, out, lse_ptr, scores, BLOCK: tl.constexpr, FORM: tl.co
 
 
 # Sizes vary per call: do not specialise on them, but for the number of tiles.
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "nheads", "seqlen"])
+@triton.jit(do_not_specialize=["nheads", "seqlen", "total"])
 def _mssa_fwd_pairs_kernel(
-    w_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_wb,
-    stride_wh,
-    stride_ws,
-    stride_wd,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
-    stride_lb,
-    stride_lh,
-    nheads,
-    seqlen,
-    qk_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    w, out, lse_ptr, nheads, seqlen, total, call, TAIL_M: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr
 ):
-    """Write out and lse of a head of at most TILES tiles of BLOCK_M rows, the last of them of TAIL_M."""
-    FORM: tl.constexpr = Form(tile.whole_dims(HEAD_DIM), PRECISION, BLOCK_M, BLOCK_M)
-    head = find_head(tl.program_id(0), nheads, seqlen, 0, None, False)
-    at = tokens_of(head, w_ptr, stride_wb, stride_wh, stride_ws, stride_wd)
-    out = tokens_of(head, out_ptr, stride_ob, stride_oh, stride_os, stride_od)
-    lse_ptr += offset_of(head, stride_lb, stride_lh)
+    """Write out and lse of a head of at most TILES tiles of FORM.BLOCK rows, the last of them of TAIL_M."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK
+    head = find_head(tl.program_id(0), nheads, seqlen)
+    at, out = tokens_of(head, w), tokens_of(head, out)
+    lse_ptr += head.row
     tiles = ()
     low, high = tl.full((BLOCK_M,), float("inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(TILES - 1):
         rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        w = tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
-        n = norms(w, qk_scale)
+        tiles += tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+        n = norms((tiles[i],), call.qk_scale)
         low, high = tl.minimum(low, n), tl.maximum(high, n)
-        tiles += w
     rows = (TILES - 1) * BLOCK_M + tl.arange(0, TAIL_M)
-    w = tile.load(at, rows, rows < seqlen, FORM.DIMS)  # (TAIL_M, HEAD_DIM)
-    n = norms(w, qk_scale)
-    tiles += w
+    tiles += tile.load(at, rows, rows < seqlen, FORM.DIMS)  # (TAIL_M, HEAD_DIM)
+    n = norms((tiles[TILES - 1],), call.qk_scale)
     least = tl.minimum(tl.min(low, 0), tl.min(tl.where(rows < seqlen, n, float("inf")), 0))
     most = tl.maximum(tl.max(high, 0), tl.max(n, 0))
-    FP16: tl.constexpr = w_ptr.dtype.element_ty == tl.float16
-    SINGLE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
-    scores = Scores(length=seqlen, qk_scale=qk_scale)
+    FP16: tl.constexpr = at.ptr.dtype.element_ty == tl.float16
+    SINGLE: tl.constexpr = at.ptr.dtype.element_ty == tl.float32
+    scores = Scores(seqlen, call)
     if (most - least <= (_RANGE_FP16 if FP16 else RANGE)) & (most <= (HIGHEST if SINGLE else _HIGHEST_HALF)):
         shift = 2 * most - _TOP_FP16 if FP16 else most + least
         _attend(tiles, shift, out, lse_ptr, scores, BLOCK_M, FORM)
@@ -189,20 +166,13 @@ def forward_pairs(w: Tensor, out: Tensor, lse: Tensor, sizes: Launch, block: int
     """Write ``out`` and ``lse`` of a full, unmasked call of at most MOST_TILES blocks."""
     with launch.guard(w.device):
         _mssa_fwd_pairs_kernel[(sizes.heads,)](
-            w_ptr=w,
-            out_ptr=out,
+            w=strided(w),
+            out=strided(out),
             lse_ptr=lse,
-            **strides("w", w),
-            **strides("o", out),
-            **sizes.row_strides(),
-            nheads=sizes.nheads,
-            seqlen=sizes.seqlen,
-            qk_scale=sizes.call.scale,
-            HEAD_DIM=sizes.head_dim,
-            BLOCK_M=block,
+            **sizes.arguments(),
             TAIL_M=sizes.tail(block),
             TILES=sizes.blocks(block),
-            PRECISION=launch.dot_precision(w.dtype),
+            FORM=sizes.form(block, block, tile.whole_dims(sizes.head_dim)),
             # The only loop is that of the rare online softmax, whose pipeline would take registers from the pairs.
             **{"num_warps": warps, "num_stages": 1},
         )

@@ -25,9 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import signed_products
+from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, key_range, signed_products
 
 # A row's sum is then at least 2^-80, and a weight that underflows at most 2^-46 of it.
 RANGE = tl.constexpr(55.0)
@@ -38,13 +37,8 @@ HIGHEST = tl.constexpr(4.0)
 @triton.jit
 def mask_scores(s, scores, offs_m, offs_n, FORM: tl.constexpr):
     """Scale products and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
-    allowed = (offs_n < scores.length)[None, :]
-    if FORM.CAUSAL:
-        allowed = allowed & (offs_n[None, :] <= offs_m[:, None])
-    if FORM.PADDED:
-        keep = tl.load(scores.mask_ptr + offs_n, mask=offs_n < scores.length, other=0) != 0
-        allowed = allowed & keep[None, :]
-    return tl.where(allowed, s * scores.qk_scale, -float("inf"))
+    seen = allowed(scores, offs_m[:, None], offs_n[None, :], FORM)
+    return tl.where(seen, s * scores.call.qk_scale, -float("inf"))
 
 
 @triton.jit
@@ -69,7 +63,7 @@ def attend_tiles(
             s = mask_scores(s, scores, offs_m, offs_n, FORM)
         before = m_i
         if PASS == "online" or PASS == "statistics":
-            m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.qk_scale)
+            m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.call.qk_scale)
         # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
         base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
         if PASS == "online" or PASS == "statistics":
@@ -78,16 +72,15 @@ def attend_tiles(
             if PASS == "online":
                 acc = tile.scale(acc, shrink)
         # Where nothing is masked, the scaling is part of the exponent's multiply-add.
-        p = tl.exp((s if MASKED else s * scores.qk_scale) - base[:, None])
+        p = tl.exp((s if MASKED else s * scores.call.qk_scale) - base[:, None])
         if PASS == "select":
             # Against the sum, not divided by it: a probability equal to the threshold is not above it.
-            p = tl.where(p > scores.threshold * l_i[:, None], 1.0, 0.0)
+            p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
         else:
             l_i += tl.sum(p, 1)
         if PASS != "statistics":
             if FORM.DROPOUT:
-                kept = jit.keep_mask(scores.seed, scores.head, offs_m[:, None], offs_n[None, :], scores.drop_last)
-                p = tl.where(kept, p, 0.0)
+                p = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), p, 0.0)
             acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM.PRECISION)
     return acc, m_i, l_i
 
@@ -95,16 +88,9 @@ def attend_tiles(
 @triton.jit
 def _walk(state, w_m, w, scores, start_m, PASS: tl.constexpr, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
     """Walk over all the keys of a block of rows: unmasked as far as possible, then with masks."""
-    length = scores.length
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    if FORM.PADDED:
-        whole = 0
-    elif FORM.CAUSAL:
-        whole = (start_m + 1) // FORM.BLOCK * FORM.BLOCK
-    else:
-        whole = length // FORM.BLOCK * FORM.BLOCK
-    stop = tl.minimum(start_m + BLOCK_M, length) if FORM.CAUSAL else length
-    if not FORM.PADDED:
+    whole, stop = key_range(scores, start_m, BLOCK_M, FORM)
+    if not cut_anywhere(FORM):
         state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, PASS, False, FORM)
     return attend_tiles(state, w_m, w, scores, offs_m, whole, stop, PASS, True, FORM)
 
@@ -122,7 +108,8 @@ def finish(state, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
     empty = l_i == 0.0
     sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # a row outside the mask may have a sum too small to divide by
     tile.store(out, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
-    tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
 
 
 @triton.jit
@@ -130,12 +117,12 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     """Attend with the rows [start_m, start_m + BLOCK_M) of a head; ``before`` is the largest n of keys they all see."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < scores.length
-    factor = scores.keep_factor
+    factor = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, FORM)
     if FORM.SOFTMAX == "bounded":
         acc, _, l_i = state
-        n_m = norms(w_m, scores.qk_scale)
+        n_m = norms(w_m, scores.call.qk_scale)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
         if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
@@ -162,7 +149,7 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
         state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
         acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
-        state = (tile.scale(acc, l_i * scores.threshold), m_i, l_i)
+        state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
     else:
         state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import signed_products
+from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, signed_products
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
 # Only weights below 2^-62 underflow on the way, whatever factors follow.
@@ -78,14 +77,9 @@ def load_block(inputs, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexp
 @triton.jit
 def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return exp(s - base); masked scores may be large: mask them before the exponential."""
-    exponent = s * scores.qk_scale - base
+    exponent = s * scores.call.qk_scale - base
     if MASKED:
-        allowed = keys < scores.length
-        if FORM.PADDED:
-            allowed = allowed & (tl.load(scores.mask_ptr + keys, mask=allowed, other=0) != 0)
-        if FORM.CAUSAL:
-            allowed = allowed & (keys <= queries)
-        exponent = tl.where(allowed, exponent, -float("inf"))
+        exponent = tl.where(allowed(scores, queries, keys, FORM), exponent, -float("inf"))
     return tl.exp(exponent)
 
 
@@ -93,10 +87,8 @@ def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: t
 def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
     """Return ``x`` times the dropout factor of every (query, key)."""
     if FORM.DROPOUT:
-        kept = jit.keep_mask(scores.seed, scores.head, queries, keys, scores.drop_last)
-        return tl.where(kept, x * scores.keep_factor, 0.0)
-    else:
-        return x
+        x = tl.where(kept(scores, queries, keys), x * scores.call.keep_factor, 0.0)
+    return x
 
 
 @triton.jit
@@ -119,7 +111,7 @@ def _add_tiles(
             p = _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
                 g_i = tile.load(inputs.g, offs_i, offs_i < length, FORM.DIMS)  # (BLOCK_I, HEAD_DIM)
-                weights = tl.where(p > scores.threshold, 1.0, 0.0) if TERMS.SELECT else p
+                weights = tl.where(p > scores.call.threshold, 1.0, 0.0) if TERMS.SELECT else p
                 weights = _dropped(weights, scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM.PRECISION)
             if TERMS.PRODUCTS:
@@ -141,7 +133,7 @@ def _add_tiles(
             else:
                 a += t * own.dlse[:, None]
         if TERMS.SCORES:
-            acc = tile.add_product(acc, (a * scores.scale).to(w_i[0].dtype), w_i, FORM.PRECISION)
+            acc = tile.add_product(acc, (a * scores.call.scale).to(w_i[0].dtype), w_i, FORM.PRECISION)
     return acc
 
 
@@ -152,15 +144,15 @@ def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM:
     if FORM.CAUSAL:
         after = tl.minimum(start_j + BLOCK_J, length)
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, FORM.PADDED, FORM, TERMS, KEY=False)
+            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, cut_anywhere(FORM), FORM, TERMS, KEY=False)
         acc = _add_tiles(acc, own, inputs, scores, start_j, after, 0.0, True, FORM, TERMS)
-        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, FORM.PADDED, FORM, TERMS, QUERY=False)
+        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, cut_anywhere(FORM), FORM, TERMS, QUERY=False)
     else:
         low, high = extent
-        whole = 0 if FORM.PADDED else length // FORM.BLOCK * FORM.BLOCK
+        whole = 0 if cut_anywhere(FORM) else length // FORM.BLOCK * FORM.BLOCK
         if TERMS.DERIVED:
             # Rows further apart are rare: they take the masked loop from the start instead of a third one.
             whole = tl.where(high - low <= EXTENT, whole, 0)
-        if not FORM.PADDED:
+        if not cut_anywhere(FORM):
             acc = _add_tiles(acc, own, inputs, scores, 0, whole, 0.5 * (low + high), False, FORM, TERMS)
         return _add_tiles(acc, own, inputs, scores, whole, length, 0.0, True, FORM, TERMS)
