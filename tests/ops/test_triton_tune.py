@@ -25,8 +25,8 @@ from crate_kernels.ops.tssa.triton import tune as tssa_tune
 
 DEVICE = home("triton")
 CALLS = {
-    "mssa_forward": (mssa_tables.FORWARD, lambda t: mssa_tune._forward(20, 16, True, DEVICE)),
-    "mssa_backward": (mssa_tables.BACKWARD, lambda t: mssa_tune._backward(20, 16, False, DEVICE)),
+    "mssa_forward": (mssa_tables.FORWARD, lambda t: mssa_tune._dense(20, 16, True, False, DEVICE)),
+    "mssa_backward": (mssa_tables.BACKWARD, lambda t: mssa_tune._dense(20, 16, False, True, DEVICE)),
     "mssa_decode": (mssa_tables.DECODE, lambda t: mssa_tune._decode(20, 16, DEVICE)),
     **{table.name: (table, lambda t: tssa_tune._make(t, 2, 16, 12, DEVICE)) for table in tssa_tables.TABLES},
     "ista_product": (ista_tables.PRODUCT, lambda t: ista_tune._product(40, 32, 24, DEVICE)),

@@ -17,6 +17,7 @@ from crate_kernels.ops.mssa.call import Call
 
 _case = partial(Case.of, "mssa", return_lse=True)
 _PLAIN = ("relu", "identity")
+_IDENTITY = {"phi": "identity", "return_lse": False}
 
 _CASES = (
     *(_case(f"n{n}", 2, 3, n, 16) for n in (1, 63, 64, 65)),
@@ -70,24 +71,15 @@ _CASES = (
     _case("threshold", 2, 3, 65, 16, phi="threshold", threshold=0.5, magnitude=2.0),
     _case("threshold-causal", 2, 3, 65, 16, phi="threshold", threshold=0.5, causal=True, magnitude=2.0),
     _case("relu", 2, 3, 65, 16, phi="relu", return_lse=False),
-    _case("identity", 2, 3, 65, 16, phi="identity", return_lse=False),
-    _case("identity-pad-row", 3, 2, 65, 16, phi="identity", return_lse=False, padding="row"),
-    _case("identity-causal-pad", 2, 3, 65, 16, phi="identity", return_lse=False, causal=True, padding="right"),
+    _case("identity", 2, 3, 65, 16, **_IDENTITY),
+    _case("identity-pad-row", 3, 2, 65, 16, **_IDENTITY, padding="row"),
+    _case("identity-causal-pad", 2, 3, 65, 16, **_IDENTITY, causal=True, padding="right"),
     *(_case(f"{phi}-packed", 0, 3, 0, 16, lengths=(5, 0, 64, 1, 33), phi=phi, return_lse=False) for phi in _PLAIN),
     *(_case(f"{phi}-packed-empty", 0, 3, 0, 16, lengths=(0, 0), phi=phi, return_lse=False) for phi in _PLAIN),
     # The sums of w_id w_ie over tokens overflow fp16; eager's scores and outputs do not.
-    _case("identity-large", 1, 2, 129, 8, phi="identity", return_lse=False, scale=2**-10, magnitude=24.0),
-    _case(
-        "identity-large-pad",
-        2,
-        2,
-        129,
-        8,
-        phi="identity",
-        return_lse=False,
-        scale=2**-10,
-        magnitude=24.0,
-        padding="row",
+    *(
+        _case(f"identity-large{name}", batch, 2, 129, 8, scale=2**-10, magnitude=24.0, padding=padding, **_IDENTITY)
+        for name, batch, padding in (("", 1, ""), ("-pad", 2, "row"))
     ),
     _case("empty-batch", 0, 3, 65, 16),
 )

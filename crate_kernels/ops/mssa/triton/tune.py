@@ -19,10 +19,6 @@ _TOKENS = 1 << 16  # of each timed call, over batch and heads
 _DECODED = 16  # sequences of a timed step of decoding
 
 
-def _call(head_dim: int, causal: bool) -> Call:
-    return Call(causal=causal, scale=head_dim**-0.5)
-
-
 def _draw(batch: int, nheads: int, seqlen: int, head_dim: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator)
@@ -30,39 +26,24 @@ def _draw(batch: int, nheads: int, seqlen: int, head_dim: int, device: str) -> T
     return (w * 3**-0.5).to(device, dtype).transpose(1, 2)
 
 
-def _forward(seqlen: int, head_dim: int, causal: bool, device: str = "cuda") -> Callable[[], Prepared]:
+def _dense(seqlen: int, head_dim: int, causal: bool, gradient: bool, device: str = "cuda") -> Callable[[], Prepared]:
     def make() -> Prepared:
         w = _draw(max(_TOKENS // (12 * seqlen), 1), 12, seqlen, head_dim, device)
-        options = _call(head_dim, causal)
-
-        def call() -> Tensor:
-            return kernels.forward(w, options)[0]
-
-        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-            return {"out": reference.forward(w[:1, :1].to(dtype), options)[0]}
-
-        return Prepared(call, lambda: {"out": call()[:1, :1]}, plain, w.dtype)
-
-    return make
-
-
-def _backward(seqlen: int, head_dim: int, causal: bool, device: str = "cuda") -> Callable[[], Prepared]:
-    def make() -> Prepared:
-        w = _draw(max(_TOKENS // (12 * seqlen), 1), 12, seqlen, head_dim, device)
-        options = _call(head_dim, causal)
+        options = Call(causal=causal, scale=head_dim**-0.5)
         g = w.flip(2)
         out, lse = kernels.forward(w, options)
-
-        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-            with torch.enable_grad():
-                x = w[:1, :1].detach().to(dtype).requires_grad_()
-                result, _ = reference.forward(x, options)
-                return {"dw": torch.autograd.grad(result, x, g[:1, :1].to(dtype))[0]}
+        name = "dw" if gradient else "out"
 
         def call() -> Tensor:
-            return kernels.backward(g, None, w, out, lse, options)
+            return kernels.backward(g, None, w, out, lse, options) if gradient else kernels.forward(w, options)[0]
 
-        return Prepared(call, lambda: {"dw": call()[:1, :1]}, plain, w.dtype)
+        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+            with torch.set_grad_enabled(gradient):
+                x = w[:1, :1].detach().to(dtype).requires_grad_(gradient)
+                result, _ = reference.forward(x, options)
+                return {name: torch.autograd.grad(result, x, g[:1, :1].to(dtype))[0] if gradient else result}
+
+        return Prepared(call, lambda: {name: call()[:1, :1]}, plain, w.dtype)
 
     return make
 
@@ -95,8 +76,8 @@ def workloads() -> list[Workload]:
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         for seqlen, bucket in ((197, 256), (1024, 1024), (4096, None)):
             row = Row({}, head_dim, bucket, causal, half=True)
-            found.append(Workload(tables.FORWARD, row, _forward(seqlen, head_dim, causal)))
-            found.append(Workload(tables.BACKWARD, row, _backward(seqlen, head_dim, causal)))
+            found.append(Workload(tables.FORWARD, row, _dense(seqlen, head_dim, causal, gradient=False)))
+            found.append(Workload(tables.BACKWARD, row, _dense(seqlen, head_dim, causal, gradient=True)))
     for head_dim in (64, 128):
         found.append(Workload(tables.DECODE, Row({}, head_dim, 16, half=True), _decode(8192, head_dim)))
     return found
