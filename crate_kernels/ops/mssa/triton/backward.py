@@ -38,7 +38,7 @@ from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
     """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head."""
     own = load_block(inputs, start_j, scores.length, BLOCK_J, FORM, TERMS)
-    acc = tile.zeros(BLOCK_J, FORM.DIMS)  # (BLOCK_J, HEAD_DIM)
+    acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     if TERMS.SELECT:
         # Add up selected values first: the threshold is exact as a factor of the sum, and rounded as a weight.
         SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
@@ -50,7 +50,7 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
     else:
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     offs_j = start_j + tl.arange(0, BLOCK_J)
-    tile.store(dw, acc, offs_j, offs_j < scores.length, FORM.DIMS)
+    tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _mssa_bwd_kernel(
     if FORM.PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
         first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-        tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM.DIMS)
+        tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM)
 
 
 _DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied with all of them

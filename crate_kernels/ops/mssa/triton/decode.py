@@ -80,7 +80,7 @@ def _mssa_decode_kernel(
     w, cached = tokens_of(head, w), tokens_of(head, data)
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    w_m = tile.load(w, offs_m, offs_m < new, CACHED.DIMS)  # (BLOCK_M, HEAD_DIM)
+    w_m = tile.load(w, offs_m, offs_m < new, CACHED)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, CACHED)
 
     stretch = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
@@ -96,10 +96,10 @@ def _mssa_decode_kernel(
         state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, NEW)
         state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, NEW)
         end = tile.Tokens(cached.ptr + length.to(tl.int64) * cached.stride_s, cached.stride_s, cached.stride_d)
-        tile.store(end, w_m, offs_m, offs_m < appended, CACHED.DIMS)
+        tile.store(end, w_m, offs_m, offs_m < appended, CACHED)
 
-    part, part_lse_ptr = _stretch(step, head, split, splits, new, CACHED.DIMS.HEAD_DIM)
-    finish(state, part, part_lse_ptr, offs_m, offs_m < new, 1.0, CACHED.DIMS)
+    part, part_lse_ptr = _stretch(step, head, split, splits, new, CACHED.HEAD_DIM)
+    finish(state, part, part_lse_ptr, offs_m, offs_m < new, 1.0, CACHED)
 
 
 # Sizes vary per call: do not specialise on them.
@@ -155,7 +155,8 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         qk_scale=abs(call.scale),
     )
     shared = {"step": step, "nheads": nheads, "new": new, "capacity": data.shape[2], "splits": splits}
-    cached = Form(tile.split_dims(head_dim), launch.dot_precision(w.dtype), block_n, block_n, NEGATIVE=call.scale < 0)
+    dims, precision = tile.split_dims(head_dim), launch.dot_precision(w.dtype)
+    cached = Form(**dims._asdict(), PRECISION=precision, BLOCK=block_n, TAIL=block_n, NEGATIVE=call.scale < 0)
     with launch.guard(w.device):
         _mssa_decode_kernel[(heads * num_m * splits,)](
             **shared,
@@ -174,6 +175,6 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
             lse_ptr=lse if call.need_lse else None,
             num_m=num_m,
             BLOCK_M=_COMBINED_ROWS,
-            DIMS=cached.DIMS,
+            DIMS=dims,
         )
     return out, lse

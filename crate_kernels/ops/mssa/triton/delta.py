@@ -28,20 +28,20 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
     """Return sum_j P_ij R_ij g_i.w_j of the rows [start_m, start_m + BLOCK) of a head; ``g`` are theirs."""
     length = scores.length
     offs_m = start_m + tl.arange(0, BLOCK)
-    w_m = tile.load(w, offs_m, offs_m < length, FORM.DIMS)  # (BLOCK, HEAD_DIM)
+    w_m = tile.load(w, offs_m, offs_m < length, FORM)  # (BLOCK, HEAD_DIM)
     l_i = tl.zeros((BLOCK,), tl.float32)
     m_i, delta = l_i - float("inf"), l_i
     stop = tl.minimum(start_m + BLOCK, length) if FORM.CAUSAL else length
     for start_n in range(0, stop, BLOCK):
         offs_n = start_n + tl.arange(0, BLOCK)
-        w_n = tile.load(w, offs_n, offs_n < length, FORM.DIMS)  # (BLOCK, HEAD_DIM)
+        w_n = tile.load(w, offs_n, offs_n < length, FORM)  # (BLOCK, HEAD_DIM)
         s = mask_scores(signed_products(w_m, w_n, FORM), scores, offs_m, offs_n, FORM)  # (BLOCK, BLOCK)
         before = m_i
         m_i = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_i == -float("inf"), 0.0, m_i)
         shrink = tl.exp(before - base)
         p = tl.exp(s - base[:, None])
-        d = tile.products(g, w_n, FORM.PRECISION) * scores.call.keep_factor
+        d = tile.products(g, w_n, FORM) * scores.call.keep_factor
         d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
         l_i = l_i * shrink + tl.sum(p, 1)
         delta = delta * shrink + tl.sum(p * d, 1)
@@ -62,15 +62,15 @@ def _mssa_bwd_delta_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < head.length
     if PRODUCTS:
-        g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+        g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         if FORM.DROPOUT:
             scores = scores_of(head, seqlen, call, FORM)
             delta = _delta_of_weights(g_m, tokens_of(head, w), scores, start_m, BLOCK_M, FORM)
         else:
-            o_m = tile.load(tokens_of(head, out), offs_m, mask_m, FORM.DIMS)
+            o_m = tile.load(tokens_of(head, out), offs_m, mask_m, FORM)
             # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
             # cancels, and a sum in another order would leave its rounding.
-            s = tile.products(g_m, o_m, FORM.PRECISION)  # (BLOCK_M, BLOCK_M)
+            s = tile.products(g_m, o_m, FORM)  # (BLOCK_M, BLOCK_M)
             own = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)

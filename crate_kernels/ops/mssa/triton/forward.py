@@ -46,7 +46,7 @@ def _mssa_norms_kernel(
     pid = tl.program_id(0)
     head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     offs_m = pid % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    w_m = tile.load(tokens_of(head, w), offs_m, offs_m < head.length, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+    w_m = tile.load(tokens_of(head, w), offs_m, offs_m < head.length, FORM)  # (BLOCK_M, HEAD_DIM)
     tl.store(top_ptr + pid, tl.max(norms(w_m, call.qk_scale), 0))
 
 
@@ -76,7 +76,7 @@ def _mssa_fwd_kernel(
             top = tl.zeros((BLOCK_M,), tl.float32)
             for start_m in range(0, head.length, BLOCK_M):
                 rows = start_m + tl.arange(0, BLOCK_M)
-                top = tl.maximum(top, norms(tile.load(w, rows, rows < head.length, FORM.DIMS), call.qk_scale))
+                top = tl.maximum(top, norms(tile.load(w, rows, rows < head.length, FORM), call.qk_scale))
             before = tl.max(top, 0)
         tail = (num_m - 1) * BLOCK_M if TAIL_M < BLOCK_M else num_m * BLOCK_M
         for start_m in range(0, tail, BLOCK_M):
@@ -97,7 +97,7 @@ def _mssa_fwd_kernel(
         if FORM.PACKED:
             sequences = tl.num_programs(0) // (nheads * num_m)
             first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-            tile.zero_rows(every, first, stop, pid_m, num_m, BLOCK_M, FORM.DIMS)
+            tile.zero_rows(every, first, stop, pid_m, num_m, BLOCK_M, FORM)
             tile.zero_numbers(lse_ptr - head.start.to(tl.int64), first, stop, pid_m, num_m, BLOCK_M)
 
 
@@ -126,7 +126,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded and not whole else None
     with launch.guard(w.device):
         if top is not None:
-            norms_form = Form(tile.split_dims(sizes.head_dim), PACKED=call.packed)
+            norms_form = Form(**tile.split_dims(sizes.head_dim)._asdict(), PACKED=call.packed)
             _mssa_norms_kernel[(sizes.heads * num_m,)](**shared, top_ptr=top, FORM=norms_form)
         _mssa_fwd_kernel[(sizes.heads * (1 if whole else num_m),)](
             **shared,

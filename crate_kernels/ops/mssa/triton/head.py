@@ -13,7 +13,7 @@ import triton.language as tl
 
 from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.tile import Dims, Tokens
+from crate_kernels.ops.mssa.triton.tile import Tokens
 
 
 class Strided(NamedTuple):
@@ -46,7 +46,9 @@ class Options(NamedTuple):
 class Form(NamedTuple):
     """The constants of a kernel that attends."""
 
-    DIMS: Dims
+    HEAD_DIM: int  # and the parts of a tile, as Dims
+    FIRST: tuple[int, ...]
+    WIDTHS: tuple[int, ...]
     PRECISION: str = "ieee"  # of products of fp32
     BLOCK: int = 0  # rows of a tile that a walk goes over
     TAIL: int = 0  # rows of such a tile where masks cut
@@ -104,7 +106,6 @@ def tokens_of(head, tensor):
 @triton.jit
 def scores_of(head, seqlen, call, FORM: tl.constexpr):
     """Return the scores of a head, with its own padding mask and the value of the seed."""
-    # Triton 3.6 cannot return None.
     mask_ptr = call.mask_ptr + head.batch.to(tl.int64) * seqlen if FORM.PADDED else 0
     seed = tl.load(call.seed_ptr) if FORM.DROPOUT else 0
     return Scores(head.length, call, head.number, mask_ptr, seed)
@@ -113,7 +114,7 @@ def scores_of(head, seqlen, call, FORM: tl.constexpr):
 @triton.jit
 def signed_products(a, b, FORM: tl.constexpr):
     """Return a b^T with the sign of the scale, for ``qk_scale`` to multiply."""
-    s = tile.products(a, b, FORM.PRECISION)
+    s = tile.products(a, b, FORM)
     return -s if FORM.NEGATIVE else s
 
 

@@ -48,8 +48,9 @@ class Launch:
     def form(self, block: int, tail: int, dims: Dims | None = None, softmax: str = "online") -> Form:
         """Return the constants of the kernels that walk over tiles of ``block`` rows, of ``tail`` where masks cut."""
         call = self.call
+        parts: Dims = dims or split_dims(self.head_dim)  # pyright: ignore[reportAssignmentType]
         return Form(
-            DIMS=dims or split_dims(self.head_dim),  # pyright: ignore[reportArgumentType]
+            **parts._asdict(),
             PRECISION=launch.dot_precision(self.dtype),
             BLOCK=block,
             TAIL=tail,
@@ -65,9 +66,10 @@ class Launch:
         """Return what every kernel takes: the sizes and the call."""
         call = self.call
         options = Options(
-            cu_seqlens_ptr=call.cu_seqlens,
-            mask_ptr=call.key_padding_mask,
-            seed_ptr=call.seed,
+            # 0 for None, which Triton 3.6 cannot return from a function.
+            cu_seqlens_ptr=0 if call.cu_seqlens is None else call.cu_seqlens,
+            mask_ptr=0 if call.key_padding_mask is None else call.key_padding_mask,
+            seed_ptr=0 if call.seed is None else call.seed,
             qk_scale=abs(call.scale),
             scale=call.scale,
             drop_last=launch.drop_last(call.dropout_p) if call.dropout_p else 0,

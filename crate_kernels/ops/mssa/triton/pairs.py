@@ -49,9 +49,9 @@ _HIGHEST_HALF = tl.constexpr(1048576.0)
 
 
 @triton.jit
-def _weights(a, b, start_b, shift, scores, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _weights(a, b, start_b, shift, scores, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return exp(s - shift) of the rows of ``a`` and of ``b``; MASKED, 0 for rows of ``b`` beyond the length."""
-    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scores.call.qk_scale - shift  # (rows of a, rows of b)
+    s = tl.dot(a, tl.trans(b), input_precision=FORM.PRECISION) * scores.call.qk_scale - shift  # (rows of a, rows of b)
     if MASKED:
         s = tl.where((start_b + tl.arange(0, b.shape[0]) < scores.length)[None, :], s, -float("inf"))
     return tl.exp(s).to(b.dtype)
@@ -70,7 +70,7 @@ def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _add(state, p, w, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+def _add(state, p, w, TURNED: tl.constexpr, FORM: tl.constexpr):
     """Add p w and the sums of p's rows to a state; TURNED, w^T p and the sums of its columns.
 
     Sums are products with ones. tl.sum would leave every weight in a register until the sum is wanted, and spill; and
@@ -79,10 +79,12 @@ def _add(state, p, w, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     acc, sums = state
     if TURNED:
         ones = tl.full((64, p.shape[0]), 1.0, p.dtype)
-        return tl.dot(tl.trans(w), p, acc, input_precision=PRECISION), tl.dot(ones, p, sums, input_precision=PRECISION)
+        return tl.dot(tl.trans(w), p, acc, input_precision=FORM.PRECISION), tl.dot(
+            ones, p, sums, input_precision=FORM.PRECISION
+        )
     else:
         ones = tl.full((p.shape[1], 16), 1.0, p.dtype)
-        return tl.dot(p, w, acc, input_precision=PRECISION), tl.dot(p, ones, sums, input_precision=PRECISION)
+        return tl.dot(p, w, acc, input_precision=FORM.PRECISION), tl.dot(p, ones, sums, input_precision=FORM.PRECISION)
 
 
 @triton.jit
@@ -101,30 +103,28 @@ def _attend(tiles, shift, out, lse_ptr, scores, BLOCK: tl.constexpr, FORM: tl.co
     """Write out and lse: each tile meets itself and those before it, which are done when they have met the last."""
     LAST: tl.constexpr = len(tiles) - 1
     NARROW: tl.constexpr = tiles[LAST].shape[0] < BLOCK
-    DIMS: tl.constexpr = FORM.DIMS
-    PRECISION: tl.constexpr = FORM.PRECISION
     length = scores.length
     states = ()
     for j in tl.static_range(len(tiles)):
         w_j = tiles[j]
-        state_j = _zeros(w_j.shape[0], DIMS.WIDTHS[0], NARROW and j == LAST)
+        state_j = _zeros(w_j.shape[0], FORM.WIDTHS[0], NARROW and j == LAST)
         before = states
         states = ()
         for i in tl.static_range(j):
-            p = _weights(tiles[i], w_j, j * BLOCK, shift, scores, j == LAST, PRECISION)  # (BLOCK, rows of j)
-            state_i = _add(before[i], p, w_j, False, PRECISION)
+            p = _weights(tiles[i], w_j, j * BLOCK, shift, scores, j == LAST, FORM)  # (BLOCK, rows of j)
+            state_i = _add(before[i], p, w_j, False, FORM)
             if j == LAST:
-                _write(state_i, i * BLOCK, shift, out, lse_ptr, length, False, False, DIMS)
+                _write(state_i, i * BLOCK, shift, out, lse_ptr, length, False, False, FORM)
             else:
                 states += (state_i,)
             p = p if NARROW and j == LAST else tl.trans(p)
-            state_j = _add(state_j, p, tiles[i], NARROW and j == LAST, PRECISION)
+            state_j = _add(state_j, p, tiles[i], NARROW and j == LAST, FORM)
         # Keys beyond the end are masked as columns, and are rows to a turned state.
-        p = _weights(w_j, w_j, j * BLOCK, shift, scores, j == LAST, PRECISION)
+        p = _weights(w_j, w_j, j * BLOCK, shift, scores, j == LAST, FORM)
         p = tl.trans(p) if NARROW and j == LAST else p
-        state_j = _add(state_j, p, w_j, NARROW and j == LAST, PRECISION)
+        state_j = _add(state_j, p, w_j, NARROW and j == LAST, FORM)
         if j == LAST:
-            _write(state_j, j * BLOCK, shift, out, lse_ptr, length, True, NARROW, DIMS)
+            _write(state_j, j * BLOCK, shift, out, lse_ptr, length, True, NARROW, FORM)
         else:
             states += (state_j,)
 
@@ -143,11 +143,11 @@ def _mssa_fwd_pairs_kernel(
     low, high = tl.full((BLOCK_M,), float("inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(TILES - 1):
         rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        tiles += tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+        tiles += tile.load(at, rows, tl.full((BLOCK_M,), 1, tl.int1), FORM)  # (BLOCK_M, HEAD_DIM)
         n = norms((tiles[i],), call.qk_scale)
         low, high = tl.minimum(low, n), tl.maximum(high, n)
     rows = (TILES - 1) * BLOCK_M + tl.arange(0, TAIL_M)
-    tiles += tile.load(at, rows, rows < seqlen, FORM.DIMS)  # (TAIL_M, HEAD_DIM)
+    tiles += tile.load(at, rows, rows < seqlen, FORM)  # (TAIL_M, HEAD_DIM)
     n = norms((tiles[TILES - 1],), call.qk_scale)
     least = tl.minimum(tl.min(low, 0), tl.min(tl.where(rows < seqlen, n, float("inf")), 0))
     most = tl.maximum(tl.max(high, 0), tl.max(n, 0))

@@ -45,7 +45,7 @@ def mask_scores(s, scores, offs_m, offs_n, FORM: tl.constexpr):
 def empty_state(BLOCK_M: tl.constexpr, FORM: tl.constexpr):
     """Return the state of rows that have met no key: (accumulator, maximum or bound, sum)."""
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    return tile.zeros(BLOCK_M, FORM.DIMS), l_i - float("inf"), l_i
+    return tile.zeros(BLOCK_M, FORM), l_i - float("inf"), l_i
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def attend_tiles(
     acc, m_i, l_i = state
     for start_n in range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        w_n = tile.load(w, offs_n, offs_n < scores.length, FORM.DIMS)  # (BLOCK_N, HEAD_DIM)
+        w_n = tile.load(w, offs_n, offs_n < scores.length, FORM)  # (BLOCK_N, HEAD_DIM)
         s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             s = mask_scores(s, scores, offs_m, offs_n, FORM)
@@ -81,7 +81,7 @@ def attend_tiles(
         if PASS != "statistics":
             if FORM.DROPOUT:
                 p = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), p, 0.0)
-            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM.PRECISION)
+            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM)
     return acc, m_i, l_i
 
 
@@ -118,7 +118,7 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < scores.length
     factor = scores.call.keep_factor
-    w_m = tile.load(w, offs_m, mask_m, FORM.DIMS)  # (BLOCK_M, HEAD_DIM)
+    w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, FORM)
     if FORM.SOFTMAX == "bounded":
         acc, _, l_i = state
@@ -135,22 +135,22 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
             near = mask_m & (far == 0)
             if tl.max(near.to(tl.int32), 0) > 0:
                 bounded = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-                finish(bounded, out, lse_ptr, offs_m, near, factor, FORM.DIMS)
+                finish(bounded, out, lse_ptr, offs_m, near, factor, FORM)
             if some:
                 state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-                finish(state, out, lse_ptr, offs_m, far, factor, FORM.DIMS)
+                finish(state, out, lse_ptr, offs_m, far, factor, FORM)
         else:
             if some:
                 state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
             else:
                 state = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-            finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
+            finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
     elif FORM.SOFTMAX == "threshold":
         state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
         acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
-        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
+        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
     else:
         state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM.DIMS)
+        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)

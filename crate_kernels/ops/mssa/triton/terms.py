@@ -68,8 +68,8 @@ def load_block(inputs, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexp
     """Load the rows [start_j, start_j + BLOCK_J)."""
     # Beyond the end the last row again: zeros would be keys whose weights can overflow.
     offs = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)
-    w = tile.load(inputs.w, offs, offs >= 0, FORM.DIMS)
-    g = tile.load(inputs.g, offs, offs >= 0, FORM.DIMS) if TERMS.PRODUCTS else w
+    w = tile.load(inputs.w, offs, offs >= 0, FORM)
+    g = tile.load(inputs.g, offs, offs >= 0, FORM) if TERMS.PRODUCTS else w
     lse, delta, dlse = _load_numbers(inputs, offs, length, TERMS)
     return Block(offs=offs, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
@@ -103,19 +103,19 @@ def _add_tiles(
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = tile.load(inputs.w, offs_i, offs_i < length, FORM.DIMS)  # (BLOCK_I, HEAD_DIM)
+        w_i = tile.load(inputs.w, offs_i, offs_i < length, FORM)  # (BLOCK_I, HEAD_DIM)
         l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, TERMS)
         s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         a = tl.zeros_like(s)
         if KEY:
             p = _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
-                g_i = tile.load(inputs.g, offs_i, offs_i < length, FORM.DIMS)  # (BLOCK_I, HEAD_DIM)
+                g_i = tile.load(inputs.g, offs_i, offs_i < length, FORM)  # (BLOCK_I, HEAD_DIM)
                 weights = tl.where(p > scores.call.threshold, 1.0, 0.0) if TERMS.SELECT else p
                 weights = _dropped(weights, scores, key_i, key_j, FORM)
-                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM.PRECISION)
+                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
             if TERMS.PRODUCTS:
-                d = tile.products(own.w, g_i, FORM.PRECISION)
+                d = tile.products(own.w, g_i, FORM)
                 d = _dropped(d, scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
                 a = p * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
@@ -127,13 +127,13 @@ def _add_tiles(
             else:
                 t = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM)
             if TERMS.PRODUCTS:
-                d = tile.products(own.g, w_i, FORM.PRECISION)
+                d = tile.products(own.g, w_i, FORM)
                 d = _dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
                 a += t * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
             else:
                 a += t * own.dlse[:, None]
         if TERMS.SCORES:
-            acc = tile.add_product(acc, (a * scores.call.scale).to(w_i[0].dtype), w_i, FORM.PRECISION)
+            acc = tile.add_product(acc, (a * scores.call.scale).to(w_i[0].dtype), w_i, FORM)
     return acc
 
 

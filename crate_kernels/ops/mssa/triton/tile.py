@@ -5,8 +5,10 @@ therefore a tuple of up to three parts, 48 = 32 + 16, and a product over channel
 needs parts of at least 16 channels.
 
 Triton's compiler keeps a record constant only where it is assigned as ``tl.constexpr``: records of constants (Dims,
-Form, Terms) are apart from records of tensors (Tokens, Head, Scores, ...). Its cache of compiled kernels is not keyed
-by these classes: do not change the default of a field.
+Form, Terms) are apart from records of tensors (Tokens, Head, Scores, ...). Its cache of compiled kernels is keyed by
+the records that a kernel takes, not by those that it makes: do not change the default of a field.
+
+Of a record that a kernel takes as a constant, Triton 3.6 passes on numbers only: pass the record, not its other fields.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -118,20 +120,20 @@ def add(a, b):
 
 
 @triton.jit
-def products(a, b, PRECISION: tl.constexpr):
+def products(a, b, FORM: tl.constexpr):
     """Return a b^T in fp32, the product of every row of ``a`` with every row of ``b``."""
-    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=FORM.PRECISION)
     for k in tl.static_range(1, len(a)):
-        s = tl.dot(a[k], tl.trans(b[k]), s, input_precision=PRECISION)
+        s = tl.dot(a[k], tl.trans(b[k]), s, input_precision=FORM.PRECISION)
     return s  # (rows of a, rows of b)
 
 
 @triton.jit
-def add_product(acc, p, b, PRECISION: tl.constexpr):
+def add_product(acc, p, b, FORM: tl.constexpr):
     """Return acc + p b, with ``p`` (rows of acc, rows of b) in the dtype of ``b``."""
     total = ()
     for k in tl.static_range(len(b)):
-        total += (tl.dot(p, b[k], acc[k], input_precision=PRECISION),)
+        total += (tl.dot(p, b[k], acc[k], input_precision=FORM.PRECISION),)
     return total
 
 
