@@ -83,17 +83,17 @@ def test_rows_in_range_take_the_bounded_softmax_and_others_the_online_one(causal
         torch.testing.assert_close(either[:2], online[:2], rtol=1e-4, atol=1e-4)
 
 
-def test_distant_normalisers_take_a_second_exponential():
-    near, far = tokens(1, 2, 65, 16), 2 * WIDE.to(DEVICE) * tokens(1, 2, 65, 16)
-    for w in (near, far):
-        two = run(w, tables.BACKWARD, DERIVED=0)
-        either = run(w, tables.BACKWARD, DERIVED=1)
-        scale = two[2].abs().max()
-        torch.testing.assert_close(either[2] / scale, two[2] / scale, rtol=1e-5, atol=1e-5)
-    exact = far.double().requires_grad_()
-    out, lse = mssa(exact, return_lse=True, backend="reference")
-    (dw,) = torch.autograd.grad(out.sum() + lse.sum(), exact)
-    torch.testing.assert_close(either[2].double() / dw.abs().max(), dw / dw.abs().max(), rtol=1e-5, atol=1e-5)
+def test_one_exponential_serves_both_directions_and_distant_normalisers_take_two():
+    near, far = tokens(1, 2, 65, 16, dtype=torch.float16), WIDE.to(DEVICE) * tokens(1, 2, 65, 16)
+    for w in (near, far.half()):
+        two = run(w, tables.BACKWARD, DERIVED=0)[2]
+        either = run(w, tables.BACKWARD, DERIVED=1)[2]
+        exact = w.double().requires_grad_()
+        out, lse = mssa(exact, return_lse=True, backend="reference")
+        (dw,) = torch.autograd.grad(out.sum() + lse.sum(), exact)
+        for found in (two, either):
+            torch.testing.assert_close(found.double() / dw.abs().max(), dw / dw.abs().max(), rtol=2e-3, atol=2e-3)
+    assert torch.equal(two, either)  # of the far ones
 
 
 TILINGS = [

@@ -29,7 +29,7 @@ from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
-from crate_kernels.ops.mssa.triton.head import find_head, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
@@ -53,22 +53,10 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
     tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
 
 
-@triton.jit
-def _extent(extent_ptr, count):
-    """Return the least and the largest of ``count`` pairs."""
-    low = tl.full((64,), float("inf"), tl.float32)
-    high = -low
-    for start in range(0, count, 64):
-        offs = start + tl.arange(0, 64)
-        low = tl.minimum(low, tl.load(extent_ptr + 2 * offs, mask=offs < count, other=float("inf")))
-        high = tl.maximum(high, tl.load(extent_ptr + 2 * offs + 1, mask=offs < count, other=-float("inf")))
-    return tl.min(low, 0), tl.max(high, 0)
-
-
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_j", "num_m"])
 def _mssa_bwd_kernel(
-    g, w, dw, lse_ptr, delta_ptr, dlse_ptr, extent_ptr, nheads, seqlen, total, call, num_j, num_m,
+    g, w, dw, lse_ptr, factor_ptr, delta_ptr, dlse_ptr, extent_ptr, nheads, seqlen, total, call, num_j, num_m,
     BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
@@ -80,11 +68,12 @@ def _mssa_bwd_kernel(
     w, dw = tokens_of(head, w), tokens_of(head, dw)
     g = tokens_of(head, g) if TERMS.VALUES else w
     dlse_at = dlse_ptr + head.row if TERMS.HAS_DLSE else lse_ptr
-    inputs = Inputs(w=w, g=g, lse_ptr=lse_ptr + head.row, delta_ptr=delta_ptr + head.row, dlse_ptr=dlse_at)
+    at = head.row
+    inputs = Inputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at)
     scores = scores_of(head, seqlen, call, FORM)
-    extent = (0.0, 0.0)
+    extent = 0.0
     if TERMS.DERIVED:
-        extent = _extent(extent_ptr + 2 * head.number.to(tl.int64) * num_m, num_m)
+        extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
     start_j = pid_j * BLOCK_J
     if TAIL_J < BLOCK_J:
         if pid_j == num_j - 1:
@@ -99,6 +88,7 @@ def _mssa_bwd_kernel(
         tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM)
 
 
+_MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take registers that wider tiles do not leave
 _DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied with all of them
 
 
@@ -113,17 +103,21 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     products = dout is not None and not select
     scores = products or dlse is not None
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
-    derived = bool(config.pop("DERIVED")) and scores and not (call.masked or select)
+    # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
+    derived = bool(config.pop("DERIVED")) and scores and w.dtype != torch.float32 and not (call.masked or select)
     block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
+    if call.seed is not None:
+        block_i = min(block_i, _MASKED_ROWS)
     num_j, num_m = sizes.blocks(block_j), sizes.blocks(_DELTA_ROWS)
     g, lse = w if dout is None else dout, lse.contiguous()
-    form = sizes.form(block_i, block_i if call.causal else sizes.tail(block_i))
+    form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
     shared = {
         "g": strided(g),
         "w": strided(w),
         "lse_ptr": lse,
+        "factor_ptr": torch.empty_like(lse),
         "delta_ptr": torch.empty_like(lse),
-        "extent_ptr": w.new_empty(sizes.heads, num_m, 2, dtype=torch.float32),
+        "extent_ptr": w.new_empty(sizes.heads, num_m, dtype=torch.float32),
         "num_m": num_m,
         **sizes.arguments(),
     }

@@ -28,7 +28,7 @@ from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, key_range, tokens_of
 from crate_kernels.ops.mssa.triton.launch import strided
-from crate_kernels.ops.mssa.triton.rows import attend_tiles, empty_state, finish
+from crate_kernels.ops.mssa.triton.rows import LOG2_E, attend_tiles, empty_state, finish
 
 
 class Step(NamedTuple):
@@ -122,7 +122,7 @@ def _mssa_combine_kernel(
     acc = tile.zeros(BLOCK_M, DIMS)  # (BLOCK_M, HEAD_DIM)
     for split in range(splits):
         part, part_lse_ptr = _stretch(step, head, split, splits, new, DIMS.HEAD_DIM)
-        share = tl.exp(tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")) - base)
+        share = tl.exp2((tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")) - base) * LOG2_E)
         acc = tile.add(acc, tile.scale(tile.load(part, offs_m, mask_m, DIMS), share))
         total += share
     if lse_ptr is not None:

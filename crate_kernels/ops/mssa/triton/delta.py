@@ -1,4 +1,4 @@
-"""Two numbers that the backward of subspace attention needs first: ``delta`` per row, the extent of lse per block.
+"""Numbers that the backward of subspace attention needs first: ``delta`` and exp(-lse) per row, max |lse| per block.
 
 ``delta_i = g_i . out_i``, except with dropout: where one weight is all, out is ``factor w_j`` rounded, the backward
 subtracts delta from ``factor g_i.w_j``, and what the rounding took is multiplied by ``s_ij``. There delta is found as
@@ -20,7 +20,8 @@ import triton.language as tl
 
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import find_head, kept, scores_of, signed_products, tokens_of
-from crate_kernels.ops.mssa.triton.rows import mask_scores
+from crate_kernels.ops.mssa.triton.rows import LOG2_E, mask_scores
+from crate_kernels.ops.mssa.triton.terms import shared_factor
 
 
 @triton.jit
@@ -39,8 +40,8 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
         before = m_i
         m_i = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_i == -float("inf"), 0.0, m_i)
-        shrink = tl.exp(before - base)
-        p = tl.exp(s - base[:, None])
+        shrink = tl.exp2((before - base) * LOG2_E)
+        p = tl.exp2((s - base[:, None]) * LOG2_E)
         d = tile.products(g, w_n, FORM) * scores.call.keep_factor
         d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
         l_i = l_i * shrink + tl.sum(p, 1)
@@ -51,10 +52,10 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_delta_kernel(
-    g, out, w, lse_ptr, delta_ptr, extent_ptr, nheads, seqlen, total, call, num_m,
+    g, out, w, lse_ptr, factor_ptr, delta_ptr, extent_ptr, nheads, seqlen, total, call, num_m,
     PRODUCTS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write delta of every row, and the least and the largest lse of every FORM.BLOCK of them."""
+    """Write delta of every row, exp(-lse), and the largest |lse| of every FORM.BLOCK rows."""
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
     start_m = pid % num_m * BLOCK_M
@@ -75,5 +76,5 @@ def _mssa_bwd_delta_kernel(
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
     base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
-    tl.store(extent_ptr + 2 * pid.to(tl.int64), tl.min(tl.where(mask_m, base, float("inf")), 0))
-    tl.store(extent_ptr + 2 * pid.to(tl.int64) + 1, tl.max(tl.where(mask_m, base, -float("inf")), 0))
+    tl.store(factor_ptr + head.row + offs_m, shared_factor(base), mask=mask_m)
+    tl.store(extent_ptr + pid, tl.max(tl.abs(base), 0))

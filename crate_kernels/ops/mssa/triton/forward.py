@@ -21,20 +21,10 @@ from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa.call import Call, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
-from crate_kernels.ops.mssa.triton.head import Form, find_head, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.head import Form, find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.pairs import MOST_TILES, forward_pairs
 from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
-
-
-@triton.jit
-def _largest(top_ptr, count):
-    """Return the largest of ``count`` numbers, none of which is negative."""
-    top = tl.zeros((64,), tl.float32)
-    for start in range(0, count, 64):
-        offs = start + tl.arange(0, 64)
-        top = tl.maximum(top, tl.load(top_ptr + offs, mask=offs < count, other=0.0))
-    return tl.max(top, 0)
 
 
 # Sizes vary per call: do not specialise on them.
@@ -86,7 +76,7 @@ def _mssa_fwd_kernel(
     else:
         start_m = pid_m * BLOCK_M
         if FORM.SOFTMAX == "bounded":
-            before = _largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
+            before = largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
         if TAIL_M < BLOCK_M:
             if pid_m == num_m - 1:
                 attend_rows(w, out, lse_ptr, scores, start_m, before, TAIL_M, FORM)
@@ -99,6 +89,9 @@ def _mssa_fwd_kernel(
             first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
             tile.zero_rows(every, first, stop, pid_m, num_m, BLOCK_M, FORM)
             tile.zero_numbers(lse_ptr - head.start.to(tl.int64), first, stop, pid_m, num_m, BLOCK_M)
+
+
+_MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave
 
 
 def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -121,7 +114,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return out, lse
     whole = whole and many and not call.packed and not (call.causal and bounded)
     kind = "bounded" if bounded else "online" if call.threshold is None else "threshold"
-    tail_n = block_n if call.causal else sizes.tail(block_n)
+    tail_n = min(block_n, _MASKED_KEYS) if call.causal else min(sizes.tail(block_n), _MASKED_KEYS)
     shared = {"w": strided(w), "num_m": num_m, "BLOCK_M": block_m, **sizes.arguments()}
     top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded and not whole else None
     with launch.guard(w.device):

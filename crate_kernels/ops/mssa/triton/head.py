@@ -131,7 +131,7 @@ def allowed(scores, queries, keys, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def cut_anywhere(form):
-    """Return whether masks other than the causal diagonal and the end may cut any tile."""
+    """Return whether masks other than the causal diagonal and the end may cut any tile, or leave a row without keys."""
     return form.PADDED
 
 
@@ -148,3 +148,13 @@ def key_range(scores, start, ROWS: tl.constexpr, FORM: tl.constexpr):
 def kept(scores, queries, keys):
     """Return which weights dropout keeps."""
     return jit.keep_mask(scores.seed, scores.head, queries, keys, scores.call.drop_last)
+
+
+@triton.jit
+def largest(top_ptr, count):
+    """Return the largest of ``count`` numbers, none of which is negative."""
+    top = tl.zeros((64,), tl.float32)
+    for start in range(0, count, 64):
+        offs = start + tl.arange(0, 64)
+        top = tl.maximum(top, tl.load(top_ptr + offs, mask=offs < count, other=0.0))
+    return tl.max(top, 0)

@@ -35,7 +35,7 @@ from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import Scores, find_head, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
-from crate_kernels.ops.mssa.triton.rows import HIGHEST, RANGE, attend_rows, finish, norms
+from crate_kernels.ops.mssa.triton.rows import HIGHEST, LOG2_E, RANGE, attend_rows, finish, norms
 
 MOST_TILES = 4  # tuples are unrolled: the pairs are code
 
@@ -54,7 +54,7 @@ def _weights(a, b, start_b, shift, scores, MASKED: tl.constexpr, FORM: tl.conste
     s = tl.dot(a, tl.trans(b), input_precision=FORM.PRECISION) * scores.call.qk_scale - shift  # (rows of a, rows of b)
     if MASKED:
         s = tl.where((start_b + tl.arange(0, b.shape[0]) < scores.length)[None, :], s, -float("inf"))
-    return tl.exp(s).to(b.dtype)
+    return tl.exp2(s * LOG2_E).to(b.dtype)
 
 
 @triton.jit

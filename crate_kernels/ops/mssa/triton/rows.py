@@ -1,7 +1,9 @@
 """A block of query rows in the forward: its walk over tiles of keys, in either form of the softmax.
 
-Scores are not scaled by log2(e), which would save the exponential a multiplication: lse would be rounded there and
-back, and the backward would see large weights of 1 as 1.001 where scores reach thousands.
+Exponentials are powers of two: on a GPU that is one instruction, and ``tl.exp`` five. What is subtracted from a score
+is in nats, and the difference is multiplied by log2(e): scores in powers of two would save that multiplication, but lse
+would be rounded there and back, and the backward would see large weights of 1 as 1.001 where scores reach thousands.
+The bounded form has scores too small for that.
 
 Two forms of the softmax:
 
@@ -10,7 +12,7 @@ Two forms of the softmax:
   ``n_i + max_j n_j`` bounds row i before any score is known: no maximum, no rescaling. The row's sum is at least
   ``exp(n_i - max n)``; rows for which that could leave fp32's range take the online form instead. So do rows that see
   an n above HIGHEST: their largest weight would not be exactly 1, and out not exactly w where that weight is all, which
-  the backward would magnify by s_ii.
+  the backward would magnify by s_ii. The bound is rounded up to a whole number of powers of two.
 
 In the causal form the maximum of n is over j <= i, and each row takes its form by itself: no bit of a prefix depends
 on what comes after it.
@@ -28,6 +30,9 @@ import triton.language as tl
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, key_range, signed_products
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+SUMS = tl.constexpr(8)  # columns: the narrowest product
+LN_2 = tl.constexpr(0.6931471805599453)
 # A row's sum is then at least 2^-80, and a weight that underflows at most 2^-46 of it.
 RANGE = tl.constexpr(55.0)
 # Up to this n every weight of a row is above fp32's rounding of the largest: none is all.
@@ -49,6 +54,19 @@ def empty_state(BLOCK_M: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def _add_sums(sums, p):
+    """Add the sums of the rows of rounded weights to each of equal columns.
+
+    The sum is of the weights that the other product takes: one that is all of a row then gives its token exactly. It is
+    a product with ones, because adding up what was rounded would convert every weight twice.
+    """
+    if p.dtype == tl.float32:
+        return sums + tl.sum(p, 1)[:, None]
+    else:
+        return tl.dot(p, tl.full((p.shape[1], SUMS), 1.0, p.dtype), sums)
+
+
+@triton.jit
 def attend_tiles(
     state, w_m, w, scores, offs_m, start, stop, PASS: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr
 ):
@@ -57,27 +75,37 @@ def attend_tiles(
     acc, m_i, l_i = state
     for start_n in range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        w_n = tile.load(w, offs_n, offs_n < scores.length, FORM)  # (BLOCK_N, HEAD_DIM)
-        s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
         if MASKED:
-            s = mask_scores(s, scores, offs_m, offs_n, FORM)
-        before = m_i
-        if PASS == "online" or PASS == "statistics":
-            m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.call.qk_scale)
-        # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
-        base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
-        if PASS == "online" or PASS == "statistics":
-            shrink = tl.exp(before - base)
-            l_i = l_i * shrink
-            if PASS == "online":
-                acc = tile.scale(acc, shrink)
-        # Where nothing is masked, the scaling is part of the exponent's multiply-add.
-        p = tl.exp((s if MASKED else s * scores.call.qk_scale) - base[:, None])
-        if PASS == "select":
-            # Against the sum, not divided by it: a probability equal to the threshold is not above it.
-            p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
+            w_n = tile.load(w, offs_n, offs_n < scores.length, FORM)  # (BLOCK_N, HEAD_DIM)
         else:
-            l_i += tl.sum(p, 1)
+            w_n = tile.load_whole(w, offs_n, FORM)
+        s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
+        if PASS == "bounded":
+            p = tl.exp2(s * (scores.call.qk_scale * LOG2_E) - m_i[:, None])
+            if MASKED:
+                p = tl.where(allowed(scores, offs_m[:, None], offs_n[None, :], FORM), p, 0.0)
+            p = p.to(w_n[0].dtype)
+            l_i = _add_sums(l_i, p)
+        else:
+            if MASKED:
+                s = mask_scores(s, scores, offs_m, offs_n, FORM)
+            before = m_i
+            if PASS != "select":
+                m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.call.qk_scale)
+            # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
+            base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
+            if PASS != "select":
+                shrink = tl.exp2((before - base) * LOG2_E)
+                l_i = l_i * shrink
+                if PASS == "online":
+                    acc = tile.scale(acc, shrink)
+            # Where nothing is masked, the scaling is part of the exponent's multiply-add.
+            p = tl.exp2(((s if MASKED else s * scores.call.qk_scale) - base[:, None]) * LOG2_E)
+            if PASS == "select":
+                # Against the sum, not divided by it: a probability equal to the threshold is not above it.
+                p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
+            else:
+                l_i += tl.sum(p, 1)
         if PASS != "statistics":
             if FORM.DROPOUT:
                 p = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), p, 0.0)
@@ -119,9 +147,7 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     mask_m = offs_m < scores.length
     factor = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-    state = empty_state(BLOCK_M, FORM)
     if FORM.SOFTMAX == "bounded":
-        acc, _, l_i = state
         n_m = norms(w_m, scores.call.qk_scale)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
         if FORM.CAUSAL:
@@ -129,28 +155,22 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
             own = tl.arange(0, BLOCK_M)
             top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
         far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST))
-        some = tl.max(far.to(tl.int32), 0) > 0
-        bounded = (acc, n_m + top, l_i)
-        if FORM.CAUSAL:
-            near = mask_m & (far == 0)
-            if tl.max(near.to(tl.int32), 0) > 0:
-                bounded = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-                finish(bounded, out, lse_ptr, offs_m, near, factor, FORM)
-            if some:
-                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-                finish(state, out, lse_ptr, offs_m, far, factor, FORM)
-        else:
-            if some:
-                state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-            else:
-                state = _walk(bounded, w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-            finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
+        near = mask_m & (far == 0)
+        # A whole number of powers of two is exact, and the scaling then one multiply-add.
+        shift = tl.ceil((n_m + top) * LOG2_E)
+        if tl.max(near.to(tl.int32), 0) > 0:
+            acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, SUMS), tl.float32)
+            acc, _, sums = _walk((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
+            finish((acc, shift * LN_2, tl.max(sums, 1)), out, lse_ptr, offs_m, near, factor, FORM)
+        if tl.max(far.to(tl.int32), 0) > 0:
+            state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
+            finish(state, out, lse_ptr, offs_m, far, factor, FORM)
     elif FORM.SOFTMAX == "threshold":
-        state = _walk(state, w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
+        state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
         acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
     else:
-        state = _walk(state, w_m, w, scores, start_m, "online", BLOCK_M, FORM)
+        state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)

@@ -42,14 +42,15 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=72, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
-    Row(_forward(128, 64, 8, 3), head_dim=128, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
+    Row(_forward(128, 128, 8, 2), head_dim=128, half=True),
     *_FORWARD_WIDE,
 )
 # Its 512 columns of tensor memory hold two programs at a time. Its registers do, too, but not in all forms:
 #   keys per tile                64: 127 registers     128: 254
 #   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
-    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 64, 4, 2, bounded=0, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
     *_FORWARD_WIDE,
 )
@@ -108,8 +109,11 @@ _BACKWARD_AMPERE = (
 )
 _BACKWARD_HOPPER = (
     Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 64, 8, 2), head_dim=64, causal=False, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
+    Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
+    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 2), half=True),
     *_BACKWARD_SINGLE,

@@ -1,6 +1,6 @@
 """The walk of the backward: tiles of rows i add to the gradient of a block of rows j; backward.py has the equations.
 
-Where all L of a sequence are within EXTENT, the second exponential is ``P_ji = P_ij exp(L_i - c) exp(c - L_j)``.
+Where no L of a sequence is beyond EXTENT, both weights come from one exponential, ``P_ij = exp(s_ij) exp(-L_i)``.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -16,10 +16,17 @@ import triton.language as tl
 
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, signed_products
+from crate_kernels.ops.mssa.triton.rows import LOG2_E
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
-# Only weights below 2^-62 underflow on the way, whatever factors follow.
+# exp(s) is then finite, as no s is above its L, and a weight that underflows on the way below 2^-62.
 EXTENT = tl.constexpr(44.0)
+
+
+@triton.jit
+def shared_factor(lse):
+    """Return exp(-L), of L that are not beyond EXTENT."""
+    return tl.exp2(tl.minimum(-lse, EXTENT) * LOG2_E)
 
 
 class Terms(NamedTuple):
@@ -30,7 +37,7 @@ class Terms(NamedTuple):
     PRODUCTS: bool = False  # A has g.w - delta in it
     HAS_DLSE: bool = False  # A has dlse in it
     SELECT: bool = False  # phi="threshold": P is 1 where it is above the threshold, else 0
-    DERIVED: bool = False  # the second exponential comes from the first
+    DERIVED: bool = False  # one exponential for both directions, where that is exact
 
 
 class Inputs(NamedTuple):
@@ -39,6 +46,7 @@ class Inputs(NamedTuple):
     w: Tokens
     g: Tokens
     lse_ptr: tl.tensor
+    factor_ptr: tl.tensor  # exp(-L)
     delta_ptr: tl.tensor
     dlse_ptr: tl.tensor
 
@@ -55,12 +63,27 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def _load_numbers(inputs, offs, length, TERMS: tl.constexpr):
-    """Load L, delta and dlse of some rows; L is inf, and every weight then 0, where a row is absent or sees no key."""
-    lse = tl.load(inputs.lse_ptr + offs, mask=offs < length, other=-float("inf"))
-    delta = tl.load(inputs.delta_ptr + offs, mask=offs < length, other=0.0) if TERMS.PRODUCTS else 0.0
-    dlse = tl.load(inputs.dlse_ptr + offs, mask=offs < length, other=0.0) if TERMS.HAS_DLSE else 0.0
-    return tl.where(lse == -float("inf"), float("inf"), lse), delta, dlse
+def _load_number(ptr, offs, length, absent, MASKED: tl.constexpr):
+    """Load a number of some rows; MASKED, of those that exist."""
+    return tl.load(ptr + offs, mask=offs < length, other=absent) if MASKED else tl.load(ptr + offs)
+
+
+@triton.jit
+def _load_numbers(inputs, offs, length, MASKED: tl.constexpr, SHARED: tl.constexpr, TERMS: tl.constexpr):
+    """Load L, delta and dlse of some rows; L is inf, and every weight then 0, where a row is absent or sees no key.
+
+    SHARED, exp(-L) in place of L.
+    """
+    lse = _load_number(inputs.factor_ptr if SHARED else inputs.lse_ptr, offs, length, -float("inf"), MASKED)
+    delta = _load_number(inputs.delta_ptr, offs, length, 0.0, MASKED) if TERMS.PRODUCTS else 0.0
+    dlse = _load_number(inputs.dlse_ptr, offs, length, 0.0, MASKED) if TERMS.HAS_DLSE else 0.0
+    return tl.where(lse == -float("inf"), float("inf"), lse) if MASKED else lse, delta, dlse
+
+
+@triton.jit
+def _load_rows(tokens, offs, length, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Load a tile (rows, HEAD_DIM); MASKED, those of its rows that exist."""
+    return tile.load(tokens, offs, offs < length, FORM) if MASKED else tile.load_whole(tokens, offs, FORM)
 
 
 @triton.jit
@@ -70,7 +93,7 @@ def load_block(inputs, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexp
     offs = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)
     w = tile.load(inputs.w, offs, offs >= 0, FORM)
     g = tile.load(inputs.g, offs, offs >= 0, FORM) if TERMS.PRODUCTS else w
-    lse, delta, dlse = _load_numbers(inputs, offs, length, TERMS)
+    lse, delta, dlse = _load_numbers(inputs, offs, length, True, False, TERMS)
     return Block(offs=offs, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
 
@@ -80,7 +103,7 @@ def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: t
     exponent = s * scores.call.qk_scale - base
     if MASKED:
         exponent = tl.where(allowed(scores, queries, keys, FORM), exponent, -float("inf"))
-    return tl.exp(exponent)
+    return tl.exp2(exponent * LOG2_E)
 
 
 @triton.jit
@@ -93,47 +116,52 @@ def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
 
 @triton.jit
 def _add_tiles(
-    acc, own, inputs, scores, start, stop, centre,
+    acc, own, inputs, scores, start, stop,
     MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, KEY: tl.constexpr = True, QUERY: tl.constexpr = True,
 ):  # fmt: skip
     """Add the terms of rows [start, stop) to the owned rows, which take part as KEY, as QUERY or as both."""
     BLOCK_I: tl.constexpr = FORM.TAIL if MASKED else FORM.BLOCK
-    length = scores.length
+    SHARED: tl.constexpr = TERMS.DERIVED and not MASKED
+    length, scale = scores.length, scores.call.scale
     key_j = own.offs[:, None]
+    factor_j = (shared_factor(own.lse) * scale)[:, None] if SHARED else 0.0
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = tile.load(inputs.w, offs_i, offs_i < length, FORM)  # (BLOCK_I, HEAD_DIM)
-        l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, TERMS)
+        w_i = _load_rows(inputs.w, offs_i, length, MASKED, FORM)
+        l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)
         s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         a = tl.zeros_like(s)
+        if SHARED:
+            e = tl.exp2(s * (scores.call.qk_scale * LOG2_E))
         if KEY:
-            p = _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
+            p = e * l_i[None, :] if SHARED else _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
-                g_i = tile.load(inputs.g, offs_i, offs_i < length, FORM)  # (BLOCK_I, HEAD_DIM)
+                g_i = _load_rows(inputs.g, offs_i, length, MASKED, FORM)
                 weights = tl.where(p > scores.call.threshold, 1.0, 0.0) if TERMS.SELECT else p
                 weights = _dropped(weights, scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
+            weight = (l_i * scale)[None, :] if SHARED else p * scale
             if TERMS.PRODUCTS:
                 d = tile.products(own.w, g_i, FORM)
                 d = _dropped(d, scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
-                a = p * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
+                a = weight * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
             elif TERMS.HAS_DLSE:
-                a = p * dlse_i[None, :]
+                a = weight * dlse_i[None, :]
         if QUERY and TERMS.SCORES:
-            if TERMS.DERIVED and not MASKED:
-                t = p * tl.exp(l_i - centre)[None, :] * tl.exp(centre - own.lse)[:, None]
+            if SHARED:
+                weight = factor_j
             else:
-                t = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM)
+                weight = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
             if TERMS.PRODUCTS:
                 d = tile.products(own.g, w_i, FORM)
                 d = _dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
-                a += t * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
+                a += weight * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
             else:
-                a += t * own.dlse[:, None]
+                a += weight * own.dlse[:, None]
         if TERMS.SCORES:
-            acc = tile.add_product(acc, (a * scores.call.scale).to(w_i[0].dtype), w_i, FORM)
+            acc = tile.add_product(acc, (e * a if SHARED else a).to(w_i[0].dtype), w_i, FORM)
     return acc
 
 
@@ -143,16 +171,18 @@ def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM:
     length = scores.length
     if FORM.CAUSAL:
         after = tl.minimum(start_j + BLOCK_J, length)
+        whole = after if cut_anywhere(FORM) else after + (length - after) // FORM.BLOCK * FORM.BLOCK
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, 0.0, cut_anywhere(FORM), FORM, TERMS, KEY=False)
-        acc = _add_tiles(acc, own, inputs, scores, start_j, after, 0.0, True, FORM, TERMS)
-        return _add_tiles(acc, own, inputs, scores, after, length, 0.0, cut_anywhere(FORM), FORM, TERMS, QUERY=False)
+            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, cut_anywhere(FORM), FORM, TERMS, KEY=False)
+        acc = _add_tiles(acc, own, inputs, scores, start_j, after, True, FORM, TERMS)
+        if not cut_anywhere(FORM):
+            acc = _add_tiles(acc, own, inputs, scores, after, whole, False, FORM, TERMS, QUERY=False)
+        return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS, QUERY=False)
     else:
-        low, high = extent
         whole = 0 if cut_anywhere(FORM) else length // FORM.BLOCK * FORM.BLOCK
         if TERMS.DERIVED:
-            # Rows further apart are rare: they take the masked loop from the start instead of a third one.
-            whole = tl.where(high - low <= EXTENT, whole, 0)
+            # Larger L are rare: they take the masked loop from the start instead of a third one.
+            whole = tl.where(extent <= EXTENT, whole, 0)
         if not cut_anywhere(FORM):
-            acc = _add_tiles(acc, own, inputs, scores, 0, whole, 0.5 * (low + high), False, FORM, TERMS)
-        return _add_tiles(acc, own, inputs, scores, whole, length, 0.0, True, FORM, TERMS)
+            acc = _add_tiles(acc, own, inputs, scores, 0, whole, False, FORM, TERMS)
+        return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS)

@@ -62,16 +62,24 @@ def whole_dims(head_dim):
 
 
 @triton.jit
-def _part(tokens, rows, mask, k: tl.constexpr, DIMS: tl.constexpr):
-    """Return the pointers of part ``k`` of a tile, and a mask of those that exist: rows of ``mask``, real channels."""
-    WIDTH: tl.constexpr = DIMS.WIDTHS[k]
-    tl.static_assert(WIDTH >= 16)
-    channels = DIMS.FIRST[k] + tl.arange(0, WIDTH)
-    inside = mask[:, None]
-    if DIMS.FIRST[k] + WIDTH > DIMS.HEAD_DIM:
-        inside = inside & (channels < DIMS.HEAD_DIM)[None, :]
+def _pointers(tokens, rows, k: tl.constexpr, DIMS: tl.constexpr):
+    """Return the pointers of part ``k`` of a tile."""
+    tl.static_assert(DIMS.WIDTHS[k] >= 16)
+    channels = DIMS.FIRST[k] + tl.arange(0, DIMS.WIDTHS[k])
     offsets = rows.to(tl.int64)[:, None] * tokens.stride_s + channels.to(tl.int64)[None, :] * tokens.stride_d
-    return tokens.ptr + offsets, inside  # (rows, WIDTH)
+    return tokens.ptr + offsets  # (rows, WIDTH)
+
+
+@triton.jit
+def _real(k: tl.constexpr, DIMS: tl.constexpr):
+    """Return which channels of part ``k`` exist, (1, WIDTH)."""
+    return (DIMS.FIRST[k] + tl.arange(0, DIMS.WIDTHS[k]) < DIMS.HEAD_DIM)[None, :]
+
+
+@triton.constexpr_function
+def _padded(k, dims):
+    """Return whether part ``k`` has channels that do not exist."""
+    return dims.FIRST[k] + dims.WIDTHS[k] > dims.HEAD_DIM
 
 
 @triton.jit
@@ -79,8 +87,18 @@ def load(tokens, rows, mask, DIMS: tl.constexpr):
     """Load a tile; rows outside ``mask`` and channels beyond head_dim are 0."""
     tile = ()
     for k in tl.static_range(len(DIMS.WIDTHS)):
-        at, inside = _part(tokens, rows, mask, k, DIMS)
-        tile += (tl.load(at, mask=inside, other=0.0),)
+        inside = mask[:, None] & _real(k, DIMS) if _padded(k, DIMS) else mask[:, None]
+        tile += (tl.load(_pointers(tokens, rows, k, DIMS), mask=inside, other=0.0),)
+    return tile
+
+
+@triton.jit
+def load_whole(tokens, rows, DIMS: tl.constexpr):
+    """Load a tile all of whose rows exist: copies without predicates."""
+    tile = ()
+    for k in tl.static_range(len(DIMS.WIDTHS)):
+        at = _pointers(tokens, rows, k, DIMS)
+        tile += (tl.load(at, mask=_real(k, DIMS), other=0.0) if _padded(k, DIMS) else tl.load(at),)
     return tile
 
 
@@ -88,8 +106,8 @@ def load(tokens, rows, mask, DIMS: tl.constexpr):
 def store(tokens, tile, rows, mask, DIMS: tl.constexpr):
     """Store a tile in the dtype of the pointer; rows outside ``mask`` are left alone."""
     for k in tl.static_range(len(tile)):
-        at, inside = _part(tokens, rows, mask, k, DIMS)
-        tl.store(at, tile[k].to(tokens.ptr.dtype.element_ty), mask=inside)
+        inside = mask[:, None] & _real(k, DIMS) if _padded(k, DIMS) else mask[:, None]
+        tl.store(_pointers(tokens, rows, k, DIMS), tile[k].to(tokens.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
