@@ -159,7 +159,8 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
         # A whole number of powers of two is exact, and the scaling then one multiply-add.
         shift = tl.ceil((n_m + top) * LOG2_E)
         if tl.max(near.to(tl.int32), 0) > 0:
-            acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, SUMS), tl.float32)
+            COLUMNS: tl.constexpr = 1 if w.ptr.dtype.element_ty == tl.float32 else SUMS
+            acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, COLUMNS), tl.float32)
             acc, _, sums = _walk((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
             finish((acc, shift * LN_2, tl.max(sums, 1)), out, lse_ptr, offs_m, near, factor, FORM)
         if tl.max(far.to(tl.int32), 0) > 0:
