@@ -39,9 +39,7 @@ def test_running_sums_need_no_exchange():
     """A thread has all tokens of its channels: scans are additions, and shuffles are for sums over channels alone."""
     for launch in harness.launches(causal(1024, 16, 64, bias=False), "sm_90"):
         if launch.arguments.get("TOTALS") or launch.arguments.get("DW"):
-            ptx = triton.compile(harness._source(launch), target=harness.TARGETS["sm_90"], options=launch.options).asm[
-                "ptx"
-            ]
+            ptx = harness.assemble(launch, "sm_90").compiled.asm["ptx"]
             elements = launch.arguments["BLOCK_N"] * launch.arguments["BLOCK_H"] * launch.arguments["BLOCK_D"]
             # A warp-wide scan would take two shuffles an element and more; reversed, ten more.
             assert ptx.count("shfl.sync") * 32 * launch.options["num_warps"] < elements / 2, launch.arguments

@@ -61,7 +61,7 @@ def traffic(launch):
     """
     arguments, name = launch.arguments, launch.function.__name__
     if name == "_mssa_decode_kernel":
-        return arguments["BLOCK_N"] * arguments["HEAD_DIM"] * _ITEM
+        return arguments["CACHED"].BLOCK * arguments["CACHED"].HEAD_DIM * _ITEM
     steps = [passes for step, passes in _PASSES.get(name, {}).items() if arguments.get(step)]
     if len(steps) != 1:  # several steps have a loop each
         return None

@@ -83,7 +83,7 @@ def launches(call, target):
     return found
 
 
-def _source(launch, target):
+def source_of(launch, target):
     """Return the source of a launch, specialised as Triton itself does where it runs."""
     function, backend = launch.function, make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
@@ -108,7 +108,7 @@ def assemble(launch, target):
 
     Triton's cache does not keep the assembler's report, so its entry is not read.
     """
-    source = _source(launch, TARGETS[target])
+    source = source_of(launch, TARGETS[target])
     key = source.hash(), str(launch.options), target
     if key not in _ASSEMBLED:
         said = io.StringIO()
@@ -127,7 +127,7 @@ def nvidia_tool(name):
 def compile_launch(launch, target):
     """Compile one launch for ``target`` and read its resources."""
     gpu = (TARGETS | ADA)[target]
-    source = _source(launch, gpu)
+    source = source_of(launch, gpu)
     known = _ASSEMBLED.get((source.hash(), str(launch.options), target))
     compiled = known.compiled if known else triton.compile(source, target=gpu, options=launch.options)
     config = {k: v for k, v in launch.arguments.items() if k.startswith(("BLOCK", "PART", "TAIL"))}

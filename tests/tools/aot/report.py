@@ -22,7 +22,10 @@ _PIPES = ("issue", "tensor", "mufu", "fp32", "alu", "imad", "half", "double", "s
 
 def step(launch):
     """Name a launch: its function, and the steps of it that its constants switch on."""
-    switched = [k.lower() for k, v in launch.arguments.items() if v is True and k.isupper()]
+    constants = {}
+    for name, value in launch.arguments.items():
+        constants |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+    switched = [k.lower() for k, v in constants.items() if v is True and k.isupper()]
     return "-".join([launch.function.__name__.strip("_").removesuffix("_kernel"), *switched])
 
 
