@@ -1,4 +1,5 @@
-// The options of a call of token statistics, as listed in crate_kernels/ops/tssa/call.py, and the ops of either device.
+// A call of token statistics: its options, as listed in crate_kernels/ops/tssa/call.py, and its tensors. The ops of
+// either device take the same arguments.
 #pragma once
 
 #include <cmath>
@@ -24,25 +25,61 @@ struct TssaCall {
 
 template <>
 inline TssaCall Arguments::take<TssaCall>() {
-  return {take<std::optional<Tensor>>(), take<std::optional<Tensor>>(), take<int64_t>(), take<std::optional<Tensor>>(),
-          take<double>()};
+  using Optional = std::optional<Tensor>;
+  return {take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), take<double>()};
+}
+
+// A forward. `energy` and `moment`: results of the full form; with `mass` and `lengths`, the state of a cache, which
+// the call advances. Sums are workspaces of CUDA ops, absent where a sequence is not cut into chunks.
+struct TssaForwardArgs {
+  bool causal;
+  Tensor w, temp;
+  std::optional<Tensor> denom_bias;
+  TssaCall call;
+  Tensor out, membership;
+  std::optional<Tensor> energy, moment, mass, lengths, sums_1, sums_2;
+};
+
+template <>
+inline TssaForwardArgs Arguments::take<TssaForwardArgs>() {
+  using Optional = std::optional<Tensor>;
+  return {take<bool>(),     take<Tensor>(),   take<Tensor>(),   take<Optional>(), take<TssaCall>(),
+          take<Tensor>(),   take<Tensor>(),   take<Optional>(), take<Optional>(), take<Optional>(),
+          take<Optional>(), take<Optional>(), take<Optional>()};
+}
+
+// A backward. `energy` and `moment`: of the full form. CUDA ops take `dtemp` by sequence, absent where `sums_3` ends in
+// it, and workspaces: `dlogit`, and sums as above.
+struct TssaBackwardArgs {
+  bool causal;
+  Tensor dout;
+  std::optional<Tensor> dmembership;
+  Tensor w, temp;
+  std::optional<Tensor> denom_bias;
+  Tensor membership;
+  std::optional<Tensor> energy, moment;
+  TssaCall call;
+  Tensor dw;
+  std::optional<Tensor> dtemp, ddenom_bias, dlogit, sums_1, sums_2, sums_3;
+};
+
+template <>
+inline TssaBackwardArgs Arguments::take<TssaBackwardArgs>() {
+  using Optional = std::optional<Tensor>;
+  return {take<bool>(),     take<Tensor>(),   take<Optional>(), take<Tensor>(),   take<Tensor>(),  take<Optional>(),
+          take<Tensor>(),   take<Optional>(), take<Optional>(), take<TssaCall>(), take<Tensor>(),  take<Optional>(),
+          take<Optional>(), take<Optional>(), take<Optional>(), take<Optional>(), take<Optional>()};
 }
 
 #define CRATE_TSSA_CALL "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p"
-// Arguments that CPU and CUDA ops share. CUDA ops take workspaces after them.
-#define CRATE_TSSA_FWD                      \
-  "Tensor w, Tensor temp, " CRATE_TSSA_CALL \
-  ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!) energy, Tensor(d!) moment"
-#define CRATE_TSSA_BWD                                                                                 \
-  "Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy, Tensor " \
-  "moment, " CRATE_TSSA_CALL ", Tensor(a!) dw, Tensor(b!) dtemp"
-#define CRATE_TSSA_CAUSAL_FWD \
-  "Tensor w, Tensor temp, Tensor? denom_bias, " CRATE_TSSA_CALL ", Tensor(a!) out, Tensor(b!) membership"
-#define CRATE_TSSA_CAUSAL_BWD                                                                                        \
-  "Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, Tensor membership, " CRATE_TSSA_CALL \
-  ", Tensor(a!) dw, Tensor(b!)? dtemp, Tensor(c!)? ddenom_bias"
-#define CRATE_TSSA_DECODE                                                                                \
-  "Tensor w, Tensor temp, Tensor? denom_bias, Tensor(a!) energy, Tensor(b!) weighted, Tensor(c!) mass, " \
-  "Tensor(d!) lengths, Tensor? key_padding_mask, Tensor(e!) out, Tensor(f!) membership"
+#define CRATE_TSSA_FWD                                                                                              \
+  "tssa_fwd(bool causal, Tensor w, Tensor temp, Tensor? denom_bias, " CRATE_TSSA_CALL                               \
+  ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!)? energy, Tensor(d!)? moment, Tensor(e!)? mass, Tensor(f!)? " \
+  "lengths, Tensor(g!)? sums_1, Tensor(h!)? sums_2) -> ()"
+#define CRATE_TSSA_BWD                                                                                                \
+  "tssa_bwd(bool causal, Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, Tensor "        \
+  "membership, Tensor? energy, Tensor? moment, " CRATE_TSSA_CALL                                                      \
+  ", Tensor(a!) dw, Tensor(b!)? dtemp, Tensor(c!)? ddenom_bias, Tensor(d!)? dlogit, Tensor(e!)? sums_1, Tensor(f!)? " \
+  "sums_2, Tensor(g!)? sums_3) -> ()"
 
 }  // namespace crate_kernels

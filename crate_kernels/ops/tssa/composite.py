@@ -26,15 +26,21 @@ def _channels_dot(tokens: Tensor, row: Tensor) -> Tensor:
     return (tokens * row.unsqueeze(2)).sum(-1)
 
 
-def _channel_factor(w: Tensor, call: Call, dtype: torch.dtype) -> Tensor | None:
-    """Return the dropout factor of each channel, (batch, nheads, head_dim), None without dropout."""
+def _dropout_factor(w: Tensor, call: Call, dtype: torch.dtype, rows: int) -> Tensor | None:
+    """Return dropout's factor of each element of ``rows`` tokens, (batch, nheads, rows, head_dim), None without it."""
     if call.seed is None:
         return None
     batch, nheads, _, head_dim = w.shape
-    heads = philox.head_counter(batch, nheads, w.device)[..., 0]
-    zero = torch.zeros((), dtype=torch.int64, device=w.device)
-    channels = torch.arange(head_dim, device=w.device)
-    return philox.keep_factor(call.seed, call.dropout_p, heads, zero, channels, dtype)
+    heads = philox.head_counter(batch, nheads, w.device)
+    tokens = torch.arange(rows, device=w.device)[:, None]
+    return philox.keep_factor(call.seed, call.dropout_p, heads, tokens, torch.arange(head_dim, device=w.device), dtype)
+
+
+def _softmax_backward(membership: Tensor, dmembers: Tensor) -> Tensor:
+    """Return the gradient of the logits; overwrites ``dmembers``. The mean is taken away twice: docs/tssa.md."""
+    for _ in range(2):
+        dmembers -= (membership * dmembers).sum(1, keepdim=True)
+    return membership * dmembers
 
 
 def _layout(w: Tensor, call: Call) -> tuple[packing.Layout, Call]:
@@ -63,9 +69,9 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor
         counted = membership * key_padding_mask[:, None, :]
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
-    factor = _channel_factor(w, call, attention.dtype)
+    factor = _dropout_factor(w, call, attention.dtype, rows=1)
     if factor is not None:
-        attention *= factor
+        attention *= factor.squeeze(2)
     # In the layout of the output from here on: w^2 is done with.
     out = torch.mul(w, membership.unsqueeze(-1), out=squares).mul_(attention.neg_().unsqueeze(2))
     return operator.merged_layout(out.to(w.dtype)), membership, energy, moment
@@ -93,9 +99,9 @@ def backward(
     similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
-    factor = _channel_factor(w, call, attention.dtype)
+    factor = _dropout_factor(w, call, attention.dtype, rows=1)
     if factor is not None:
-        attention, slope = attention * factor, slope * factor
+        attention, slope = attention * factor.squeeze(2), slope * factor.squeeze(2)
     counted = membership if key_padding_mask is None else membership * key_padding_mask[:, None, :]
     mass = counted.sum(-1, keepdim=True) + _MASS_FLOOR
     grad = dout.to(squares.dtype)
@@ -108,9 +114,7 @@ def backward(
     dmembers -= _channels_dot(grad_w, attention)
     if dmembership is not None:
         dmembers += dmembership
-    for _ in range(2):
-        dmembers -= (membership * dmembers).sum(1, keepdim=True)
-    dlogit = membership * dmembers
+    dlogit = _softmax_backward(membership, dmembers)
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
     # In the head's own scale: w^2 times a small gradient, and c^2, underflow for channels which c itself still holds.
@@ -184,16 +188,6 @@ def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor
     return attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
 
 
-def _element_factor(w: Tensor, call: Call, dtype: torch.dtype) -> Tensor | None:
-    """Return the dropout factor of each element, in w's shape, None without dropout."""
-    if call.seed is None:
-        return None
-    batch, nheads, seqlen, head_dim = w.shape
-    heads = philox.head_counter(batch, nheads, w.device)
-    rows = torch.arange(seqlen, device=w.device)[:, None]
-    return philox.keep_factor(call.seed, call.dropout_p, heads, rows, torch.arange(head_dim, device=w.device), dtype)
-
-
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     if call.packed:
@@ -209,7 +203,7 @@ def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Cal
         # All zero before the first kept token, and with it the output and every gradient.
         membership = membership * (key_padding_mask.cumsum(1) > 0)[:, None, :]
     weighted, mass = _running_moment(squares, membership, key_padding_mask)
-    out = _causal_output(w, membership, weighted, mass, _element_factor(w, call, squares.dtype))
+    out = _causal_output(w, membership, weighted, mass, _dropout_factor(w, call, squares.dtype, w.shape[2]))
     return operator.merged_layout(out.to(w.dtype)), membership
 
 
@@ -241,7 +235,7 @@ def backward_causal(
     grad = dout.to(squares.dtype)
     grad_w = grad * w
     dmoment = attention.square()
-    factor = _element_factor(w, call, attention.dtype)
+    factor = _dropout_factor(w, call, attention.dtype, w.shape[2])
     if factor is not None:
         attention *= factor
         dmoment *= factor
@@ -253,9 +247,7 @@ def backward_causal(
     dmembers = squares.mul_(dmoment).sum(-1) - dmass - grad_w.mul_(attention).sum(-1)
     if dmembership is not None:
         dmembers += dmembership
-    for _ in range(2):
-        dmembers -= (membership * dmembers).sum(1, keepdim=True)
-    dlogit = membership * dmembers
+    dlogit = _softmax_backward(membership, dmembers)
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
     ddenom_bias = temp.new_empty(0)

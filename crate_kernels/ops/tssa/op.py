@@ -82,65 +82,57 @@ tssa_decode = operator.define(
 )
 
 
+def _gradients(ctx: Any, op: Any, inputs: int, dout: Tensor | None, dmembership: Tensor | None) -> Any:
+    """Return the gradients of the first ``inputs`` inputs of a Function, and None for its options."""
+    saved, call = operator.saved("tssa", ctx)
+    sources = saved[:inputs]
+    if dout is None and dmembership is None:
+        return (None,) * (inputs + len(call) + 1)
+    grad = torch.zeros_like(saved[0]) if dout is None else dout
+    grads = op(grad, dmembership, *saved, *call, ctx.backend)
+    once = [operator.once_differentiable("tssa", g, dout, dmembership, *sources) for g in grads]
+    wanted = (g if source is not None else None for g, source in zip(once, sources, strict=True))
+    return *wanted, *(None,) * (len(call) + 1)
+
+
 @operator.traced_by_autograd
 class TSSAFunction(torch.autograd.Function):
     """(out, membership, ...) = tssa_fwd(w, temp, *call, backend); out and membership differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, temp: Tensor, *rest: Any) -> Any:
-        outputs = tssa_fwd(w, temp, *rest)
-        TSSAFunction.save(ctx, (w, temp, *rest), outputs)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        outputs = tssa_fwd(*inputs)
+        TSSAFunction.save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
         differentiable, call, backend = operator.split(Call, inputs)
-        _, membership, energy, moment = outputs
-        ctx.mark_non_differentiable(energy, moment)
-        operator.save(ctx, (*differentiable, membership, energy, moment), call, backend)
+        _, membership, *statistics = outputs
+        ctx.mark_non_differentiable(*statistics)
+        operator.save(ctx, (*differentiable, membership, *statistics), call, backend)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None, *_: Any) -> Any:  # pyright: ignore
-        saved, call = operator.saved("tssa", ctx)
-        w, temp = saved[:2]
-        nothing = (None,) * (len(call) + 1)
-        if dout is None and dmembership is None:
-            return None, None, *nothing
-        grad = torch.zeros_like(w) if dout is None else dout
-        grads = tssa_bwd(grad, dmembership, *saved, *call, ctx.backend)
-        return *(operator.once_differentiable("tssa", g, dout, dmembership, w, temp) for g in grads), *nothing
+        return _gradients(ctx, tssa_bwd, 2, dout, dmembership)
 
 
 @operator.traced_by_autograd
 class CausalTSSAFunction(torch.autograd.Function):
     """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), differentiable once."""
 
+    save = TSSAFunction.save
+
     @staticmethod
-    def forward(ctx: Any, w: Tensor, temp: Tensor, denom_bias: Tensor | None, *rest: Any) -> Any:
-        outputs = tssa_causal_fwd(w, temp, denom_bias, *rest)
-        CausalTSSAFunction.save(ctx, (w, temp, denom_bias, *rest), outputs)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        outputs = tssa_causal_fwd(*inputs)
+        CausalTSSAFunction.save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
-        differentiable, call, backend = operator.split(Call, inputs)
-        _, membership = outputs
-        operator.save(ctx, (*differentiable, membership), call, backend)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None) -> Any:  # pyright: ignore
-        saved, call = operator.saved("tssa", ctx)
-        w, temp, denom_bias, _ = saved
-        nothing = (None,) * (len(call) + 1)
-        if dout is None and dmembership is None:
-            return None, None, None, *nothing
-        grad = torch.zeros_like(w) if dout is None else dout
-        grads = tssa_causal_bwd(grad, dmembership, *saved, *call, ctx.backend)
-        sources = (dout, dmembership, w, temp, denom_bias)
-        dw, dtemp, ddenom_bias = (operator.once_differentiable("tssa", g, *sources) for g in grads)
-        return dw, dtemp, None if denom_bias is None else ddenom_bias, *nothing
+        return _gradients(ctx, tssa_causal_bwd, 3, dout, dmembership)
 
 
 operator.functorch_twin(TSSAFunction, tssa_fwd)

@@ -88,51 +88,42 @@ CRATE_INLINE void running_output(const Floats& w, int vectors, const float* coun
   }
 }
 
-void causal_begin(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  const CausalSums start = before_chunk(p, s, 0);
-  start.clear(p);
+// Copies a sequence's state of decoding to the sums before its first chunk, or the sums behind its last chunk to it.
+template <bool kBegin>
+void causal_state(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const CausalSums sums = before_chunk(p, s, kBegin ? 0 : s.chunks);
+  if (kBegin) sums.clear(p);
   if (s.state_mass == nullptr) return;
+  const auto copy = [](float* state, float* sum, int64_t count) {
+    memcpy(kBegin ? sum : state, kBegin ? state : sum, count * sizeof(float));
+  };
   for (int h = 0; h < p.nheads; ++h) {
-    memcpy(start.energy + h * p.width(), s.state_energy + h * p.head_dim, p.head_dim * sizeof(float));
-    memcpy(start.moment + h * p.width(), s.state_moment + h * p.head_dim, p.head_dim * sizeof(float));
-    start.mass[h] = s.state_mass[h];
+    copy(s.energy + h * p.head_dim, sums.energy + h * p.width(), p.head_dim);
+    copy(s.moment + h * p.head_dim, sums.moment + h * p.width(), p.head_dim);
   }
+  copy(s.state_mass, sums.mass, p.nheads);
 }
 
-void causal_end(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  if (s.state_mass == nullptr) return;
-  const CausalSums end = before_chunk(p, s, s.chunks);
-  for (int h = 0; h < p.nheads; ++h) {
-    memcpy(s.state_energy + h * p.head_dim, end.energy + h * p.width(), p.head_dim * sizeof(float));
-    memcpy(s.state_moment + h * p.head_dim, end.moment + h * p.width(), p.head_dim * sizeof(float));
-    s.state_mass[h] = end.mass[h];
-  }
-}
-
-// Sums w^2 over a chunk.
 void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
-  const Staging staging(p, memory);
-  float* const sums = before_chunk(p, s, chunk + 1).energy;
-  memset(sums, 0, p.row_size() * sizeof(float));
-  for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    alignas(64) float keep[kLanes];
-    store(keep, kept_tokens(s, first, count));
-    for (int h = 0; h < p.nheads; ++h) add_squares(w.of_head(h), vectors_of(p), keep, sums + h * p.width());
-  });
+  sum_squares(p, s, chunk, memory, before_chunk(p, s, chunk + 1).energy);
 }
 
-void causal_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
-    float* const next = before_chunk(p, s, chunk + 1).energy;
-    add_rows(before_chunk(p, s, chunk).energy, next, p.row_size(), next);
-  }
+// Some of a chunk's sums: one row per head, or the second row and the number behind it.
+enum class Part { energy, moment };
+
+CRATE_INLINE float* part_of(const CausalSums& sums, Part part) {
+  return part == Part::energy ? sums.energy : sums.moment;
+}
+CRATE_INLINE int64_t part_size(const TssaProblem& p, Part part) {
+  return p.row_size() + (part == Part::energy ? 0 : p.head_size());
 }
 
-void causal_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+// Adds to each chunk's sums those of the chunks before it.
+template <Part part>
+void causal_settle(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
-    float* const next = before_chunk(p, s, chunk + 1).moment;  // and the masses behind them
-    add_rows(before_chunk(p, s, chunk).moment, next, p.row_size() + p.head_size(), next);
+    float* const next = part_of(before_chunk(p, s, chunk + 1), part);
+    add_rows(part_of(before_chunk(p, s, chunk), part), next, part_size(p, part), next);
   }
 }
 
@@ -174,32 +165,30 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
         continue;
       }
       store(scale, -load(staging.members + h * kLanes) * load(masses));
-      if (p.dropout) {
-        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, at(factor, n, 0));
-        running_output<true>(w.of_head(h), vectors, counted, masses, scale, factor, before.moment + row,
-                             local.moment + row, out.of_head(h));
-      } else {
-        running_output<false>(w.of_head(h), vectors, counted, masses, scale, factor, before.moment + row,
-                              local.moment + row, out.of_head(h));
-      }
+      if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
+      const auto output = [&](auto dropout) {
+        running_output<decltype(dropout)::value>(w.of_head(h), vectors, counted, masses, scale, factor,
+                                                 before.moment + row, local.moment + row, out.of_head(h));
+      };
+      p.dropout ? output(std::true_type{}) : output(std::false_type{});
     }
     if (kOutput) store_tile(p, out, s.out, first, count);
   });
   const CausalSums after = before_chunk(p, s, chunk + 1);
   if (kMembers && kOutput) add_rows(before.energy, local.energy, CausalSums::size(p), after.energy);
-  if (kMembers && !kOutput) memcpy(after.moment, local.moment, (p.row_size() + p.head_size()) * sizeof(float));
+  if (kMembers && !kOutput) memcpy(after.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
 }
 
 const TssaStep kCausalForwardAlone[] = {
-    {causal_begin, TssaStep::whole},
+    {causal_state<true>, TssaStep::whole},
     {causal_chunk<true, true>, TssaStep::ascending},
-    {causal_end, TssaStep::whole},
+    {causal_state<false>, TssaStep::whole},
 };
 const TssaStep kCausalForwardShared[] = {
-    {causal_begin, TssaStep::whole},         {causal_energy, TssaStep::chunks},
-    {causal_settle_energy, TssaStep::whole}, {causal_chunk<true, false>, TssaStep::chunks},
-    {causal_settle_moment, TssaStep::whole}, {causal_chunk<false, true>, TssaStep::chunks},
-    {causal_end, TssaStep::whole},
+    {causal_state<true>, TssaStep::whole},          {causal_energy, TssaStep::chunks},
+    {causal_settle<Part::energy>, TssaStep::whole}, {causal_chunk<true, false>, TssaStep::chunks},
+    {causal_settle<Part::moment>, TssaStep::whole}, {causal_chunk<false, true>, TssaStep::chunks},
+    {causal_state<false>, TssaStep::whole},
 };
 
 }  // namespace tssa

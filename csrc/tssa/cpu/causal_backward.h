@@ -49,8 +49,8 @@ void causal_totals(const TssaProblem& p, const TssaSequence& s, int64_t chunk, f
 void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   before_chunk(p, s, 0).clear(p);
   from_chunk(p, s, s.chunks).clear(p);
-  causal_settle_energy(p, s, 0, nullptr);
-  causal_settle_moment(p, s, 0, nullptr);
+  causal_settle<Part::energy>(p, s, 0, nullptr);
+  causal_settle<Part::moment>(p, s, 0, nullptr);
 }
 
 // One head of a tile, scalars by token.
@@ -180,15 +180,12 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
       float mass = at_tile.mass[h], v_sum;
       running_mass(before.mass[h], t.counted, mass, masses);
       store(inverse_masses, 1.0f / load(masses));
-      Vf dpi;
-      if (p.dropout) {
-        for (int n = 0; n < kLanes; ++n) dropout_row(p, s.counter + h, first + n, at(factor, n, 0));
-        dpi = scan_dmoment<true>(t, before.moment + row, at_tile.moment + row, after.moment + row, local.moment + row,
-                                 v_sum);
-      } else {
-        dpi = scan_dmoment<false>(t, before.moment + row, at_tile.moment + row, after.moment + row, local.moment + row,
-                                  v_sum);
-      }
+      if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
+      const auto scan = [&](auto dropout) {
+        return scan_dmoment<decltype(dropout)::value>(t, before.moment + row, at_tile.moment + row, after.moment + row,
+                                                      local.moment + row, v_sum);
+      };
+      Vf dpi = p.dropout ? scan(std::true_type{}) : scan(std::false_type{});
       dpi += (after.mass[h] + local.mass[h]) * load(keep);
       local.mass[h] += v_sum;
       if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
@@ -212,22 +209,15 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
   const CausalSums from = from_chunk(p, s, chunk);
   if (kLeave == Leave::carried) add_rows(after.energy, local.energy, sums_size, from.energy);
   if (kLeave == Leave::denergy) memcpy(from.energy, local.energy, p.row_size() * sizeof(float));
-  if (kLeave == Leave::dmoment) {
-    memcpy(from.moment, local.moment, (p.row_size() + p.head_size()) * sizeof(float));
-  }
+  if (kLeave == Leave::dmoment) memcpy(from.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
 }
 
-void causal_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+// Adds to each chunk's sums those of the chunks behind it.
+template <Part part>
+void causal_settle_back(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
-    float* const from = from_chunk(p, s, chunk).moment;
-    add_rows(from_chunk(p, s, chunk + 1).moment, from, p.row_size() + p.head_size(), from);
-  }
-}
-
-void causal_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
-    float* const from = from_chunk(p, s, chunk).energy;
-    add_rows(from_chunk(p, s, chunk + 1).energy, from, p.row_size(), from);
+    float* const from = part_of(from_chunk(p, s, chunk), part);
+    add_rows(part_of(from_chunk(p, s, chunk + 1), part), from, part_size(p, part), from);
   }
 }
 
@@ -249,9 +239,9 @@ const TssaStep kCausalBackwardShared[] = {
     {causal_totals, TssaStep::chunks},
     {causal_settle_totals, TssaStep::whole},
     {causal_backward_chunk<Leave::dmoment>, TssaStep::chunks},
-    {causal_settle_dmoment, TssaStep::whole},
+    {causal_settle_back<Part::moment>, TssaStep::whole},
     {causal_backward_chunk<Leave::denergy>, TssaStep::chunks},
-    {causal_settle_denergy, TssaStep::whole},
+    {causal_settle_back<Part::energy>, TssaStep::whole},
     {causal_backward_chunk<Leave::nothing>, TssaStep::chunks},
     {causal_settle_dtemp, TssaStep::whole},
 };

@@ -23,15 +23,7 @@ struct FullWork {
 };
 
 void full_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
-  const Staging staging(p, memory);
-  float* const sums = FullWork(p, s).parts + chunk * p.row_size();
-  memset(sums, 0, p.row_size() * sizeof(float));
-  for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    alignas(64) float keep[kLanes];
-    store(keep, kept_tokens(s, first, count));
-    for (int h = 0; h < p.nheads; ++h) add_squares(w.of_head(h), vectors_of(p), keep, sums + h * p.width());
-  });
+  sum_squares(p, s, chunk, memory, FullWork(p, s).parts + chunk * p.row_size());
 }
 
 void full_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {

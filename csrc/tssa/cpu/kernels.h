@@ -56,13 +56,13 @@ struct TssaSequence {
   TssaStrided<float> membership;
   TssaStrided<const float> dmembership;
   TssaStrided<float> dlogit;
-  float *energy, *moment;  // (nheads, head_dim) each
-  float* dtemp;            // (nheads,): this sequence's share
-  const float* bias;       // (nheads, bias_tokens); this sequence starts at its token `position`
+  // (nheads, head_dim) each. In decoding the state, with `state_mass`, (nheads,): read at the start, updated at the
+  // end.
+  float *energy, *moment, *state_mass;
+  float* dtemp;       // (nheads,): this sequence's share
+  const float* bias;  // (nheads, bias_tokens); this sequence starts at its token `position`
   int64_t bias_tokens;
   int64_t position;
-  // The state of decoding, read at the start and updated at the end: (nheads, head_dim), (nheads, head_dim), (nheads,).
-  float *state_energy, *state_moment, *state_mass;
   float* work;
 };
 

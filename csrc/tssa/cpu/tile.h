@@ -1,6 +1,8 @@
 // Shared by the kernels of token statistics: tiles of one token per lane, and sums over their tokens and channels.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/cpu/convert.h"
 #include "../../common/cpu/philox.h"
 #include "../../common/cpu/vec.h"
@@ -249,6 +251,11 @@ void dropout_row(const TssaProblem& p, uint32_t head, int64_t row, float* factor
   }
 }
 
+// The same for the tokens of a tile.
+CRATE_INLINE void dropout_rows(const TssaProblem& p, uint32_t head, int64_t first, const Floats& factor) {
+  for (int n = 0; n < kLanes; ++n) dropout_row(p, head, first + n, at(factor, n, 0));
+}
+
 // sums = parts[0] + parts[1] + ..., `size` floats each, in this order.
 CRATE_INLINE void add_parts(const float* parts, int64_t count, int64_t size, float* sums) {
   memset(sums, 0, size * sizeof(float));
@@ -280,6 +287,18 @@ struct Staging {
     return 3 * tile + 3 * tokens + (kTilesPerChunk + 1) * sums + kLanes * p.width() + 2 * tokens + sums;
   }
 };
+
+// sums = the sum of w^2 over a chunk's kept tokens.
+CRATE_INLINE void sum_squares(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory, float* sums) {
+  const Staging staging(p, memory);
+  memset(sums, 0, p.row_size() * sizeof(float));
+  for_tiles(s, chunk, [&](int64_t first, int count) {
+    const Floats w = load_tile(p, s.w, first, count, staging.w);
+    alignas(64) float keep[kLanes];
+    store(keep, kept_tokens(s, first, count));
+    for (int h = 0; h < p.nheads; ++h) add_squares(w.of_head(h), vectors_of(p), keep, sums + h * p.width());
+  });
+}
 
 // Loads the membership of a tile, and its part that enters the sums.
 CRATE_INLINE void load_members(const TssaProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,

@@ -20,30 +20,17 @@ const TssaKernels& kernels() {
   return tssa_portable;
 }
 
-const Tensor* get(const std::optional<Tensor>& t) {
-  return t.has_value() ? &*t : nullptr;
+float* floats(const std::optional<Tensor>& t) {
+  return t.has_value() ? static_cast<float*>(t->data_ptr()) : nullptr;
 }
 
-float* floats(const Tensor* t) {
-  return t == nullptr ? nullptr : static_cast<float*>(t->data_ptr());
-}
-
-// The tensors of a call; null: absent. Those without channels are contiguous.
-struct Tensors {
-  const TssaCall& call;
-  const Tensor &w, &temp;
-  const Tensor* bias = nullptr;
-  const Tensor *out = nullptr, *dout = nullptr, *dw = nullptr, *dtemp = nullptr;
-  const Tensor *membership = nullptr, *dmembership = nullptr, *energy = nullptr, *moment = nullptr;
-  const Tensor *mass = nullptr, *lengths = nullptr;  // decoding
-};
-
-TssaProblem problem(const Tensors& t) {
+template <class Args>
+TssaProblem problem(const Args& t) {
   TssaProblem p = {};
   p.dtype = dtype_of(t.w);
   p.nheads = static_cast<int>(t.w.size(1));
   p.head_dim = static_cast<int>(t.w.size(t.w.dim() - 1));
-  p.temp = floats(&t.temp);
+  p.temp = floats(t.temp);
   p.dropout = t.call.seed.has_value();
   if (p.dropout) {
     p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(t.call.seed->data_ptr()));
@@ -53,15 +40,17 @@ TssaProblem problem(const Tensors& t) {
   return p;
 }
 
-TssaStrided<char> tokens_of(const Tensor* t, bool packed, int64_t sequence, int64_t first) {
-  if (t == nullptr) return {};
-  char* const data = static_cast<char*>(t->data_ptr());
-  const int64_t item = static_cast<int64_t>(t->element_size());
-  if (packed) return {data + first * t->stride(0) * item, t->stride(1), t->stride(0), t->stride(2)};
-  return {data + sequence * t->stride(0) * item, t->stride(1), t->stride(2), t->stride(3)};
+TssaStrided<char> tokens_of(const Tensor& t, bool packed, int64_t sequence, int64_t first) {
+  char* const data = static_cast<char*>(t.data_ptr());
+  const int64_t item = static_cast<int64_t>(t.element_size());
+  if (packed) return {data + first * t.stride(0) * item, t.stride(1), t.stride(0), t.stride(2)};
+  return {data + sequence * t.stride(0) * item, t.stride(1), t.stride(2), t.stride(3)};
 }
 
-std::vector<TssaSequence> list_sequences(const Tensors& t, const TssaProblem& p, bool causal) {
+// The sequences of a call, with what a forward and a backward have in common; add(sequence, its number, its first
+// packed row, its place in a tensor with a number per head and token) adds the rest.
+template <class Args, class Add>
+std::vector<TssaSequence> list_sequences(const Args& t, const TssaProblem& p, const Add& add) {
   const bool packed = t.call.packed();
   const int64_t total = packed ? t.w.size(0) : t.w.size(2), count = t.call.nsequences(t.w);
   const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.call.cu_seqlens->data_ptr()) : nullptr;
@@ -74,34 +63,22 @@ std::vector<TssaSequence> list_sequences(const Tensors& t, const TssaProblem& p,
     s.seqlen = end - first;
     s.chunks = (s.seqlen + kTssaChunk - 1) / kTssaChunk;
     s.counter = static_cast<uint32_t>(b * p.nheads);
-    s.w = tokens_of(&t.w, packed, b, first);
-    s.out = tokens_of(t.out, packed, b, first);
-    s.dout = tokens_of(t.dout, packed, b, first);
-    s.dw = tokens_of(t.dw, packed, b, first);
+    s.w = tokens_of(t.w, packed, b, first);
     const int64_t row = packed ? first : b * p.nheads * total, channels = b * p.nheads * p.head_dim;
     s.membership = {floats(t.membership) + row, total, 1, 0};
-    if (t.dmembership != nullptr) s.dmembership = {floats(t.dmembership) + row, total, 1, 0};
-    if (t.energy != nullptr) {
+    if (t.energy.has_value()) {
       s.energy = floats(t.energy) + channels;
       s.moment = floats(t.moment) + channels;
     }
-    if (t.bias != nullptr) {
-      s.bias = floats(t.bias);
-      s.bias_tokens = t.bias->size(1);
-    }
+    s.bias = floats(t.denom_bias);
+    s.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
     if (t.call.key_padding_mask.has_value()) {
       const Tensor& mask = *t.call.key_padding_mask;
       s.keep = {static_cast<const bool*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
       while (s.first_key < s.seqlen && !*s.keep.at(0, s.first_key)) ++s.first_key;
-      if (!causal && s.first_key < s.seqlen) s.first_key = 0;  // a key serves every token
+      if (!t.causal && s.first_key < s.seqlen) s.first_key = 0;  // a key serves every token
     }
-    if (t.lengths != nullptr) {
-      s.position = static_cast<const int32_t*>(t.lengths->data_ptr())[b];
-      if (s.position > 0) s.first_key = 0;
-      s.state_energy = s.energy;
-      s.state_moment = s.moment;
-      s.state_mass = floats(t.mass) + b * p.nheads;
-    }
+    add(s, b, first, row);
     sequences.push_back(s);
   }
   return sequences;
@@ -149,64 +126,41 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
   }
 }
 
-void run_forward(const Tensors& t, bool causal) {
+void forward(const TssaForwardArgs& t) {
   const TssaProblem p = problem(t);
-  std::vector<TssaSequence> sequences = list_sequences(t, p, causal);
-  run(p, sequences, causal ? kernels().causal_forward : kernels().forward);
+  auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t) {
+    s.out = tokens_of(t.out, t.call.packed(), b, first);
+    if (!t.lengths.has_value()) return;
+    s.position = static_cast<const int32_t*>(t.lengths->data_ptr())[b];
+    if (s.position > 0) s.first_key = 0;
+    s.state_mass = floats(t.mass) + b * p.nheads;
+  });
+  run(p, sequences, t.causal ? kernels().causal_forward : kernels().forward);
 }
 
-void forward(Tensor w, Tensor temp, TssaCall call, Tensor out, Tensor membership, Tensor energy, Tensor moment) {
-  Tensors t = {call, w, temp};
-  t.out = &out;
-  t.membership = &membership;
-  t.energy = &energy;
-  t.moment = &moment;
-  run_forward(t, false);
-}
-
-void causal_forward(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, TssaCall call, Tensor out,
-                    Tensor membership) {
-  Tensors t = {call, w, temp, get(denom_bias)};
-  t.out = &out;
-  t.membership = &membership;
-  run_forward(t, true);
-}
-
-void decode(Tensor w, Tensor temp, std::optional<Tensor> denom_bias, Tensor energy, Tensor weighted, Tensor mass,
-            Tensor lengths, std::optional<Tensor> key_padding_mask, Tensor out, Tensor membership) {
-  const TssaCall call = {key_padding_mask};
-  Tensors t = {call, w, temp, get(denom_bias)};
-  t.out = &out;
-  t.membership = &membership;
-  t.energy = &energy;
-  t.moment = &weighted;
-  t.mass = &mass;
-  t.lengths = &lengths;
-  run_forward(t, true);
-}
-
-// Runs a backward kernel and sums over sequences, in their order.
-void run_backward(const Tensors& t, bool causal, const Tensor* ddenom_bias) {
+// Sums over sequences, in their order.
+void backward(const TssaBackwardArgs& t) {
+  STD_TORCH_CHECK(t.dtemp.has_value(), "dtemp must be given");
   const TssaProblem p = problem(t);
-  std::vector<TssaSequence> sequences = list_sequences(t, p, causal);
-  const int64_t count = static_cast<int64_t>(sequences.size()), head_size = p.nheads;
-  std::vector<float> dtemp(count * head_size);
+  const int64_t count = t.call.nsequences(t.w);
+  std::vector<float> dtemp(count * p.nheads);
   Arena memory;
-  float* const dlogit = reinterpret_cast<float*>(memory.reserve(t.membership->numel() * sizeof(float)));
-  for (int64_t i = 0; i < count; ++i) {
-    TssaSequence& s = sequences[i];
-    s.dtemp = dtemp.data() + i * head_size;
-    s.dlogit = s.membership;
-    s.dlogit.data = dlogit + (s.membership.data - floats(t.membership));
-  }
-  run(p, sequences, causal ? kernels().causal_backward : kernels().backward);
+  float* const dlogit = reinterpret_cast<float*>(memory.reserve(t.membership.numel() * sizeof(float)));
+  auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t row) {
+    s.dout = tokens_of(t.dout, t.call.packed(), b, first);
+    s.dw = tokens_of(t.dw, t.call.packed(), b, first);
+    s.dtemp = dtemp.data() + b * p.nheads;
+    s.dlogit = {dlogit + row, s.membership.head, 1, 0};
+    if (t.dmembership.has_value()) s.dmembership = {floats(t.dmembership) + row, s.membership.head, 1, 0};
+  });
+  run(p, sequences, t.causal ? kernels().causal_backward : kernels().backward);
   float* const total = floats(t.dtemp);
   std::fill_n(total, p.nheads, 0.0f);
-  for (int64_t i = 0; i < count * head_size; ++i) total[i % head_size] += dtemp[i];
-  if (ddenom_bias == nullptr) return;
-  const int64_t positions = ddenom_bias->size(1);
+  for (int64_t i = 0; i < count * p.nheads; ++i) total[i % p.nheads] += dtemp[i];
+  if (!t.ddenom_bias.has_value()) return;
+  const int64_t positions = t.ddenom_bias->size(1);
   for_each_task(p.nheads, [&](int64_t h, Arena&) {
-    float* const row = floats(ddenom_bias) + h * positions;
+    float* const row = floats(t.ddenom_bias) + h * positions;
     const float slope = static_cast<float>(p.head_dim) * p.temp[h];
     std::fill_n(row, positions, 0.0f);
     for (const TssaSequence& s : sequences) {
@@ -217,48 +171,16 @@ void run_backward(const Tensors& t, bool causal, const Tensor* ddenom_bias) {
   });
 }
 
-void backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy,
-              Tensor moment, TssaCall call, Tensor dw, Tensor dtemp) {
-  Tensors t = {call, w, temp};
-  t.dout = &dout;
-  t.dmembership = get(dmembership);
-  t.membership = &membership;
-  t.energy = &energy;
-  t.moment = &moment;
-  t.dw = &dw;
-  t.dtemp = &dtemp;
-  run_backward(t, false, nullptr);
-}
-
-void causal_backward(Tensor dout, std::optional<Tensor> dmembership, Tensor w, Tensor temp,
-                     std::optional<Tensor> denom_bias, Tensor membership, TssaCall call, Tensor dw,
-                     std::optional<Tensor> dtemp, std::optional<Tensor> ddenom_bias) {
-  STD_TORCH_CHECK(dtemp.has_value(), "dtemp must be given");
-  Tensors t = {call, w, temp, get(denom_bias)};
-  t.dout = &dout;
-  t.dmembership = get(dmembership);
-  t.membership = &membership;
-  t.dw = &dw;
-  t.dtemp = get(dtemp);
-  run_backward(t, true, get(ddenom_bias));
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def("tssa_fwd(" CRATE_TSSA_FWD ") -> ()");
-  m.def("tssa_bwd(" CRATE_TSSA_BWD ") -> ()");
-  m.def("tssa_causal_fwd(" CRATE_TSSA_CAUSAL_FWD ") -> ()");
-  m.def("tssa_causal_bwd(" CRATE_TSSA_CAUSAL_BWD ") -> ()");
-  m.def("tssa_decode(" CRATE_TSSA_DECODE ") -> ()");
+  m.def(CRATE_TSSA_FWD);
+  m.def(CRATE_TSSA_BWD);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("tssa_fwd", CRATE_BOX(&forward));
   m.impl("tssa_bwd", CRATE_BOX(&backward));
-  m.impl("tssa_causal_fwd", CRATE_BOX(&causal_forward));
-  m.impl("tssa_causal_bwd", CRATE_BOX(&causal_backward));
-  m.impl("tssa_decode", CRATE_BOX(&decode));
 }
 
 }  // namespace crate_kernels

@@ -5,116 +5,83 @@
 
 namespace crate_kernels {
 
-// Four neighbouring channels of one head in fp32, in one access of 16 bytes.
-struct TssaFloats {
-  static constexpr int kCount = 4;
+// N neighbouring channels of one head between memory and fp32, in one access of 8 or 16 bytes. Of two half-precision
+// dtypes, the one is decided at run time, alike in all threads: half as many kernels to compile, for at most one
+// instruction per channel.
+template <int N, bool kSingle, bool kHalf>
+struct TssaVector {
+  static constexpr int kCount = N;
   using Bits = uint4;
-
-  explicit TssaFloats(Dtype) {}
-
-  CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
-    return reinterpret_cast<Bits*>(t.data + t.at(n, h, d) * sizeof(float));
-  }
-
-  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[4]) const {
-    const Bits bits = *place(t, n, h, d);
-    memcpy(x, &bits, sizeof bits);
-  }
-
-  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[4]) const {
-    Bits bits;
-    memcpy(&bits, x, sizeof bits);
-    *place(t, n, h, d) = bits;
-  }
-};
-
-// N halves between memory and fp32: bf16 if `brain`, else fp16. Decided at run time, alike in all threads: half as many
-// kernels to compile, for at most one instruction per channel.
-template <class T, int N>
-CRATE_DEVICE void unpack_as(const uint32_t (&pairs)[N / 2], float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    const float2 both = unpack_pair<T>(pairs[i]);
-    x[2 * i] = both.x;
-    x[2 * i + 1] = both.y;
-  }
-}
-
-template <class Bits, int N>
-CRATE_DEVICE void load_halves(const Bits* from, bool brain, float (&x)[N]) {
-  static_assert(N * sizeof(bf16) == sizeof(Bits), "one access");
-  const Bits bits = *from;
-  uint32_t pairs[N / 2];
-  memcpy(pairs, &bits, sizeof bits);
-  brain ? unpack_as<bf16, N>(pairs, x) : unpack_as<fp16, N>(pairs, x);
-}
-
-template <class Bits, int N>
-CRATE_DEVICE void store_halves(Bits* to, bool brain, const float (&x)[N]) {
-  uint32_t pairs[N / 2];
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    pairs[i] = brain ? pack_pair<bf16>(x[2 * i], x[2 * i + 1]) : pack_pair<fp16>(x[2 * i], x[2 * i + 1]);
-  }
-  Bits bits;
-  memcpy(&bits, pairs, sizeof bits);
-  *to = bits;
-}
-
-// Eight neighbouring channels of one head in bf16 or fp16, in one access of 16 bytes.
-struct TssaHalves {
-  static constexpr int kCount = 8;
-  using Bits = uint4;
-  bool brain;
-
-  explicit TssaHalves(Dtype d) : brain(d == Dtype::bf16) {}
-
-  CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
-    return reinterpret_cast<Bits*>(t.data + t.at(n, h, d) * sizeof(bf16));
-  }
-  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[8]) const {
-    load_halves(place(t, n, h, d), brain, x);
-  }
-  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[8]) const {
-    store_halves(place(t, n, h, d), brain, x);
-  }
-};
-
-// Four neighbouring channels of one head in any dtype, in one access of 8 or 16 bytes. A thread's registers hold the
-// running sums of this many.
-struct TssaFours {
-  static constexpr int kCount = 4;
   Dtype dtype;
 
-  explicit TssaFours(Dtype d) : dtype(d) {}
+  // Where one dtype's access is 16 bytes, to copy.
+  CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
+    static_assert(kSingle != kHalf, "one size of elements");
+    return reinterpret_cast<Bits*>(t.data + t.at(n, h, d) * (kSingle ? sizeof(float) : sizeof(bf16)));
+  }
 
-  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[4]) const {
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[N]) const {
     const int64_t at = t.at(n, h, d);
-    if (dtype == Dtype::f32) {
-      const uint4 bits = *reinterpret_cast<const uint4*>(t.data + at * sizeof(float));
-      memcpy(x, &bits, sizeof bits);
-    } else {
-      load_halves(reinterpret_cast<const uint2*>(t.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
+    if constexpr (kSingle) {
+      if (!kHalf || dtype == Dtype::f32) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(t.data + at * sizeof(float));
+        memcpy(x, &bits, sizeof bits);
+        return;
+      }
+    }
+    if constexpr (kHalf) {
+      using Halves = std::conditional_t<N == 8, uint4, uint2>;
+      const Halves bits = *reinterpret_cast<const Halves*>(t.data + at * sizeof(bf16));
+      uint32_t pairs[N / 2];
+      memcpy(pairs, &bits, sizeof bits);
+      dtype == Dtype::bf16 ? unpack<bf16>(pairs, x) : unpack<fp16>(pairs, x);
     }
   }
-  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[4]) const {
+
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[N]) const {
     const int64_t at = t.at(n, h, d);
-    if (dtype == Dtype::f32) {
-      uint4 bits;
-      memcpy(&bits, x, sizeof bits);
-      *reinterpret_cast<uint4*>(t.data + at * sizeof(float)) = bits;
-    } else {
-      store_halves(reinterpret_cast<uint2*>(t.data + at * sizeof(bf16)), dtype == Dtype::bf16, x);
+    if constexpr (kSingle) {
+      if (!kHalf || dtype == Dtype::f32) {
+        uint4 bits;
+        memcpy(&bits, x, sizeof bits);
+        *reinterpret_cast<uint4*>(t.data + at * sizeof(float)) = bits;
+        return;
+      }
+    }
+    if constexpr (kHalf) {
+      using Halves = std::conditional_t<N == 8, uint4, uint2>;
+      uint32_t pairs[N / 2];
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        pairs[i] =
+            dtype == Dtype::bf16 ? pack_pair<bf16>(x[2 * i], x[2 * i + 1]) : pack_pair<fp16>(x[2 * i], x[2 * i + 1]);
+      }
+      Halves bits;
+      memcpy(&bits, pairs, sizeof bits);
+      *reinterpret_cast<Halves*>(t.data + at * sizeof(bf16)) = bits;
+    }
+  }
+
+ private:
+  template <class T>
+  static CRATE_DEVICE void unpack(const uint32_t (&pairs)[N / 2], float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 both = unpack_pair<T>(pairs[i]);
+      x[2 * i] = both.x;
+      x[2 * i + 1] = both.y;
     }
   }
 };
+struct TssaFloats : TssaVector<4, true, false> {};
+struct TssaHalves : TssaVector<8, false, true> {};
+// Any dtype: a thread's registers hold the running sums of four channels.
+struct TssaFours : TssaVector<4, true, true> {};
 
 // One element of any strides and alignment, for rare calls. The dtype is decided at run time.
 struct TssaScalars {
   static constexpr int kCount = 1;
   Dtype dtype;
-
-  explicit TssaScalars(Dtype d) : dtype(d) {}
 
   CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[1]) const {
     const int64_t at = t.at(n, h, d);

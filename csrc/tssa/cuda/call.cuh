@@ -42,6 +42,36 @@ struct TssaProblem {
   __host__ __device__ int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
+// A forward. Null: the form, or the way to launch it, has no such tensor.
+struct TssaForward {
+  TssaProblem problem;
+  TssaTokens w, out;
+  float* membership;
+  // By channel of every sequence. Full form: c and M, which it writes. Causal: with `mass`, by head, and `lengths`, the
+  // state of a cache. These are the sums before the first token; a block that has a whole sequence advances them.
+  float *energy, *moment, *mass;
+  int32_t* lengths;
+  const float* bias;  // (nheads, bias_tokens)
+  int64_t bias_tokens;
+  // Sums of every chunk, then of the sequence; in the causal form those before every chunk. Of w^2 and kept tokens; of
+  // Pi w^2 and Pi.
+  float *sums_1, *sums_2;
+};
+
+// A backward, as above.
+struct TssaBackward {
+  TssaProblem problem;
+  TssaTokens w, dout, dw;
+  const float *membership, *dmembership, *energy, *moment, *bias;
+  int64_t bias_tokens;
+  float* dtemp;   // (nsequences, nheads)
+  float* dlogit;  // per head and token; in the full form first sum_d g w A
+  // Full form: of g w Pi and Pi; of dlogit w^2 / c. Causal, before or behind every chunk: of Pi w^2, w^2 and Pi (2
+  // width
+  // + nheads); of dM / s and V; of dc / temp and dtemp.
+  float *sums_1, *sums_2, *sums_3;
+};
+
 // The tokens of a block. `count`: length of the sequence. `first` to `last`: the block's tokens. `origin`: the first
 // packed row.
 struct TssaSpan {
@@ -90,6 +120,10 @@ CRATE_DEVICE TssaTokens part_of(const TssaProblem& p, const TssaTokens& t, const
 
 CRATE_DEVICE TssaRows rows_of(const TssaProblem& p, const float* data, const TssaSpan& s) {
   return {const_cast<float*>(data) + s.index * p.rows_sequence + s.origin + s.first, 0, p.rows_head, 1, 0};
+}
+
+CRATE_DEVICE TssaRows optional_rows_of(const TssaProblem& p, const float* data, const TssaSpan& s) {
+  return data == nullptr ? TssaRows{} : rows_of(p, data, s);
 }
 
 CRATE_DEVICE TssaMask keep_of(const TssaProblem& p, const TssaSpan& s) {

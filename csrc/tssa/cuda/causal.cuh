@@ -19,24 +19,6 @@
 
 namespace crate_kernels {
 
-// The state of a cache: the sums before the first token. A block that has a whole sequence advances it.
-struct TssaState {
-  float *energy, *weighted, *mass;
-  int32_t* lengths;
-};
-
-struct TssaCausal {
-  TssaProblem problem;
-  TssaTokens w, out;
-  float* membership;
-  const float* bias;  // (nheads, bias_tokens), or null
-  int64_t bias_tokens;
-  // Sums before every chunk, and of all chunks: of w^2 and kept tokens, of Pi w^2 and Pi. Null if a sequence is one
-  // chunk.
-  float *sums_1, *sums_2;
-  TssaState state;  // null without a cache
-};
-
 constexpr int kCausalTile = 8, kCausalAhead = 4;  // tokens per tile; tokens that a thread loads at once
 
 // Calls f(vector, head, channel) for each of the thread's vectors of N channels.

@@ -19,17 +19,6 @@
 
 namespace crate_kernels {
 
-struct TssaCausalBackward {
-  TssaProblem problem;
-  TssaTokens w, dout, dw;
-  const float *membership, *dmembership, *bias;
-  int64_t bias_tokens;
-  float *dlogit, *dtemp;  // a number per head and token; (nsequences, nheads) if a sequence is one chunk
-  // Sums before or behind every chunk, and in all: of Pi w^2, w^2 and Pi (2 width + nheads); of dM / s and V; of dc /
-  // temp and dtemp. Null if a sequence is one chunk.
-  float *totals, *dmoments, *denergies;
-};
-
 enum class TssaCausalBackwardStep { totals, dmoment, dlogit, dw };
 
 constexpr int kBackTile = 4, kBackMark = 8;  // tokens
@@ -60,7 +49,7 @@ struct TssaCausalBackwardShared {
 template <class Access>
 struct TssaBackSide {
   static constexpr int N = Access::kCount;
-  const TssaCausalBackward& b;
+  const TssaBackward& b;
   const Access& access;
   TssaSpan s;
   TssaTokens w, dout;
@@ -69,7 +58,7 @@ struct TssaBackSide {
   const float *moments, *energies, *masses;     // before the chunk, or null
   const float *dmoments, *dmasses, *denergies;  // behind the chunk, or null
 
-  CRATE_DEVICE TssaBackSide(const TssaCausalBackward& b, const Access& access) : b(b), access(access) {
+  CRATE_DEVICE TssaBackSide(const TssaBackward& b, const Access& access) : b(b), access(access) {
     const TssaProblem& p = b.problem;
     s = chunk_of(p);
     w = part_of(p, b.w, s);
@@ -77,14 +66,14 @@ struct TssaBackSide {
     keep = keep_of(p, s);
     members = rows_of(p, b.membership, s);
     moments = energies = masses = dmoments = dmasses = denergies = nullptr;
-    if (b.totals == nullptr) return;
+    if (b.sums_1 == nullptr) return;
     const int64_t chunk = static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk, size = p.width + p.nheads;
-    moments = b.totals + chunk * (size + p.width);
+    moments = b.sums_1 + chunk * (size + p.width);
     energies = moments + p.width;
     masses = energies + p.width;
-    dmoments = b.dmoments + chunk * size;
+    dmoments = b.sums_2 + chunk * size;
     dmasses = dmoments + p.width;
-    denergies = b.denergies + chunk * size;
+    denergies = b.sums_3 + chunk * size;
   }
 
   // The elements of `count` tokens from the n-th on that dropout keeps; all of them without dropout.

@@ -75,7 +75,7 @@ CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) 
 template <class Access>
 CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, float* dtemps) {
   constexpr int N = Access::kCount;
-  const TssaCausalBackward& b = side.b;
+  const TssaBackward& b = side.b;
   const TssaProblem& p = b.problem;
   const TssaCausalBackwardShared layout(p, N, true);
   const TssaMarks<Access> marks(side, layout);
@@ -91,7 +91,7 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
                *const dmass = reinterpret_cast<float*>(memory + layout.dmass),
                *const dtemp = reinterpret_cast<float*>(memory + layout.dtemp);
   const TssaRows dlogit = rows_of(p, b.dlogit, side.s);
-  const TssaRows dmembership = b.dmembership == nullptr ? TssaRows{} : rows_of(p, b.dmembership, side.s);
+  const TssaRows dmembership = optional_rows_of(p, b.dmembership, side.s);
 
   each_vector<N>(p, [&](int v, int h, int d) {
     marks.mark(v, h, d);
@@ -230,16 +230,16 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
 }
 
 template <class Access, TssaCausalBackwardStep step>
-__global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaCausalBackward b, Access access) {
+__global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaBackward b, Access access) {
   const TssaProblem& p = b.problem;
   const TssaBackSide<Access> side(b, access);
   const int64_t chunk = static_cast<int64_t>(side.s.index) * (p.nchunks + 1) + side.s.chunk, size = p.width + p.nheads;
   if constexpr (step == TssaCausalBackwardStep::totals) {
-    causal_totals(side, b.totals + chunk * (size + p.width));
+    causal_totals(side, b.sums_1 + chunk * (size + p.width));
   } else if constexpr (step == TssaCausalBackwardStep::dmoment) {
-    causal_dmoment(side, b.dmoments + chunk * size);
+    causal_dmoment(side, b.sums_2 + chunk * size);
   } else if constexpr (step == TssaCausalBackwardStep::dlogit) {
-    float* const sums = b.denergies == nullptr ? nullptr : b.denergies + chunk * size;
+    float* const sums = b.sums_3 == nullptr ? nullptr : b.sums_3 + chunk * size;
     causal_dlogit(side, sums, sums == nullptr ? b.dtemp + int64_t{side.s.index} * p.nheads : sums + p.width);
   } else {
     causal_dw(side);
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(256, 1) tssa_causal_bwd_kernel(TssaCausalBackw
 
 // ddenom_bias = head_dim temp_h sum_b dlogit: one thread per position and head, the sequences in their order.
 template <class = void>
-__global__ void __launch_bounds__(256) tssa_causal_dbias_kernel(TssaCausalBackward b, float* dbias) {
+__global__ void __launch_bounds__(256) tssa_causal_dbias_kernel(TssaBackward b, float* dbias) {
   const TssaProblem& p = b.problem;
   const int64_t place = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (place >= p.nheads * b.bias_tokens) return;

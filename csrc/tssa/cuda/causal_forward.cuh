@@ -12,7 +12,7 @@ CRATE_DEVICE int64_t sums_place(const TssaProblem& p, const TssaSpan& s) {
 
 // A chunk's sums of w^2, and the number of its kept tokens.
 template <class Access>
-__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaCausal f, Access access) {
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaForward f, Access access) {
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
   causal_energies(p, access, part_of(p, f.w, s), keep_of(p, s), s.rows(), f.sums_1 + sums_place(p, s));
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaCaus
 
 // A chunk's output, from the membership and the sums before it.
 template <class Access>
-__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaCausal f, Access access) {
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForward f, Access access) {
   constexpr int N = Access::kCount;
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
@@ -88,11 +88,11 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
 // The membership of a chunk, with its sums of Pi w^2 and Pi. If a sequence is one chunk (`alone`): the output too,
 // starting from the state of a cache, which is advanced.
 template <class Access>
-__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCausal f, Access access) {
+__global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaForward f, Access access) {
   constexpr int N = Access::kCount;
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
-  const bool alone = f.sums_1 == nullptr, has_state = f.state.lengths != nullptr;
+  const bool alone = f.sums_1 == nullptr, has_state = f.lengths != nullptr;
   const int rows = s.rows(), vectors = p.width / N, per_head = p.head_dim / N;
   const TssaTokens w = part_of(p, f.w, s), out = part_of(p, f.out, s);
   const TssaMask keep = keep_of(p, s);
@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
   const int64_t mine = sums_place(p, s), channels = static_cast<int64_t>(s.index) * p.width;
   const int64_t heads = static_cast<int64_t>(s.index) * p.nheads;
   const float *const energies = !alone      ? f.sums_1 + mine
-                                : has_state ? f.state.energy + channels
+                                : has_state ? f.energy + channels
                                             : nullptr,
-                     *const moments = alone && has_state ? f.state.weighted + channels : nullptr,
-                     *const masses = alone && has_state ? f.state.mass + heads : nullptr;
-  const int position = has_state ? f.state.lengths[s.index] : 0;
+                     *const moments = alone && has_state ? f.moment + channels : nullptr,
+                     *const masses = alone && has_state ? f.mass + heads : nullptr;
+  const int position = has_state ? f.lengths[s.index] : 0;
   int keys = position + (alone ? 0 : static_cast<int>(energies[p.width]));
   const TssaCausalShared layout(p, N);
   unsigned char* const memory = shared_memory();
@@ -174,17 +174,17 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaCau
   if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   if (alone && !has_state) return;
   __syncthreads();  // all threads read the state before any thread replaces it
-  float* const to_moment = alone ? f.state.weighted + channels : f.sums_2 + mine;
-  float* const to_mass = alone ? f.state.mass + heads : to_moment + p.width;
+  float* const to_moment = alone ? f.moment + channels : f.sums_2 + mine;
+  float* const to_mass = alone ? f.mass + heads : to_moment + p.width;
   each_vector<N>(p, [&](int v, int h, int d) {
     for (int i = 0; i < N; ++i) {
       const int column = h * p.head_dim + d + i;
-      if (alone) f.state.energy[channels + column] += energy[column];
+      if (alone) f.energy[channels + column] += energy[column];
       to_moment[column] = at_or_zero(moments, column) + moment[column];
     }
     if (d == 0) to_mass[h] = at_or_zero(masses, h) + mass[v];
   });
-  if (alone && threadIdx.x == 0) f.state.lengths[s.index] = keys;
+  if (alone && threadIdx.x == 0) f.lengths[s.index] = keys;
 }
 
 }  // namespace crate_kernels

@@ -19,14 +19,6 @@
 
 namespace crate_kernels {
 
-struct TssaForward {
-  TssaProblem problem;
-  TssaTokens w, out;
-  float *membership, *energy, *moment;
-  // Sums of every chunk, then of the sequence: of w^2 and kept tokens; of Pi w^2 and Pi. Null on chip.
-  float *sums_1, *sums_2;
-};
-
 // The tokens of one block of a cluster; blocks have equal shares.
 CRATE_DEVICE TssaSpan resident_span(const TssaProblem& p) {
   const int size = cluster_size();

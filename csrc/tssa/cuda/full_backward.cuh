@@ -13,19 +13,6 @@
 
 namespace crate_kernels {
 
-struct TssaBackward {
-  TssaProblem problem;
-  TssaTokens w, dout, dw;
-  const float *membership, *dmembership, *energy, *moment;
-  float* dtemp;            // (nsequences, nheads)
-  float* dlogit;           // in chunks, per head and token: sum_d g w A, later the gradient of the logit
-  float *sums_1, *sums_2;  // in chunks: of g w Pi and Pi, of dlogit w^2 / c
-};
-
-CRATE_DEVICE TssaRows optional_rows_of(const TssaProblem& p, const float* data, const TssaSpan& s) {
-  return data == nullptr ? TssaRows{} : rows_of(p, data, s);
-}
-
 // dM from the sums of g w Pi and of Pi.
 CRATE_DEVICE float moment_gradient(float product, float mass, float gate, float moment) {
   return product * gate / (1.0f + moment) / (mass + kMassFloor);

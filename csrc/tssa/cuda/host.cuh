@@ -1,4 +1,4 @@
-// Turns PyTorch's tensors into a call of tssa's CUDA kernels.
+// Turns PyTorch's tensors into a call of tssa's CUDA kernels, and says how to launch them.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,6 @@ namespace crate_kernels {
 
 inline float* tssa_floats(const std::optional<Tensor>& t) {
   return t.has_value() ? static_cast<float*>(t->data_ptr()) : nullptr;
-}
-
-inline float* tssa_floats(const Tensor& t) {
-  return static_cast<float*>(t.data_ptr());
 }
 
 inline TssaTokens tssa_tokens(const Tensor& t, bool packed) {
@@ -49,6 +45,56 @@ inline TssaProblem tssa_problem(const Tensor& w, const TssaCall& call) {
   return p;
 }
 
+// What a forward and a backward have in common, in either's struct.
+template <class Pass, class Args>
+Pass tssa_pass(const Args& t) {
+  Pass pass = {};
+  pass.problem = tssa_problem(t.w, t.call);
+  pass.problem.temp = tssa_floats(t.temp);
+  pass.w = tssa_tokens(t.w, t.call.packed());
+  pass.membership = tssa_floats(t.membership);
+  pass.energy = tssa_floats(t.energy);
+  pass.moment = tssa_floats(t.moment);
+  pass.bias = tssa_floats(t.denom_bias);
+  pass.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
+  pass.sums_1 = tssa_floats(t.sums_1);
+  pass.sums_2 = tssa_floats(t.sums_2);
+  return pass;
+}
+
+inline TssaForward tssa_forward(const TssaForwardArgs& t) {
+  TssaForward f = tssa_pass<TssaForward>(t);
+  f.out = tssa_tokens(t.out, t.call.packed());
+  f.mass = tssa_floats(t.mass);
+  f.lengths = t.lengths.has_value() ? static_cast<int32_t*>(t.lengths->data_ptr()) : nullptr;
+  return f;
+}
+
+inline TssaBackward tssa_backward(const TssaBackwardArgs& t) {
+  TssaBackward b = tssa_pass<TssaBackward>(t);
+  b.dout = tssa_tokens(t.dout, t.call.packed());
+  b.dw = tssa_tokens(t.dw, t.call.packed());
+  b.dmembership = tssa_floats(t.dmembership);
+  b.dtemp = tssa_floats(t.dtemp);
+  b.dlogit = tssa_floats(t.dlogit);
+  b.sums_3 = tssa_floats(t.sums_3);
+  return b;
+}
+
+// One way to launch a call. It `fits` if the device has the shared memory for it.
+struct TssaForm {
+  int cluster = 0;   // blocks that have a sequence on chip; 0: not on chip
+  int64_t cuts = 0;  // chunks per sequence; 0: a sequence is not cut
+  int threads = 0;
+  int64_t shared_bytes = 0;
+  bool vectors = false, fits = false;
+
+  Launch launch(const TssaProblem& p, int32_t device) const {
+    const int64_t blocks = cluster > 0 ? cluster : p.nchunks;
+    return {p.nsequences * blocks, threads, shared_bytes, std::max(cluster, 1), current_stream(device)};
+  }
+};
+
 // Says if `count` neighbouring channels of every token can be read and written at once.
 inline bool tssa_vectors(const Tensor& t, int64_t count) {
   const int64_t last = t.dim() - 1;
@@ -58,11 +104,17 @@ inline bool tssa_vectors(const Tensor& t, int64_t count) {
   return fits;
 }
 
-// Sets the lanes of a warp that share a head's channels, `count` of them per lane at a time.
-inline void set_lanes(TssaProblem& p, int count) {
-  for (p.lanes = 1; p.lanes < 32 && p.lanes * count < p.head_dim;) p.lanes *= 2;
+// The same for w and, in a backward, dout.
+inline bool tssa_vectors(const Tensor& w, const Tensor* dout, int64_t count) {
+  return tssa_vectors(w, count) && (dout == nullptr || tssa_vectors(*dout, count));
 }
 
+inline void cut_in_chunks(TssaProblem& p, int chunk_size) {
+  p.chunk_size = std::max(chunk_size, 1);
+  p.nchunks = std::max(1, (p.seqlen + p.chunk_size - 1) / p.chunk_size);
+}
+
+// Replaces the sums of every chunk in `sums`, `size` per chunk. `channels` and `by_head` are sums before the first.
 inline void scan_chunks(const TssaProblem& p, float* sums, int64_t size, TssaScan scan, cudaStream_t stream,
                         const float* channels = nullptr, const float* by_head = nullptr) {
   const TssaSums a = {sums, p.nchunks, static_cast<int>(size), scan, channels, by_head, p.nheads};

@@ -29,32 +29,10 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_causal
 from crate_kernels.ops.tssa.triton.scan import before_chunk
-from crate_kernels.ops.tssa.triton.tile import (
-    CAUSAL_FLOOR,
-    MASS_FLOOR,
-    Dims,
-    Rows,
-    Tokens,
-    chunk_of,
-    clear_uncovered,
-    dropped,
-    floored,
-    heads_of,
-    kept,
-    load_channels,
-    load_heads,
-    load_rows,
-    load_tokens,
-    softmax_over_heads,
-    store_channels,
-    store_heads,
-    store_rows,
-    store_sums,
-    store_tokens,
-    sum_over_channels,
-)
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -114,9 +92,9 @@ def _tssa_causal_fwd_kernel(
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
-    heads = heads_of(DIMS)
+    heads = tile.heads_of(DIMS)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
     membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
@@ -135,65 +113,65 @@ def _tssa_causal_fwd_kernel(
     if lengths_ptr is not None:
         position = tl.load(lengths_ptr + index)
         before_keys += position
-        before_energy += load_channels(energy_ptr + by_channel, DIMS)
-        before_moment += load_channels(weighted_ptr + by_channel, DIMS)
-        before_mass += load_heads(mass_ptr + by_head, DIMS)
-    temp = load_heads(temp_ptr, DIMS)
+        before_energy += tile.load_channels(energy_ptr + by_channel, DIMS)
+        before_moment += tile.load_channels(weighted_ptr + by_channel, DIMS)
+        before_mass += tile.load_heads(mass_ptr + by_head, DIMS)
+    temp = tile.load_heads(temp_ptr, DIMS)
 
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = load_tokens(w_at, rows, last, DIMS)
-        keep = kept(mask_ptr, rows, last, stride_ms)
+        w = tile.load_tokens(w_at, rows, last, DIMS)
+        keep = tile.kept(mask_ptr, rows, last, stride_ms)
         squares = w * w
         counted = squares * keep[:, None, None]
         if MEMBERS:
             running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
-            similarity = sum_over_channels(squares / floored(running, CAUSAL_FLOOR), DIMS)
+            similarity = tile.sum_over_channels(squares / tile.floored(running, tile.CAUSAL_FLOOR), DIMS)
             if bias_ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
                 there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
                 bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
                 similarity += HEAD_DIM * bias.to(tl.float64)
-            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0
                 members = tl.where(seen, members, 0.0)
-            store_rows(membership_at, members, rows, rows < last, DIMS)
+            tile.store_rows(membership_at, members, rows, rows < last, DIMS)
         elif OUTPUT:
-            members = load_rows(membership_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
         energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)
         if MEMBERS or OUTPUT:
             weights = members * keep[:, None]
             weighted = weights[:, :, None] * squares
             if OUTPUT:
-                masses = (before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + MASS_FLOOR)[:, :, None]
+                masses = (before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + tile.MASS_FLOOR)[:, :, None]
                 moments = before_moment[None, :, :] + (moment[None, :, :] + tl.cumsum(weighted, 0))
                 # A = 1 / (1 + M) without the division of M.
                 out = -w * members[:, :, None] * (masses / (masses + moments))
                 if seed_ptr is not None:
-                    out = dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
-                store_tokens(out_at, out, rows, rows < last, DIMS)
+                    out = tile.dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+                tile.store_tokens(out_at, out, rows, rows < last, DIMS)
             moment += tl.sum(weighted, 0)
             mass += tl.sum(weights, 0)
 
     if ENERGY:
-        store_sums(parts_ptr, pid, energy, keys + tl.zeros((BLOCK_H,), tl.float32), DIMS)
+        tile.store_sums(parts_ptr, pid, energy, keys + tl.zeros((BLOCK_H,), tl.float32), DIMS)
     elif MEMBERS and not OUTPUT:
-        store_sums(parts_ptr, pid, moment, mass, DIMS)
+        tile.store_sums(parts_ptr, pid, moment, mass, DIMS)
     elif MEMBERS and lengths_ptr is not None:
         # Every thread reads the state before any replaces it.
         tl.debug_barrier()
-        store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
-        store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
-        store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
+        tile.store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
+        tile.store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
+        tile.store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
     if PACKED and OUTPUT and chunk == 0:
         out_at = Tokens(out_ptr, stride_os, stride_oh, 1)
         membership_at = Rows(membership_ptr, stride_ph)
-        clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+        tile.clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def causal_arguments(

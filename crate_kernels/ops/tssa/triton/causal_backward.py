@@ -32,6 +32,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, causal_tile
 from crate_kernels.ops.tssa.triton.scan import (
@@ -43,24 +44,7 @@ from crate_kernels.ops.tssa.triton.scan import (
     through_moment,
 )
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import (
-    CAUSAL_FLOOR,
-    Dims,
-    Rows,
-    Tokens,
-    chunk_of,
-    clear_uncovered,
-    dropped,
-    floored,
-    kept,
-    load_heads,
-    load_rows,
-    load_tokens,
-    softmax_backward,
-    store_rows,
-    store_sums,
-    store_tokens,
-)
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
 
 _STEPS = ("TOTALS", "DMOMENT", "DLOGIT", "DW")
 
@@ -123,7 +107,7 @@ def _tssa_causal_bwd_kernel(
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
@@ -145,38 +129,38 @@ def _tssa_causal_bwd_kernel(
         moment, mass, energy = add_tokens(
             sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
         )
-        store_sums(totals_ptr, pid, moment, mass, DIMS)
-        store_sums(energies_ptr, pid, energy, dmass, DIMS)
+        tile.store_sums(totals_ptr, pid, moment, mass, DIMS)
+        tile.store_sums(energies_ptr, pid, energy, dmass, DIMS)
 
     if DMOMENT:
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             if seed_ptr is not None:
-                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
-            members = load_rows(membership_at, rows, last, DIMS)
-            weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+                g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
+            weights = members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
             _gate, slope, dmasses = through_moment(w, g, members, weights, moment, mass)
             moment += tl.sum(w * w * weights[:, :, None], 0)
             mass += tl.sum(weights, 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
-        store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
+        tile.store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
 
     if DLOGIT or DW:
-        temp = load_heads(temp_ptr, DIMS)
+        temp = tile.load_heads(temp_ptr, DIMS)
         dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, DIMS)
         if DW:
             denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, DIMS)
         ntiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
-        for tile in tl.range(0, ntiles):
-            n = first + (ntiles - 1 - tile) * BLOCK_N
+        for number in tl.range(0, ntiles):
+            n = first + (ntiles - 1 - number) * BLOCK_N
             rows = n + tl.arange(0, BLOCK_N)
-            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
+            w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             if seed_ptr is not None:
-                g = dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
-            members = load_rows(membership_at, rows, last, DIMS)
-            keep = kept(mask_ptr, rows, last, stride_ms)
+                g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
+            keep = tile.kept(mask_ptr, rows, last, stride_ms)
             weights = members * keep[:, None]
             tile_moment, tile_mass, tile_energy = add_tokens(
                 sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
@@ -189,15 +173,15 @@ def _tssa_causal_bwd_kernel(
                 shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
                 dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
                 if dmembership_ptr is not None:
-                    dmembers += load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
-                dlogit = softmax_backward(members, dmembers)
-                store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+                    dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                dlogit = tile.softmax_backward(members, dmembers)
+                tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             else:
-                dlogit = load_rows(dlogit_at, rows, last, DIMS)
+                dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
             counted = squares * keep[:, None, None]
             running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
-            energies = floored(running, CAUSAL_FLOOR)
-            above = running > CAUSAL_FLOOR
+            energies = tile.floored(running, tile.CAUSAL_FLOOR)
+            above = running > tile.CAUSAL_FLOOR
             per_energy = dlogit[:, :, None] / energies
             denergies = tl.where(above, per_energy * squares / energies, 0.0)
             if DLOGIT:
@@ -209,15 +193,15 @@ def _tssa_causal_bwd_kernel(
                 own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
                 dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])
                 dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
-                store_tokens(dw_at, dw, rows, rows < last, DIMS)
+                tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
             denergy += tl.sum(denergies, 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
         if DLOGIT:
-            store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
+            tile.store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
     if PACKED and DW and chunk == 0:
         dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
-        clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+        tile.clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def backward_causal(
@@ -231,7 +215,7 @@ def backward_causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     sizes = Launch(w, call)
-    tile, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
+    cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     dw, dlogit, temp_ = operator.empty_out(w), sizes.empty_rows(), temp.contiguous()
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
     arguments = {
@@ -250,7 +234,7 @@ def backward_causal(
         **sizes.strides("g", dout),
         **sizes.strides("w", w),
         **sizes.strides("o", dw, contiguous=True),
-        **tile,
+        **cut,
     }
     with launch.guard(sizes.device):
         for step, sums in zip(_STEPS, (totals, dmoments, denergies, None), strict=True):

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._triton.jit import sequence_bounds
+from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, power_of_two
-from crate_kernels.ops.tssa.triton.tile import Dims, Rows, heads_of, load_heads, load_rows, store_heads, store_rows
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -43,19 +44,19 @@ def _tssa_causal_dbias_kernel(
     """Sum dlogit over the sequences, BLOCK_N positions per program: ddenom_bias, and the bias's part of dtemp."""
     pid = tl.program_id(0)
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1)
-    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), heads_of(DIMS)
+    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), tile.heads_of(DIMS)
     acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
     for index in tl.range(0, nsequences):
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
-        acc += load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
+        acc += tile.load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
     inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
     places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
     bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
     # The bias enters the similarity once per channel.
     acc *= HEAD_DIM
-    store_rows(Rows(dbias_ptr, seqlen), load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
-    store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
+    tile.store_rows(Rows(dbias_ptr, seqlen), tile.load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
+    tile.store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
 
 
 def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:

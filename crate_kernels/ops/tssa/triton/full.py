@@ -33,31 +33,10 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
-from crate_kernels.ops.tssa.triton.tile import (
-    FULL_FLOOR,
-    MASS_FLOOR,
-    Dims,
-    Rows,
-    Tokens,
-    channels_of,
-    chunk_of,
-    clear_uncovered,
-    floored,
-    heads_of,
-    kept,
-    load_heads,
-    load_rows,
-    load_sums,
-    load_tokens,
-    softmax_over_heads,
-    store_channels,
-    store_rows,
-    store_sums,
-    store_tokens,
-    sum_over_channels,
-)
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
 
 
 @triton.jit
@@ -65,9 +44,9 @@ def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.cons
     """Return A = 1 / (1 + M), times the dropout factor of each channel, (BLOCK_H, BLOCK_D)."""
     gate = 1.0 / (1.0 + moment)
     if seed_ptr is not None:
-        heads = heads_of(DIMS)[:, None]
+        heads = tile.heads_of(DIMS)[:, None]
         keep = keep_mask(
-            tl.load(seed_ptr), index * DIMS.NHEADS + heads, heads * 0, channels_of(DIMS)[None, :], drop_last
+            tl.load(seed_ptr), index * DIMS.NHEADS + heads, heads * 0, tile.channels_of(DIMS)[None, :], drop_last
         )
         gate = tl.where(keep, gate * inverse_keep, 0.0)
     return gate
@@ -124,7 +103,7 @@ def _tssa_fwd_kernel(
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
@@ -137,62 +116,62 @@ def _tssa_fwd_kernel(
         kept_tokens = tl.zeros((BLOCK_N,), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_at, rows, last, DIMS)
-            keep = kept(mask_ptr, rows, last, stride_ms)
+            w = tile.load_tokens(w_at, rows, last, DIMS)
+            keep = tile.kept(mask_ptr, rows, last, stride_ms)
             acc += w * w * keep[:, None, None]
             kept_tokens += keep
         energy = tl.sum(acc, 0)
         keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
         if not MEMBERS:
-            store_sums(parts_ptr, pid, energy, keys, DIMS)
+            tile.store_sums(parts_ptr, pid, energy, keys, DIMS)
 
     if MEMBERS:
         if not ENERGY:
-            energy, keys = load_sums(sums_1_ptr, index, DIMS)
-        energy = floored(energy, FULL_FLOOR)
+            energy, keys = tile.load_sums(sums_1_ptr, index, DIMS)
+        energy = tile.floored(energy, tile.FULL_FLOOR)
         if chunk == 0:
-            store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
+            tile.store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
         inverse = 1.0 / energy
-        temp = load_heads(temp_ptr, DIMS)
+        temp = tile.load_heads(temp_ptr, DIMS)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)
             squares = w * w
-            similarity = sum_over_channels(squares * inverse[None, :, :], DIMS)
-            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            similarity = tile.sum_over_channels(squares * inverse[None, :, :], DIMS)
+            members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)
-            store_rows(membership_at, members, rows, rows < last, DIMS)
-            weights = members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+            tile.store_rows(membership_at, members, rows, rows < last, DIMS)
+            weights = members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
             acc += weights[:, :, None] * squares
             masses += weights
         moment = tl.sum(acc, 0)
         mass = tl.sum(masses, 0)
         if not OUTPUT:
-            store_sums(parts_ptr, pid, moment, mass, DIMS)
+            tile.store_sums(parts_ptr, pid, moment, mass, DIMS)
 
     if OUTPUT:
         if not MEMBERS:
-            moment, mass = load_sums(sums_2_ptr, index, DIMS)
-        moment = moment / (mass + MASS_FLOOR)[:, None]
+            moment, mass = tile.load_sums(sums_2_ptr, index, DIMS)
+        moment = moment / (mass + tile.MASS_FLOOR)[:, None]
         if chunk == 0:
-            store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
+            tile.store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
         gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
         if MEMBERS:
             # Threads read back the membership that others stored.
             tl.debug_barrier()
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_at, rows, last, DIMS)
-            members = load_rows(membership_at, rows, last, DIMS)
-            store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
+            tile.store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
         if PACKED and chunk == 0:
             out_at = Tokens(out_ptr, stride_os, stride_oh, 1)
             membership_at = Rows(membership_ptr, stride_ph)
-            clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+            tile.clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def forward(

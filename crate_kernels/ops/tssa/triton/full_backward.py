@@ -16,30 +16,11 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import (
-    FULL_FLOOR,
-    MASS_FLOOR,
-    Dims,
-    Rows,
-    Tokens,
-    chunk_of,
-    clear_uncovered,
-    floored,
-    kept,
-    load_channels,
-    load_heads,
-    load_rows,
-    load_sums,
-    load_tokens,
-    softmax_backward,
-    store_heads,
-    store_rows,
-    store_sums,
-    store_tokens,
-)
+from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -102,7 +83,7 @@ def _tssa_bwd_kernel(
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, count, first, last = chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
@@ -112,9 +93,9 @@ def _tssa_bwd_kernel(
     dgate_at, dlogit_at = Rows(dgate_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    energy = floored(load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), FULL_FLOOR)
+    energy = tile.floored(tile.load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), tile.FULL_FLOOR)
     scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
-    moment = load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
+    moment = tile.load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
     gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
 
     if DGATE:
@@ -122,19 +103,19 @@ def _tssa_bwd_kernel(
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            product = load_tokens(dout_at, rows, last, DIMS) * load_tokens(w_at, rows, last, DIMS)
-            members = load_rows(membership_at, rows, last, DIMS)
-            store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
+            product = tile.load_tokens(dout_at, rows, last, DIMS) * tile.load_tokens(w_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
+            tile.store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
-            masses += members * kept(mask_ptr, rows, last, stride_ms)[:, None]
+            masses += members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
         by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
         if not DLOGIT:
-            store_sums(parts_ptr, pid, by_channel, mass, DIMS)
+            tile.store_sums(parts_ptr, pid, by_channel, mass, DIMS)
     if not DGATE:
-        by_channel, mass = load_sums(sums_1_ptr, index, DIMS)
+        by_channel, mass = tile.load_sums(sums_1_ptr, index, DIMS)
 
     if DLOGIT or DW:
-        dmoment = by_channel * gate / (1.0 + moment) / (mass + MASS_FLOOR)[:, None]
+        dmoment = by_channel * gate / (1.0 + moment) / (mass + tile.MASS_FLOOR)[:, None]
         dmass = -tl.sum(dmoment * moment, 1)
     if DLOGIT:
         if DGATE:
@@ -143,46 +124,48 @@ def _tssa_bwd_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = load_tokens(w_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
-            dmembers = shared * kept(mask_ptr, rows, last, stride_ms)[:, None] - load_rows(dgate_at, rows, last, DIMS)
+            dmembers = shared * tile.kept(mask_ptr, rows, last, stride_ms)[:, None] - tile.load_rows(
+                dgate_at, rows, last, DIMS
+            )
             if dmembership_ptr is not None:
-                dmembers += load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
-            dlogit = softmax_backward(load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
-            store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+                dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+            dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
+            tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
-            store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
+            tile.store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
 
     if DW:
         if not DLOGIT:
-            denergy, _ = load_sums(sums_2_ptr, index, DIMS)
+            denergy, _ = tile.load_sums(sums_2_ptr, index, DIMS)
         else:
             tl.debug_barrier()
         # Two divisions by c: c^2 underflows as well.
         similarity = denergy / energy / scale[:, None]
         if chunk == 0:
-            store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
-        twice = 2.0 * load_heads(temp_ptr, DIMS)[:, None] / energy
+            tile.store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
+        twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
-        above, single = energy > FULL_FLOOR, count == 1
+        above, single = energy > tile.FULL_FLOOR, count == 1
         denergy = tl.where(above & (count != 1), -twice * similarity, 0.0)
         twice = tl.where(above & single, 0.0, twice / scale[:, None])
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w, g = load_tokens(w_at, rows, last, DIMS), load_tokens(dout_at, rows, last, DIMS)
-            members = load_rows(membership_at, rows, last, DIMS)
-            dlogit = load_rows(dlogit_at, rows, last, DIMS)
-            keep = kept(mask_ptr, rows, last, stride_ms)
+            w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)
+            dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
+            keep = tile.kept(mask_ptr, rows, last, stride_ms)
             slope = (2.0 * members * keep[:, None])[:, :, None] * dmoment[None, :, :]
             slope += dlogit[:, :, None] * twice[None, :, :] + keep[:, None, None] * denergy[None, :, :]
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
-            store_tokens(dw_at, dw, rows, rows < last, DIMS)
+            tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:
             dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
-            clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+            tile.clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def backward(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crate_kernels.ops.tssa.triton.tile import MASS_FLOOR, kept, load_rows, load_sums, load_tokens
+from crate_kernels.ops.tssa.triton import tile
 
 _COLUMNS = 128
 
@@ -21,7 +21,7 @@ _COLUMNS = 128
 @triton.jit
 def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
     """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one."""
-    by_channel, by_head = load_sums(ptr, pid - (chunk > 0), DIMS)
+    by_channel, by_head = tile.load_sums(ptr, pid - (chunk > 0), DIMS)
     return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
 
 
@@ -29,7 +29,7 @@ def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
 def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
     """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
     there = chunk + 1 < nchunks
-    by_channel, by_head = load_sums(ptr, pid + there, DIMS)
+    by_channel, by_head = tile.load_sums(ptr, pid + there, DIMS)
     return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
 
 
@@ -76,9 +76,9 @@ def add_tokens(
     moment, mass, energy = sums
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = load_tokens(w_at, rows, last, DIMS)
-        keep = kept(mask_ptr, rows, last, stride_ms)
-        weights = load_rows(membership_at, rows, last, DIMS) * keep[:, None]
+        w = tile.load_tokens(w_at, rows, last, DIMS)
+        keep = tile.kept(mask_ptr, rows, last, stride_ms)
+        weights = tile.load_rows(membership_at, rows, last, DIMS) * keep[:, None]
         moment += tl.sum(w * w * weights[:, :, None], 0)
         mass += tl.sum(weights, 0)
         energy += tl.sum(w * w * keep[:, None, None], 0)
@@ -88,7 +88,7 @@ def add_tokens(
 @triton.jit
 def through_moment(w, g, members, weights, moment, mass):
     """Return g A, dM / s (both by element) and the terms of V (by token and head) of a tile."""
-    masses = (mass[None, :] + tl.cumsum(weights, 0) + MASS_FLOOR)[:, :, None]
+    masses = (mass[None, :] + tl.cumsum(weights, 0) + tile.MASS_FLOOR)[:, :, None]
     moments = moment[None, :, :] + tl.cumsum(w * w * weights[:, :, None], 0)
     inverse = 1.0 / (moments + masses)
     gate = g * inverse * masses
