@@ -188,23 +188,36 @@ def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor
     return attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
 
 
+def _run_causal(
+    w: Tensor, temp: Tensor, bias: Tensor | None, call: Call, state: State | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out and membership of a padded batch, whose sums start from ``state`` and are left there."""
+    energy, weighted, mass, lengths = state or (None, None, None, None)
+    mask = call.key_padding_mask
+    squares, energies = _running_energy(w, mask, energy)
+    similarity = _causal_similarity(torch.div(squares, energies, out=energies), bias)
+    membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
+    if mask is not None:
+        # All zero before the first kept token, and with it the output and every gradient.
+        held = mask.cumsum(1) if lengths is None else lengths[:, None] + mask.cumsum(1)
+        membership = membership * (held > 0)[:, None, :]
+    sums, masses = _running_moment(squares, membership, mask)
+    if weighted is not None and mass is not None:
+        sums += weighted.unsqueeze(2)
+        masses += mass.unsqueeze(-1)
+        weighted.copy_(sums[:, :, -1])
+        mass.copy_(masses[:, :, -1])
+    out = _causal_output(w, membership, sums, masses, _dropout_factor(w, call, squares.dtype, w.shape[2]))
+    return operator.merged_layout(out.to(w.dtype)), membership
+
+
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     if call.packed:
         where, batched = _layout(w, call)
         out, membership = forward_causal(where.pad(w), temp, denom_bias, batched)
         return where.pack(out), where.pack_rows(membership)
-    key_padding_mask = call.key_padding_mask
-    bias = None if denom_bias is None else denom_bias[None]
-    squares, energy = _running_energy(w, key_padding_mask, None)
-    similarity = _causal_similarity(torch.div(squares, energy, out=energy), bias)
-    membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
-    if key_padding_mask is not None:
-        # All zero before the first kept token, and with it the output and every gradient.
-        membership = membership * (key_padding_mask.cumsum(1) > 0)[:, None, :]
-    weighted, mass = _running_moment(squares, membership, key_padding_mask)
-    out = _causal_output(w, membership, weighted, mass, _dropout_factor(w, call, squares.dtype, w.shape[2]))
-    return operator.merged_layout(out.to(w.dtype)), membership
+    return _run_causal(w, temp, None if denom_bias is None else denom_bias[None], call)
 
 
 def backward_causal(
@@ -271,25 +284,11 @@ def decode(
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place."""
-    energy, weighted, mass, lengths = state
     bias = None
     if denom_bias is not None:
-        position = lengths[:, None] + torch.arange(w.shape[2], device=w.device)
+        position = state.lengths[:, None] + torch.arange(w.shape[2], device=w.device)
         # Never past the end through the public function; on a GPU an index error would end the process.
         bias = denom_bias[:, position.clamp(max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
-    squares, energies = _running_energy(w, key_padding_mask, energy)
-    similarity = _causal_similarity(squares / energies, bias)
-    membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
-    if key_padding_mask is None:
-        lengths += w.shape[2]
-    else:
-        held = lengths[:, None] + key_padding_mask.cumsum(1)
-        membership = membership * (held > 0)[:, None, :]
-        lengths.copy_(held[:, -1])
-    sums, masses = _running_moment(squares, membership, key_padding_mask)
-    sums += weighted.unsqueeze(2)
-    masses += mass.unsqueeze(-1)
-    weighted.copy_(sums[:, :, -1])
-    mass.copy_(masses[:, :, -1])
-    out = _causal_output(w, membership, sums, masses, None)
-    return operator.merged_layout(out.to(w.dtype)), membership
+    out, membership = _run_causal(w, temp, bias, Call(key_padding_mask), state)
+    state.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))
+    return out, membership

@@ -7,18 +7,26 @@
 namespace {
 namespace tssa {
 
-// Sums of each chunk, then the rows that every token needs.
+// Sums of each chunk by channel and by head, then the rows that every token needs; the last three in the backward only.
 struct FullWork {
-  float *parts, *masses, *inverse, *gate;
+  float *parts, *masses, *inverse, *gate, *dmoment, *denergy, *dmass;
 
   FullWork(const TssaProblem& p, const TssaSequence& s) {
     parts = s.work;
     masses = parts + s.chunks * p.row_size();
-    inverse = masses + s.chunks * p.head_size();  // 1 / c
-    gate = inverse + p.row_size();                // -A
+    inverse = masses + s.chunks * p.head_size();  // 1 / c; in the end of the backward 2 temp / c
+    gate = inverse + p.row_size();                // -A; in the backward A, dropout included
+    dmoment = gate + p.row_size();                // dM, in the end 2 dM
+    denergy = dmoment + p.row_size();             // 2 dc
+    dmass = denergy + p.row_size();
   }
   static int64_t size(const TssaProblem& p, int64_t chunks) {
-    return chunks * (p.row_size() + p.head_size()) + 2 * p.row_size();
+    return chunks * (p.row_size() + p.head_size()) + 4 * p.row_size() + p.head_size();
+  }
+  // Clears the sums of a chunk.
+  void start(const TssaProblem& p, int64_t chunk) const {
+    memset(parts + chunk * p.row_size(), 0, p.row_size() * sizeof(float));
+    memset(masses + chunk * p.head_size(), 0, p.head_size() * sizeof(float));
   }
 };
 
@@ -44,8 +52,7 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
   float* const masses = work.masses + chunk * p.head_size();
-  memset(sums, 0, p.row_size() * sizeof(float));
-  memset(masses, 0, p.head_size() * sizeof(float));
+  work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     for (int h = 0; h < p.nheads; ++h) {

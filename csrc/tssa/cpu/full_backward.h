@@ -4,30 +4,13 @@
 // sum.
 #pragma once
 
-#include "tile.h"
+#include "full.h"
 
 namespace {
 namespace tssa {
 
-struct FullBackwardWork {
-  float *parts, *masses, *gate, *inverse, *dmoment, *denergy, *dmass;
-
-  FullBackwardWork(const TssaProblem& p, const TssaSequence& s) {
-    parts = s.work;
-    masses = parts + s.chunks * p.row_size();
-    gate = masses + s.chunks * p.head_size();  // A, dropout included
-    inverse = gate + p.row_size();             // 1 / c, later 2 temp / c
-    dmoment = inverse + p.row_size();          // dM, later 2 dM
-    denergy = dmoment + p.row_size();          // 2 dc
-    dmass = denergy + p.row_size();
-  }
-  static int64_t size(const TssaProblem& p, int64_t chunks) {
-    return chunks * (p.row_size() + p.head_size()) + 4 * p.row_size() + p.head_size();
-  }
-};
-
 void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   for (int h = 0; h < p.nheads; ++h) {
     float* const gate = work.gate + h * p.width();
     float* const inverse = work.inverse + h * p.width();
@@ -44,11 +27,10 @@ void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
 // sum_n Pi g w and sum_n Pi; sum_d g w A is stored in the place of dlogit.
 void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
   float* const masses = work.masses + chunk * p.head_size();
-  memset(sums, 0, p.row_size() * sizeof(float));
-  memset(masses, 0, p.head_size() * sizeof(float));
+  work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
@@ -77,7 +59,7 @@ void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, floa
 }
 
 void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, float* memory) {
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   float* const masses = memory;
   add_parts(work.parts, s.chunks, p.row_size(), work.dmoment);
   add_parts(work.masses, s.chunks, p.head_size(), masses);
@@ -96,9 +78,9 @@ void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, f
 
 void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
-  memset(sums, 0, p.row_size() * sizeof(float));
+  work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Vf keep = kept_tokens(s, first, count);
@@ -119,7 +101,7 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
 }
 
 void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.denergy);
   // For a single token w^2 / c is 1 for every w: skip the two large terms that would have to cancel.
   const bool single = s.seqlen == 1;
@@ -140,7 +122,7 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
 
 void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
-  const FullBackwardWork work(p, s);
+  const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
     const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Floats grad = load_tile(p, s.dout, first, count, staging.grad);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "causal_backward.h"
-#include "full.h"
 #include "full_backward.h"
 
 namespace {
@@ -16,7 +15,7 @@ constexpr TssaKernel tssa_kernel(const TssaStep (&alone)[kAlone], const TssaStep
 
 constexpr crate_kernels::TssaKernels kKernels = {
     tssa_kernel(kFullForward, kFullForward, FullWork::size),
-    tssa_kernel(kFullBackward, kFullBackward, FullBackwardWork::size),
+    tssa_kernel(kFullBackward, kFullBackward, FullWork::size),
     tssa_kernel(kCausalForwardAlone, kCausalForwardShared, causal_work_size),
     tssa_kernel(kCausalBackwardAlone, kCausalBackwardShared, causal_backward_work_size),
     Staging::size,

@@ -126,10 +126,9 @@ struct TssaMarks {
   int vectors;
 
   CRATE_DEVICE TssaMarks(const TssaBackSide<Access>& side, const TssaCausalBackwardShared& layout) : side(side) {
-    unsigned char* const memory = shared_memory();
-    moment = reinterpret_cast<float*>(memory + layout.moment);
-    energy = reinterpret_cast<float*>(memory + layout.energy);
-    mass = reinterpret_cast<float*>(memory + layout.mass);
+    moment = shared_at<float>(layout.moment);
+    energy = shared_at<float>(layout.energy);
+    mass = shared_at<float>(layout.mass);
     vectors = side.b.problem.width / N;
   }
 

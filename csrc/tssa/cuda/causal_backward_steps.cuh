@@ -80,16 +80,11 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
   const TssaCausalBackwardShared layout(p, N, true);
   const TssaMarks<Access> marks(side, layout);
   const int vectors = marks.vectors, per_head = p.head_dim / N, tile_pairs = kBackTile * p.nheads;
-  unsigned char* const memory = shared_memory();
-  float *const dmoment = reinterpret_cast<float*>(memory + layout.dmoment),
-               *const denergy = reinterpret_cast<float*>(memory + layout.denergy),
-               *const ratio = reinterpret_cast<float*>(memory + layout.ratio),
-               *const partial = reinterpret_cast<float*>(memory + layout.partial),
-               *const dmembers = reinterpret_cast<float*>(memory + layout.pairs),
-               *const dmasses = dmembers + tile_pairs, *const similarity = dmasses + tile_pairs,
-               *const gradient = similarity + tile_pairs,
-               *const dmass = reinterpret_cast<float*>(memory + layout.dmass),
-               *const dtemp = reinterpret_cast<float*>(memory + layout.dtemp);
+  float *const dmoment = shared_at<float>(layout.dmoment), *const denergy = shared_at<float>(layout.denergy),
+               *const ratio = shared_at<float>(layout.ratio), *const partial = shared_at<float>(layout.partial),
+               *const dmembers = shared_at<float>(layout.pairs), *const dmasses = dmembers + tile_pairs,
+               *const similarity = dmasses + tile_pairs, *const gradient = similarity + tile_pairs,
+               *const dmass = shared_at<float>(layout.dmass), *const dtemp = shared_at<float>(layout.dtemp);
   const TssaRows dlogit = rows_of(p, b.dlogit, side.s);
   const TssaRows dmembership = optional_rows_of(p, b.dmembership, side.s);
 

@@ -52,16 +52,14 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
   const TssaProblem& p = f.problem;
   const TssaSpan s = resident_span(p);
   const TssaResident layout(p, (p.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, false);
-  unsigned char* const memory = shared_memory();
-  float *const first = reinterpret_cast<float*>(memory + layout.first),
-               *const second = reinterpret_cast<float*>(memory + layout.second),
-               *const by_channel = reinterpret_cast<float*>(memory + layout.channels);
-  unsigned char* const scratch = memory + layout.scratch;
-  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), 0, 1, p.nheads, 0};
+  float *const first = shared_at<float>(layout.first), *const second = shared_at<float>(layout.second),
+               *const by_channel = shared_at<float>(layout.channels);
+  unsigned char* const scratch = shared_memory() + layout.scratch;
+  const TssaRows members = {shared_at<float>(layout.by_head[0]), 0, 1, p.nheads, 0};
   const TssaMask keep = keep_of(p, s);
   const int64_t channels = static_cast<int64_t>(s.index) * p.width;
 
-  char* const to = reinterpret_cast<char*>(memory + layout.tokens[0]);
+  char* const to = shared_at<char>(layout.tokens[0]);
   const TssaTokens w = copy_tokens(p, access, part_of(p, f.w, s), s.rows(), to);
   __syncthreads();
   energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), first);

@@ -23,21 +23,17 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   const TssaProblem& p = b.problem;
   const TssaSpan s = resident_span(p);
   const TssaResident layout(p, (p.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, true);
-  unsigned char* const memory = shared_memory();
-  float *const first = reinterpret_cast<float*>(memory + layout.first),
-               *const second = reinterpret_cast<float*>(memory + layout.second),
-               *const gate = reinterpret_cast<float*>(memory + layout.channels), *const dmoment = gate + p.width,
-               *const dmass = reinterpret_cast<float*>(memory + layout.heads),
-               *const scratch = reinterpret_cast<float*>(memory + layout.scratch);
-  const TssaRows members = {reinterpret_cast<float*>(memory + layout.by_head[0]), 0, 1, p.nheads, 0};
-  const TssaRows dlogit = {reinterpret_cast<float*>(memory + layout.by_head[1]), 0, 1, p.nheads, 0};
+  float *const first = shared_at<float>(layout.first), *const second = shared_at<float>(layout.second),
+               *const gate = shared_at<float>(layout.channels), *const dmoment = gate + p.width,
+               *const dmass = shared_at<float>(layout.heads), *const scratch = shared_at<float>(layout.scratch);
+  const TssaRows members = {shared_at<float>(layout.by_head[0]), 0, 1, p.nheads, 0};
+  const TssaRows dlogit = {shared_at<float>(layout.by_head[1]), 0, 1, p.nheads, 0};
   const TssaMask keep = keep_of(p, s);
   const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   const float *const energies = b.energy + channels, *const moments = b.moment + channels;
   const auto moment_of = [&](int h, int d) { return moments[h * p.head_dim + d]; };
 
-  char *const to_w = reinterpret_cast<char*>(memory + layout.tokens[0]), *const to_g = reinterpret_cast<char*>(
-                                                                             memory + layout.tokens[1]);
+  char *const to_w = shared_at<char>(layout.tokens[0]), *const to_g = shared_at<char>(layout.tokens[1]);
   const TssaTokens w = copy_tokens(p, access, part_of(p, b.w, s), s.rows(), to_w);
   const TssaTokens dout = copy_tokens(p, access, part_of(p, b.dout, s), s.rows(), to_g);
   const TssaRows stored = rows_of(p, b.membership, s);

@@ -17,6 +17,11 @@ struct TssaShared {
   }
 };
 
+template <class T>
+CRATE_DEVICE T* shared_at(int64_t offset) {
+  return reinterpret_cast<T*>(shared_memory() + offset);
+}
+
 // Bytes for sums over columns (8 floats per thread) or for the logits of tokens (nheads doubles per warp).
 __host__ __device__ inline int64_t tssa_scratch(const TssaProblem& p, int threads) {
   const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * p.nheads * 8;

@@ -1,0 +1,46 @@
+"""What the tests of tssa's CUDA kernels under the emulator share: forms, emulated devices, inputs."""
+
+import pytest
+import torch
+
+from crate_kernels import tssa
+from tests.ops.common import randn
+
+FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+# The full form with a sequence of a few kB: all of it in one block, spread over a cluster, or in chunks of 32 tokens.
+# The causal form has chunks of 64 tokens forward and 32 backward wherever a sequence is longer.
+DEVICES = {
+    "block": {"multiprocessors": 1},
+    "cluster": {"capability": 90, "multiprocessors": 16},
+    "chunks": {"shared_limit": 11 * 1024},  # the least that takes 512 channels
+}
+WAYS = pytest.mark.parametrize(
+    ("causal", "way"),
+    [*((False, way) for way in DEVICES), (True, "block")],
+    ids=[*(f"full-{way}" for way in DEVICES), "causal"],
+)
+
+
+def going(device, way):
+    """Make the emulated GPU one on which the full form goes a way of ``DEVICES``."""
+    device(**DEVICES[way])
+
+
+def call(causal, backend, **options):
+    def function(w, temp, bias=None):
+        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
+
+    return function
+
+
+def tokens(*shape, dtype=torch.float32, seed=0):
+    batch, nheads, seqlen, head_dim = shape
+    return randn(batch, seqlen, nheads, head_dim, dtype=dtype, seed=seed).transpose(1, 2)
+
+
+def temps(nheads):
+    return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32)
+
+
+def bias(nheads, seqlen):
+    return 0.1 * randn(nheads, seqlen, dtype=torch.float32, seed=3)
