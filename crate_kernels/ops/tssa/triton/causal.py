@@ -78,6 +78,7 @@ def _tssa_causal_fwd_kernel(
     OUTPUT: tl.constexpr,
     NHEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -89,7 +90,7 @@ def _tssa_causal_fwd_kernel(
     ``sums_1_ptr`` and ``sums_2_ptr`` have these added up to each chunk. The state of a cache, if any, comes before the
     first token; a program with the whole sequence also advances it.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
@@ -123,10 +124,11 @@ def _tssa_causal_fwd_kernel(
         w = tile.load_tokens(w_at, rows, last, DIMS)
         keep = tile.kept(mask_ptr, rows, last, stride_ms)
         squares = w * w
-        counted = squares * keep[:, None, None]
+        counted = tile.counted(squares, keep, mask_ptr)
         if MEMBERS:
             running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
-            similarity = tile.sum_over_channels(squares / tile.floored(running, tile.CAUSAL_FLOOR), DIMS)
+            inverse = tile.reciprocal(tile.floored(running * tile.SHIFT, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            similarity = tile.sum_over_channels(squares * inverse, DIMS) * tile.SHIFT
             if bias_ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
@@ -144,13 +146,15 @@ def _tssa_causal_fwd_kernel(
         energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)
         if MEMBERS or OUTPUT:
-            weights = members * keep[:, None]
+            weights = tile.counted(members, keep, mask_ptr)
             weighted = weights[:, :, None] * squares
             if OUTPUT:
-                masses = (before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + tile.MASS_FLOOR)[:, :, None]
+                masses = before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + tile.MASS_FLOOR
+                masses *= tile.SHIFT
                 moments = before_moment[None, :, :] + (moment[None, :, :] + tl.cumsum(weighted, 0))
                 # A = 1 / (1 + M) without the division of M.
-                out = -w * members[:, :, None] * (masses / (masses + moments))
+                inverse = tile.reciprocal(moments * tile.SHIFT + masses[:, :, None], DIMS)
+                out = w * (-members * masses)[:, :, None] * inverse
                 if seed_ptr is not None:
                     out = tile.dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
                 tile.store_tokens(out_at, out, rows, rows < last, DIMS)

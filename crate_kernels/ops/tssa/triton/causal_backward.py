@@ -1,8 +1,8 @@
 """The causal form in Triton, backward: two scans from the last token to the first, over running sums summed again.
 
-A program has one chunk, with every head of its tokens, and goes through it in tiles. Where a step scans backwards, the
-running sums before each tile are added up again from the first-level cache, which costs less than to keep them. Each
-step reads the sums that ``scan_chunks`` made of the one before. Passes and rows as in ``causal.py``, (read, written):
+A program has one chunk, with every head of its tokens, and goes through it in tiles. DMOMENT keeps the running sums at
+marks, every MARK tokens; where a step scans backwards, it adds them up again from the mark before each tile. Each step
+reads the sums that ``scan_chunks`` made of the one before. Passes and rows as in ``causal.py``, (read, written):
 
 ======= ====== ===== ===================================================
 step    passes rows  leaves
@@ -15,7 +15,8 @@ DW      2, 1   2, 0  dw
 
 In all 7 reads and 1 write, in 7 launches (4 where a sequence is one chunk), and 1 launch for ddenom_bias, which reads
 one row more; so does the gradient of the membership. The chunks' sums are four sets of 1 / CHUNK of a pass in fp32,
-each written once and read once to three times, and read and written once by its scan. There are no atomics: every sum
+each written once and read once to three times, and read and written once by its scan. The marks are two sets of 1 /
+MARK of a pass in fp32, written once and read twice. There are no atomics: every sum
 has one order.
 """
 
@@ -39,7 +40,9 @@ from crate_kernels.ops.tssa.triton.scan import (
     add_tokens,
     after_chunk,
     before_chunk,
+    load_mark,
     scan_chunks,
+    store_mark,
     suffix_sums,
     through_moment,
 )
@@ -65,6 +68,7 @@ def _tssa_causal_bwd_kernel(
     energies_ptr,
     dmoments_ptr,
     denergies_ptr,
+    marks_ptr,
     stride_gb,
     stride_gs,
     stride_gh,
@@ -93,10 +97,12 @@ def _tssa_causal_bwd_kernel(
     DW: tl.constexpr,
     NHEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    MARK: tl.constexpr,
 ):
     """Do one step on chunk ``pid % nchunks`` of a sequence.
 
@@ -104,7 +110,7 @@ def _tssa_causal_bwd_kernel(
     V, ``denergies_ptr`` those of dc / temp. A step stores the sums of its chunk; later steps read those up to the chunk
     or from it on.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
@@ -120,29 +126,33 @@ def _tssa_causal_bwd_kernel(
     moment, energy = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     mass = tl.zeros((BLOCK_H,), tl.float32)
     dmoment, denergy, dmass, dtemp = moment, energy, mass, mass
-    if not TOTALS:
-        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
-        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
-    sums = (moment, mass, energy)
 
     if TOTALS:
         moment, mass, energy = add_tokens(
-            sums, w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
+            (moment, mass, energy), w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
         )
         tile.store_sums(totals_ptr, pid, moment, mass, DIMS)
         tile.store_sums(energies_ptr, pid, energy, dmass, DIMS)
 
     if DMOMENT:
+        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
+        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            if (n - first) % MARK == 0:
+                store_mark(
+                    marks_ptr, pid * tl.cdiv(chunk_size, MARK) + (n - first) // MARK, (moment, mass, energy), DIMS
+                )
             rows = n + tl.arange(0, BLOCK_N)
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             if seed_ptr is not None:
                 g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
             members = tile.load_rows(membership_at, rows, last, DIMS)
-            weights = members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
-            _gate, slope, dmasses = through_moment(w, g, members, weights, moment, mass)
+            keep = tile.kept(mask_ptr, rows, last, stride_ms)
+            weights = tile.counted(members, keep, mask_ptr)
+            _gate, slope, dmasses = through_moment(w, g, members, weights, moment, mass, DIMS)
             moment += tl.sum(w * w * weights[:, :, None], 0)
             mass += tl.sum(weights, 0)
+            energy += tl.sum(tile.counted(w * w, keep, mask_ptr), 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
         tile.store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
@@ -152,51 +162,59 @@ def _tssa_causal_bwd_kernel(
         dmoment, dmass = after_chunk(dmoments_ptr, pid, chunk, nchunks, DIMS)
         if DW:
             denergy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, DIMS)
-        ntiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
-        for number in tl.range(0, ntiles):
-            n = first + (ntiles - 1 - number) * BLOCK_N
-            rows = n + tl.arange(0, BLOCK_N)
-            w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
-            if seed_ptr is not None:
-                g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
-            members = tile.load_rows(membership_at, rows, last, DIMS)
-            keep = tile.kept(mask_ptr, rows, last, stride_ms)
-            weights = members * keep[:, None]
-            tile_moment, tile_mass, tile_energy = add_tokens(
-                sums, w_at, membership_at, mask_ptr, stride_ms, first, n, BLOCK_N, DIMS, STAGES
-            )
-            gate, slope, dmasses = through_moment(w, g, members, weights, tile_moment, tile_mass)
-            dmoments = dmoment[None, :, :] + suffix_sums(slope)
-            squares = w * w
-            if DLOGIT:
-                later = tl.reshape(suffix_sums(dmasses[:, :, None]), (BLOCK_N, BLOCK_H))
-                shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
-                dmembers = shared * keep[:, None] - tl.sum(gate * w, 2)
-                if dmembership_ptr is not None:
-                    dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
-                dlogit = tile.softmax_backward(members, dmembers)
-                tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
-            else:
-                dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
-            counted = squares * keep[:, None, None]
-            running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
-            energies = tile.floored(running, tile.CAUSAL_FLOOR)
-            above = running > tile.CAUSAL_FLOOR
-            per_energy = dlogit[:, :, None] / energies
-            denergies = tl.where(above, per_energy * squares / energies, 0.0)
-            if DLOGIT:
-                dtemp += tl.sum(tl.sum(per_energy * squares, 2), 0)
-            else:
-                # The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that a
-                # first token's cancels exactly.
-                later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
-                own = per_energy * tl.where(above, (running - counted) / energies, 1.0)
-                dw = temp[None, :, None] * (own - later_energy * keep[:, None, None])
-                dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
-                tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
-            denergy += tl.sum(denergies, 0)
-            dmoment += tl.sum(slope, 0)
-            dmass += tl.sum(dmasses, 0)
+        nmarks = tl.cdiv(tl.maximum(last - first, 0), MARK)
+        for number in tl.range(0, nmarks):
+            mark = nmarks - 1 - number
+            begin = first + mark * MARK
+            end = tl.minimum(begin + MARK, last)
+            marked = load_mark(marks_ptr, pid * tl.cdiv(chunk_size, MARK) + mark, DIMS)
+            ntiles = tl.cdiv(end - begin, BLOCK_N)
+            for back in tl.range(0, ntiles):
+                n = begin + (ntiles - 1 - back) * BLOCK_N
+                rows = n + tl.arange(0, BLOCK_N)
+                w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
+                if seed_ptr is not None:
+                    g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
+                members = tile.load_rows(membership_at, rows, last, DIMS)
+                keep = tile.kept(mask_ptr, rows, last, stride_ms)
+                weights = tile.counted(members, keep, mask_ptr)
+                tile_moment, tile_mass, tile_energy = add_tokens(
+                    marked, w_at, membership_at, mask_ptr, stride_ms, begin, n, BLOCK_N, DIMS, 1
+                )
+                gate, slope, dmasses = through_moment(w, g, members, weights, tile_moment, tile_mass, DIMS)
+                dmoments = dmoment[None, :, :] + suffix_sums(slope)
+                squares = w * w
+                if DLOGIT:
+                    later = tl.reshape(suffix_sums(dmasses[:, :, None]), (BLOCK_N, BLOCK_H))
+                    shared = tl.sum(dmoments * squares, 2) + dmass[None, :] + later
+                    dmembers = tile.counted(shared, keep, mask_ptr) - tl.sum(gate * w, 2)
+                    if dmembership_ptr is not None:
+                        dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                    dlogit = tile.softmax_backward(members, dmembers)
+                    tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+                else:
+                    dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
+                counted = tile.counted(squares, keep, mask_ptr)
+                running = tile_energy[None, :, :] + tl.cumsum(counted, 0)
+                inverse = tile.reciprocal(tile.floored(running * tile.SHIFT, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+                above = running > tile.CAUSAL_FLOOR
+                per_energy = (dlogit * tile.SHIFT)[:, :, None] * inverse
+                similarity = per_energy * squares
+                # 1 / c is at most 1e12 and similarity at most dlogit: their product needs no shift in between.
+                denergies = tl.where(above, similarity * (inverse * tile.SHIFT), 0.0)
+                if DLOGIT:
+                    dtemp += tl.sum(tl.sum(similarity, 2), 0)
+                else:
+                    # The later sums leave out the token itself. Its own part, 1 / c - w^2 / c^2, is one term, so that a
+                    # first token's cancels exactly.
+                    later_energy = denergy[None, :, :] + (suffix_sums(denergies) - denergies)
+                    own = per_energy * tl.where(above, (running - counted) * (inverse * tile.SHIFT), 1.0)
+                    dw = temp[None, :, None] * (own - tile.counted(later_energy, keep, mask_ptr))
+                    dw = 2.0 * w * (dw + dmoments * weights[:, :, None]) - gate * members[:, :, None]
+                    tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
+                denergy += tl.sum(denergies, 0)
+                dmoment += tl.sum(slope, 0)
+                dmass += tl.sum(dmasses, 0)
         if DLOGIT:
             tile.store_sums(denergies_ptr, pid, denergy, dtemp, DIMS)
     if PACKED and DW and chunk == 0:
@@ -216,6 +234,8 @@ def backward_causal(
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     sizes = Launch(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
+    cut["MARK"] = max(cut["BLOCK_N"], 8)
+    marks = -(-cut["chunk_size"] // cut["MARK"])
     dw, dlogit, temp_ = operator.empty_out(w), sizes.empty_rows(), temp.contiguous()
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
     arguments = {
@@ -230,6 +250,7 @@ def backward_causal(
         "energies_ptr": totals[1],
         "dmoments_ptr": dmoments,
         "denergies_ptr": denergies,
+        "marks_ptr": sizes.empty_sums(nchunks * marks, 2),
         **sizes.arguments(),
         **sizes.strides("g", dout),
         **sizes.strides("w", w),

@@ -1,7 +1,8 @@
 """The gradient of ``denom_bias`` in Triton, and of ``temp`` through it: sums over the sequences of a batch.
 
-One launch reads the gradient of the logits once, which is one row, and the bias, and writes the bias's gradient. A
-program has BLOCK_N positions and goes through the sequences in their order.
+It reads the gradient of the logits once, which is one row, and the bias, and writes the bias's gradient. A program has
+BLOCK_N positions of some sequences and adds these in their order; where it takes several programs to fill the device, a
+second launch adds their sums.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -15,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crate_kernels._triton import launch
 from crate_kernels._triton.jit import sequence_bounds
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, power_of_two
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=(*RUNTIME, "share"))
 def _tssa_causal_dbias_kernel(
     dlogit_ptr,
     temp_ptr,
@@ -34,6 +36,7 @@ def _tssa_causal_dbias_kernel(
     stride_pb,
     stride_ph,
     nsequences,
+    share,
     seqlen,
     total,
     NHEADS: tl.constexpr,
@@ -41,43 +44,46 @@ def _tssa_causal_dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum dlogit over the sequences, BLOCK_N positions per program: ddenom_bias, and the bias's part of dtemp."""
-    pid = tl.program_id(0)
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1)
-    rows, heads = pid * BLOCK_N + tl.arange(0, BLOCK_N), tile.heads_of(DIMS)
+    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given a bias, make ddenom_bias and dtemp."""
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
+    nblocks = tl.maximum(tl.cdiv(seqlen, BLOCK_N), 1)
+    block, part = tl.program_id(0) % nblocks, tl.program_id(0) // nblocks
+    rows, heads = block * BLOCK_N + tl.arange(0, BLOCK_N), tile.heads_of(DIMS)
     acc = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
-    for index in tl.range(0, nsequences):
+    for index in tl.range(part * share, tl.minimum((part + 1) * share, nsequences)):
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
         acc += tile.load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
-    inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
-    places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
-    bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    # The bias enters the similarity once per channel.
-    acc *= HEAD_DIM
-    tile.store_rows(Rows(dbias_ptr, seqlen), tile.load_heads(temp_ptr, DIMS)[None, :] * acc, rows, rows < seqlen, DIMS)
-    tile.store_heads(dtemp_ptr + pid.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
+    if bias_ptr is not None:
+        inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
+        places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
+        bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        # The bias enters the similarity once per channel.
+        acc *= HEAD_DIM
+        tile.store_heads(dtemp_ptr + block.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
+        acc *= tile.load_heads(temp_ptr, DIMS)[None, :]
+    tile.store_rows(Rows(dbias_ptr + part.to(tl.int64) * NHEADS * seqlen, seqlen), acc, rows, rows < seqlen, DIMS)
 
 
 def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the bias, and of ``temp`` through it."""
-    block = 64
-    nblocks = max(1, -(-sizes.seqlen // block))
+    block, heads, seqlen = 64, sizes.nheads, sizes.seqlen
+    nblocks = max(1, -(-seqlen // block))
+    nparts = max(1, min(-(-sizes.nsequences // 4), 4 * launch.multiprocessors(sizes.device) // nblocks))
     gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
-    parts = denom_bias.new_empty(nblocks, sizes.nheads, dtype=torch.float32)
+    dtemps = denom_bias.new_empty(nblocks, heads, dtype=torch.float32)
     shared = sizes.arguments()
     names = ("cu_seqlens_ptr", "stride_pb", "stride_ph", "nsequences", "seqlen", "total", "NHEADS", "HEAD_DIM")
+    arguments = {"dlogit_ptr": dlogit, "temp_ptr": temp, "dtemp_ptr": dtemps, "BLOCK_N": block, "num_warps": 4}
+    arguments |= {"stride_bh": denom_bias.stride(0), "stride_bs": denom_bias.stride(1), "BLOCK_H": power_of_two(heads)}
+    arguments |= {name: shared[name] for name in names}
+    if nparts > 1:
+        parts = gradient.new_empty(nparts, heads, seqlen)
+        share = -(-sizes.nsequences // nparts)
+        _tssa_causal_dbias_kernel[(nblocks * nparts,)](**arguments, bias_ptr=None, dbias_ptr=parts, share=share)
+        arguments |= {"dlogit_ptr": parts, "cu_seqlens_ptr": None, "nsequences": nparts}
+        arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen}
     _tssa_causal_dbias_kernel[(nblocks,)](
-        dlogit_ptr=dlogit,
-        temp_ptr=temp,
-        bias_ptr=denom_bias,
-        dbias_ptr=gradient,
-        dtemp_ptr=parts,
-        stride_bh=denom_bias.stride(0),
-        stride_bs=denom_bias.stride(1),
-        **{name: shared[name] for name in names},
-        BLOCK_N=block,
-        BLOCK_H=power_of_two(sizes.nheads),
-        num_warps=4,
+        **arguments, bias_ptr=denom_bias, dbias_ptr=gradient, share=arguments["nsequences"]
     )
-    return gradient.to(denom_bias.dtype), parts.sum(0)
+    return gradient.to(denom_bias.dtype), dtemps.sum(0)

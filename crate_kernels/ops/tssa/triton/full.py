@@ -89,6 +89,7 @@ def _tssa_fwd_kernel(
     OUTPUT: tl.constexpr,
     NHEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -100,7 +101,7 @@ def _tssa_fwd_kernel(
     sum Pi w^2 and sum Pi. A step stores its chunk's to ``parts_ptr``; ``sums_1_ptr`` and ``sums_2_ptr`` have the
     sequence's.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
@@ -118,7 +119,7 @@ def _tssa_fwd_kernel(
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)
             keep = tile.kept(mask_ptr, rows, last, stride_ms)
-            acc += w * w * keep[:, None, None]
+            acc += tile.counted(w * w, keep, mask_ptr)
             kept_tokens += keep
         energy = tl.sum(acc, 0)
         keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
@@ -145,7 +146,7 @@ def _tssa_fwd_kernel(
                 # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)
             tile.store_rows(membership_at, members, rows, rows < last, DIMS)
-            weights = members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
+            weights = tile.counted(members, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
             acc += weights[:, :, None] * squares
             masses += weights
         moment = tl.sum(acc, 0)

@@ -69,6 +69,7 @@ def _tssa_bwd_kernel(
     DW: tl.constexpr,
     NHEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -80,7 +81,7 @@ def _tssa_bwd_kernel(
     ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That gradient and
     its sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     index, chunk, origin, count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
@@ -107,7 +108,7 @@ def _tssa_bwd_kernel(
             members = tile.load_rows(membership_at, rows, last, DIMS)
             tile.store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
-            masses += members * tile.kept(mask_ptr, rows, last, stride_ms)[:, None]
+            masses += tile.counted(members, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
         by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
         if not DLOGIT:
             tile.store_sums(parts_ptr, pid, by_channel, mass, DIMS)
@@ -127,9 +128,8 @@ def _tssa_bwd_kernel(
             w = tile.load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
-            dmembers = shared * tile.kept(mask_ptr, rows, last, stride_ms)[:, None] - tile.load_rows(
-                dgate_at, rows, last, DIMS
-            )
+            dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
+            dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
                 dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
             dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
@@ -159,8 +159,9 @@ def _tssa_bwd_kernel(
             members = tile.load_rows(membership_at, rows, last, DIMS)
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
             keep = tile.kept(mask_ptr, rows, last, stride_ms)
-            slope = (2.0 * members * keep[:, None])[:, :, None] * dmoment[None, :, :]
-            slope += dlogit[:, :, None] * twice[None, :, :] + keep[:, None, None] * denergy[None, :, :]
+            slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
+            through_energy = tl.broadcast_to(denergy[None, :, :], w.shape)
+            slope += dlogit[:, :, None] * twice[None, :, :] + tile.counted(through_energy, keep, mask_ptr)
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
             tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:

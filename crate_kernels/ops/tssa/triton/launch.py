@@ -84,6 +84,7 @@ class Launch:
             "inverse_keep": 1.0 / (1.0 - call.dropout_p),
             "NHEADS": self.nheads,
             "HEAD_DIM": self.head_dim,
+            "PTX": launch.arch(self.device).startswith("sm_"),
         }
 
 

@@ -34,6 +34,22 @@ def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
 
 
 @triton.jit
+def load_mark(ptr, number, DIMS: tl.constexpr):
+    """Load the sums of Pi w^2, of Pi and of w^2 up to a mark."""
+    moment, mass = tile.load_sums(ptr, 2 * number, DIMS)
+    energy, _ = tile.load_sums(ptr, 2 * number + 1, DIMS)
+    return moment, mass, energy
+
+
+@triton.jit
+def store_mark(ptr, number, sums, DIMS: tl.constexpr):
+    """Store what ``load_mark`` loads."""
+    moment, mass, energy = sums
+    tile.store_sums(ptr, 2 * number, moment, mass, DIMS)
+    tile.store_sums(ptr, 2 * number + 1, energy, mass, DIMS)
+
+
+@triton.jit
 def _join_blocks(sums, totals, SIZE: tl.constexpr):
     """Join blocks of SIZE tokens in pairs: the first of each adds the total of the second to its sums."""
     PAIRS: tl.constexpr = totals.shape[0] // 2
@@ -78,22 +94,23 @@ def add_tokens(
         rows = n + tl.arange(0, BLOCK_N)
         w = tile.load_tokens(w_at, rows, last, DIMS)
         keep = tile.kept(mask_ptr, rows, last, stride_ms)
-        weights = tile.load_rows(membership_at, rows, last, DIMS) * keep[:, None]
+        weights = tile.counted(tile.load_rows(membership_at, rows, last, DIMS), keep, mask_ptr)
         moment += tl.sum(w * w * weights[:, :, None], 0)
         mass += tl.sum(weights, 0)
-        energy += tl.sum(w * w * keep[:, None, None], 0)
+        energy += tl.sum(tile.counted(w * w, keep, mask_ptr), 0)
     return moment, mass, energy
 
 
 @triton.jit
-def through_moment(w, g, members, weights, moment, mass):
+def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
     """Return g A, dM / s (both by element) and the terms of V (by token and head) of a tile."""
-    masses = (mass[None, :] + tl.cumsum(weights, 0) + tile.MASS_FLOOR)[:, :, None]
+    masses = mass[None, :] + tl.cumsum(weights, 0) + tile.MASS_FLOOR
     moments = moment[None, :, :] + tl.cumsum(w * w * weights[:, :, None], 0)
-    inverse = 1.0 / (moments + masses)
-    gate = g * inverse * masses
-    slope = gate * w * inverse * members[:, :, None]
-    return gate, slope, -tl.sum(slope * moments / masses, 2)
+    shifted = masses * tile.SHIFT
+    inverse = tile.reciprocal(moments * tile.SHIFT + shifted[:, :, None], DIMS)
+    gate = g * inverse * shifted[:, :, None]
+    slope = gate * w * inverse * (members * tile.SHIFT)[:, :, None]
+    return gate, slope, -tl.sum(slope * moments, 2) / masses
 
 
 @triton.jit(do_not_specialize=("nchunks", "size"))

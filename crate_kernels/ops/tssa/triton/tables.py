@@ -23,13 +23,13 @@ import itertools
 from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
 
 
-def _every_arch(config: Config, interpreter: Config, **others: Row) -> dict[str, tuple[Row, ...]]:
+def _every_arch(config: Config, interpreter: Config, **others: tuple[Row, ...]) -> dict[str, tuple[Row, ...]]:
     """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's.
 
     ``others`` come first on their architecture, where the one spills.
     """
     rows = {**dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (Row(config),)), INTERPRETER: (Row(interpreter),)}
-    return rows | {arch: (row, *rows[arch]) for arch, row in others.items()}
+    return rows | {arch: (*first, *rows[arch]) for arch, first in others.items()}
 
 
 def _full(tile: int, chunk: int, stages: int, warps: int, whole: int = 256, crowd: int = 1024) -> Config:
@@ -47,16 +47,26 @@ _FULL_CANDIDATES = tuple(
         ((256, 4096, 256), (0, 0, 128), (0, 0, 256), (0, 0, 512)), (2048, 4096, 8192), (2, 3), (4, 8)
     )
 )
-FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
-_SMALLER = _full(2048, 256, 2, 8)
+# The fewest instructions a token with two blocks a multiprocessor, and 32 kB in flight for them.
+_LARGER, _SMALLER = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8)
+FULL_FORWARD = Table(
+    "tssa_full_fwd",
+    _every_arch(
+        _full(4096, 256, 3, 8),
+        _full(1 << 14, 64, 1, 1),
+        sm_80=(Row(_LARGER, half=True),),
+        sm_90=(Row(_LARGER, half=True),),
+    ),
+    _FULL_CANDIDATES,
+)
 FULL_BACKWARD = Table(
     "tssa_full_bwd",
     _every_arch(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1),
-        sm_80=Row(_SMALLER, half=False),
-        sm_90=Row(_SMALLER, half=False),
-        sm_100=Row(_SMALLER, half=True),
+        sm_80=(Row(_SMALLER, half=False), Row(_LARGER, half=True)),
+        sm_90=(Row(_SMALLER, half=False), Row(_LARGER, half=True)),
+        sm_100=(Row(_SMALLER, half=True),),
     ),
     _FULL_CANDIDATES,
 )
@@ -67,12 +77,12 @@ _CAUSAL_CANDIDATES = tuple(
 )
 CAUSAL_FORWARD = Table(
     "tssa_causal_fwd",
-    _every_arch(_causal(4, 64, 3), _causal(128, 128, 1), sm_90=Row(_causal(2, 64, 3), half=True)),
+    _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)),
     _CAUSAL_CANDIDATES,
 )
 CAUSAL_BACKWARD = Table(
     "tssa_causal_bwd",
-    _every_arch(_causal(2, 32, 3), _causal(128, 128, 1), sm_80=Row(_causal(2, 32, 2), half=True)),
+    _every_arch(_causal(2, 32, 3), _causal(128, 128, 1), sm_80=(Row(_causal(2, 32, 2), half=True),)),
     _CAUSAL_CANDIDATES,
 )
 TABLES = (FULL_FORWARD, FULL_BACKWARD, CAUSAL_FORWARD, CAUSAL_BACKWARD)

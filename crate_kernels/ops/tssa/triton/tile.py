@@ -20,15 +20,19 @@ from crate_kernels._triton.jit import keep_mask, sequence_bounds, uncovered
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
 MASS_FLOOR = tl.constexpr(1e-8)
+# A power of two that keeps reciprocals of sums normal: sums from 1e-12 to 3e38 times it are in [2^-80, 2^88].
+SHIFT = tl.constexpr(2.0**-40)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Dims(NamedTuple):
-    """Sizes of a token, and of a tile."""
+    """Sizes of a token and of a tile, and whether the code is PTX."""
 
     NHEADS: int
     HEAD_DIM: int
     BLOCK_H: int
     BLOCK_D: int
+    PTX: bool
 
 
 class Tokens(NamedTuple):
@@ -49,8 +53,20 @@ class Rows(NamedTuple):
 
 @triton.jit
 def floored(x, FLOOR: tl.constexpr):
-    """Return max(x, FLOOR), or NaN for NaN, which ``tl.maximum`` would not."""
-    return tl.where(x < FLOOR, FLOOR, x)
+    """Return max(x, FLOOR), or NaN for NaN."""
+    return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def reciprocal(x, DIMS: tl.constexpr):
+    """Return 1 / x of positive numbers far from the ends of fp32's range, with an error of one unit in the last place.
+
+    It is one instruction; a division, which scales numbers at the ends of the range, is eight, no more exact.
+    """
+    if DIMS.PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / x
 
 
 @triton.jit
@@ -138,6 +154,17 @@ def kept(mask_ptr, rows, end, stride_ms):
 
 
 @triton.jit
+def counted(x, keep, mask_ptr):
+    """Return a tile times each token's factor ``keep`` in the sums; without a mask, tokens past the end are zero."""
+    if mask_ptr is None:
+        return x
+    elif len(x.shape) == 3:
+        return x * keep[:, None, None]
+    else:
+        return x * keep[:, None]
+
+
+@triton.jit
 def load_channels(ptr, DIMS: tl.constexpr):
     """Load a contiguous (NHEADS, HEAD_DIM) of sums as (BLOCK_H, BLOCK_D)."""
     heads, channels = heads_of(DIMS)[:, None], channels_of(DIMS)[None, :]
@@ -208,13 +235,13 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
 
     Logits are float64 until the largest is taken away: a token that dominates its channels has q near head_dim, and in
-    float32 the logits of all its heads would be alike. It is one number per head. Beyond the last token q is 0, and an
-    infinite temp times 0 is no number.
+    float32 the logits of all its heads would be alike. It is one number per head; log2(e) is in it, so that an
+    exponential is one instruction. Beyond the last token q is 0, and an infinite temp times 0 is no number.
     """
-    logits = temp.to(tl.float64)[None, :] * similarity
+    logits = (temp.to(tl.float64) * LOG2_E)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
-    weights = tl.exp((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
-    return tl.where(there[:, None], weights / tl.sum(weights, 1)[:, None], 0.0)
+    weights = tl.exp2((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
+    return tl.where(there[:, None], weights * reciprocal(tl.sum(weights, 1), DIMS)[:, None], 0.0)
 
 
 @triton.jit
