@@ -240,6 +240,15 @@ def test_a_long_prompt_goes_by_chunks(ragged, backend, device):
 
 
 @EACH
+@pytest.mark.parametrize("lengths", [(), (5, 0, 20, 1, 9, 3)], ids=["padded", "packed"])
+def test_the_gradient_of_the_bias_adds_many_sequences(lengths, backend, device):
+    """More than four sequences are added in parts, in one launch, and these in another."""
+    shape = (0, 3, 0, 16) if lengths else (9, 3, 20, 16)
+    case = testing.Case("tssa", f"bias-many-{bool(lengths)}", shape, {"causal": True}, lengths=lengths)
+    assert over_budget(case, torch.float32, backend, device) == []
+
+
+@EACH
 def test_the_bias_ends_with_the_sequence_not_with_the_tensor(backend, device):
     """Rows of the bias lie as far apart as the caller's tensor has them."""
     w, wide = tokens(device, 2, 3, 19, 16), randn(3, 64, dtype=torch.float32, device=device, seed=3)

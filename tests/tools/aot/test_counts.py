@@ -60,7 +60,7 @@ TSSA = {
             "_tssa_causal_fwd_kernel": 3,
             "_tssa_causal_bwd_kernel": 4,
             "_scan_chunks_kernel": 5,
-            "_tssa_causal_dbias_kernel": 1,
+            "_tssa_causal_dbias_kernel": 2,
         },
         {"sum": 2, "add_": 1},
     ),
@@ -101,7 +101,7 @@ def test_chunks_allocate_their_sums_beside_the_results():
 
 
 @pytest.mark.parametrize("seqlen", [32, 1024], ids=["alone", "chunks"])
-def test_the_causal_form_allocates_two_sets_of_sums_and_four_backward(seqlen):
+def test_the_causal_form_allocates_two_sets_of_sums_and_four_and_marks_backward(seqlen):
     batch, heads, head_dim = 16, 12, 64
     call, forward = (tssa.causal(seqlen, heads, head_dim, batch=batch, backward=both) for both in (True, False))
     first, *_, last = harness.launches(call, "sm_90")
@@ -110,11 +110,12 @@ def test_the_causal_form_allocates_two_sets_of_sums_and_four_backward(seqlen):
     tokens, rows = (batch * heads * n for n in (seqlen * head_dim * 2, seqlen * 4))
     chunk = batch * heads * (head_dim + 1) * 4
     assert count(forward)[2].bytes == tokens + rows + (2 * chunk * nchunks if nchunks > 1 else 0)
-    # dtemp of the chunks and of the bias's blocks, the bias's gradient and dtemp by blocks.
-    by_bias = heads * 4 * (seqlen + -(-seqlen // 64) + 1)
+    # dtemp of the chunks and of the bias's blocks; its gradient, also by four parts of the batch; dtemp by blocks.
+    by_bias = heads * 4 * ((1 + 4) * seqlen + -(-seqlen // 64) + 1)
+    marks = 2 * chunk * back * (32 // 8 - 1)
     assert last.function.__name__ == "_tssa_causal_dbias_kernel"
     both = count(call)[2].bytes - count(forward)[2].bytes
-    assert both == tokens + rows + 4 * chunk * back + heads * 4 + by_bias
+    assert both == tokens + rows + 4 * chunk * back + marks + heads * 4 + by_bias
 
 
 def test_decoding_allocates_its_results():

@@ -15,9 +15,9 @@ DW      2, 1   2, 0  dw
 
 In all 7 reads and 1 write, in 7 launches (4 where a sequence is one chunk), and 1 launch for ddenom_bias, which reads
 one row more; so does the gradient of the membership. The chunks' sums are four sets of 1 / CHUNK of a pass in fp32,
-each written once and read once to three times, and read and written once by its scan. The marks are two sets of 1 /
-MARK of a pass in fp32, written once and read twice. There are no atomics: every sum
-has one order.
+each written once and read once to three times, and read and written once by its scan. The marks are two sets of
+1 / MARK of a pass in fp32, but for each chunk's first, written once and read twice. There are no atomics: every sum has
+one order.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -39,7 +39,7 @@ from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, causal_tile
 from crate_kernels.ops.tssa.triton.scan import (
     add_tokens,
     after_chunk,
-    before_chunk,
+    all_before_chunk,
     load_mark,
     scan_chunks,
     store_mark,
@@ -127,6 +127,9 @@ def _tssa_causal_bwd_kernel(
     mass = tl.zeros((BLOCK_H,), tl.float32)
     dmoment, denergy, dmass, dtemp = moment, energy, mass, mass
 
+    # A chunk's first tokens have the sums before the chunk in the place of a mark.
+    first_mark = pid * (tl.cdiv(chunk_size, MARK) - 1) - 1
+
     if TOTALS:
         moment, mass, energy = add_tokens(
             (moment, mass, energy), w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
@@ -135,13 +138,10 @@ def _tssa_causal_bwd_kernel(
         tile.store_sums(energies_ptr, pid, energy, dmass, DIMS)
 
     if DMOMENT:
-        moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
-        energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+        moment, mass, energy = all_before_chunk(totals_ptr, energies_ptr, pid, chunk, DIMS)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-            if (n - first) % MARK == 0:
-                store_mark(
-                    marks_ptr, pid * tl.cdiv(chunk_size, MARK) + (n - first) // MARK, (moment, mass, energy), DIMS
-                )
+            if n > first and (n - first) % MARK == 0:
+                store_mark(marks_ptr, first_mark + (n - first) // MARK, (moment, mass, energy), DIMS)
             rows = n + tl.arange(0, BLOCK_N)
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             if seed_ptr is not None:
@@ -167,7 +167,11 @@ def _tssa_causal_bwd_kernel(
             mark = nmarks - 1 - number
             begin = first + mark * MARK
             end = tl.minimum(begin + MARK, last)
-            marked = load_mark(marks_ptr, pid * tl.cdiv(chunk_size, MARK) + mark, DIMS)
+            if mark > 0:
+                marked = load_mark(marks_ptr, first_mark + mark, DIMS)
+            else:
+                # Loaded here again: registers are what limits this loop.
+                marked = all_before_chunk(totals_ptr, energies_ptr, pid, chunk, DIMS)
             ntiles = tl.cdiv(end - begin, BLOCK_N)
             for back in tl.range(0, ntiles):
                 n = begin + (ntiles - 1 - back) * BLOCK_N
@@ -235,7 +239,7 @@ def backward_causal(
     sizes = Launch(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut["MARK"] = max(cut["BLOCK_N"], 8)
-    marks = -(-cut["chunk_size"] // cut["MARK"])
+    marks = max(-(-cut["chunk_size"] // cut["MARK"]), 1) - 1
     dw, dlogit, temp_ = operator.empty_out(w), sizes.empty_rows(), temp.contiguous()
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
     arguments = {

@@ -26,6 +26,14 @@ def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
 
 
 @triton.jit
+def all_before_chunk(totals_ptr, energies_ptr, pid, chunk, DIMS: tl.constexpr):
+    """Return the sums of Pi w^2, of Pi and of w^2 over the chunks before ``chunk``."""
+    moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
+    energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+    return moment, mass, energy
+
+
+@triton.jit
 def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
     """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
     there = chunk + 1 < nchunks
