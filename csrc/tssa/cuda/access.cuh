@@ -5,14 +5,13 @@
 
 namespace crate_kernels {
 
-// N neighbouring channels of one head between memory and fp32, in one access. Of two half-precision dtypes, the one is
-// decided at run time, alike in all threads: half as many kernels to compile, for at most one instruction per channel.
+// N neighbouring channels of one head between memory and fp32, in one access of 8 or 16 bytes. Of two half-precision
+// dtypes, the one is decided at run time, alike in all threads: half as many kernels to compile, for at most one
+// instruction per channel.
 template <int N, bool kSingle, bool kHalf>
 struct TssaVector {
   static constexpr int kCount = N;
   using Bits = uint4;
-  using Singles = std::conditional_t<N == 1, float, uint4>;
-  using Halves = std::conditional_t<N == 1, uint16_t, std::conditional_t<N == 4, uint2, uint4>>;
   Dtype dtype;
 
   // Where one dtype's access is 16 bytes, to copy.
@@ -25,14 +24,17 @@ struct TssaVector {
     const int64_t at = t.at(n, h, d);
     if constexpr (kSingle) {
       if (!kHalf || dtype == Dtype::f32) {
-        const Singles bits = *reinterpret_cast<const Singles*>(t.data + at * sizeof(float));
+        const uint4 bits = *reinterpret_cast<const uint4*>(t.data + at * sizeof(float));
         memcpy(x, &bits, sizeof bits);
         return;
       }
     }
     if constexpr (kHalf) {
+      using Halves = std::conditional_t<N == 8, uint4, uint2>;
       const Halves bits = *reinterpret_cast<const Halves*>(t.data + at * sizeof(bf16));
-      dtype == Dtype::bf16 ? unpack<bf16>(bits, x) : unpack<fp16>(bits, x);
+      uint32_t pairs[N / 2];
+      memcpy(pairs, &bits, sizeof bits);
+      dtype == Dtype::bf16 ? unpack<bf16>(pairs, x) : unpack<fp16>(pairs, x);
     }
   }
 
@@ -40,54 +42,67 @@ struct TssaVector {
     const int64_t at = t.at(n, h, d);
     if constexpr (kSingle) {
       if (!kHalf || dtype == Dtype::f32) {
-        Singles bits;
+        uint4 bits;
         memcpy(&bits, x, sizeof bits);
-        *reinterpret_cast<Singles*>(t.data + at * sizeof(float)) = bits;
+        *reinterpret_cast<uint4*>(t.data + at * sizeof(float)) = bits;
         return;
       }
     }
     if constexpr (kHalf) {
-      *reinterpret_cast<Halves*>(t.data + at * sizeof(bf16)) = dtype == Dtype::bf16 ? pack<bf16>(x) : pack<fp16>(x);
+      using Halves = std::conditional_t<N == 8, uint4, uint2>;
+      uint32_t pairs[N / 2];
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        pairs[i] =
+            dtype == Dtype::bf16 ? pack_pair<bf16>(x[2 * i], x[2 * i + 1]) : pack_pair<fp16>(x[2 * i], x[2 * i + 1]);
+      }
+      Halves bits;
+      memcpy(&bits, pairs, sizeof bits);
+      *reinterpret_cast<Halves*>(t.data + at * sizeof(bf16)) = bits;
     }
   }
 
  private:
   template <class T>
-  static CRATE_DEVICE void unpack(const Halves& bits, float (&x)[N]) {
-    if constexpr (N == 1) {
-      x[0] = to_float(T{bits});
-    } else {
-      uint32_t pairs[N / 2];
-      memcpy(pairs, &bits, sizeof bits);
+  static CRATE_DEVICE void unpack(const uint32_t (&pairs)[N / 2], float (&x)[N]) {
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        const float2 both = unpack_pair<T>(pairs[i]);
-        x[2 * i] = both.x;
-        x[2 * i + 1] = both.y;
-      }
-    }
-  }
-
-  template <class T>
-  static CRATE_DEVICE Halves pack(const float (&x)[N]) {
-    if constexpr (N == 1) {
-      return from_float<T>(x[0]).bits;
-    } else {
-      uint32_t pairs[N / 2];
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
-      Halves bits;
-      memcpy(&bits, pairs, sizeof bits);
-      return bits;
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 both = unpack_pair<T>(pairs[i]);
+      x[2 * i] = both.x;
+      x[2 * i + 1] = both.y;
     }
   }
 };
 struct TssaFloats : TssaVector<4, true, false> {};
 struct TssaHalves : TssaVector<8, false, true> {};
-// Any dtype. Fours: a thread's registers hold the running sums of so many channels. Scalars: of any strides and
-// alignment, for rare calls.
+// Any dtype: a thread's registers hold the running sums of four channels.
 struct TssaFours : TssaVector<4, true, true> {};
-struct TssaScalars : TssaVector<1, true, true> {};
+
+// One element of any strides and alignment, for rare calls. The dtype is decided at run time.
+struct TssaScalars {
+  static constexpr int kCount = 1;
+  Dtype dtype;
+
+  CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[1]) const {
+    const int64_t at = t.at(n, h, d);
+    if (dtype == Dtype::f32) {
+      x[0] = reinterpret_cast<const float*>(t.data)[at];
+    } else {
+      const uint16_t bits = reinterpret_cast<const uint16_t*>(t.data)[at];
+      x[0] = dtype == Dtype::bf16 ? to_float(bf16{bits}) : to_float(fp16{bits});
+    }
+  }
+
+  CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[1]) const {
+    const int64_t at = t.at(n, h, d);
+    if (dtype == Dtype::f32) {
+      reinterpret_cast<float*>(t.data)[at] = x[0];
+    } else {
+      const uint16_t bits = dtype == Dtype::bf16 ? from_float<bf16>(x[0]).bits : from_float<fp16>(x[0]).bits;
+      reinterpret_cast<uint16_t*>(t.data)[at] = bits;
+    }
+  }
+};
 
 // Calls f(head, channel, group, groups) for each of the thread's vectors of N channels. With fewer vectors than
 // threads, groups of threads share the rows. With more, a thread has several vectors.

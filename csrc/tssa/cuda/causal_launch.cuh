@@ -10,7 +10,7 @@ namespace tssa_causal {
 
 template <class F>
 void with_access(const TssaProblem& p, bool vectors, F&& f) {
-  vectors ? f(TssaFours{{p.dtype}}) : f(TssaScalars{{p.dtype}});
+  vectors ? f(TssaFours{{p.dtype}}) : f(TssaScalars{p.dtype});
 }
 
 // Cuts sequences into chunks. A sequence stays one chunk if it is short, or, in the forward, if there are enough

@@ -11,7 +11,7 @@ constexpr int kChunkThreads = 256;
 
 template <class F>
 void with_access(const TssaProblem& p, bool vectors, F&& f) {
-  if (!vectors) return f(TssaScalars{{p.dtype}});
+  if (!vectors) return f(TssaScalars{p.dtype});
   if (p.dtype == Dtype::f32) return f(TssaFloats{{p.dtype}});
   f(TssaHalves{{p.dtype}});
 }

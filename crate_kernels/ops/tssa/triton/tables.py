@@ -47,25 +47,16 @@ _FULL_CANDIDATES = tuple(
         ((256, 4096, 256), (0, 0, 128), (0, 0, 256), (0, 0, 512)), (2048, 4096, 8192), (2, 3), (4, 8)
     )
 )
-# The fewest instructions a token with two blocks a multiprocessor, and 32 kB in flight for them.
-_LARGER, _SMALLER = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8)
-FULL_FORWARD = Table(
-    "tssa_full_fwd",
-    _every_arch(
-        _full(4096, 256, 3, 8),
-        _full(1 << 14, 64, 1, 1),
-        sm_80=(Row(_LARGER, half=True),),
-        sm_90=(Row(_LARGER, half=True),),
-    ),
-    _FULL_CANDIDATES,
-)
+FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
+# Four warps: the fewest instructions a token with three or four blocks a multiprocessor.
+_FEW_WARPS, _SMALLER = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8)
 FULL_BACKWARD = Table(
     "tssa_full_bwd",
     _every_arch(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1),
-        sm_80=(Row(_SMALLER, half=False), Row(_LARGER, half=True)),
-        sm_90=(Row(_SMALLER, half=False), Row(_LARGER, half=True)),
+        sm_80=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
+        sm_90=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
         sm_100=(Row(_SMALLER, half=True),),
     ),
     _FULL_CANDIDATES,
