@@ -1,5 +1,6 @@
 """The main kernels by name: the calls of their launchers on meta tensors, and what their code does not say."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,18 +66,20 @@ def traffic(launch):
     steps = [passes for step, passes in _PASSES.get(name, {}).items() if arguments.get(step)]
     if len(steps) != 1:  # several steps have a loop each
         return None
-    return steps[0] * arguments["BLOCK_N"] * arguments["NHEADS"] * arguments["HEAD_DIM"] * _ITEM
+    tokens = arguments["BLOCK_N"] * math.prod(inner_trips(launch)[:1])  # of a trip of the outermost loop
+    return steps[0] * tokens * arguments["NHEADS"] * arguments["HEAD_DIM"] * _ITEM
 
 
 def inner_trips(launch):
-    """Return how often a loop in a loop runs per trip of the outer one, on average.
+    """Return how often the loops of depth 1, 2, ... run per trip of the loop around them, on average.
 
-    The causal backward sums its chunk up to each tile, again for every tile.
+    The causal backward goes back over its marks, over the tiles of a mark, and sums what is before each tile up again.
     """
     arguments = launch.arguments
-    if launch.function.__name__ == "_tssa_causal_bwd_kernel":
-        return (arguments["chunk_size"] / arguments["BLOCK_N"] - 1) / 2
-    return 1.0
+    if launch.function.__name__ == "_tssa_causal_bwd_kernel" and (arguments["DLOGIT"] or arguments["DW"]):
+        tiles = arguments["MARK"] / arguments["BLOCK_N"]
+        return tiles, (tiles - 1) / 2
+    return ()
 
 
 def launches(name, target, record):

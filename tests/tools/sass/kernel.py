@@ -58,11 +58,11 @@ class Bounds:
     loops: tuple[Bound, ...]
 
 
-def bounds(function, build, inner_trips=1.0, traffic=None):
+def bounds(function, build, inner_trips=(), traffic=None):
     """Return the bounds of a disassembled function.
 
-    ``inner_trips`` is how often a loop in a loop runs per trip of the outer one, on average; ``traffic`` the bytes
-    that a trip of the main loop has to move, by default every byte that it asks for.
+    ``inner_trips`` is how often the loops of depth 1, 2, ... run per trip of the loop around them, on average, once by
+    default; ``traffic`` the bytes that a trip of the main loop has to move, by default every byte that it asks for.
     """
     rates = RATES[build.arch]
     resident = blocks(rates, build.registers, build.shared, build.warps)
@@ -73,12 +73,15 @@ def bounds(function, build, inner_trips=1.0, traffic=None):
         )
         for loop in function.loops
     }
-    found = []
-    for loop in function.loops:
+    found, totals = [], {}
+    for loop in sorted(function.loops, key=lambda loop: -loop.depth):
         inner = [other for other in function.loops if other.body < loop.body and other.depth == loop.depth + 1]
-        total = costs.total(own[loop.label], [own[other.label] for other in inner], inner_trips)
+        trips = inner_trips[loop.depth] if loop.depth < len(inner_trips) else 1.0
+        total = costs.total(own[loop.label], [totals[other.label] for other in inner], trips)
+        totals[loop.label] = total
         in_flight = _in_flight([function.instructions[i] for i in loop.own], own[loop.label])
         found.append(Bound(loop.label, loop.depth, total, total.clocks["memory"], round(in_flight * resident)))
+    found.sort(key=lambda bound: list(own).index(bound.label))
     every = Bound("all", 0, whole, whole.clocks["memory"], whole.bytes * resident)
     chosen = main([*found, every])
     if traffic is not None:

@@ -59,11 +59,32 @@ def test_loops_nest_and_waits_are_none():
 
 
 def test_inner_loops_count_as_often_as_they_run():
-    found = kernel.bounds(read(NESTED), kernel.Build("sm_90", 32, 0, 4), inner_trips=3)
+    found = kernel.bounds(read(NESTED), kernel.Build("sm_90", 32, 0, 4), inner_trips=(3,))
     assert found.main.label == ".L_outer"
     assert found.main.costs.instructions == 7 + 3 * 4
     assert (found.main.costs.clocks["issue"], found.main.costs.clocks["fp32"]) == (7 + 3 * 4, 3 * 2)
     assert found.main.memory == pytest.approx(4 * 32 * 16 / H100.memory)
+
+
+DEEP = """.text.deep:
+.L_0:
+FADD R1, R1, R4
+.L_1:
+FMUL R1, R1, R4
+.L_2:
+FFMA R1, R1, R4, R4
+@!P2 BRA `(.L_2)
+@!P1 BRA `(.L_1)
+@!P0 BRA `(.L_0)
+EXIT"""
+
+
+@pytest.mark.parametrize(
+    ("trips", "count"), [((), 2 + 2 + 2), ((4,), 2 + 4 * (2 + 2)), ((4, 1.5), 2 + 4 * (2 + 1.5 * 2))]
+)
+def test_loops_of_every_depth_count_as_often_as_they_run(trips, count):
+    found = kernel.bounds(read(DEEP), kernel.Build("sm_90", 32, 0, 4), inner_trips=trips)
+    assert found.loops[0].costs.instructions == count
 
 
 # name: (instruction, warps, pipe, clocks)
