@@ -20,7 +20,7 @@ FLOORS = (
     {"bench"},
     {"testing"},
     {"__init__"},
-    {"_patch", "distributed", "models"},
+    {"_patch", "distributed", "integrations", "models"},
     {"nn"},
     {"analysis", "ops"},
     {"_triton"},

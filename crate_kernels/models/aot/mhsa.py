@@ -15,12 +15,28 @@ class KeyValueCache:
 
     Args:
         max_seqlen: capacity, in tokens per sequence.
+
+    Attributes:
+        keys, values: (batch, heads, max_seqlen, head_dim), in the dtype of the first keys (under autocast, its dtype);
+            None before them.
+        lengths: (batch,) int64, tokens held by each sequence; None before the first.
     """
 
     def __init__(self, max_seqlen: int) -> None:
-        self.max_seqlen = checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
-        self._held: tuple[Tensor, Tensor] | None = None  # in the dtype of the first keys: under autocast, its dtype
-        self._lengths: Tensor | None = None
+        self._capacity = checks.integer("KeyValueCache", "max_seqlen", max_seqlen, minimum=1)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.lengths: Tensor | None = None
+
+    @property
+    def max_seqlen(self) -> int:
+        """Capacity, in tokens per sequence."""
+        return self._capacity if self.keys is None else self.keys.shape[2]
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Keep at most the first ``lengths`` tokens of each sequence: one length for all, or (batch,)."""
+        if self.lengths is not None:
+            self.lengths = self.lengths.clamp(max=lengths)
 
     def append(self, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Append (batch, heads, seqlen, head_dim) keys and values.
@@ -36,19 +52,20 @@ class KeyValueCache:
             ValueError: the cache has no room for them.
         """
         batch, heads, new, head_dim = key.shape
-        if self._held is None or self._lengths is None:
-            empty = key.new_zeros(batch, heads, self.max_seqlen, head_dim)
-            self._held, self._lengths = (empty, empty.clone()), torch.zeros(batch, dtype=torch.int64, device=key.device)
-        longest = int(self._lengths.max()) + new if batch else 0
+        if self.keys is None or self.values is None or self.lengths is None:
+            self.keys = key.new_zeros(batch, heads, self.max_seqlen, head_dim)
+            self.values = torch.zeros_like(self.keys)
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=key.device)
+        longest = int(self.lengths.max()) + new if batch else 0
         if longest > self.max_seqlen:
             raise ValueError(f"KeyValueCache: capacity is {self.max_seqlen} tokens a sequence, got {longest}")
-        positions = self._lengths[:, None] + torch.arange(new, device=key.device)
+        positions = self.lengths[:, None] + torch.arange(new, device=key.device)
         index = positions[:, None, :, None].expand(-1, heads, -1, head_dim)
-        for held, given in zip(self._held, (key, value), strict=True):
-            held.scatter_(2, index, given.to(held.dtype))
-        self._lengths = self._lengths + (new if keep is None else keep.sum(1))
+        self.keys.scatter_(2, index, key.to(self.keys.dtype))
+        self.values.scatter_(2, index, value.to(self.values.dtype))
+        self.lengths = self.lengths + (new if keep is None else keep.sum(1))
         seen = torch.arange(longest, device=key.device) <= positions[:, None, :, None]
-        return self._held[0][:, :, :longest].to(key.dtype), self._held[1][:, :, :longest].to(key.dtype), seen
+        return self.keys[:, :, :longest].to(key.dtype), self.values[:, :, :longest].to(key.dtype), seen
 
 
 class MHSA(nn.Module):

@@ -1,0 +1,78 @@
+"""What all models for transformers share: building, drawing weights, the one implementation of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from crate_kernels.integrations.transformers.configs import ModelConfig
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_OURS = (None, "eager")  # what transformers calls a model's own attention
+
+
+class Model(PreTrainedModel):
+    """A model of ours as transformers loads, saves and moves it.
+
+    Parameters have the names that ours have, up to a prefix, so that one folder serves both libraries.
+
+    Args:
+        config: sizes and options.
+    """
+
+    supports_gradient_checkpointing = True
+    model_tags = ["crate_kernels"]  # noqa: RUF012 (transformers declares it so)
+
+    def __init__(self, config: Any) -> None:
+        _require_ours(type(self).__name__, config._attn_implementation)
+        super().__init__(config)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse every implementation of attention but our own."""
+        _require_ours(type(self).__name__, attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _our_name(self, name: str) -> str:
+        """Return the name that our model has for a parameter of this one."""
+        return name
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw what no checkpoint gave, as the constructor of our model draws it."""
+        lacking = {
+            self._our_name(name): tensor
+            for name, tensor in [*self.named_parameters(), *self.named_buffers()]
+            if name not in self.all_tied_weights_keys and not getattr(tensor, "_is_hf_initialized", False)
+        }
+        if lacking:
+            fresh = self.config.network()
+            drawn: dict[str, Tensor] = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+            for name, tensor in lacking.items():
+                tensor.copy_(drawn[name])
+                tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _require_ours(owner: str, attention: Any) -> None:
+    """Refuse an implementation of attention that is not ours."""
+    if attention not in _OURS:
+        raise ValueError(
+            f'{owner}: attn_implementation must be "eager", which is our own operators, got {attention!r}: no other '
+            "computes subspace or token-statistics attention. config.backend chooses how ours is computed"
+        )
+
+
+def undrawn(build: Callable[[], Module]) -> Module:
+    """Build a module without values on torch's default device: ``initialize_weights`` draws them, once."""
+    with torch.device("meta"):
+        module = build()
+    return module.to_empty(device=torch.get_default_device())
+
+
+def network(config: ModelConfig) -> Any:
+    """Build our model of a config, without values."""
+    return undrawn(config.network)

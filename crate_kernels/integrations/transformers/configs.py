@@ -1,0 +1,155 @@
+"""Configs of the models for transformers, with the fields of ours."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar, TypeVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from crate_kernels import models
+from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, tost, tost_lm
+from crate_kernels.models._shared.pretrained import Configured
+
+Config = TypeVar("Config", bound="ModelConfig")
+
+
+class ModelConfig(PreTrainedConfig):
+    """What all configs have: the fields of one of our configs, and a way back to it.
+
+    ``backend`` is the backend of the operators. It is not saved: the next machine may have a better one.
+    """
+
+    model_class: ClassVar[type[Configured]]
+
+    @classmethod
+    def of(cls: type[Config], config: Any, **overrides: Any) -> Config:
+        """Return the config for transformers with the values of ours."""
+        return cls(**{**{field.name: getattr(config, field.name) for field in fields(config)}, **overrides})
+
+    def ours(self) -> Any:
+        """Return our config, which checks the values."""
+        known = fields(self.model_class.config_class)
+        return self.model_class.config_class(**{each.name: getattr(self, each.name) for each in known})
+
+    def network(self) -> Any:
+        """Build our model, freshly initialised."""
+        return self.model_class(self.ours())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values but the backend."""
+        return {name: value for name, value in super().to_dict().items() if name != "backend"}
+
+    def validate_fields(self) -> None:
+        """Check the values as our config does."""
+        self.ours()
+
+
+class LanguageModelConfig(ModelConfig):
+    """Config of a language model: the fields of ours, and the tokens that transformers asks for."""
+
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "block_size",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    state: ClassVar[str]
+
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Name the kind of cache of each layer, from which ``DynamicCache(config=...)`` is built."""
+        return [self.state] * self.num_hidden_layers  # pyright: ignore[reportAttributeAccessIssue]
+
+    def validate_layer_type(self) -> None:
+        """Accept our kinds of cache, of which transformers does not know."""
+
+    def validate_tie(self) -> None:
+        """Require the tied head that these models have."""
+        if not self.tie_word_embeddings:
+            raise ValueError(f"{type(self).__name__}: tie_word_embeddings must be True, got False: one matrix is both")
+
+
+class ImageModelConfig(ModelConfig):
+    """Config of an image model: the fields of ours; ``num_classes`` is ``num_labels``, 2 by default."""
+
+    attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values, with the number of classes under our name too."""
+        return {**super().to_dict(), "num_classes": self.num_labels}
+
+
+def _derive(base: type[ModelConfig], family: Any, **extra: Any) -> Any:
+    """Make the config class of a family from the fields of ours.
+
+    Sizes without a default have that of the family's first published size, since transformers builds configs from
+    nothing. Types are left to ``ours``, whose checks are stricter and whose messages are the package's own.
+    """
+    ours, first = family.Config, next(iter(family.SIZES.values()))
+    hidden = base.attribute_map if base is ImageModelConfig else {}
+    own = [field for field in fields(ours) if field.name not in hidden]
+    defaults = {field.name: getattr(first, field.name) if field.default is MISSING else field.default for field in own}
+    body = {
+        "__annotations__": dict.fromkeys(defaults, Any),
+        "__doc__": f"Config of {family.Model.__name__} for transformers; its fields are those of ours.",
+        "__module__": __name__,
+        "model_type": family.Model.__name__,
+        "model_class": family.Model,
+        **defaults,
+        **extra,
+    }
+    return strict(type(ours.__name__, (base,), body))
+
+
+CRATELMConfig = _derive(LanguageModelConfig, crate_lm, state="subspace")
+ToSTLMConfig = _derive(LanguageModelConfig, tost_lm, state="token_stats")
+AoTLMConfig = _derive(
+    LanguageModelConfig,
+    aot.language,
+    state=property(lambda config: "subspace" if config.attention == "mssa" else "key_value"),
+)
+CRATEConfig = _derive(ImageModelConfig, crate)
+CRATEAlphaConfig = _derive(ImageModelConfig, crate_alpha)
+ToSTConfig = _derive(ImageModelConfig, tost)
+AoTVisionConfig = _derive(ImageModelConfig, aot.vision)
+CRATEMAEConfig = _derive(ImageModelConfig, crate_mae)
+
+_BY_MODEL = {
+    each.model_type: each
+    for each in (
+        CRATELMConfig,
+        ToSTLMConfig,
+        AoTLMConfig,
+        CRATEConfig,
+        CRATEAlphaConfig,
+        ToSTConfig,
+        AoTVisionConfig,
+        CRATEMAEConfig,
+    )
+}
+
+
+def config(name: str, **overrides: Any) -> Any:
+    """Return the config of a published size for transformers.
+
+    Args:
+        name: one of ``crate_kernels.models.names()``, of a model that transformers can use.
+        **overrides: fields to change: ``backend="reference"``, ``num_labels=10``.
+
+    Raises:
+        ValueError: no size has that name, or transformers cannot use its model.
+    """
+    family = models._OWNERS.get(name)
+    if family is None or family.Model.__name__ not in _BY_MODEL:
+        known = ", ".join(size for size, owner in models._OWNERS.items() if owner.Model.__name__ in _BY_MODEL)
+        raise ValueError(f"config: name must be one of {known}, got {name!r}")
+    return _BY_MODEL[family.Model.__name__].of(family.SIZES[name], **overrides)

@@ -1,0 +1,279 @@
+"""Causal CRATE, ToST and AoT as language models of transformers: ``generate``, Trainer, pipelines."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from crate_kernels.integrations.transformers import base, configs
+from crate_kernels.integrations.transformers.caches import StateLayer
+from crate_kernels.models._shared.base import run
+
+
+class LanguageBase(base.Model):
+    """Embeddings and blocks: everything but the head. Parameters: ``wte``, ``wpe``, ``h.{i}.*``, ``ln_f.*``."""
+
+    base_model_prefix = "transformer"
+    _no_split_modules = ["Block", "Layer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name, part in base.network(config).transformer.items():
+            self.add_module(name, part)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _our_name(self, name: str) -> str:
+        return f"transformer.{name}"
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens."""
+        return cast(nn.Module, self.wte)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        self.wte = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the input of the head.
+
+        Args:
+            input_ids: (batch, new) tokens.
+            attention_mask: (batch, past + new), 0 for padding; positions count the rest alone.
+            past_key_values: the cache of earlier tokens, ``DynamicCache(config=...)`` or ``StaticCache``.
+            inputs_embeds: (batch, new, n_embd) in the place of ``input_ids``.
+            use_cache: return a cache; by default the config's, and False while gradients are recorded.
+            output_hidden_states: return the input of each block, and the result.
+            **kwargs: position_ids and the like are refused; the rest is of no concern here.
+
+        Raises:
+            ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, more
+                tokens than the model has positions.
+            NotImplementedError: ``position_ids`` or ``output_attentions``.
+        """
+        owner = type(self).__name__
+        _refuse(owner, kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
+        x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not torch.is_grad_enabled():
+            past_key_values = DynamicCache(config=self.config)
+        layers = _layers(owner, past_key_values, len(cast(nn.ModuleList, self.h)))
+        past = layers[0].get_seq_length() if layers else 0
+        if past + x.shape[1] > self.config.block_size:
+            limit = f"block_size = {self.config.block_size}, the number of positions"
+            raise ValueError(f"{owner}: tokens must be at most {limit}, got {past + x.shape[1]}")
+
+        rows = _Rows(owner, attention_mask, past, x)
+        seen = layers[0].rows() if past else 0
+        x = rows.pack(x)
+        x = cast(Any, self.drop)(x + self._positions(seen, x.shape[1], x.device))
+        states = []
+        for index, block in enumerate(cast(nn.ModuleList, self.h)):
+            states.append(x)
+            if past_key_values is not None:
+                x, _ = past_key_values.update(x, x, index, block, rows.keep, rows.padded)
+            elif recompute:
+                x = self._gradient_checkpointing_func(block.__call__, x, rows.keep)
+            else:
+                x = run(self.config.grad_checkpointing, block, x, rows.keep)
+        if hasattr(self, "ln_f"):
+            x = cast(Any, self.ln_f)(x)
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return BaseModelOutputWithPast(
+            last_hidden_state=rows.unpack(x),
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(rows.unpack(state) for state in (*states, x)) if collect else None,
+        )
+
+    def _positions(self, seen: int | Tensor, new: int, device: torch.device) -> Tensor:
+        """Embed the positions of ``new`` tokens after those that each row has seen."""
+        positions = torch.arange(new, device=device)
+        if isinstance(seen, Tensor):
+            # Only padding at the end of a row can lie beyond the last position.
+            positions = (positions + seen.to(device)[:, None]).clamp(max=self.config.block_size - 1)
+        else:
+            positions = positions + seen
+        return cast(Any, self.wpe)(positions)
+
+
+class LanguageHead(base.Model, GenerationMixin):
+    """The base and the head, whose matrix is that of the embedding: ``transformer.*`` and ``lm_head.weight``."""
+
+    base_model_prefix = "transformer"
+    base_class: type[LanguageBase]
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer = self.base_class(config)
+        self.lm_head = base.undrawn(lambda: nn.Linear(config.n_embd, config.vocab_size, bias=False))
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next tokens.
+
+        Args:
+            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states: as in the base.
+            labels: (batch, new), the tokens again, which are shifted here; -100 is ignored.
+            logits_to_keep: number of last tokens with logits, or their indices; 0 for all.
+            **kwargs: of the loss, such as ``num_items_in_batch``.
+        """
+        hidden = self.transformer(
+            input_ids,
+            attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            **{name: kwargs.pop(name) for name in _REFUSED if name in kwargs},
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=hidden.past_key_values,
+            hidden_states=hidden.hidden_states,
+        )
+
+
+_REFUSED = {
+    "position_ids": "positions follow from attention_mask and the cache",
+    "output_attentions": "the operators never hold the probabilities",
+}
+
+
+def _refuse(owner: str, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that these models cannot follow; False and None ask for nothing."""
+    for name, reason in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(f"{owner}: {name} cannot be given: {reason}")
+
+
+def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
+    """Return the layers of a cache, which must be ours, one per block."""
+    if cache is None:
+        return []
+    layers = getattr(cache, "layers", None)
+    if layers is None or len(layers) != count or not all(isinstance(layer, StateLayer) for layer in layers):
+        raise ValueError(
+            f"{owner}: past_key_values must be a cache of this model, DynamicCache(config=model.config) or "
+            f"StaticCache(config=model.config, max_cache_len=...), got {cache!r}"
+        )
+    return layers
+
+
+class _Rows:
+    """Padding anywhere in a row, moved to its end for the operators and back for the caller.
+
+    Attributes:
+        keep: (batch, new) bool, True for the tokens of each row, which come first; None if nothing is padded.
+        padded: number of columns up to the last one with padding.
+    """
+
+    def __init__(self, owner: str, mask: Tensor | None, past: int, x: Tensor) -> None:
+        self.keep: Tensor | None = None
+        self.padded = 0
+        self._order: Tensor | None = None
+        if mask is None:
+            return
+        shape = (x.shape[0], past + x.shape[1])
+        if tuple(mask.shape) != shape:
+            raise ValueError(f"{owner}: attention_mask must be (batch, past + new) = {shape}, got {tuple(mask.shape)}")
+        kept = mask[:, past:].to(x.device).bool()
+        self.padded = x.shape[1]
+        # Reading the mask waits for the device, as transformers does for its own models; a compiler cannot read it.
+        if not torch.compiler.is_compiling():
+            if bool(kept.all()):
+                return
+            self.padded = int((~kept).any(0).nonzero().max()) + 1
+        self._order = kept.int().argsort(dim=1, descending=True, stable=True)
+        self.keep = kept.gather(1, self._order)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Gather the tokens of each row of (batch, new, n_embd) to its front."""
+        return x if self._order is None else _take(x, self._order)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Undo ``pack``."""
+        return x if self._order is None else _take(x, self._order.argsort(dim=1))
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Reorder the tokens of each row."""
+    return x.gather(1, order.to(x.device)[:, :, None].expand_as(x))
+
+
+class CRATELMModel(LanguageBase):
+    """Causal CRATE of either form, without its head."""
+
+    config_class = configs.CRATELMConfig
+
+
+class CRATELMForCausalLM(LanguageHead):
+    """Causal CRATE of either form."""
+
+    config_class = configs.CRATELMConfig
+    base_class = CRATELMModel
+
+
+class ToSTLMModel(LanguageBase):
+    """ToST's language model, without its head."""
+
+    config_class = configs.ToSTLMConfig
+    _is_stateful = True
+
+
+class ToSTLMForCausalLM(LanguageHead):
+    """ToST's language model. Its state cannot be shortened: assisted decoding is refused."""
+
+    config_class = configs.ToSTLMConfig
+    base_class = ToSTLMModel
+    _is_stateful = True
+
+
+class AoTLMModel(LanguageBase):
+    """The attention-only language model, without its head."""
+
+    config_class = configs.AoTLMConfig
+
+
+class AoTLMForCausalLM(LanguageHead):
+    """The attention-only language model."""
+
+    config_class = configs.AoTLMConfig
+    base_class = AoTLMModel

@@ -1,0 +1,263 @@
+"""generate() of transformers on our language models: its tokens are those of our own generate, and of recomputing."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+from transformers import DynamicCache, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, greedy, pair, prompts
+
+each_family = pytest.mark.parametrize("family", CONFIGS)
+
+
+@each_family
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda options: "_".join(map(str, options.values())) or "dynamic",
+)
+def test_greedy_tokens_are_ours(family, options):
+    ours, model = pair(family)
+    expected = ours.generate(prompts(), 8, temperature=0)
+    assert torch.equal(greedy(model, prompts(), **options), expected)
+
+
+@each_family
+def test_padding_on_the_left_changes_no_token(family):
+    ours, model = pair(family)
+    rows = [prompts(1, size, seed=size)[0] for size in (2, 6, 4)]
+    tokens, mask = torch.full((3, 6), 7), torch.zeros(3, 6, dtype=torch.int64)
+    for row, text in enumerate(rows):
+        tokens[row, 6 - len(text) :] = text
+        mask[row, 6 - len(text) :] = 1
+    expected = ours.generate(rows, 8, temperature=0)
+    for use_cache in (True, False):
+        result = greedy(model, tokens, attention_mask=mask, use_cache=use_cache)
+        for row, text in enumerate(expected):
+            assert torch.equal(result[row, 6 - len(rows[row]) :], text)
+
+
+@each_family
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2, "do_sample": True}],
+    ids=["beams", "sampling", "sampled_beams"],
+)
+def test_a_cache_changes_no_token(family, options):
+    _, model = pair(family)
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        given = {"attention_mask": torch.ones(2, 5, dtype=torch.int64), "pad_token_id": 0, "do_sample": False}
+        results.append(model.generate(prompts(), max_new_tokens=8, use_cache=use_cache, **{**given, **options}))
+    assert torch.equal(*results)
+
+
+@each_family
+def test_a_cache_is_continued(family):
+    _, model = pair(family)
+    expected = greedy(model, prompts(), 9)
+    first = greedy(model, prompts(), 4, return_dict_in_generate=True)
+    assert first.past_key_values.get_seq_length() == 8  # the last token was not run
+    assert torch.equal(greedy(model, first.sequences, 5, past_key_values=first.past_key_values), expected)
+
+
+@each_family
+def test_chunks_of_any_size_give_the_same_logits(family):
+    """Padding inside, too: a mask that ends the first chunk's rows early."""
+    _, model = pair(family)
+    tokens, mask = prompts(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :2] = mask[1, 3] = 0
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits
+        cache, parts = DynamicCache(config=model.config), []
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            parts.append(out.logits)
+    kept = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[kept], whole[kept])
+
+
+@each_family
+def test_embeddings_may_be_given_instead_of_tokens(family):
+    _, model = pair(family)
+    expected = greedy(model, prompts())[:, 5:]
+    embeds = model.get_input_embeddings()(prompts())
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    result = model.generate(
+        inputs_embeds=embeds, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("family", CROPPABLE)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_drafts_change_no_token(family, padded):
+    """Drafts are refused in part, so that the cache is cropped."""
+    _, model = pair(family)
+    _, assistant = pair("crate_lm" if family != "crate_lm" else "aot_lm")
+    tokens, mask = prompts(1, 6), torch.ones(1, 6, dtype=torch.int64)
+    if padded:
+        mask[:, :2] = 0
+    expected = greedy(model, tokens, attention_mask=mask)
+    for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        assert torch.equal(greedy(model, tokens, attention_mask=mask, **draft), expected)
+
+
+def test_running_sums_refuse_drafts():
+    _, model = pair("tost_lm")
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        greedy(model, prompts(1), prompt_lookup_num_tokens=3)
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append(None)
+
+
+def test_a_streamer_hears_every_token():
+    _, model = pair("crate_lm")
+    heard = Heard()
+    result = greedy(model, prompts(1), streamer=heard)
+    assert heard.tokens == [*result[0].tolist(), None]
+
+
+@pytest.mark.parametrize("family", ["crate_lm", "tost_lm"])
+def test_a_compiled_forward_changes_no_token(family):
+    _, model = pair(family)
+    expected = greedy(model, prompts(), 4)
+    compiled = copy.copy(model)
+    compiled.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    assert torch.equal(greedy(compiled, prompts(), 4), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["crate_lm", "tost_lm", "aot_lm"])
+def test_the_forward_compiles_whole(family):
+    _, model = pair(family)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(prompts(), use_cache=False).logits
+        torch.testing.assert_close(compiled(prompts(), use_cache=False).logits, expected)
+    torch._dynamo.reset()
+
+
+@each_family
+def test_caches_move_between_devices_and_rows(family):
+    """Offloading moves a layer to the CPU and back; here both are the CPU, and the layers lose nothing."""
+    _, model = pair(family)
+    tokens = prompts(3)
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        rows = torch.tensor([0, 2])
+        result = model(tokens[rows, :1], past_key_values=cache).logits
+        expected = model(torch.cat([tokens, tokens[:, :1]], 1)[rows], use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(result, expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_cropping_keeps_the_padding():
+    _, model = pair("crate_lm")
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        cache = model(prompts(1), attention_mask=mask, use_cache=True).past_key_values
+        model(
+            prompts(1, 3),
+            attention_mask=torch.ones(1, 8).index_fill_(1, torch.tensor([0, 1]), 0),
+            past_key_values=cache,
+        )
+    cache.crop(-2)
+    assert cache.get_seq_length() == 6
+    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 3, 6, 8)
+    with pytest.raises(ValueError, match=r"SubspaceLayer: at least the 2 padded tokens must stay, got 1"):
+        cache.crop(-5)
+    with pytest.raises(ValueError, match=r"SubspaceLayer: tokens_to_remove must be at most 0, got 3"):
+        cache.crop(3)
+
+
+def test_a_static_cache_has_its_capacity():
+    _, model = pair("aot_lm")
+    cache = StaticCache(config=model.config, max_cache_len=6)
+    assert cache.get_max_length() == 6
+    with torch.no_grad():
+        model(prompts(), past_key_values=cache)
+        model(prompts(2, 1), past_key_values=cache)
+        with pytest.raises(ValueError, match="its capacity is 6 tokens a sequence"):
+            model(prompts(2, 1), past_key_values=cache)
+
+
+REFUSED = {
+    "positions": (
+        lambda model: greedy(model, prompts(), 30),
+        ValueError,
+        r"CRATELMModel: tokens must be at most block_size = 24, the number of positions, got 25",
+    ),
+    "cache": (
+        lambda model: model(prompts(), past_key_values=DynamicCache()),
+        ValueError,
+        r"CRATELMModel: past_key_values must be a cache of this model",
+    ),
+    "mask": (
+        lambda model: model(prompts(), attention_mask=torch.ones(2, 1, 5, 5)),
+        ValueError,
+        r"CRATELMModel: attention_mask must be \(batch, past \+ new\) = \(2, 5\), got \(2, 1, 5, 5\)",
+    ),
+    "position_ids": (
+        lambda model: model(prompts(), position_ids=torch.arange(5)[None]),
+        NotImplementedError,
+        "position_ids cannot be given: positions follow from attention_mask and the cache",
+    ),
+    "attentions": (
+        lambda model: model(prompts(), output_attentions=True),
+        NotImplementedError,
+        "output_attentions cannot be given: the operators never hold the probabilities",
+    ),
+    "both_inputs": (
+        lambda model: model(prompts(), inputs_embeds=torch.zeros(2, 5, 24)),
+        ValueError,
+        "give either input_ids or inputs_embeds",
+    ),
+    "foreign_states": (
+        lambda model: DynamicCache(config=model.config).update(torch.ones(2, 3, 1, 8), torch.ones(2, 3, 1, 8), 0),
+        TypeError,
+        "SubspaceLayer: only the models of crate_kernels can use this cache",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(call, error, message):
+    with torch.no_grad(), pytest.raises(error, match=message):
+        call(pair("crate_lm")[1])
+
+
+def test_sampling_stays_in_the_vocabulary():
+    _, model = pair("tost_lm")
+    torch.manual_seed(0)
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    text = model.generate(
+        prompts(), attention_mask=mask, max_new_tokens=6, do_sample=True, top_k=4, top_p=0.9, pad_token_id=0
+    )
+    assert text.shape == (2, 11)
+    assert int(text.max()) < VOCABULARY
