@@ -1,8 +1,6 @@
 """Our language models as models of transformers: outputs, gradients, weights, configs."""
 
 import copy
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -159,8 +157,3 @@ def test_other_attention_is_refused(name):
     with pytest.raises(ValueError, match=reason):
         model.set_attn_implementation(name)
     assert AutoModelForCausalLM.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
-
-
-def test_the_package_imports_nothing_of_it():
-    code = "import sys, crate_kernels; assert not {'transformers', 'accelerate', 'timm'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,13 +1,31 @@
 """The models as those of transformers. Importing this registers them with its Auto classes.
 
-``AutoModelForCausalLM`` then reads the folders that ``save_pretrained`` of ours writes, and writes folders that
-``crate_kernels.models.from_pretrained`` reads.
+``AutoModelForCausalLM`` and ``AutoModelForImageClassification`` then read the folders that our ``save_pretrained``
+writes, and write folders that ``crate_kernels.models.from_pretrained`` reads.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 
 from crate_kernels.integrations.transformers.caches import KeyValueLayer, StatsLayer, SubspaceLayer
-from crate_kernels.integrations.transformers.configs import AoTLMConfig, CRATELMConfig, ToSTLMConfig, config
+from crate_kernels.integrations.transformers.cards import card
+from crate_kernels.integrations.transformers.configs import (
+    AoTLMConfig,
+    AoTVisionConfig,
+    CRATEAlphaConfig,
+    CRATEConfig,
+    CRATELMConfig,
+    CRATEMAEConfig,
+    ToSTConfig,
+    ToSTLMConfig,
+    config,
+)
+from crate_kernels.integrations.transformers.images import (
+    AoTVisionForImageClassification,
+    CRATEAlphaForImageClassification,
+    CRATEForImageClassification,
+    CRATEMAEForImageClassification,
+    ToSTForImageClassification,
+)
 from crate_kernels.integrations.transformers.language import (
     AoTLMForCausalLM,
     AoTLMModel,
@@ -21,15 +39,26 @@ __all__ = [
     "AoTLMConfig",
     "AoTLMForCausalLM",
     "AoTLMModel",
+    "AoTVisionConfig",
+    "AoTVisionForImageClassification",
+    "CRATEAlphaConfig",
+    "CRATEAlphaForImageClassification",
+    "CRATEConfig",
+    "CRATEForImageClassification",
     "CRATELMConfig",
     "CRATELMForCausalLM",
     "CRATELMModel",
+    "CRATEMAEConfig",
+    "CRATEMAEForImageClassification",
     "KeyValueLayer",
     "StatsLayer",
     "SubspaceLayer",
+    "ToSTConfig",
+    "ToSTForImageClassification",
     "ToSTLMConfig",
     "ToSTLMForCausalLM",
     "ToSTLMModel",
+    "card",
     "config",
 ]
 
@@ -41,3 +70,12 @@ for _config, _base, _head in (
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _base)
     AutoModelForCausalLM.register(_config, _head)
+for _config, _head in (
+    (CRATEConfig, CRATEForImageClassification),
+    (CRATEAlphaConfig, CRATEAlphaForImageClassification),
+    (ToSTConfig, ToSTForImageClassification),
+    (AoTVisionConfig, AoTVisionForImageClassification),
+    (CRATEMAEConfig, CRATEMAEForImageClassification),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModelForImageClassification.register(_config, _head)

@@ -76,10 +76,9 @@ class StateLayer(cache_utils.CacheLayerMixin):
         if self.cache is not None:
             return
         self.cache = block.attn.new_cache(batch, self.max_cache_len or new)
-        hook = getattr(block, "_hf_hook", None)  # of accelerate
-        device = getattr(hook, "execution_device", None)
-        if device is not None:
-            self._change(lambda tensor: tensor if tensor.device == device else torch.zeros_like(tensor, device=device))
+        where = _execution_device(block)
+        if where is not None:
+            self._change(lambda tensor: torch.zeros_like(tensor, device=where) if tensor.is_meta else tensor)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the cache."""
@@ -124,6 +123,12 @@ class StateLayer(cache_utils.CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+
+def _execution_device(block: Any) -> torch.device | None:
+    """Return the device to which accelerate moves the weights of a block for each call; None if it does not."""
+    hooks = (getattr(module, "_hf_hook", None) for module in block.modules())
+    return next((each for hook in hooks if (each := getattr(hook, "execution_device", None)) is not None), None)
 
 
 class StatsLayer(StateLayer):

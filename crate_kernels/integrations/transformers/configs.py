@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from crate_kernels import models
+from crate_kernels.integrations.transformers.encoder import MAEEncoder
 from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, tost, tost_lm
 from crate_kernels.models._shared.pretrained import Configured
 
@@ -121,7 +122,9 @@ CRATEConfig = _derive(ImageModelConfig, crate)
 CRATEAlphaConfig = _derive(ImageModelConfig, crate_alpha)
 ToSTConfig = _derive(ImageModelConfig, tost)
 AoTVisionConfig = _derive(ImageModelConfig, aot.vision)
-CRATEMAEConfig = _derive(ImageModelConfig, crate_mae)
+CRATEMAEConfig = _derive(
+    ImageModelConfig, crate_mae, network=lambda config: MAEEncoder(config.ours(), config.num_labels)
+)
 
 _BY_MODEL = {
     each.model_type: each

@@ -70,6 +70,7 @@ class LanguageModel(ReferenceModel):
     """
 
     config: LanguageConfig
+    task = "ForCausalLM"
 
     def __init__(self, config: LanguageConfig, blocks: Iterable[nn.Module], final_norm: nn.Module | None) -> None:
         super().__init__(config)

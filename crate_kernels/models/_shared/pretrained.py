@@ -1,4 +1,8 @@
-"""Save and load a model's folder: ``config.json`` and ``model.safetensors``."""
+"""Save and load a model's folder: ``config.json`` and ``model.safetensors``.
+
+transformers writes the same folder for these models, with fields of its own in the config; its weights may be
+sharded over several files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ from crate_kernels.models._shared import official
 from crate_kernels.nn import _heads
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # which file has which weight, of a sharded model
 _TYPE = "model_type"
+_ARCHITECTURES = "architectures"  # the class that transformers has for the model
+_OTHERS = "transformers_version"  # in every config that transformers writes
 
 
 class Configured(nn.Module):
@@ -24,8 +31,10 @@ class Configured(nn.Module):
     Attributes:
         config_class: the dataclass of its config.
         config: the config that it was made from.
+        task: end of the name of the class that transformers has for the model; None if it has none.
     """
 
+    task: str | None = None
     config_class: type[Any]
 
     def __init__(self, config: Any) -> None:
@@ -64,7 +73,8 @@ def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | Non
     state = {name: tensor.contiguous() for name, tensor in weights.items() if first[name] == name}
     with files.replacing(folder / WEIGHTS) as path:
         save_file(state, path, {"format": "pt"})
-    text = json.dumps({_TYPE: model._name, **config}, indent=2) + "\n"
+    classes = {_ARCHITECTURES: [model._name + model.task]} if model.task else {}
+    text = json.dumps({_TYPE: model._name, **classes, **config}, indent=2) + "\n"
     files.put(folder / CONFIG, text.encode())
     return folder
 
@@ -78,12 +88,15 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"from_pretrained: {path} must be JSON, {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get(_TYPE), str):
         raise ValueError(f"from_pretrained: {path} must be an object with a {_TYPE!r}")
+    config.pop(_ARCHITECTURES, None)
     return config.pop(_TYPE), config
 
 
 def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Model:
     """Build the model of a config file, with the fields in ``overrides`` changed."""
     known = fields(model_class.config_class)
+    if _OTHERS in config:
+        config = {field.name: config[field.name] for field in known if field.name in config}
     required = [field.name for field in known if field.default is MISSING]
     given = official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
     try:
@@ -92,6 +105,27 @@ def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], over
         kind = TypeError if isinstance(error, TypeError) else ValueError
         changed = f" with {', '.join(overrides)} given" if overrides else ""
         raise kind(f"from_pretrained: {path}{changed}: {error}") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the file of a folder's weights, or the files that its index names."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS} or {INDEX}")
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"from_pretrained: {folder / INDEX} must be JSON with a weight_map, {error!r}") from None
+    elsewhere = [name for name in names if Path(name).name != name]
+    if elsewhere:
+        raise ValueError(
+            f"from_pretrained: weight_map must name files of the folder, got {', '.join(elsewhere)} in {folder / INDEX}"
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"from_pretrained: {folder} must hold {', '.join(missing)}, which {INDEX} names")
+    return [folder / name for name in names]
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -110,9 +144,8 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
     name, config = read_config(folder)
     if name != model_class.__name__:
         raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
-    if not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS}")
+    parts = _weight_files(folder)
     model = _build(model_class, folder / CONFIG, config, overrides)
-    state = _read_weights(folder / WEIGHTS)
+    state = {name: tensor for part in parts for name, tensor in _read_weights(part).items()}
     tied = {name: state[first] for name, first in official.first_names(model).items() if first in state}
     return official.load(name, model, {**state, **tied}, owner="from_pretrained")

@@ -21,6 +21,7 @@ class Classifier(ReferenceModel):
     layer, and ``model(img)`` is the input that the layer would have.
     """
 
+    task = "ForImageClassification"
     pool = "cls"
     mlp_head: nn.Sequential
 

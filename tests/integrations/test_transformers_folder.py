@@ -1,0 +1,147 @@
+"""One folder serves transformers and us: what one writes the other reads, sharded too."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+from crate_kernels import models
+from crate_kernels.integrations.transformers import card
+from tests.integrations import images, language
+
+FAMILIES = {
+    **{family: (language.pair, AutoModelForCausalLM, language.prompts) for family in language.CONFIGS},
+    **{family: (images.pair, AutoModelForImageClassification, None) for family in images.CONFIGS},
+}
+
+
+def given(family, inputs):
+    return images.images(family) if inputs is None else inputs()
+
+
+def logits(ours, example):
+    out = ours(example)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_our_folder(family, tmp_path):
+    pair, auto, inputs = FAMILIES[family]
+    ours, _ = pair(family)
+    ours.save_pretrained(tmp_path)
+    model, report = auto.from_pretrained(tmp_path, output_loading_info=True, backend="reference")
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert model.config.backend == "reference"
+    assert not any(p.is_meta for p in model.parameters())
+    example = given(family, inputs)
+    torch.testing.assert_close(model.eval()(example).logits, logits(ours, example), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_we_read_the_folder_of_transformers(family, shards, tmp_path):
+    pair, auto, inputs = FAMILIES[family]
+    ours, model = pair(family)
+    model.save_pretrained(tmp_path, **({"max_shard_size": "8KB"} if shards else {}))
+    assert (tmp_path / "model.safetensors").exists() != shards
+    again = models.from_pretrained(tmp_path, backend="reference").eval()
+    assert again.state_dict().keys() == ours.state_dict().keys()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    assert again.config == type(ours.config)(**{**vars(again.config), "backend": "reference"})
+    example = given(family, inputs)
+    reread = auto.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(reread(example).logits, logits(ours, example), rtol=0, atol=0)
+
+
+def test_a_folder_of_another_number_of_classes_keeps_all_but_the_head(tmp_path):
+    ours, _ = images.pair("crate")
+    ours.save_pretrained(tmp_path)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True)
+    assert model.model.mlp_head[1].weight.shape == (3, 24)
+    assert bool(model.model.mlp_head[1].weight.std() > 0)
+    assert torch.equal(model.model.cls_token, ours.cls_token)
+    assert model.config.num_classes == 3
+
+
+def test_a_pre_trained_autoencoder_becomes_a_classifier(tmp_path):
+    ours, _ = images.pair("crate_mae")
+    ours.save_pretrained(tmp_path / "ours")
+    load = AutoModelForImageClassification.from_pretrained
+    model, report = load(tmp_path / "ours", num_labels=4, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"model.head.weight", "model.head.bias"}
+    assert not report["unexpected_keys"]
+    assert torch.equal(model.model.blocks[0].layers[0][0].norm.weight, ours.blocks[0].layers[0][0].norm.weight)
+    model.save_pretrained(tmp_path / "theirs")
+    again = load(tmp_path / "theirs")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    with pytest.raises(ValueError, match=r"unexpected head\.weight"):
+        models.from_pretrained(tmp_path / "theirs")
+
+
+def test_half_precision_and_a_device_map(tmp_path):
+    _, model = language.pair("tost_lm")
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half.lm_head.weight is half.transformer.wte.weight
+    language.greedy(half, language.prompts())
+
+
+def test_weights_may_wait_on_the_cpu_or_the_disk(tmp_path):
+    """Weights that are loaded for each call are nowhere between calls: caches are made where blocks run."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: the extra hf")
+    for family in ("crate_lm", "tost_lm"):
+        ours, _ = language.pair(family)
+        expected = ours.generate(language.prompts(), 4, temperature=0)
+        model = accelerate.cpu_offload(language.wrapped(ours, family), torch.device("cpu"))
+        assert next(model.parameters()).is_meta
+        assert torch.equal(language.greedy(model, language.prompts(), 4), expected)
+
+
+BROKEN = {
+    "no-shard": (lambda f, index: (f / sorted(set(index["weight_map"].values()))[0]).unlink(), FileNotFoundError,
+                 r"must hold model-00001-of-\d+.safetensors, which model.safetensors.index.json names"),
+    "no-map": (lambda f, index: (f / "model.safetensors.index.json").write_text("{}"), ValueError,
+               r"model.safetensors.index.json must be JSON with a weight_map"),
+    "elsewhere": (
+        lambda f, index: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}'),
+        ValueError, r"weight_map must name files of the folder, got \.\./a\.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_shards(spoil, error, message, tmp_path):
+    language.pair("crate_lm")[1].save_pretrained(tmp_path, max_shard_size="8KB")
+    spoil(tmp_path, json.loads((tmp_path / "model.safetensors.index.json").read_text()))
+    with pytest.raises(error, match=message):
+        models.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["crate_lm", "tost"])
+def test_a_card_says_how_to_load_the_model(family, tmp_path):
+    pair, auto, _ = FAMILIES[family]
+    _, model = pair(family)
+    model.save_pretrained(tmp_path)
+    path = card(tmp_path, license="mit")
+    text = path.read_text()
+    assert path == tmp_path / "README.md"
+    assert text.startswith("---\nlibrary_name: transformers\nlicense: mit\n")
+    assert f"{auto.__name__}.from_pretrained" in text
+    code = text.split("```python\n")[1].split("```")[0].replace("<this repository>", str(tmp_path))
+    exec(code, {})
+    with pytest.raises(FileExistsError, match=r"card: README.md must not exist"):
+        card(tmp_path, license="mit")
+
+
+def test_nothing_of_ours_needs_remote_code(tmp_path):
+    _, model = language.pair("crate_lm")
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert "auto_map" not in text
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "CRATELM"
