@@ -103,7 +103,7 @@ def test_accumulated_batches_count_tokens(tmp_path):
         rows = language.prompts(2, 8)
         labels = rows.clone()
         labels[0, 3:] = -100
-        run.train_dataset = [{"input_ids": r, "labels": l} for r, l in zip(rows, labels, strict=True)]
+        run.train_dataset = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
         run.train()
         results.append(run.model.transformer.h[0].ista.weight.detach())
     torch.testing.assert_close(*results)

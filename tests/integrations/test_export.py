@@ -1,0 +1,70 @@
+"""torch.export and ONNX of every model for transformers: which backend can be exported, and what says so otherwise."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+from tests.integrations import images, language
+
+QUICK = ("crate_lm", "crate")  # an export takes seconds
+FAMILIES = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.exhaustive)
+    for family in (*language.CONFIGS, *images.CONFIGS, *images.MAE)
+]
+
+
+def reloaded(family, folder, backend):
+    """Return a model of a saved folder that keeps no cache, the name of its input, and two examples of other sizes."""
+    if family in language.CONFIGS:
+        language.pair(family)[1].save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, backend=backend, use_cache=False)
+        return model, "input_ids", (language.prompts(2, 5), language.prompts(3, 9)), {0: "batch", 1: "seqlen"}
+    module = images.wrapped(images.pair(family)[0], family)
+    module.save_pretrained(folder)
+    model = AutoModelForImageClassification.from_pretrained(folder, backend=backend)
+    pictures = images.images(family)
+    return model, "pixel_values", (pictures, pictures[[1, 0, 1]].flip(2)), {0: "batch"}
+
+
+# PyTorch's exporter, of itself.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_onnx_runtime_computes_the_same(family, tmp_path):
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    model, name, examples, sizes = reloaded(family, tmp_path, "reference")
+    limits = {"seqlen": torch.export.Dim("seqlen", max=model.config.block_size)} if len(sizes) == 2 else {}
+    shapes = {name: {index: limits.get(size, torch.export.Dim.AUTO) for index, size in sizes.items()}}
+    program = torch.onnx.export(
+        model, (), kwargs={name: examples[0]}, dynamo=True, dynamic_shapes=shapes, verbose=False
+    )
+    program.save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for example in examples:
+        (logits,) = session.run(None, {name: example.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), model(**{name: example}).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["composite", None], ids=["composite", "best"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_export_keeps_the_operators(family, backend, tmp_path):
+    model, name, examples, _ = reloaded(family, tmp_path, backend)
+    shapes = {name: {0: torch.export.Dim.AUTO}}
+    with torch.no_grad():
+        program = torch.export.export(model, (), {name: examples[0]}, dynamic_shapes=shapes)
+        example = examples[0][[1, 0, 1]]
+        result = program.module()(**{name: example}).logits
+        torch.testing.assert_close(result, model(**{name: example}).logits)
+    if family != "aot_mhsa_lm":
+        assert any("crate_kernels" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_onnx_refuses_our_operators_by_name(tmp_path):
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    model, name, examples, _ = reloaded("crate_lm", tmp_path, "composite")
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"No ONNX function found for.*crate_kernels"):
+        torch.onnx.export(model, (), kwargs={name: examples[0]}, dynamo=True, verbose=False)
