@@ -144,7 +144,7 @@ def test_operators_are_named_in_their_rooms():
     assert named == []
 
 
-@pytest.mark.parametrize("folder", ["crate_kernels", "csrc", "tests", "docs", "benchmarks"])
+@pytest.mark.parametrize("folder", ["crate_kernels", "csrc", "tests", "docs", "benchmarks", "examples"])
 def test_every_file_that_is_named_exists(folder):
     path = re.compile(
         r"(?<![\w/.*{}<>-])(?:csrc|tests|benchmarks|docs|crate_kernels/(?!csrc))/?[\w/.-]+\.(?:py|cpp|h|cuh?|md|json)\b"
