@@ -1,6 +1,7 @@
 """Our language models as models of transformers: outputs, gradients, weights, configs."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -40,7 +41,7 @@ def test_gradients_are_ours(family, recompute):
     ours(tokens[:, :-1], tokens[:, 1:])[1].backward()
     expected = {name: p.grad for name, p in ours.named_parameters()}
     calls = []
-    model.transformer.h[0].register_forward_pre_hook(lambda *args: calls.append(1))
+    model.transformer.h[0].attn.register_forward_pre_hook(lambda *args: calls.append(1))
     if recompute == "transformers":
         # The public name changes with the version.
         model._set_gradient_checkpointing(gradient_checkpointing_func=partial(checkpoint, use_reentrant=False))
@@ -91,6 +92,11 @@ def test_the_head_and_the_embedding_are_one(family):
     assert model.config.vocab_size == 15
     with pytest.raises(Exception, match="tie_word_embeddings must be True"):
         CONFIGS[family](tie_word_embeddings=False)
+    config = CONFIGS[family]()
+    config.tie_word_embeddings = False
+    with pytest.raises(ValueError, match="tie_word_embeddings must be True"):
+        AutoModelForCausalLM.from_config(config)
+    assert pickle.loads(pickle.dumps(model)).lm_head.weight.shape == (15, 24)
 
 
 @each_family
@@ -129,7 +135,7 @@ def test_configs_name_the_fields_of_transformers():
     config = integration.config("tost_lm_base", backend="reference")
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
     assert (config.max_position_embeddings, config.bias, config.backend) == (1024, False, "reference")
-    assert config.ours() == models.create("tost_lm_base", n_layer=1).config.__class__(bias=False, backend="reference")
+    assert config.ours() == models.ToSTLMConfig(bias=False, backend="reference")
     assert config.layer_types == ["token_stats"] * 12
     assert isinstance(AutoConfig.for_model("CRATELM", n_layer=2), integration.CRATELMConfig)
     assert "backend" not in config.to_dict()

@@ -171,6 +171,7 @@ class SubspaceLayer(StateLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of every sequence."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"{type(self).__name__}: tokens_to_remove must be at most 0, got {tokens_to_remove}")
         if not tokens_to_remove or self.cache is None:

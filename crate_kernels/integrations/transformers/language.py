@@ -7,11 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from crate_kernels.integrations.transformers import base, configs
 from crate_kernels.integrations.transformers.caches import StateLayer
+from crate_kernels.models import aot, crate_lm, tost_lm
 from crate_kernels.models._shared.base import run
 
 
@@ -19,14 +21,16 @@ class LanguageBase(base.Model):
     """Embeddings and blocks: everything but the head. Parameters: ``wte``, ``wpe``, ``h.{i}.*``, ``ln_f.*``."""
 
     base_model_prefix = "transformer"
-    _no_split_modules = ["Block", "Layer"]  # noqa: RUF012
+    block_class: type[nn.Module]  # ours, which transformers can recompute
+    _no_split_modules = ["CRATEBlock", "ToSTBlock", "AoTLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for name, part in base.network(config).transformer.items():
             self.add_module(name, part)
-        self.gradient_checkpointing = False
+        for block in cast(nn.ModuleList, self.h):
+            block.__class__ = self.block_class
         self.post_init()
 
     def _our_name(self, name: str) -> str:
@@ -72,7 +76,6 @@ class LanguageBase(base.Model):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
-        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not torch.is_grad_enabled():
             past_key_values = DynamicCache(config=self.config)
@@ -91,8 +94,6 @@ class LanguageBase(base.Model):
             states.append(x)
             if past_key_values is not None:
                 x, _ = past_key_values.update(x, x, index, block, rows.keep, rows.padded)
-            elif recompute:
-                x = self._gradient_checkpointing_func(block.__call__, x, rows.keep)
             else:
                 x = run(self.config.grad_checkpointing, block, x, rows.keep)
         if hasattr(self, "ln_f"):
@@ -123,6 +124,7 @@ class LanguageHead(base.Model, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
+        config.validate_tie()
         super().__init__(config)
         self.transformer = self.base_class(config)
         self.lm_head = base.undrawn(lambda: nn.Linear(config.n_embd, config.vocab_size, bias=False))
@@ -238,9 +240,22 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order.to(x.device)[:, :, None].expand_as(x))
 
 
+class CRATEBlock(GradientCheckpointingLayer, crate_lm.Block):
+    """A block of causal CRATE."""
+
+
+class ToSTBlock(GradientCheckpointingLayer, tost_lm.Block):
+    """A block of ToST."""
+
+
+class AoTLayer(GradientCheckpointingLayer, aot.Layer):
+    """A layer of AoT."""
+
+
 class CRATELMModel(LanguageBase):
     """Causal CRATE of either form, without its head."""
 
+    block_class = CRATEBlock
     config_class = configs.CRATELMConfig
 
 
@@ -254,6 +269,7 @@ class CRATELMForCausalLM(LanguageHead):
 class ToSTLMModel(LanguageBase):
     """ToST's language model, without its head."""
 
+    block_class = ToSTBlock
     config_class = configs.ToSTLMConfig
     _is_stateful = True
 
@@ -269,6 +285,7 @@ class ToSTLMForCausalLM(LanguageHead):
 class AoTLMModel(LanguageBase):
     """The attention-only language model, without its head."""
 
+    block_class = AoTLayer
     config_class = configs.AoTLMConfig
 
 
