@@ -88,6 +88,7 @@ MODELS = {
     "crate_alpha": {**IMAGE, "dim_head": 4, "overcomplete_ratio": 1},
     "crate_mae": {"embed_dim": 16, "num_heads": 4, "decoder_embed_dim": 16, "decoder_num_heads": 4, "in_chans": 1}
     | {"img_size": (4, 12), "patch_size": 4},
+    "crate_mae_encoder": {"embed_dim": 16, "num_heads": 4, "img_size": (4, 12), "patch_size": 4, "in_chans": 1},
     "tost": {"embed_dim": 16, "num_heads": 4, "img_size": (16, 16), "num_classes": 16, "mlp_ratio": 1.0},
     "crate_lm": TEXT,
     "crate_lm_overcomplete": {**TEXT, "overcomplete_ratio": 1},
@@ -101,7 +102,7 @@ GIVEN = {
     "tost": lambda g: (torch.randn(4, 3, 16, 16, generator=g),),
     "aot_vision": lambda g: (torch.randn(4, 1, 8, 8, generator=g),),
     "aot_regression": lambda g: (torch.randn(4, 2, 4, generator=g), torch.randn(4, 2, generator=g)),
-    **dict.fromkeys(("crate", "crate_alpha"), lambda g: (torch.randn(4, 1, 4, 12, generator=g),)),
+    **dict.fromkeys(("crate", "crate_alpha", "crate_mae_encoder"), lambda g: (torch.randn(4, 1, 4, 12, generator=g),)),
     **dict.fromkeys(
         ("crate_lm", "crate_lm_overcomplete", "tost_lm", "aot_lm"),
         lambda g: (torch.randint(16, (4, 4), generator=g),),

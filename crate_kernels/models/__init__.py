@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, redunet, tost, tost_lm
+from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, crate_mae_encoder, redunet, tost, tost_lm
 from crate_kernels.models._shared import modules, official, pretrained
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
 from crate_kernels.models.crate_mae import CRATEMAE, CRATEMAEConfig
+from crate_kernels.models.crate_mae_encoder import CRATEMAEEncoder, CRATEMAEEncoderConfig
 from crate_kernels.models.tost import ToST, ToSTConfig
 from crate_kernels.models.tost_lm import ToSTLM, ToSTLMConfig
 
@@ -34,6 +35,8 @@ __all__ = [
     "CRATEConfig",
     "CRATELMConfig",
     "CRATEMAEConfig",
+    "CRATEMAEEncoder",
+    "CRATEMAEEncoderConfig",
     "ToST",
     "ToSTConfig",
     "ToSTLM",
@@ -49,6 +52,7 @@ _FAMILIES: tuple[ModuleType, ...] = (
     crate,
     crate_alpha,
     crate_mae,
+    crate_mae_encoder,
     tost,
     crate_lm,
     tost_lm,
@@ -115,9 +119,9 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
-        system: name of the system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, ``"tost_vision"``,
-            ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or an attention module alone
-            (``"tssa_attention"``, ``"tssa_causal_attention"``).
+        system: name of the system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, its encoder alone
+            ``"crate_mae_encoder"``, ``"tost_vision"``, ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or
+            an attention module alone (``"tssa_attention"``, ``"tssa_causal_attention"``).
         state_dict: the checkpoint, as ``torch.load`` returns it. Weights may be nested under ``state_dict``,
             ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
             It is not changed, and shares no memory with the model.

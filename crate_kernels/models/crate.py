@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.base import PreNorm, run
+from crate_kernels.models._shared.backbone import Classifier, check_head
+from crate_kernels.models._shared.base import PreNorm, Stack
 from crate_kernels.nn import ISTA, MSSA, _heads
 
 __all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
@@ -32,7 +33,7 @@ class CRATEConfig:
         dim, depth, heads, dim_head: width, layers, subspaces and their dimension.
         image_size, patch_size: an int or (height, width), in pixels.
         num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
-        pool: ``"cls"``, or ``"mean"`` over all tokens, the class token included.
+        pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         channels: channels of the image.
         dropout: in attention and after it; ``emb_dropout``: on the embedded tokens.
         ista: step size of ISTA; ``lambd``: weight of its l1 norm. Neither is in checkpoints.
@@ -76,9 +77,7 @@ class CRATEConfig:
         vision.grid("CRATE", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels"):
             checks.integer("CRATE", name, getattr(self, name), minimum=1)
-        checks.integer("CRATE", "num_classes", self.num_classes, minimum=0)
-        if self.pool not in ("cls", "mean"):
-            raise ValueError(f"CRATE: pool must be 'cls' or 'mean', got {self.pool!r}")
+        check_head("CRATE", self)
         if self.attention not in ("mssa", "tied", "gradient"):
             raise ValueError(f"CRATE: attention must be 'mssa', 'tied' or 'gradient', got {self.attention!r}")
         checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
@@ -155,26 +154,9 @@ class Layer(nn.ModuleList):
         return sparsify(self.kept * x + self.step * update)
 
 
-class Transformer(nn.Module):
-    """Stack of the layers."""
-
-    def __init__(self, config: CRATEConfig) -> None:
-        super().__init__()
-        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
-        self.grad_checkpointing = config.grad_checkpointing
-        self.layers = nn.ModuleList(
-            Layer(
-                (PreNorm(config.dim, _attention(config)), PreNorm(config.dim, _sparsification(config))),
-                *_residual(config),
-            )
-            for _ in range(config.depth)
-        )
-
-    def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
-        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all by default."""
-        for layer in self.layers[:layers]:
-            x = run(self.grad_checkpointing, layer, x)
-        return x
+def _layer(config: CRATEConfig) -> Layer:
+    halves = PreNorm(config.dim, _attention(config)), PreNorm(config.dim, _sparsification(config))
+    return Layer(halves, *_residual(config))
 
 
 def _attention(config: CRATEConfig) -> nn.Module:
@@ -226,7 +208,7 @@ class Patchify(nn.Module):
         return vision.patchify(img, self.patch_size)
 
 
-class CRATE(vision.Classifier):
+class CRATE(Classifier):
     """Classify images with a white-box transformer.
 
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
@@ -256,8 +238,7 @@ class CRATE(vision.Classifier):
         self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
-        self.transformer = Transformer(config)
-        self.pool = config.pool
+        self.transformer = Stack((_layer(config) for _ in range(config.depth)), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), vision.head(dim, config.num_classes))
 
     def _embed(self, img: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.base import PreNorm, run
+from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
+from crate_kernels.models._shared.base import PreNorm, Stack
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
 __all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
@@ -41,6 +42,7 @@ class CRATEAlphaConfig:
         overcomplete_ratio: atoms over ``dim``.
         steps: proximal steps.
         head_eps: eps of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
+        pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -63,6 +65,7 @@ class CRATEAlphaConfig:
     overcomplete_ratio: int = 4
     steps: int = 2
     head_eps: float = 1e-5
+    pool: str = "cls"
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -71,7 +74,7 @@ class CRATEAlphaConfig:
         vision.grid("CRATEAlpha", self.image_size, self.patch_size)
         for name in ("dim", "depth", "heads", "dim_head", "channels", "overcomplete_ratio", "steps"):
             checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
-        checks.integer("CRATEAlpha", "num_classes", self.num_classes, minimum=0)
+        check_head("CRATEAlpha", self)
         checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
         checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
 
@@ -109,32 +112,13 @@ class Layer(nn.ModuleList):
         return code(x) + x
 
 
-class Transformer(nn.Module):
-    """Stack of the layers."""
-
-    def __init__(self, config: CRATEAlphaConfig) -> None:
-        super().__init__()
-        self.dim, self.depth, self.heads = config.dim, config.depth, config.heads
-        self.grad_checkpointing = config.grad_checkpointing
-        sizes = (config.dim, config.heads, config.dim_head, config.dropout)
-        self.layers = nn.ModuleList(
-            Layer(
-                (
-                    PreNorm(config.dim, MSSA(*sizes, bias_out=False, backend=config.backend), eps=1e-6),
-                    PreNorm(config.dim, _code(config), eps=1e-6),
-                )
-            )
-            for _ in range(config.depth)
-        )
-
-    def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
-        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all by default."""
-        for layer in self.layers[:layers]:
-            x = run(self.grad_checkpointing, layer, x)
-        return x
+def _layer(config: CRATEAlphaConfig) -> Layer:
+    sizes = (config.dim, config.heads, config.dim_head, config.dropout)
+    attention = MSSA(*sizes, bias_out=False, backend=config.backend)
+    return Layer((PreNorm(config.dim, attention, eps=1e-6), PreNorm(config.dim, _code(config), eps=1e-6)))
 
 
-class CRATEAlpha(vision.Classifier):
+class CRATEAlpha(Classifier):
     """Classify images with a white-box transformer of overcomplete dictionaries.
 
     B/16 has 72,328,936 parameters and L/14 253,650,920, with 1000 classes.
@@ -149,6 +133,7 @@ class CRATEAlpha(vision.Classifier):
     """
 
     config_class = CRATEAlphaConfig
+    layout = Layout(embedding="cls_token|pos_embedding|conv1", stem="conv1")
 
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__(config)
@@ -159,7 +144,7 @@ class CRATEAlpha(vision.Classifier):
         self.pos_embedding = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + 1, dim))
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
-        self.transformer = Transformer(config)
+        self.transformer = Stack((_layer(config) for _ in range(config.depth)), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), vision.head(dim, config.num_classes))
         self._initialise()
 
@@ -170,13 +155,16 @@ class CRATEAlpha(vision.Classifier):
         nn.init.zeros_(cast(Tensor, self.conv1.bias))
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                self._init_linear(module)
             elif isinstance(module, OvercompleteISTA):
                 for weight in module.parameters():
                     # For (dim, hidden), JAX takes the fan from the rows, PyTorch from the columns.
                     nn.init.kaiming_uniform_(weight.T)
+
+    def _init_linear(self, linear: nn.Linear) -> None:
+        nn.init.normal_(linear.weight, std=0.02)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
 
     def no_weight_decay(self) -> set[str]:
         """Name all but the kernels of the stem, the attention and the head: the training code decays only these."""

@@ -97,9 +97,13 @@ SIZES = {
 
 
 class EncoderBlock(nn.Module):
-    """One CRATE layer; ``layers.0`` is (PreNorm of attention, PreNorm of ISTA)."""
+    """One CRATE layer; ``layers.0`` is (PreNorm of attention, PreNorm of ISTA).
 
-    def __init__(self, config: CRATEMAEConfig) -> None:
+    Args:
+        config: of a CRATE-MAE, or of its encoder alone.
+    """
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
         dim, heads, backend = config.embed_dim, config.num_heads, config.backend
         attention = MSSA(dim, heads, dim // heads, config.dropout, backend=backend)
@@ -143,6 +147,21 @@ class DecoderBlock(nn.Module):
         return decoded - attention(decoded)
 
 
+def init_linear(linear: nn.Linear) -> None:
+    """Draw the weights of a linear layer as the published code does."""
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def initialise(model: Any) -> None:
+    """Draw the stem and all linear layers of a model, as the published code does."""
+    nn.init.xavier_uniform_(model.patch_embed["proj"].weight.flatten(1))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            init_linear(module)
+
+
 class CRATEMAE(ReferenceModel):
     """Complete masked images with a white-box autoencoder.
 
@@ -176,17 +195,9 @@ class CRATEMAE(ReferenceModel):
         self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
         self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
         self.decoder_pred = nn.Linear(dim, patch_dim)
-        self._initialise()
-
-    def _initialise(self) -> None:
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
-        nn.init.xavier_uniform_(cast(Tensor, self.patch_embed["proj"].weight).flatten(1))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        initialise(self)
 
     def patchify(self, imgs: Tensor) -> Tensor:
         """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
@@ -314,7 +325,7 @@ class CRATEMAE(ReferenceModel):
         return self.blocks[index](self.forward_encoder(imgs, layers=index), **what)
 
 
-def _norm_eps(norm_layer: Any) -> dict[str, Any]:
+def norm_eps(norm_layer: Any) -> dict[str, Any]:
     """Read the eps of the outer norms from the published argument, a class or a partial of it."""
     norm = norm_layer(1) if callable(norm_layer) else norm_layer
     if not isinstance(norm, nn.LayerNorm):
@@ -325,5 +336,5 @@ def _norm_eps(norm_layer: Any) -> dict[str, Any]:
 Config, Model = CRATEMAEConfig, CRATEMAE
 # mlp_ratio: for the ordinary transformer that the published class can also build. note: says how a case was saved.
 SYSTEMS = {
-    "crate_mae": official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": _norm_eps})
+    "crate_mae": official.family(Config, Model, ignored=("mlp_ratio", "note"), translated={"norm_layer": norm_eps})
 }

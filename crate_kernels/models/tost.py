@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
+from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import run
 from crate_kernels.nn import TSSA, _heads
 
@@ -50,6 +50,7 @@ class ToSTConfig:
         eta: initial value of the layer scales.
         tokens_norm: class attention normalises all tokens before its MLP; False: the class token alone.
         distillation: return ``(logits, logits)`` in training, as published, for the published recipe's loss.
+        pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
         backend: backend of the operator; None is the best available.
 
@@ -75,6 +76,7 @@ class ToSTConfig:
     eta: float = 1.0
     tokens_norm: bool = False
     distillation: bool = False
+    pool: str = "cls"
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -85,8 +87,8 @@ class ToSTConfig:
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
         for name in ("embed_dim", "depth", "num_heads", "in_chans"):
             checks.integer("ToST", name, getattr(self, name), minimum=1)
-        for name in ("num_classes", "cls_attn_layers"):
-            checks.integer("ToST", name, getattr(self, name), minimum=0)
+        check_head("ToST", self)
+        checks.integer("ToST", "cls_attn_layers", self.cls_attn_layers, minimum=0)
         if self.embed_dim % self.num_heads or self.embed_dim % (self.patch_size // 2):
             wanted = f"num_heads = {self.num_heads} and of {self.patch_size // 2} (the stem)"
             raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
@@ -253,7 +255,7 @@ class ClassAttentionBlock(_Scaled):
         return x + torch.cat((self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]), dim=1)
 
 
-class ToST(vision.Classifier):
+class ToST(Classifier):
     """Classify images with token-statistics attention.
 
     Parameters, under their published names: ``patch_embed.proj.{0,2,4[,6]}.{0,1}`` (convolution, SyncBatchNorm),
@@ -265,6 +267,19 @@ class ToST(vision.Classifier):
     """
 
     config_class = ToSTConfig
+    layout = Layout(
+        blocks="blocks",
+        embedding="cls_token|patch_embed|pos_embeder",
+        stem="patch_embed.proj.0.0",
+        after="cls_attn_blocks",
+        norm="norm",
+        classifier="head",
+        prefix_tokens=0,
+        dim="embed_dim",
+        img_size="img_size",
+        in_chans="in_chans",
+        drop_rate="drop_rate",
+    )
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__(config)
@@ -280,13 +295,15 @@ class ToST(vision.Classifier):
         self._initialise()
 
     def _initialise(self) -> None:
-        normal: Callable[[Tensor], Tensor] = partial(nn.init.trunc_normal_, std=0.02)
-        normal(self.cls_token)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                normal(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                self._init_linear(module)
+
+    def _init_linear(self, linear: nn.Linear) -> None:
+        nn.init.trunc_normal_(linear.weight, std=0.02)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
 
     def no_weight_decay(self) -> set[str]:
         """Name the class token, and the temperatures.
@@ -296,31 +313,21 @@ class ToST(vision.Classifier):
         """
         return {"cls_token", *(name for name, _ in self.named_parameters() if name.endswith(".temp"))}
 
-    def forward_features(self, img: Tensor) -> Tensor:
-        """Return the normalised tokens after the last block, (batch, patches + 1, embed_dim), class token first."""
+    def _embed(self, img: Tensor) -> Tensor:
+        """Return the patch tokens (batch, patches, embed_dim) that enter the first block."""
         size = self.config.patch_size
         vision.check_images("ToST", img, self.config.in_chans, (size, size))
         x = self.patch_embed(img)
         if self.config.use_pos:
             x = x + self.pos_embeder(x.shape[2], x.shape[3])
-        x = self.pos_drop(x.flatten(2).transpose(1, 2))
-        for block in self.blocks:
-            x = run(self.config.grad_checkpointing, block, x)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+        return self.pos_drop(x.flatten(2).transpose(1, 2))
+
+    def _finish(self, tokens: Tensor) -> Tensor:
+        """Return the normalised tokens after the last block, (batch, patches + 1, embed_dim), class token first."""
+        x = torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1).to(tokens.dtype), tokens), dim=1)
         for block in self.cls_attn_blocks:
             x = run(self.config.grad_checkpointing, block, x)
         return self.norm(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (batch, num_classes) from the output of ``forward_features``.
-
-        Args:
-            x: tokens (batch, patches + 1, embed_dim).
-            pre_logits: return the input of the last layer instead, (batch, embed_dim); default False.
-        """
-        # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
-        pooled = x[:, 0].clone()
-        return pooled if pre_logits else self.head(pooled)
 
     def forward(self, img: Tensor) -> Any:
         """Return logits (batch, num_classes) of images (batch, in_chans, height, width).

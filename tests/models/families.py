@@ -16,6 +16,7 @@ from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig
 from crate_kernels.models.crate_mae import CRATEMAE, CRATEMAEConfig
+from crate_kernels.models.crate_mae_encoder import CRATEMAEEncoder, CRATEMAEEncoderConfig
 from crate_kernels.models.tost import ToST, ToSTConfig
 from crate_kernels.models.tost_lm import ToSTLM, ToSTLMConfig
 
@@ -25,6 +26,7 @@ FAMILIES = {
     "crate": (CRATE, CRATEConfig(24, 2, 3, 8, **PATCHES, num_classes=5)),
     "crate_alpha": (CRATEAlpha, CRATEAlphaConfig(24, 2, 3, 8, **PATCHES, num_classes=5)),
     "crate_mae": (CRATEMAE, CRATEMAEConfig(24, 2, 3, 24, 2, 2, img_size=(8, 12), patch_size=(2, 4))),
+    "crate_mae_encoder": (CRATEMAEEncoder, CRATEMAEEncoderConfig(24, 2, 3, (8, 12), (2, 4), num_classes=5)),
     "tost": (ToST, ToSTConfig(24, 2, 3, img_size=(16, 24), patch_size=8, num_classes=5)),
     "crate_lm": (CRATELM, CRATELMConfig(**TEXT)),
     "crate_lm_overcomplete": (CRATELM, CRATELMConfig(**TEXT, overcomplete=True)),

@@ -8,9 +8,17 @@ import torch
 from crate_kernels import models
 from tests.models.families import build, drawn, inputs
 
-FAMILIES = {"crate": {}, "crate-mean": {"pool": "mean"}, "crate_alpha": {}, "tost": {}, "aot_vision": {}}
+FAMILIES = {
+    "crate": {},
+    "crate-mean": {"pool": "mean"},
+    "crate_alpha": {},
+    "crate_mae_encoder": {},
+    "tost": {},
+    "tost-mean": {"pool": "mean"},
+    "aot_vision": {},
+}
 CASES = [pytest.param(name.partition("-")[0], changes, id=name) for name, changes in FAMILIES.items()]
-TOKENS = {"crate": 13, "crate_alpha": 13, "tost": 7, "aot_vision": 5}
+TOKENS = {"crate": 13, "crate_alpha": 13, "crate_mae_encoder": 13, "tost": 7, "aot_vision": 5}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -21,15 +29,14 @@ def test_the_head_reads_the_features(family, changes):
     assert torch.equal(model(img), model.forward_head(features))
     pooled = model.forward_head(features, pre_logits=True)
     assert pooled.shape == (2, 24)
-    last = model.head if family == "tost" else model.mlp_head[1]
-    torch.testing.assert_close(last(pooled), model(img))
+    torch.testing.assert_close(model.get_classifier()(pooled), model(img))
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_without_classes_comes_what_the_head_would_read(family, changes, tmp_path):
     whole, (img,) = drawn(build(family, **changes)).eval(), inputs(family)
     model: Any = build(family, num_classes=0, **changes).eval()
-    last = "head." if family == "tost" else "mlp_head.1."
+    last = model.layout.classifier + "."
     assert {n for n in whole.state_dict() if n not in model.state_dict()} == {f"{last}weight", f"{last}bias"}
     model.load_state_dict({n: t for n, t in whole.state_dict().items() if n in model.state_dict()})
     wanted = whole.forward_head(whole.forward_features(img), pre_logits=True)

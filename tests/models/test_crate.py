@@ -241,7 +241,7 @@ BAD = {
     "image-size": (lambda: build(image_size=9), ValueError, "image_size must be a multiple of patch_size, got 9x9 by"),
     "patch-size": (lambda: build(patch_size=0), ValueError, "CRATE: patch_size must be >= 1, got 0"),
     "pair": (lambda: build(image_size=(8, 8, 8)), TypeError, "CRATE: image_size must be an int, got tuple"),
-    "pool": (lambda: build(pool="max"), ValueError, "CRATE: pool must be 'cls' or 'mean', got 'max'"),
+    "pool": (lambda: build(pool="max"), ValueError, "CRATE: pool must be 'cls', 'mean' or 'none', got"),
     "attention": (lambda: build(attention="mhsa"), ValueError, "CRATE: attention must be 'mssa', 'tied' or 'gradient'"),
     "prox": (lambda: build(prox="hard"), ValueError, "ISTA: prox must be"),
     "depth": (lambda: build(depth=0), ValueError, "CRATE: depth must be >= 1, got 0"),

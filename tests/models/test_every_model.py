@@ -67,6 +67,12 @@ def test_state_dict_keys_of_mae():
     assert set(build("crate_mae").state_dict()) == spelled(wanted)
 
 
+def test_state_dict_keys_of_the_encoder_of_mae():
+    whole = set(build("crate_mae").state_dict())
+    encoder = {name for name in whole if not name.startswith(("decoder", "mask_token"))}
+    assert set(build("crate_mae_encoder").state_dict()) == encoder | {"head.weight", "head.bias"}
+
+
 def test_state_dict_keys_of_tost():
     wanted = ["cls_token", "pos_embeder.token_projection.*", "norm.*", "head.*"]
     for i in (0, 2, 4):
@@ -100,6 +106,7 @@ DROPOUT = {
     "crate": {"dropout": 0.2, "emb_dropout": 0.2},
     "crate_alpha": {"dropout": 0.2, "emb_dropout": 0.2},
     "crate_mae": {"dropout": 0.2},
+    "crate_mae_encoder": {"dropout": 0.2},
     "tost": {"drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.2},
     "crate_lm": {"dropout": 0.2},
     "crate_lm_overcomplete": {"dropout": 0.2},
@@ -112,6 +119,7 @@ RATES = {  # of the Dropout modules that they fill, and in how many layers
     "crate": 1 + 2 * 2,
     "crate_alpha": 1 + 2 * 2,
     "crate_mae": 2 * 2 + 2 * 2,
+    "crate_mae_encoder": 2 * 2,
     "tost": 1 + 2 * 3 + 2 * 3,
     "crate_lm": 1 + 2 * 2,
     "crate_lm_overcomplete": 1 + 2 * 2,
@@ -216,6 +224,7 @@ SPARED = {
     "crate_alpha": {"cls_token", "pos_embedding"}
     | {f"transformer.layers.{i}.1.fn.{name}" for i in range(2) for name in ("D", "D1")},
     "crate_mae": set(),
+    "crate_mae_encoder": set(),
     "tost": {"cls_token", "blocks.0.attn.temp", "blocks.1.attn.temp"},
     "crate_lm": set(),
     "aot_vision": set(),

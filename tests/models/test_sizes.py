@@ -51,6 +51,11 @@ def causal(width, layers, hidden=None):
     return 50304 * width + layers * layer + (2 * width if hidden else 0)
 
 
+def mae_encoder(width, layers):
+    """Stem, positions, class token; two norms, two projections and a bias, a dictionary a layer; a norm; no head."""
+    return (width * 768 + width) + 197 * width + width + layers * (5 * width + 3 * width**2) + 2 * width
+
+
 def tost_of_patch_8(name):
     """One convolution of stride 2 fewer: the stem starts at a width of embed_dim / 4, not / 8."""
     width = {"small": 384, "tiny": 192, "medium": 512, "large": 768}[name.split("_")[1]]
@@ -74,6 +79,10 @@ DERIVED = {
             "G14": (1664, 48, 14),
             "e14": (1792, 56, 14),
         }.items()
+    },
+    **{
+        f"crate_mae_encoder_{name}": mae_encoder(*sizes)
+        for name, sizes in {"tiny": (384, 12), "small": (576, 12), "base": (768, 12), "large": (1024, 24)}.items()
     },
     **{
         f"crate_lm_{name}": causal(*sizes)

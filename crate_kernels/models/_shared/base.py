@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,6 +104,26 @@ def run(recompute: bool, function: Callable[..., Output], *args: Any) -> Output:
     if recompute and torch.is_grad_enabled():
         return checkpoint(function, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
     return function(*args)
+
+
+class Stack(nn.Module):
+    """Layers one after the other, in the list ``layers``."""
+
+    def __init__(self, layers: Iterable[nn.Module], grad_checkpointing: bool) -> None:
+        super().__init__()
+        self.grad_checkpointing = grad_checkpointing
+        self.layers = nn.ModuleList(layers)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def forward(self, x: Tensor, layers: int | None = None) -> Tensor:
+        """Run the first ``layers`` layers on (batch, seqlen, dim) tokens; all by default."""
+        for layer in self.layers[:layers]:
+            x = run(self.grad_checkpointing, layer, x)
+        return x
 
 
 class PreNorm(nn.Module):

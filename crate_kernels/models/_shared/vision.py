@@ -9,43 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models._shared.base import ReferenceModel
 
 Size = int | Sequence[int]
-
-
-class Classifier(ReferenceModel):
-    """An image model that computes its logits from the class token, or from the mean of all tokens.
-
-    ``model(img)`` is ``forward_head(forward_features(img))``. Without classes (``num_classes=0``) there is no last
-    layer, and ``model(img)`` is the input that the layer would have.
-    """
-
-    task = "ForImageClassification"
-    pool = "cls"
-    mlp_head: nn.Sequential
-
-    def forward_features(self, img: Tensor) -> Tensor:
-        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
-        raise NotImplementedError
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (batch, num_classes) from the output of ``forward_features``.
-
-        Args:
-            x: tokens (batch, patches + 1, dim).
-            pre_logits: return the input of the last layer instead, (batch, dim); default False.
-        """
-        pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
-        return self.mlp_head[0](pooled) if pre_logits else self.mlp_head(pooled)
-
-    def forward(self, img: Tensor) -> Tensor:
-        """Return logits (batch, num_classes) of images (batch, channels, height, width).
-
-        Raises:
-            ValueError: images of another size or number of channels.
-        """
-        return self.forward_head(self.forward_features(img))
 
 
 def head(dim: int, num_classes: int) -> nn.Module:

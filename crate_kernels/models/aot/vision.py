@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crate_kernels._core import checks
 from crate_kernels.models._shared import vision
-from crate_kernels.models._shared.base import run
+from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models.aot.layers import Layer, check_shape
 from crate_kernels.models.crate import Patchify
 
@@ -31,6 +30,7 @@ class AoTVisionConfig:
         norm: layer-normalise the input of each attention; False in the paper.
         eta: step size of the attention.
         dropout: rate in and after the attention.
+        pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of MSSA; None is the best available.
 
@@ -49,13 +49,14 @@ class AoTVisionConfig:
     norm: bool = False
     eta: float = 1.0
     dropout: float = 0.0
+    pool: str = "cls"
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
         names = ("dim", "depth", "heads", "image_size", "patch_size", "channels")
         check_shape("AoTVision", self, names, "dim", "heads")
-        checks.integer("AoTVision", "num_classes", self.num_classes, minimum=0)
+        check_head("AoTVision", self)
         if self.image_size % self.patch_size:
             got = f"{self.image_size} by {self.patch_size}"
             raise ValueError(f"AoTVision: image_size must be a multiple of patch_size, got {got}")
@@ -67,7 +68,7 @@ SIZES = {
 }
 
 
-class AoTVision(vision.Classifier):
+class AoTVision(Classifier):
     """Classify images with attention alone.
 
     No code was published; the stem and the head are CRATE's, with the same parameter names. Parameters:
@@ -79,6 +80,7 @@ class AoTVision(vision.Classifier):
     """
 
     config_class = AoTVisionConfig
+    layout = Layout(blocks="layers")
 
     def __init__(self, config: AoTVisionConfig) -> None:
         super().__init__(config)
@@ -96,14 +98,11 @@ class AoTVision(vision.Classifier):
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
         self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), vision.head(c.dim, c.num_classes))
 
-    def forward_features(self, img: Tensor) -> Tensor:
-        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
+    def _embed(self, img: Tensor) -> Tensor:
+        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
         x = self.to_patch_embedding(img)
         vision.check_size("AoTVision", img, self.config.image_size)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
-        for layer in self.layers:
-            x = run(self.config.grad_checkpointing, layer, x)
-        return x
+        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
 
 
 Config, Model = AoTVisionConfig, AoTVision
