@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from crate_kernels._patch import masks
 from crate_kernels._patch.shadow import shadow_of
+from crate_kernels.nn import _heads
 from crate_kernels.ops.ista import ista, ista_overcomplete
 from crate_kernels.ops.mssa import mssa
 from crate_kernels.ops.tssa import tssa
@@ -165,16 +166,21 @@ class Attention(Form):
         return child.p if child.training else 0.0
 
     def run(self, module: Any, x: Tensor, backend: str | None, options: dict[str, Any]) -> Tensor:
-        w = getattr(module, self.projection)(x)
-        w = w.unflatten(-1, (getattr(module, self.heads), -1)).transpose(1, 2)
-        options = {"causal": self.causal, "dropout_p": self.rate(module), "backend": backend, **options}
+        projection, heads = getattr(module, self.projection), getattr(module, self.heads)
+        projected = projection(x)
+        # The width of the whole: under tensor parallelism this process has a part.
+        width = _linear_sizes(projection)[0] or projected.shape[-1]
+        options = {"causal": self.causal, "backend": backend, **options}
         if self.op == "mssa":
+            w = _heads.split_local("patch", projected, width // heads)
+            options["dropout_p"] = _heads.check_dropout("patch", self.rate(module), w, heads)
             scale = getattr(module, self.scale) if isinstance(self.scale, str) else self.scale
             out = mssa(w, scale=scale, phi=self.phi, **options)
         else:
+            w = _heads.split(_heads.whole("patch", projected, width, _heads.SOFTMAX_OVER_HEADS), heads)
             temp, *bias = (getattr(module, name) for name in self.tensors)
-            out = tssa(w, temp, denom_bias=bias[0] if bias else None, **options)
-        out = out.transpose(1, 2).flatten(2)
+            out = tssa(w, temp, denom_bias=bias[0] if bias else None, dropout_p=self.rate(module), **options)
+        out = _heads.merge(out)
         for name in self.after:
             out = getattr(module, name)(out)
         return out

@@ -51,12 +51,16 @@ def whole(owner: str, projected: Tensor, width: int, reason: str) -> Tensor:
 
 
 def dropout_p(owner: str, dropout: nn.Dropout, w: Tensor, heads: int) -> float:
+    """Return the dropout rate of the attention, as ``check_dropout`` does."""
+    return check_dropout(owner, dropout.p if dropout.training else 0.0, w, heads)
+
+
+def check_dropout(owner: str, rate: float, w: Tensor, heads: int) -> float:
     """Return the dropout rate of the attention, which must be 0 if w has only some of the ``heads``.
 
     Masks depend on the index of a head within its process. Tensor parallelism needs one seed on all processes, so
     all processes would draw the same masks.
     """
-    rate = dropout.p if dropout.training else 0.0
     if rate and w.shape[1] != heads:
         raise NotImplementedError(
             f"{owner}: dropout must be 0 where heads are sharded ({w.shape[1]} of {heads} are here), got {rate}: "

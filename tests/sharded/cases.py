@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
-from crate_kernels import models
+from crate_kernels import models, patch
 from crate_kernels.models.aot import MHSA
 from crate_kernels.models.crate import RateGradientStep
 from crate_kernels.models.tost import ClassAttention, ToSTConfig
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
 from crate_kernels.ops.mssa import SubspaceCache
 from tests.models.families import FAMILIES, build, drawn, inputs, output
+from tests.patch import published
 
 DIM, HEADS, HEAD_DIM = 16, 4, 3
 QKV = {"qkv": ColwiseParallel(), "to_out.0": RowwiseParallel()}
@@ -81,6 +82,32 @@ def heads_apart(make, plan):
         same_gradients(module, expected)
 
     return run
+
+
+def patched(make):
+    """A published module with the operator in it."""
+
+    def build():
+        module = make()
+        assert patch(module).replaced
+        return module
+
+    return build
+
+
+def patched_dropout_is_refused(mesh):
+    module = parallelize_module(made(patched(lambda: published.Attention(DIM, HEADS, HEAD_DIM, 0.5))), mesh, QKV)
+    with pytest.raises(
+        NotImplementedError, match=r"patch: dropout must be 0 where heads are sharded \(2 of 4 are here"
+    ):
+        module(tokens())
+
+
+def patched_when_sharded(mesh):
+    expected = made(lambda: published.Attention(DIM, HEADS, HEAD_DIM))
+    module = parallelize_module(copy.deepcopy(expected), mesh, QKV)
+    assert patch(module).replaced == {"": "mssa"}
+    assert_close(module(tokens()), expected(tokens()))
 
 
 def refused(make, plan, error, message):
@@ -195,6 +222,16 @@ def saving(family):
 
 CASES = {
     **{f"heads-apart-{name}": heads_apart(*case) for name, case in ATTENTION.items()},
+    "heads-apart-patched": heads_apart(patched(lambda: published.Attention(DIM, HEADS, HEAD_DIM)), QKV),
+    "heads-apart-patched-causal": heads_apart(patched(lambda: published.CausalAttention(DIM, HEADS)), CAUSAL),
+    "heads-apart-then-patched": patched_when_sharded,
+    "heads-patched-dropout": patched_dropout_is_refused,
+    "heads-patched-tssa": refused(
+        patched(lambda: published.VisionTSSA(DIM, HEADS)),
+        QKV,
+        NotImplementedError,
+        r"patch: the projection must be whole, 16 wide, got 8: the softmax is over the heads",
+    ),
     "heads-odd": three_heads_on_two_processes,
     "heads-tssa": refused(
         lambda: TSSA(DIM, HEADS),
