@@ -87,6 +87,7 @@ class CRATEMAEEncoder(Classifier):
         stem="patch_embed.proj",
         norm="norm",
         classifier="head",
+        fixed_size=False,
         dim="embed_dim",
         img_size="img_size",
         in_chans="in_chans",

@@ -275,6 +275,7 @@ class ToST(Classifier):
         norm="norm",
         classifier="head",
         prefix_tokens=0,
+        fixed_size=False,
         dim="embed_dim",
         img_size="img_size",
         in_chans="in_chans",

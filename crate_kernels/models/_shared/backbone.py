@@ -41,6 +41,7 @@ class Layout:
         norm: norm before the head.
         classifier: last linear layer.
         prefix_tokens: number of tokens before the patches in the blocks.
+        fixed_size: the positions are those of one image size.
         dim, img_size, in_chans, drop_rate: fields of the config.
     """
 
@@ -51,6 +52,7 @@ class Layout:
     norm: str = "mlp_head.0"
     classifier: str = "mlp_head.1"
     prefix_tokens: int = 1
+    fixed_size: bool = True
     dim: str = "dim"
     img_size: str = "image_size"
     in_chans: str = "channels"
@@ -283,4 +285,4 @@ class Classifier(ReferenceModel):
         lists = [name for name in (self.layout.blocks, self.layout.after) if name]
         groups: dict[str, Any] = {name: [(rf"^{re.escape(name)}\.(\d+)", None)] for name in lists}
         groups[lists[-1]].append((rf"^{re.escape(self.layout.norm)}\.", (99999,)))  # with the layer before it
-        return {"stem": rf"^({self.layout.embedding})", **groups}
+        return {"stem": rf"^(?:{self.layout.embedding})", **groups}

@@ -69,6 +69,11 @@ def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid: tuple[int, in
     return img.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
+# torch.fx records calls of these: a symbol has no shape to check.
+for _name in ("check_images", "check_size", "resize_positions"):
+    torch.fx.wrap(_name)
+
+
 def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     """Return the fixed positions of MAE's code, (1, patches + 1, dim), zeros for the class token.
 

@@ -1,0 +1,151 @@
+"""The image models in timm's registry: importing this module registers every size of every family.
+
+``timm.create_model("tost_tiny_12", num_classes=10)`` then works as for timm's own, with ``img_size``, ``in_chans``,
+``global_pool``, ``drop_rate``, ``features_only`` and ``out_indices``, and every field of our config (``depth``,
+``backend``) is an argument too. ``timm.list_models(module="timm")`` lists them, and each is a function here.
+
+No weights are hosted. ``pretrained=True`` reads a published checkpoint, or weights saved by timm or by us, from
+``pretrained_cfg_overlay={"file": path}``, and fits them to another image size, number of channels or classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from timm.layers import register_notrace_module
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor
+
+from crate_kernels import nn
+from crate_kernels.models import aot, crate, crate_alpha, crate_mae_encoder, tost
+from crate_kernels.models._shared import official, vision
+from crate_kernels.models._shared.backbone import POOLS, Classifier
+
+__all__: list[str] = []  # timm adds the names that it registers
+
+_PAPERS: dict[ModuleType, str] = {
+    crate: "arXiv:2306.01129",
+    crate_alpha: "arXiv:2405.20299",
+    crate_mae_encoder: "arXiv:2404.02446",
+    tost: "arXiv:2412.17810",
+    aot.vision: "arXiv:2506.03790",
+}
+# timm has backbones alone, so there CRATE-MAE is its encoder.
+_SIZES = {
+    name.replace("crate_mae_encoder_", "crate_mae_"): (family, config)
+    for family in _PAPERS
+    for name, config in family.SIZES.items()
+}
+
+
+def _cfg(family: Any, config: Any) -> dict[str, Any]:
+    """Return timm's description of a published size."""
+    layout = family.Model.layout
+    size = vision.pair("timm", "img_size", getattr(config, layout.img_size))
+    return {
+        "input_size": (getattr(config, layout.in_chans), *size),
+        "fixed_input_size": layout.fixed_size,
+        "num_classes": config.num_classes,
+        "first_conv": layout.stem,
+        "classifier": layout.classifier,
+        "paper_ids": _PAPERS[family],
+    }
+
+
+default_cfgs = generate_default_cfgs({name: _cfg(*size) for name, size in _SIZES.items()})
+
+
+def _build(name: str, given: dict[str, Any]) -> Classifier:
+    """Build a size with timm's arguments, which may also be fields of the config."""
+    family, config = _SIZES[name]
+    model_class = family.Model
+    layout = model_class.layout
+    words = {"img_size": layout.img_size, "in_chans": layout.in_chans, "drop_rate": layout.drop_rate}
+    changes = {words.get(key, key): value for key, value in given.items() if key != "global_pool"}
+    if "global_pool" in given:
+        if given["global_pool"] not in POOLS:
+            raise ValueError(f"{name}: global_pool must be 'token', 'avg' or '', got {given['global_pool']!r}")
+        changes["pool"] = POOLS[given["global_pool"]]
+    size = changes.get(layout.img_size)
+    if isinstance(size, (tuple, list)) and len(set(size)) == 1:  # timm has pairs alone, AoT has squares alone
+        changes[layout.img_size] = size[0]
+    changes = official.arguments(name, changes, [field.name for field in fields(family.Config)])
+    model = model_class(replace(config, **changes))
+    model._traits = {"first_conv": None}  # _fit adapts the stem: timm takes a flattened patch for no image
+    return model
+
+
+def _fit(family: Any, weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
+    """Return a checkpoint under our names, fitted to the model's image size and channels.
+
+    Args:
+        family: module of the model.
+        weights: as ``torch.load`` gives it, published or saved by ``save_pretrained``.
+        model: our model; ``pretrained_cfg`` has the image size and the channels of the weights.
+    """
+    state = official.unwrap(weights)
+    for system in family.SYSTEMS.values():
+        state = system.weights(state)
+    wanted = model.state_dict()
+    channels, *size = model.pretrained_cfg["input_size"]
+    patch = model._patch_size()
+    old = tuple(pixels // side for pixels, side in zip(size, patch, strict=True))
+    for name in {"pos_embedding", "pos_embed"} & state.keys() & wanted.keys():
+        new = vision.grid("timm", getattr(model.config, model.layout.img_size), patch, "img_size")
+        state[name] = vision.resize_positions(state[name], old, new)
+    if channels != model.in_chans:
+        _fit_channels(state, wanted, model, channels)
+    return state
+
+
+def _fit_channels(state: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Any, old: int) -> None:
+    """Fit the stem to another number of channels: for one, their sum; for more, repeated and as bright as before.
+
+    A gray image gives what it gave as one of equal channels. Where a norm of the pixels comes first, its weights are
+    moved into the linear layer, which then gives the same.
+    """
+    stem, new = model.layout.stem, model.in_chans
+    weight = state[f"{stem}.weight"]
+    flat = weight.dim() == 2  # of a flattened patch, channel last
+    if flat:
+        norm = stem.rpartition(".")[0] + ".1"
+        state[f"{stem}.bias"] = state[f"{stem}.bias"] + weight @ state[f"{norm}.bias"]
+        weight = (weight * state[f"{norm}.weight"]).unflatten(1, (-1, old)).mT
+        state[f"{norm}.weight"] = torch.ones_like(wanted[f"{norm}.weight"])
+        state[f"{norm}.bias"] = torch.zeros_like(wanted[f"{norm}.bias"])
+    index = torch.arange(new) % old
+    fitted = weight.sum(1, keepdim=True) if new == 1 else weight[:, index] * (old / new)
+    state[f"{stem}.weight"] = fitted.mT.flatten(1) if flat else fitted
+
+
+def _entry(name: str) -> Any:
+    """Return the function that timm calls to build a size."""
+
+    def entry(pretrained: bool = False, **kwargs: Any) -> Any:
+        return build_model_with_cfg(
+            lambda **given: _build(name, given),
+            name,
+            pretrained,
+            feature_cfg={"out_indices": 3, "feature_cls": "getter"},
+            pretrained_filter_fn=partial(_fit, _SIZES[name][0]),
+            **kwargs,
+        )
+
+    entry.__name__ = entry.__qualname__ = name
+    entry.__doc__ = f"Build a ``{name}`` with timm's arguments."
+    return entry
+
+
+for _name in _SIZES:
+    setattr(sys.modules[__name__], _name, register_model(_entry(_name)))
+# torch.fx cannot follow the checks of these: timm's tracers call them as they are.
+for _module in (nn.MSSA, nn.TSSA, nn.ISTA, nn.OvercompleteISTA, aot.MHSA, crate.Patchify, crate.RateGradientStep):
+    register_notrace_module(_module)
+for _module in (tost.ClassAttention, tost.FourierPositions, tost.DropPath):
+    register_notrace_module(_module)
