@@ -29,6 +29,10 @@ from crate_kernels._patch.kinds import Form, readings
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 
+_RECORDS = {
+    torch.fx.GraphModule: "a graph of torch.fx or torch.export",
+    torch.jit.ScriptModule: "a script or trace of torch.jit",
+}
 _OURS = (fused.MSSA, fused.TSSA, fused.CausalMSSA, fused.CausalTSSA, fused.ISTA, fused.OvercompleteISTA)
 
 
@@ -164,7 +168,13 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     A mask argument is passed on if a probe finds that it drops keys. A query without any key then gives 0,
     where a softmax gives NaN. A mask over pairs of tokens is recognised as the causal mask only on the CPU, because
     its values must be read. Other masks run the published forward. Dropout draws other masks than the published code.
-    Nothing is printed. ``torch.jit.trace`` records the published forward; ``torch.jit.script`` is refused.
+    Nothing is printed. ``torch.jit.trace`` and ``torch.fx`` record the published forward; ``torch.jit.script`` is
+    refused.
+
+    The model may be wrapped (``DataParallel``, ``DistributedDataParallel``, ``fully_shard``) or compiled, before or
+    after. A graph of ``torch.fx`` or ``torch.export`` and a script of ``torch.jit`` have the published operators and
+    no modules: they are left with that reason. So is ordinary attention with projections of its own for query, key
+    and value, as in a ViT.
 
     Args:
         model: any module; modules of ``crate_kernels`` and modules already patched are left as they are.
@@ -196,7 +206,20 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     for module, mark, _ in verdicts.values():
         if mark is not None:
             module.__class__ = _patched_class(mark)
+    left.update(_recorded(model, replaced))
     return PatchReport(replaced, left)
+
+
+def _recorded(model: nn.Module, replaced: Mapping[str, str]) -> dict[str, str]:
+    """Return why the outermost recorded modules are left; a graph that calls replaced modules is not."""
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = next((text for known, text in _RECORDS.items() if isinstance(module, known)), None)
+        inside = any(root == "" or name.startswith(root + ".") for root in left)
+        prefix = f"{name}." if name else ""
+        if kind is not None and not inside and not any(other.startswith(prefix) for other in replaced):
+            left[name] = f"{kind}: what it records cannot be replaced; patch the model before it is"
+    return left
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
@@ -234,7 +257,7 @@ def _plan(
         return None, "already fused: a module of crate_kernels.nn"
     if base.__module__.startswith("crate_kernels.models."):  # already calls the operators
         return None, None
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule) or base is nn.Module:  # the latter only holds parts of a graph
         return None, None
     forms, reason = readings(module)
     if "forward" in vars(module) and (forms or reason):

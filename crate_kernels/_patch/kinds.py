@@ -25,6 +25,7 @@ from crate_kernels.ops.tssa import tssa
 
 # Known names of each part.
 PROJECTIONS = ("qkv", "c_attn", "to_qkv")
+APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"))
 HEADS = ("heads", "num_heads", "n_head", "n_heads", "nheads")
 SCALES = ("scale", "scaling", "softmax_scale")
 ATTENDS = ("attend", "softmax")
@@ -41,6 +42,7 @@ TENSORS = frozenset((*TEMPS, "denom_bias", *(name for names in DICTIONARIES for 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _EMPTY = nn.Module()
+_ORDINARY = "has projections of its own for query, key and value, where mssa has one: not white-box"
 _SOFTMAX: dict[int | None, str] = {-1: "softmax", 3: "softmax", 1: "softmax over heads", -2: "softmax over heads"}
 # Suffixes of the tensors from which pruning and weight normalisation compute the tensor before each call.
 _COMPUTED_FROM = ("_orig", "_g", "_v")
@@ -251,8 +253,9 @@ def readings(module: nn.Module) -> tuple[list[Form], str | None]:
     forms, reason = _ista_forms(module) if projection is None else _attention_forms(module, projection)
     if not forms and reason is None:
         reason = _equal_projections(module._parameters.get("in_proj_weight"))
-        if reason is None and isinstance(module, nn.MultiheadAttention) and module.in_proj_bias is None:
-            reason = "has projections of its own for query, key and value, where mssa has one"
+        apart = (all(_linear_sizes(module._modules.get(name))[0] for name in names) for names in APART)
+        if reason is None and (isinstance(module, nn.MultiheadAttention) or any(apart)):
+            reason = _ORDINARY
     misfits = [(form, _unexplained(module, form)) for form in forms]
     whole = [form for form, misfit in misfits if misfit is None]
     return whole, None if whole else next((misfit for _, misfit in misfits), reason)
@@ -297,7 +300,7 @@ def _attention_forms(module: nn.Module, projection: str) -> tuple[list[Form], st
     after = tuple(name for name in AFTER if module._modules.get(name) is not None)
     taken = (_linear_sizes(part)[1] for name in after for part in module.get_submodule(name).modules())
     if width == 3 * next(filter(None, taken), dim):
-        return [], _equal_projections(module.get_submodule(projection)._parameters.get("weight"))
+        return [], _equal_projections(module.get_submodule(projection)._parameters.get("weight")) or _ORDINARY
     if dim == 0:
         return [], f"looks like mssa, but its {projection} has no width yet: patch after a first call"
     counts = {name: vars(module).get(name) for name in HEADS}

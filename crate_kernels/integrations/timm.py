@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from timm.layers import register_notrace_module
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor
 
 from crate_kernels import nn
@@ -75,8 +74,13 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
     size = changes.get(layout.img_size)
     if isinstance(size, (tuple, list)) and len(set(size)) == 1:  # timm has pairs alone, AoT has squares alone
         changes[layout.img_size] = size[0]
-    changes = official.arguments(name, changes, [field.name for field in fields(family.Config)])
-    model = model_class(replace(config, **changes))
+    known = [field.name for field in fields(family.Config)]
+    unknown = changes.keys() - {*known, "device", "dtype"}
+    if unknown:  # timm's word for it
+        raise TypeError(f"{name}: arguments must be timm's or among {', '.join(known)}, got {', '.join(unknown)}")
+    device, dtype = changes.pop("device", None), changes.pop("dtype", None)
+    with torch.device(device or torch.get_default_device()):
+        model = model_class(replace(config, **changes)).to(dtype)
     model._traits = {"first_conv": None}  # _fit adapts the stem: timm takes a flattened patch for no image
     return model
 

@@ -325,7 +325,10 @@ class ToST(Classifier):
 
     def _finish(self, tokens: Tensor) -> Tensor:
         """Return the normalised tokens after the last block, (batch, patches + 1, embed_dim), class token first."""
-        x = torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1).to(tokens.dtype), tokens), dim=1)
+        x = tokens
+        token: Tensor | None = self.cls_token
+        if token is not None:  # pruned
+            x = torch.cat((token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
         for block in self.cls_attn_blocks:
             x = run(self.config.grad_checkpointing, block, x)
         return self.norm(x)

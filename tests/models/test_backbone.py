@@ -137,6 +137,12 @@ def test_pruned_layers(family):
     assert (model.num_classes, model.global_pool) == (0, "")
     assert not [name for name, _ in model.named_parameters() if name.startswith(("head", "mlp_head", "cls_attn"))]
     assert model(img).shape == model.forward_features(img).shape
+    if family == "tost":
+        assert model.forward_features(img).shape == (2, 6, 24)
+        with pytest.raises(ValueError, match="ToST: global_pool must be 'avg' or '', since the class token is pruned"):
+            model.reset_classifier(3, "token")
+        model.reset_classifier(3, "avg")
+        assert model(img).shape == (2, 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -271,6 +271,21 @@ def changed(module, **parts):
     return module
 
 
+class Apart(Attention):
+    """Ordinary attention, as in transformers' and other people's models: three projections under these names."""
+
+    def __init__(self, *names):
+        super().__init__()
+        del self.qkv
+        self.names = names
+        for name in names:
+            setattr(self, name, nn.Linear(DIM, DIM))
+
+    def forward(self, x):
+        query, key, value = (heads_first(getattr(self, name)(x), self.heads) for name in self.names)
+        return self.to_out(heads_last(self.attend(query @ key.mT * self.scale) @ value))
+
+
 LEFT = {
     "scale-unread": (ConstantScale, "something else: output differs by"),
     "window": (lambda: Window(200), "something else: output of a long sequence differs by"),
@@ -299,6 +314,12 @@ LEFT = {
     "residual": (Residual, "something else: output differs by"),
     "equal-thirds": (lambda: Thirds(3), "as long as its three projections are equal"),
     "clipa": (lambda: clipa(True), "as long as its three projections are equal"),
+    "ordinary": (lambda: nn.MultiheadAttention(DIM, HEADS), "has projections of its own for query, key and value"),
+    "ordinary-in-one": (lambda: Thirds(1), "of its own for query, key and value, where mssa has one: not white-box"),
+    "ordinary-with-two-equal": (lambda: Thirds(2), "has projections of its own for query, key and value"),
+    "ordinary-proj": (lambda: Apart("q_proj", "k_proj", "v_proj"), "has projections of its own for query, key and va"),
+    "ordinary-names": (lambda: Apart("query", "key", "value"), "has projections of its own for query, key and value"),
+    "ordinary-to": (lambda: Apart("to_q", "to_k", "to_v"), "has projections of its own for query, key and value"),
     "clipa-untrained": (lambda: clipa(False), "has projections of its own for query, key and value"),
     "meta-buffer": (meta_buffers, "its bias has no values on the meta device"),
     "other-relu": (lambda: changed(PrintedISTA(), relu=nn.GELU()), "has another relu"),

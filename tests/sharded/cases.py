@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from crate_kernels import models, patch
+from crate_kernels import models, patch, unpatch
 from crate_kernels.models.aot import MHSA
 from crate_kernels.models.crate import RateGradientStep
 from crate_kernels.models.tost import ClassAttention, ToSTConfig
@@ -108,6 +109,21 @@ def patched_when_sharded(mesh):
     module = parallelize_module(copy.deepcopy(expected), mesh, QKV)
     assert patch(module).replaced == {"": "mssa"}
     assert_close(module(tokens()), expected(tokens()))
+
+
+def in_distributed_data_parallel(mesh):
+    """A wrapped model is patched where it is, and unpatched: gradients of all processes, as without the wrapper."""
+    expected = made(lambda: nn.Sequential(published.Attention(DIM, HEADS, HEAD_DIM), published.FeedForward(DIM)))
+    model = DistributedDataParallel(copy.deepcopy(expected))
+    report = patch(model)
+    assert report.replaced == {"module.0": "mssa", "module.1": "ista"}
+    x = tokens(batch=4)
+    for undo in (False, True):
+        assert not undo or unpatch(model) == tuple(report.replaced)
+        for each, given in ((expected, x), (model, x.chunk(2)[mesh.get_rank()])):
+            each.zero_grad()
+            each(given).square().mean().backward()
+        same_gradients(model, expected)
 
 
 def refused(make, plan, error, message):
@@ -232,6 +248,7 @@ CASES = {
         NotImplementedError,
         r"patch: the projection must be whole, 16 wide, got 8: the softmax is over the heads",
     ),
+    "patched-data-parallel": in_distributed_data_parallel,
     "heads-odd": three_heads_on_two_processes,
     "heads-tssa": refused(
         lambda: TSSA(DIM, HEADS),

@@ -69,6 +69,7 @@ class Classifier(ReferenceModel):
 
     task = "ForImageClassification"
     layout: ClassVar[Layout] = Layout()
+    cls_token: nn.Parameter
 
     @property
     def num_classes(self) -> int:
@@ -173,6 +174,9 @@ class Classifier(ReferenceModel):
         pool = self.config.pool if global_pool is None else POOLS.get(global_pool)
         if pool is None:
             raise ValueError(f"{self._name}: global_pool must be 'token', 'avg' or '', got {global_pool!r}")
+        token: Tensor | None = self.cls_token
+        if pool == "cls" and token is None:
+            raise ValueError(f"{self._name}: global_pool must be 'avg' or '', since the class token is pruned")
         self.config = replace(self.config, num_classes=num_classes, pool=pool)
         head, like = vision.head(self.num_features, num_classes), next(self.parameters())
         if isinstance(head, nn.Linear):
@@ -252,7 +256,7 @@ class Classifier(ReferenceModel):
         Args:
             indices: the layers to keep, as there; also those before them are kept.
             prune_norm: remove the norm before the head; default False.
-            prune_head: remove the head, and ToST's class attention; default True.
+            prune_head: remove the head, and ToST's class token with its attention; default True.
 
         Returns:
             The layers, counted from 0.
@@ -266,6 +270,7 @@ class Classifier(ReferenceModel):
         if prune_head:
             if after:
                 self.set_submodule(after, nn.ModuleList())
+                self.register_parameter("cls_token", None)
             self.reset_classifier(0, "")
         return taken
 
