@@ -74,7 +74,7 @@ class CRATEMAEEncoder(Classifier):
     """Classify images, or give their features, with the encoder of CRATE-MAE.
 
     Parameters: ``patch_embed.proj`` (convolution), ``cls_token``, ``blocks.{i}.layers.0.{0,1}`` and ``norm`` as in
-    ``CRATEMAE``; the fixed positions ``pos_embed``, which are ``decoder_pos_embed`` there; ``head``.
+    ``CRATEMAE``; ``head``. The fixed positions, ``decoder_pos_embed`` there, are the buffer ``pos_embed``.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
@@ -93,6 +93,8 @@ class CRATEMAEEncoder(Classifier):
         in_chans="in_chans",
     )
 
+    pos_embed: Tensor
+
     def __init__(self, config: CRATEMAEEncoderConfig) -> None:
         super().__init__(config)
         dim, patch = config.embed_dim, vision.pair("CRATEMAEEncoder", "patch_size", config.patch_size)
@@ -100,7 +102,7 @@ class CRATEMAEEncoder(Classifier):
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(config.in_chans, dim, patch, patch)})
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         positions = vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
-        self.pos_embed = nn.Parameter(positions, requires_grad=False)
+        self.register_buffer("pos_embed", positions)  # no parameter: tools ask each of these for a gradient
         self.blocks = nn.ModuleList(crate_mae.EncoderBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim, config.norm_eps)
         self.head = vision.head(dim, config.num_classes)

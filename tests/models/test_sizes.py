@@ -52,8 +52,8 @@ def causal(width, layers, hidden=None):
 
 
 def mae_encoder(width, layers):
-    """Stem, positions, class token; two norms, two projections and a bias, a dictionary a layer; a norm; no head."""
-    return (width * 768 + width) + 197 * width + width + layers * (5 * width + 3 * width**2) + 2 * width
+    """Stem, class token; two norms, two projections and a bias, a dictionary a layer; a norm; no head."""
+    return (width * 768 + width) + width + layers * (5 * width + 3 * width**2) + 2 * width
 
 
 def tost_of_patch_8(name):
