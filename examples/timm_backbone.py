@@ -1,4 +1,3 @@
-# ruff: noqa: T201  # a program tells how it goes
 """Find a digit in a larger picture: a ToST as timm's backbone, and a head that marks its patch.
 
     python examples/timm_backbone.py --steps 200
