@@ -191,7 +191,9 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
             raise NotImplementedError(
                 f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
             ) from None
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "bad_alloc" not in str(error):  # its type from PyTorch 2.15 on
+            raise
         short = f"backend={name!r} ran out of memory for its workspace in {function}"
         raise MemoryError(f"{_public(op, function)}: {short}") from error
     return getattr(kernel(op, "composite"), function)(*args)

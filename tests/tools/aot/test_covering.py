@@ -22,6 +22,11 @@ def launches():
         yield from ((launch, target) for target in targets for launch in harness.launches(call, target)[which])
 
 
+def test_every_launch_asks_for_fused_multiply_adds():
+    """Triton 3.9 warns where a launch does not say, and 3.10 fuses none."""
+    assert {launch.function.__name__ for launch, _ in launches() if not launch.options.get("enable_fp_fusion")} == set()
+
+
 def test_the_covering_sets_are_small_and_of_all_targets():
     found = {
         (

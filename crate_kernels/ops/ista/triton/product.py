@@ -196,8 +196,10 @@ def product(
             if plain is not out or not epilogue.only_scales:
                 _update(plain, out, epilogue._replace(scale=1.0))
             return out
-        grid = (triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"]),)
-        _ista_product_kernel[grid](
+        programs = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"])
+        launch.run(
+            _ista_product_kernel,
+            programs,
             left_ptr=left,
             right_ptr=right,
             out_ptr=out,
@@ -222,7 +224,14 @@ def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _update(plain: Tensor | None, out: Tensor, epilogue: Epilogue) -> None:
-    grid = (triton.cdiv(out.numel(), _ELEMENTS),)
-    _ista_update_kernel[grid](
-        product_ptr=plain, out_ptr=out, elements=out.numel(), BLOCK=_ELEMENTS, num_warps=4, **epilogue.arguments()
+    programs = triton.cdiv(out.numel(), _ELEMENTS)
+    launch.run(
+        _ista_update_kernel,
+        programs,
+        product_ptr=plain,
+        out_ptr=out,
+        elements=out.numel(),
+        BLOCK=_ELEMENTS,
+        num_warps=4,
+        **epilogue.arguments(),
     )

@@ -126,10 +126,17 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             # Only with dropout does delta walk over keys: else all forms share a kernel.
             walks = products and call.seed is not None
             delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
-            _mssa_bwd_delta_kernel[(sizes.heads * num_m,)](
-                **shared, out=strided(out), PRODUCTS=products, FORM=delta_form
+            launch.run(
+                _mssa_bwd_delta_kernel,
+                sizes.heads * num_m,
+                **shared,
+                out=strided(out),
+                PRODUCTS=products,
+                FORM=delta_form,
             )
-        _mssa_bwd_kernel[(sizes.heads * num_j,)](
+        launch.run(
+            _mssa_bwd_kernel,
+            sizes.heads * num_j,
             **shared,
             dw=strided(dw),
             dlse_ptr=None if dlse is None else dlse.contiguous(),

@@ -158,7 +158,9 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     dims, precision = tile.split_dims(head_dim), launch.dot_precision(w.dtype)
     cached = Form(**dims._asdict(), PRECISION=precision, BLOCK=block_n, TAIL=block_n, NEGATIVE=call.scale < 0)
     with launch.guard(w.device):
-        _mssa_decode_kernel[(heads * num_m * splits,)](
+        launch.run(
+            _mssa_decode_kernel,
+            heads * num_m * splits,
             **shared,
             w=strided(w),
             data=strided(data),
@@ -169,7 +171,9 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
             **config,
         )
         num_m = cdiv(new, _COMBINED_ROWS)
-        _mssa_combine_kernel[(heads * num_m,)](
+        launch.run(
+            _mssa_combine_kernel,
+            heads * num_m,
             **shared,
             out=strided(out),
             lse_ptr=lse if call.need_lse else None,

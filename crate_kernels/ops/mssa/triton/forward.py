@@ -120,8 +120,10 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     with launch.guard(w.device):
         if top is not None:
             norms_form = Form(**tile.split_dims(sizes.head_dim)._asdict(), PACKED=call.packed)
-            _mssa_norms_kernel[(sizes.heads * num_m,)](**shared, top_ptr=top, FORM=norms_form)
-        _mssa_fwd_kernel[(sizes.heads * (1 if whole else num_m),)](
+            launch.run(_mssa_norms_kernel, sizes.heads * num_m, **shared, top_ptr=top, FORM=norms_form)
+        launch.run(
+            _mssa_fwd_kernel,
+            sizes.heads * (1 if whole else num_m),
             **shared,
             out=strided(out),
             lse_ptr=lse,

@@ -165,7 +165,9 @@ def _mssa_fwd_pairs_kernel(
 def forward_pairs(w: Tensor, out: Tensor, lse: Tensor, sizes: Launch, block: int, warps: int) -> None:
     """Write ``out`` and ``lse`` of a full, unmasked call of at most MOST_TILES blocks."""
     with launch.guard(w.device):
-        _mssa_fwd_pairs_kernel[(sizes.heads,)](
+        launch.run(
+            _mssa_fwd_pairs_kernel,
+            sizes.heads,
             w=strided(w),
             out=strided(out),
             lse_ptr=lse,

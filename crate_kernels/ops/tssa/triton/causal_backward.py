@@ -263,7 +263,9 @@ def backward_causal(
     }
     with launch.guard(sizes.device):
         for step, sums in zip(_STEPS, (totals, dmoments, denergies, None), strict=True):
-            _tssa_causal_bwd_kernel[(sizes.nsequences * nchunks,)](**arguments, **{s: s == step for s in _STEPS})
+            launch.run(
+                _tssa_causal_bwd_kernel, sizes.nsequences * nchunks, **arguments, **{s: s == step for s in _STEPS}
+            )
             if sums is not None:
                 scan_chunks(sums, reverse=sums is not totals)
         dtemp = denergies[:, 0, sizes.width :].sum(0)

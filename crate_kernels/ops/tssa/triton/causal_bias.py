@@ -80,10 +80,17 @@ def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)
-        _tssa_causal_dbias_kernel[(nblocks * nparts,)](**arguments, bias_ptr=None, dbias_ptr=parts, share=share)
+        launch.run(
+            _tssa_causal_dbias_kernel, nblocks * nparts, **arguments, bias_ptr=None, dbias_ptr=parts, share=share
+        )
         arguments |= {"dlogit_ptr": parts, "cu_seqlens_ptr": None, "nsequences": nparts}
         arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen}
-    _tssa_causal_dbias_kernel[(nblocks,)](
-        **arguments, bias_ptr=denom_bias, dbias_ptr=gradient, share=arguments["nsequences"]
+    launch.run(
+        _tssa_causal_dbias_kernel,
+        nblocks,
+        **arguments,
+        bias_ptr=denom_bias,
+        dbias_ptr=gradient,
+        share=arguments["nsequences"],
     )
     return gradient.to(denom_bias.dtype), dtemps.sum(0)

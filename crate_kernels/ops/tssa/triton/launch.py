@@ -109,8 +109,11 @@ def _run_steps(
     nchunks = arguments["nchunks"]
     for number, step in enumerate(steps, 1):
         parts = None if step == steps[-1] else sizes.empty_sums(nchunks)
-        kernel[(sizes.nsequences * nchunks,)](
-            **arguments | {"parts_ptr": parts}, **{name: name == step for name in steps}
+        launch.run(
+            kernel,
+            sizes.nsequences * nchunks,
+            **arguments | {"parts_ptr": parts},
+            **{name: name == step for name in steps},
         )
         if parts is not None:
             arguments[f"sums_{number}_ptr"] = add_up(parts)
@@ -128,7 +131,7 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
     arguments |= {"sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
     with launch.guard(sizes.device):
         if nchunks == 1:
-            kernel[(sizes.nsequences,)](**arguments, **dict.fromkeys(steps, True))
+            launch.run(kernel, sizes.nsequences, **arguments, **dict.fromkeys(steps, True))
             return
         _run_steps(kernel, steps, sizes, arguments, lambda parts: parts.sum(1))
 
@@ -159,7 +162,7 @@ def run_causal(kernel: Any, sizes: Launch, arguments: dict[str, Any]) -> tuple[T
     steps = ("ENERGY", "MEMBERS", "OUTPUT")
     with launch.guard(sizes.device):
         if nchunks == 1:
-            kernel[(sizes.nsequences,)](**arguments, ENERGY=False, MEMBERS=True, OUTPUT=True)
+            launch.run(kernel, sizes.nsequences, **arguments, ENERGY=False, MEMBERS=True, OUTPUT=True)
             return None
         _run_steps(kernel, steps, sizes, arguments, scan_chunks)
         return arguments["sums_1_ptr"][:, -1], arguments["sums_2_ptr"][:, -1]

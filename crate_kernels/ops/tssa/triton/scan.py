@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crate_kernels._triton import launch
 from crate_kernels.ops.tssa.triton import tile
 
 _COLUMNS = 128
@@ -146,7 +147,15 @@ def scan_chunks(sums: Tensor, reverse: bool = False) -> Tensor:
     if nchunks == 1:
         return sums
     rows = sums.numel() // (nchunks * size) if sums.numel() else 0
-    _scan_chunks_kernel[(rows * triton.cdiv(size, _COLUMNS),)](
-        sums_ptr=sums, nchunks=nchunks, size=size, REVERSE=reverse, BLOCK_C=16, BLOCK_X=_COLUMNS, num_warps=4
+    launch.run(
+        _scan_chunks_kernel,
+        rows * triton.cdiv(size, _COLUMNS),
+        sums_ptr=sums,
+        nchunks=nchunks,
+        size=size,
+        REVERSE=reverse,
+        BLOCK_C=16,
+        BLOCK_X=_COLUMNS,
+        num_warps=4,
     )
     return sums
