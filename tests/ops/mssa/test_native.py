@@ -208,7 +208,7 @@ def test_error_does_not_grow_with_the_number_of_tokens(threads):
     threads(2)  # a head each: the pair form
     case = testing.Case("mssa", "many-tokens", (1, 2, 8192, 16))
     function = next(p for p in providers.of("mssa") if p.name == "cpp").make(case)
-    verdict = Gate(case, torch.float32, torch.device("cpu")).hold(function, gradients=True)
+    verdict = Gate(case, torch.float32, torch.device("cpu")).check(function, gradients=True)
     assert verdict.passed, verdict
 
 
