@@ -8,6 +8,7 @@
 
 #include "../common/box.h"
 #include "../common/tensor.h"
+#include "mask.h"
 
 namespace crate_kernels {
 
@@ -15,7 +16,7 @@ struct MssaCall {
   std::optional<Tensor> key_padding_mask, cu_seqlens;
   int64_t max_seqlen = 0;
   std::optional<Tensor> seed;
-  bool causal = false;
+  mssa::Mask mask;
   double scale = 1.0, dropout_p = 0.0;
   std::optional<double> threshold;
 
@@ -30,7 +31,7 @@ template <>
 inline MssaCall Arguments::take<MssaCall>() {
   using Optional = std::optional<Tensor>;
   return {take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(),
-          take<bool>(),     take<double>(),   take<double>(),  take<std::optional<double>>()};
+          {take<bool>()},   take<double>(),   take<double>(),  take<std::optional<double>>()};
 }
 
 struct MssaDecodeCall {
@@ -44,7 +45,7 @@ struct MssaDecodeCall {
   MssaCall attention() const {
     MssaCall call;
     call.key_padding_mask = key_padding_mask;
-    call.causal = true;
+    call.mask.causal = true;
     call.scale = scale;
     return call;
   }

@@ -9,7 +9,7 @@ namespace {
 
 using crate_kernels::Arena;
 
-// Used twice: first without memory, to count the bytes, then to hand out the arrays.
+// Used twice by cut_arena: first without memory, to count the bytes, then to hand out the arrays.
 class Scratch {
  public:
   explicit Scratch(char* memory) : memory_(memory) {}
@@ -28,5 +28,13 @@ class Scratch {
   char* memory_;
   int64_t used_ = 0;
 };
+
+template <class Cut>
+void cut_arena(Arena& arena, const Cut& cut) {
+  Scratch counting(nullptr);
+  cut(counting);
+  Scratch scratch(arena.reserve(counting.used()));
+  cut(scratch);
+}
 
 }  // namespace

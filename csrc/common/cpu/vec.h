@@ -12,7 +12,8 @@
 #include <immintrin.h>
 #endif
 
-#define CRATE_INLINE inline __attribute__((always_inline))
+#define CRATE_LAMBDA __attribute__((always_inline))  // between the parameters and the body of a lambda
+#define CRATE_INLINE inline CRATE_LAMBDA
 
 namespace {
 

@@ -11,41 +11,9 @@
 #pragma once
 
 #include "gradients.h"
-#include "head.h"
+#include "shares.h"
 
 namespace {
-
-// Accumulators of one part: rows as keys, by key, and rows as queries, by token.
-struct Shares {
-  float *as_key, *as_query;
-};
-
-CRATE_INLINE Shares shares(const MssaProblem& p, const MssaHead& head, float* memory) {
-  return {memory, memory + round_up(head.seqlen, kTile) * padded_dim(p.head_dim)};
-}
-
-// Sum the parts of rows [begin, end) and write them.
-void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const float* partial, int64_t begin,
-                  int64_t end) {
-  const int64_t size = crate_kernels::mssa_partial_size(head.seqlen, p.head_dim);
-  const int width = padded_dim(p.head_dim);
-  int64_t rank = 0;
-  for (int64_t t = 0; t < begin; ++t) rank += Keys::kept(head, t);
-  for (int64_t t = begin; t < end; ++t) {
-    const bool kept = Keys::kept(head, t);
-    alignas(64) float row[256] = {};
-    for (int part = 0; part < parts; ++part) {
-      const Shares s = shares(p, head, const_cast<float*>(partial) + part * size);
-      for (int d = 0; d < width; d += kLanes) {
-        Vf total = load(row + d) + load(s.as_query + t * width + d);
-        if (kept) total += load(s.as_key + rank * width + d);
-        store(row + d, total);
-      }
-    }
-    rank += kept;
-    write_row(element(head.dw, t, p.dtype), p.dtype, head.dw.dim_stride, p.head_dim, row);
-  }
-}
 
 // Largest |lse| whose rounding is small beside the dtype's: the rounding of lse is the relative error of 1 / l.
 CRATE_INLINE float trusted_lse(Dtype dtype) {
@@ -63,7 +31,7 @@ CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
 template <class T>
 class Backward : Head<T> {
   using Base = Head<T>;
-  using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_;
+  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_;
   using Base::panel_at, Base::rows_at;
 
@@ -72,64 +40,40 @@ class Backward : Head<T> {
 
   void run(Arena& arena, float* partial) {
     const int64_t size = crate_kernels::mssa_partial_size(head_.seqlen, p_.head_dim);
-    Scratch counting(nullptr);
-    cut(counting);
-    Scratch scratch(arena.reserve(counting.used() + (partial == nullptr ? size * 4 : 0)));
-    cut(scratch);
-    float* const share = partial == nullptr ? scratch.floats(size) : partial + part_ * size;
+    float* share = partial == nullptr ? nullptr : partial + part_ * size;
+    cut_arena(arena, [&](Scratch& s) {
+      cut(s);
+      if (partial == nullptr) share = s.floats(size);
+    });
     memset(share, 0, size * sizeof(float));
     shares_ = shares(p_, head_, share);
     keys_.find(head_);
-    pack_keys();
-    float largest;
-    const bool safe = safe_spread(half_norm_, keys_.count, &largest);
-    if (safe && keys_.count > 1 && Base::pairs_allowed() && trusted(keys_.token, keys_.count, tallest_)) {
-      pairs(largest);
-      if (keys_.count < head_.seqlen) rows(/*padded_only=*/true);
-    } else {
-      rows(/*padded_only=*/false);
-    }
+    Base::pack_keys(keys_rows_);
+    const Extent extent(half_norm_, keys_.count);
+    if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
+    const bool paired = Base::pairs_allowed(extent) && trusted(keys_.token, keys_.count, tallest_);
+    if (paired) pairs(extent.most);
+    if (!paired || !Base::all_kept()) rows(paired);
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.seqlen);
   }
 
  private:
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.seqlen, kTile), blocks = padded / kTile, panel = panel_size<T>(p_.head_dim);
-    keys_.token = s.ints(padded);
-    keys_.rank = s.ints(head_.seqlen);
-    key_panels_ = s.floats(blocks * panel);
-    mass_panels_ = s.floats(blocks * panel);
-    dout_panels_ = s.floats(blocks * panel);
+    const int64_t padded = round_up(head_.seqlen, kTile), panel = panel_size<T>(p_.head_dim);
+    Base::cut(s);
+    mass_panels_ = s.floats(padded / kTile * panel);
+    dout_panels_ = s.floats(padded / kTile * panel);
     keys_rows_ = s.floats(padded / T::kPair * width_);
     dout_rows_ = s.floats(padded / T::kPair * width_);
     out_panel_ = s.floats(panel);
-    query_panel_ = s.floats(panel);
     query_rows_ = s.floats(kTile / T::kPair * width_);
-    half_norm_ = s.floats(padded);
-    mass_ = s.floats(padded);
     delta_ = s.floats(padded);
     dlse_ = s.floats(padded);
-    staging_ = s.floats(kTile * staging_width(p_.head_dim));
     other_ = s.floats(kTile * staging_width(p_.head_dim));
     exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
-    dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
   }
 
   float* key_share(int block) const { return shares_.as_key + static_cast<int64_t>(block) * kTile * width_; }
-
-  void pack_keys() {
-    const int64_t width = staging_width(p_.head_dim);
-    for (int b = 0; b < keys_.blocks; ++b) {
-      const int count = in_block(keys_.count, b);
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
-      pack_rows<T>(staging_, width, width_, count, keys_rows_ + rows_at(b));
-      for (int n = 0; n < round_up(count, kLanes); ++n) {
-        half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
-        tallest_ = fmaxf(tallest_, fabsf(half_norm_[b * kTile + n]));
-      }
-    }
-  }
 
   // Packs dout of up to kTile tokens as a panel, and leaves it in staging_. Computes delta = dout . out and dlse. If
   // factor is given, all three are multiplied by factor[n].
@@ -190,7 +134,7 @@ class Backward : Head<T> {
       }
       pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first, dlse_ + first);
       pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + first, count, mass_ + first, width, staging_);
+      Base::stage_tokens(keys_.token + first, count, mass_ + first);
       pack_panel<T>(staging_, width, p_.head_dim, count, mass_panels_ + panel_at(b));
     }
     int index = 0;
@@ -245,7 +189,7 @@ class Backward : Head<T> {
   // and `delta` are as exact as the dtype.
   bool shift_rows(Block& b, float tallest, float* residual) const {
     for (int r = 0; r < kTile; ++r) {
-      const bool real = r < b.count && b.limit[r] > 0;
+      const bool real = b.has_keys(r);
       const double lse = head_.lse[b.token[r]] * kLog2e;
       b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
       // The factor is the rounding error of the shift. With a threshold the weights themselves are compared.
@@ -259,16 +203,15 @@ class Backward : Head<T> {
     for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
     Base::shift_by_maxima(b, queries);
     alignas(64) float sums[kTile * kLanes] = {}, deltas[kTile * kLanes] = {};
-    for (int j = 0; j * kTile < b.most; ++j) {
-      int32_t limit[kTile];
-      Scores s = Base::row_scores(b, queries, j, limit);
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
+      Scores s = Base::row_scores(b, queries, j);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       wanted(s).row = sums;
       compute_weights<T>(s, weights_);
       add_deltas<T>(score_gradients(b, j), deltas);
     }
     for (int r = 0; r < kTile; ++r) {
-      const bool real = r < b.count && b.limit[r] > 0;
+      const bool real = b.has_keys(r);
       residual[r] = real ? 1.0f / sum(load(sums + r * kLanes)) : 1.0f;
       delta[r] = real ? residual[r] * sum(load(deltas + r * kLanes)) : 0.0f;
     }
@@ -276,15 +219,12 @@ class Backward : Head<T> {
 
   void row_block(Block& b) {
     const int64_t width = staging_width(p_.head_dim);
-    const float* queries = key_panels_ + panel_at(b.token[0] / kTile);
+    const float* const queries = Base::query_panel(b);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
     float tallest = tallest_;
-    if (keys_.count < head_.seqlen) {  // packed keys do not have these tokens side by side
-      stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
-      pack_rows<T>(staging_, width, width_, b.count, query_rows_);
-      queries = query_panel_;
+    if (!Base::all_kept()) {  // packed keys do not have these tokens side by side
       query_rows = query_rows_;
+      pack_rows<T>(staging_, width, width_, b.count, query_rows_);
       for (int n = 0; n < b.count; ++n) {
         tallest = fmaxf(tallest, fabsf(half_norm(staging_ + n * width, width, factor_)));
       }
@@ -301,10 +241,9 @@ class Backward : Head<T> {
     const bool scored = !p_.threshold || head_.dlse != nullptr;
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
-    for (int j = 0; j * kTile < b.most; ++j) {
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       const int columns = b.columns(j);
-      int32_t limit[kTile];
-      Scores s = Base::row_scores(b, queries, j, limit);
+      Scores s = Base::row_scores(b, queries, j);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       compute_weights<T>(s, weights_);
       ScoreGradients g = score_gradients(b, j);
@@ -341,8 +280,8 @@ class Backward : Head<T> {
   }
 
   Shares shares_;
-  float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_panel_, *query_rows_, *delta_,
-      *dlse_, *other_, *exact_, *dropout_;
+  float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_rows_, *delta_, *dlse_, *other_,
+      *exact_;
   float tallest_ = 0.0f;  // the largest |half_norm|
   Tile<T> weights_, gradients_;
 };

@@ -13,71 +13,43 @@ namespace {
 template <class T>
 class Forward : Head<T> {
   using Base = Head<T>;
-  using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::parts_;
-  using Base::panel_at, Base::rows_at, Base::at, Base::add_columns, Base::clear, Base::total_of;
+  using Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::rows_at;
 
  public:
   using Base::Base;
 
   void run(Arena& arena) {
-    Scratch counting(nullptr);
-    cut(counting);
-    Scratch scratch(arena.reserve(counting.used()));
-    cut(scratch);
+    cut_arena(arena, [this](Scratch& s) { cut(s); });
     keys_.find(head_);
-    pack_keys();
-    float largest;
-    const bool safe = safe_spread(half_norm_, keys_.count, &largest);
-    if (parts_ == 1 && safe && keys_.count > 1 && Base::pairs_allowed()) {
-      pairs(largest);
-      if (keys_.count < head_.seqlen) rows(/*padded_only=*/true);
-    } else {
-      rows(/*padded_only=*/false);
-    }
+    Base::pack_keys(nullptr);
+    const Extent extent(half_norm_, keys_.count);
+    const bool paired = parts_ == 1 && Base::pairs_allowed(extent);
+    if (paired) pairs(extent.most);
+    if (!paired || !Base::all_kept()) rows(paired);
   }
 
  private:
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.seqlen, kTile), blocks = padded / kTile;
-    keys_.token = s.ints(padded);
-    keys_.rank = s.ints(head_.seqlen);
-    key_panels_ = s.floats(blocks * panel_size<T>(p_.head_dim));
+    const int64_t padded = round_up(head_.seqlen, kTile);
+    Base::cut(s);
     values_ = s.floats(padded / T::kPair * width_);
     out_ = s.floats(padded * width_);
-    half_norm_ = s.floats(padded);
-    mass_ = s.floats(padded);
     running_ = s.floats(padded);
     sums_ = {s.floats(padded * kLanes), s.floats(padded)};
     if (T::kPair == 2) exact_sums_ = {s.floats(padded * kLanes), s.floats(padded)};
-    query_panel_ = s.floats(panel_size<T>(p_.head_dim));
-    staging_ = s.floats(kTile * staging_width(p_.head_dim));
-    dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
-  }
-
-  void pack_keys() {
-    const int64_t width = staging_width(p_.head_dim);
-    for (int b = 0; b < keys_.blocks; ++b) {
-      const int count = in_block(keys_.count, b);
-      stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staging_);
-      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
-      for (int n = 0; n < round_up(count, kLanes); ++n) {
-        half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
-      }
-    }
   }
 
   // Packs values times their mass. Without a mass, each token counts once.
   void pack_values(const float* mass) {
-    const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b);
       const float* const factor = mass == nullptr ? nullptr : mass + b * kTile;
       if constexpr (T::kPair == 1) {  // staged rows are packed rows
         stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width_, values_ + rows_at(b));
       } else {
-        stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width, staging_);
-        pack_rows<T>(staging_, width, width_, count, values_ + rows_at(b));
+        Base::stage_tokens(keys_.token + b * kTile, count, factor);
+        pack_rows<T>(staging_, staging_width(p_.head_dim), width_, count, values_ + rows_at(b));
       }
     }
   }
@@ -113,6 +85,23 @@ class Forward : Head<T> {
     }
   }
 
+  static void clear(const Sums& sums, int64_t count) {
+    memset(sums.row, 0, count * kLanes * sizeof(float));
+    memset(sums.column, 0, count * sizeof(float));
+  }
+  static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
+  // Returns the destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for
+  // add_columns.
+  static Sums at(const Sums& sums, int i, float* column) {
+    return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
+  }
+  // Sum the columns of a tile first, then add to the total. Adding each weight to the total would round the weight to
+  // the total's precision: four times eager's error at 8192 tokens.
+  static void add_columns(const Sums& sums, int j, const float* tile) {
+    float* const total = sums.column + j * kTile;
+    for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
+  }
+
   void rows(bool padded_only) {
     pack_values(nullptr);
     Base::unit_masses();
@@ -127,14 +116,15 @@ class Forward : Head<T> {
     bool bounded = true;
     for (int r = 0; r < kTile; ++r) {
       const int32_t rank = keys_.rank[b.token[r]];
-      const float bound = b.limit[r] > 0 ? running_[b.limit[r] - 1] : 0.0f;
-      // One key alone has weight 1 exactly, and its score is the lse.
-      const bool safe = p_.scale > 0 && keys_.count > 1 && Keys::kept(head_, b.token[r]) &&
-                        bound - half_norm_[rank] <= kSafeSpread && bound <= kSafeHeight;
+      const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
+      // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
+      const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
+      const bool safe = p_.scale > 0 && keys_.count > 1 && sees_itself && bound - half_norm_[rank] <= kSafeSpread &&
+                        bound <= kSafeHeight;
       b.shift[r] = safe ? half_norm_[rank] + bound : NAN;
       bounded = bounded && safe;
     }
-    const float* queries = query_panel(b);
+    const float* queries = Base::query_panel(b);
     // Rows whose bound is too loose take the maximum of their scores; the others keep their bits.
     if (!bounded) Base::shift_by_maxima(b, queries);
     alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {};
@@ -142,10 +132,10 @@ class Forward : Head<T> {
     memset(out, 0, sizeof(float) * b.count * width_);
     if (p_.threshold) {
       // Probabilities must be known before they are compared: one pass for the sums alone.
-      for (int j = 0; j * kTile < b.most; ++j) row_tile(b, queries, j, sums, nullptr);
+      for (int j = b.tiles.first; j < b.tiles.stop; ++j) row_tile(b, queries, j, sums, nullptr);
       for (int r = 0; r < b.count; ++r) b.shift[r] += log2f(sum(load(sums + r * kLanes)));
     }
-    for (int j = 0; j * kTile < b.most; ++j) {
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       row_tile(b, queries, j, p_.threshold ? nullptr : sums, exact_sums);
       if constexpr (T::kPair == 1) {
         if (p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
@@ -156,24 +146,14 @@ class Forward : Head<T> {
       accumulate<T, ByRow>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr, nullptr);
     }
     for (int r = 0; r < b.count; ++r) {
-      const float total = b.limit[r] == 0 ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
+      const float total = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
       finish(b.token[r], out + r * width_, total, T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes)),
              b.shift[r]);
     }
   }
 
-  // The panel of a block of queries: the keys' own where every token is a key.
-  const float* query_panel(const Block& b) {
-    if (keys_.count == head_.seqlen) return key_panels_ + panel_at(b.token[0] / kTile);
-    const int64_t width = staging_width(p_.head_dim);
-    stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
-    return query_panel_;
-  }
-
   void row_tile(const Block& b, const float* queries, int j, float* sums, float* exact_sums) {
-    int32_t limit[kTile];
-    Scores s = Base::row_scores(b, queries, j, limit);
+    Scores s = Base::row_scores(b, queries, j);
     s.sums.row = sums;
     if (T::kPair == 2) s.exact_sums.row = exact_sums;
     compute_weights<T>(s, tile_);
@@ -189,7 +169,7 @@ class Forward : Head<T> {
         total == 0.0f ? -INFINITY : static_cast<float>((log2(static_cast<double>(exact)) + shift) * kLn2);
   }
 
-  float *values_, *out_, *running_, *query_panel_, *dropout_;
+  float *values_, *out_, *running_;
   Sums sums_ = {}, exact_sums_ = {};
   Tile<T> tile_;
 };

@@ -29,46 +29,27 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
     multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
+    const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
     // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
-#pragma GCC unroll 4
-    for (int v = 0; v < kColumns; ++v) {
-      const int j = j0 + v * kLanes;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        if (s.dropout != nullptr) d[r][v] = rounded(d[r][v] * load(s.dropout + (r0 + r) * kTile + j));
-        d[r][v] -= load(s.column_u + j) * s.row_delta[r0 + r];
-      }
-    }
+    for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+      if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
+      x -= load(s.column_u + j0 + v * kLanes) * s.row_delta[r0 + r];
+    });
     if (s.left_b != nullptr) {
       multiply<T, kRows, kColumns, 1, kTile>(d, s.left_b + r0, s.right_b + j0, kTile, s.words);
-#pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-        const Vf delta = load(s.column_delta + j0 + v * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) d[r][v] -= delta * s.row_u[r0 + r];
-      }
+      for_each_vector(
+          d, [&](Vf& x, int r, int v) CRATE_LAMBDA { x -= load(s.column_delta + j0 + v * kLanes) * s.row_u[r0 + r]; });
     }
     // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
     // be much smaller.
     if (s.row_dlse != nullptr) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-        const Vf u = load(s.column_u + j0 + v * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          d[r][v] += u * s.row_dlse[r0 + r];
-          if (s.left_b != nullptr) d[r][v] += load(s.column_dlse + j0 + v * kLanes) * s.row_u[r0 + r];
-        }
-      }
+      for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+        x += load(s.column_u + j0 + v * kLanes) * s.row_dlse[r0 + r];
+        if (s.left_b != nullptr) x += load(s.column_dlse + j0 + v * kLanes) * s.row_u[r0 + r];
+      });
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < kColumns; ++v) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const Vf weight = load(s.weights + (r0 + r) * kTile + j0 + v * kLanes);
-        d[r][v] = T::round(d[r][v] * (weight * s.row_scale[r0 + r]));
-      }
-    }
+    for_each_vector(d, [&](Vf& x, int r, int v)
+                           CRATE_LAMBDA { x = T::round(x * (load(s.weights + at(r, v)) * s.row_scale[r0 + r])); });
     gradients.template put<kRows, kColumns>(d, r0, v0);
   };
   for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);

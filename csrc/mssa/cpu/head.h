@@ -11,6 +11,7 @@ namespace {
 using crate_kernels::MssaHead;
 using crate_kernels::MssaProblem;
 using crate_kernels::MssaView;
+using crate_kernels::mssa::Span;
 
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 // Largest spread of |w_i|^2 scale / 2, in bits, that is safe without a maximum: 60 nats. Beyond about 80, 1 / l
@@ -31,13 +32,14 @@ struct Keys {
   int count = 0;
   int blocks = 0;
   int32_t* token;  // token of each key; zero in the padding to whole tiles
-  int32_t* rank;   // number of keys before each token
+  int32_t* rank;   // number of keys before each token, and before the end
 
   void find(const MssaHead& head) {
     for (int64_t t = 0; t < head.seqlen; ++t) {
       rank[t] = count;
       if (kept(head, t)) token[count++] = static_cast<int32_t>(t);
     }
+    rank[head.seqlen] = count;
     blocks = (count + kTile - 1) / kTile;
     for (int n = count; n < blocks * kTile; ++n) token[n] = 0;
   }
@@ -98,26 +100,32 @@ CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
   return (h + magic) - magic;
 }
 
-// True if the head needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j) is at most 2
-// for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
-CRATE_INLINE bool safe_spread(const float* half_norm, int count, float* largest) {
-  float most = -INFINITY, least = INFINITY;
-  for (int n = 0; n < count; ++n) {
-    most = half_norm[n] > most ? half_norm[n] : most;
-    least = half_norm[n] < least ? half_norm[n] : least;
-  }
-  *largest = most;
-  return most - least <= kSafeSpread && most <= kSafeHeight;
-}
+// The least and the largest h of some keys.
+struct Extent {
+  float least = INFINITY, most = -INFINITY;
 
-// A block of queries, the number of keys that each sees, and the shifts of their scores.
+  Extent(const float* half_norm, int count) {
+    for (int n = 0; n < count; ++n) {
+      most = half_norm[n] > most ? half_norm[n] : most;
+      least = half_norm[n] < least ? half_norm[n] : least;
+    }
+  }
+  // True if the head needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j) is at most
+  // 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
+  bool safe() const { return most - least <= kSafeSpread && most <= kSafeHeight; }
+};
+
+// A block of queries, the keys [first, stop) that each sees, and the shifts of their scores.
 struct Block {
   int count;
-  int most, least;  // of limit
-  int32_t token[kTile], limit[kTile];
+  Span any, all;  // keys between the first and the last that some row sees; keys that every row sees
+  Span tiles;     // of `any`
+  int32_t token[kTile], first[kTile], stop[kTile];
   alignas(64) float shift[kTile];
 
-  int columns(int j) const { return most - j * kTile < kTile ? most - j * kTile : kTile; }
+  bool has_keys(int r) const { return r < count && first[r] < stop[r]; }
+  int columns(int j) const { return in_block(any.stop, j); }
+  bool cuts(int j) const { return j * kTile < all.first || all.stop < (j + 1) * kTile; }
 };
 
 // State of one head in either direction; `T` packs its words.
@@ -134,8 +142,52 @@ class Head {
         factor_(static_cast<float>(p.scale * kLog2e)) {}
 
  protected:
-  // True if tiles may serve their rows and their columns.
-  bool pairs_allowed() const { return p_.scale > 0 && !p_.causal && !p_.dropout && !p_.threshold; }
+  // Cuts what both directions use.
+  void cut(Scratch& s) {
+    const int64_t padded = round_up(head_.seqlen, kTile), panel = panel_size<T>(p_.head_dim);
+    keys_.token = s.ints(padded);
+    keys_.rank = s.ints(head_.seqlen + 1);
+    key_panels_ = s.floats(padded / kTile * panel);
+    query_panel_ = s.floats(panel);
+    half_norm_ = s.floats(padded);
+    mass_ = s.floats(padded);
+    staging_ = s.floats(kTile * staging_width(p_.head_dim));
+    dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
+  }
+
+  // Packs the keys as panels and, if wanted, as rows; computes their h.
+  void pack_keys(float* rows) {
+    const int64_t width = staging_width(p_.head_dim);
+    for (int b = 0; b < keys_.blocks; ++b) {
+      const int count = in_block(keys_.count, b);
+      stage_tokens(keys_.token + b * kTile, count, nullptr);
+      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
+      if (rows != nullptr) pack_rows<T>(staging_, width, width_, count, rows + rows_at(b));
+      for (int n = 0; n < round_up(count, kLanes); ++n) {
+        half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
+      }
+    }
+  }
+
+  void stage_tokens(const int32_t* token, int count, const float* factor) {
+    stage(head_.w, p_.dtype, p_.head_dim, token, count, factor, staging_width(p_.head_dim), staging_);
+  }
+
+  // True if every token is a key: packed keys are then queries too.
+  bool all_kept() const { return keys_.count == head_.seqlen; }
+
+  // The panel of a block of queries. Without the keys' own, the queries are staged too.
+  const float* query_panel(const Block& b) {
+    if (all_kept()) return key_panels_ + panel_at(b.token[0] / kTile);
+    stage_tokens(b.token, b.count, nullptr);
+    pack_panel<T>(staging_, staging_width(p_.head_dim), p_.head_dim, b.count, query_panel_);
+    return query_panel_;
+  }
+
+  // True if tiles may serve their rows and their columns, without maxima.
+  bool pairs_allowed(const Extent& extent) const {
+    return extent.safe() && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) && !p_.dropout && !p_.threshold;
+  }
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
   int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * width_; }
@@ -151,20 +203,26 @@ class Head {
         if (!(padded_only && Keys::kept(head_, t))) b.token[b.count++] = static_cast<int32_t>(t);
       }
       if (b.count == 0 || !owns_block(index++, part_, parts_)) continue;
-      b.most = 0;
-      b.least = keys_.count;
-      for (int r = 0; r < kTile; ++r) {
-        if (r >= b.count) b.token[r] = b.token[0];
-        b.limit[r] = p_.causal ? keys_.rank[b.token[r]] + Keys::kept(head_, b.token[r]) : keys_.count;
-        b.most = b.limit[r] > b.most ? b.limit[r] : b.most;
-        b.least = b.limit[r] < b.least ? b.limit[r] : b.least;
-      }
+      find_bounds(b);
       body(b);
     }
   }
 
-  // Returns the scores of tile j of a block. `limit` is memory that the result may point to.
-  Scores row_scores(const Block& b, const float* queries, int j, int32_t* limit) const {
+  void find_bounds(Block& b) const {
+    b.any = {keys_.count, 0};
+    b.all = {0, keys_.count};
+    for (int r = 0; r < kTile; ++r) {
+      if (r >= b.count) b.token[r] = b.token[0];
+      const Span seen = keys_of(p_.mask, {b.token[r], b.token[r] + 1}, static_cast<int>(head_.seqlen));
+      const int first = b.first[r] = keys_.rank[seen.first], stop = b.stop[r] = keys_.rank[seen.stop];
+      b.any = {first < b.any.first ? first : b.any.first, stop > b.any.stop ? stop : b.any.stop};
+      b.all = {first > b.all.first ? first : b.all.first, stop < b.all.stop ? stop : b.all.stop};
+    }
+    b.tiles = {b.any.first / kTile, (b.any.stop + kTile - 1) / kTile};
+  }
+
+  // Returns the scores of tile j of a block.
+  Scores row_scores(const Block& b, const float* queries, int j) const {
     Scores s = {};
     s.query_panel = queries;
     s.key_panel = key_panels_ + panel_at(j);
@@ -176,9 +234,10 @@ class Head {
     s.column_mass = mass_ + j * kTile;
     // Mask padding too. Its score is 0, and all other scores of the row may be so far below 0 that its weight would be
     // infinite. Infinity times a mass of 0 is NaN.
-    if (b.least < (j + 1) * kTile) {
-      for (int r = 0; r < kTile; ++r) limit[r] = b.limit[r] - j * kTile;
-      s.limit = limit;
+    if (b.cuts(j)) {
+      s.first = b.first;
+      s.stop = b.stop;
+      s.start = j * kTile;
     }
     return s;
   }
@@ -212,13 +271,10 @@ class Head {
   void shift_by_maxima(Block& b, const float* queries) const {
     alignas(64) float maxima[kTile * kLanes];
     for (int n = 0; n < kTile * kLanes; ++n) maxima[n] = -INFINITY;
-    for (int j = 0; j * kTile < b.most; ++j) {
-      int32_t limit[kTile];
-      update_maxima<T>(row_scores(b, queries, j, limit), maxima);
-    }
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) update_maxima<T>(row_scores(b, queries, j), maxima);
     for (int r = 0; r < kTile; ++r) {
       if (b.shift[r] == b.shift[r]) continue;
-      b.shift[r] = r < b.count && b.limit[r] > 0 ? max(load(maxima + r * kLanes)) : kNoKeys;
+      b.shift[r] = b.has_keys(r) ? max(load(maxima + r * kLanes)) : kNoKeys;
     }
   }
 
@@ -232,30 +288,13 @@ class Head {
     for (int n = keys_.count; n < keys_.blocks * kTile; ++n) mass_[n] = 0.0f;
   }
 
-  static void clear(const Sums& sums, int64_t count) {
-    memset(sums.row, 0, count * kLanes * sizeof(float));
-    memset(sums.column, 0, count * sizeof(float));
-  }
-  static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
-  // Returns the destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for
-  // add_columns.
-  static Sums at(const Sums& sums, int i, float* column) {
-    return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
-  }
-  // Sum the columns of a tile first, then add to the total. Adding each weight to the total would round the weight to
-  // the total's precision: four times eager's error at 8192 tokens.
-  static void add_columns(const Sums& sums, int j, const float* tile) {
-    float* const total = sums.column + j * kTile;
-    for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
-  }
-
   const MssaProblem& p_;
   const MssaHead& head_;
   const int part_, parts_;
   const int width_, words_;
   const float factor_;
   Keys keys_;
-  float *key_panels_, *half_norm_, *mass_, *staging_;
+  float *key_panels_, *query_panel_, *half_norm_, *mass_, *staging_, *dropout_;
 };
 
 // Dropout factors of a tile: rows of tokens against keys.

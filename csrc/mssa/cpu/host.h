@@ -30,7 +30,7 @@ inline MssaProblem problem(const Tensor& w, const MssaCall& call) {
   p.head_dim = static_cast<int>(w.size(w.dim() - 1));
   STD_TORCH_CHECK(p.head_dim >= 1 && p.head_dim <= 256, "head_dim must be from 1 to 256, got ", p.head_dim);
   p.scale = call.scale;
-  p.causal = call.causal;
+  p.mask = call.mask;
   p.threshold = call.threshold.has_value();
   p.level = static_cast<float>(call.threshold.value_or(0.0));
   p.dropout = call.seed.has_value();

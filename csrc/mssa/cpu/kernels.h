@@ -5,6 +5,7 @@
 
 #include "../../common/cpu/arena.h"
 #include "../../common/dtype.h"
+#include "../mask.h"
 
 namespace crate_kernels {
 
@@ -20,7 +21,7 @@ struct MssaProblem {
   Dtype dtype;
   int head_dim;
   double scale;
-  bool causal;
+  mssa::Mask mask;
   bool dropout;
   bool threshold;  // phi = "threshold": probabilities above `level` become `level`, others 0
   float level;

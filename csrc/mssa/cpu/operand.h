@@ -132,6 +132,16 @@ struct Int {
   static constexpr int value = N;
 };
 
+// Calls body(vector, r, v) for every vector of a micro-kernel.
+template <int kRows, int kColumns, class Body>
+CRATE_INLINE void for_each_vector(Vf (&vectors)[kRows][kColumns], const Body& body) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kColumns; ++v) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) body(vectors[r][v], r, v);
+  }
+}
+
 // acc[r][v] += sum_k left[r * kRowStride + k * kStride] * right[k * right_stride + v * kLanes ...].
 template <class T, int kRows, int kColumns, int kRowStride, int kStride>
 CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const float* right, int64_t right_stride,

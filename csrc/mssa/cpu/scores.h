@@ -14,19 +14,26 @@ struct Sums {
 // Inputs of the tile of query block i and key block j; arrays start at the tile's tokens.
 struct Scores {
   const float *query_panel, *key_panel;
-  int words;                  // a token's channels
-  int rows, columns;          // tokens in the tile
-  float factor;               // scale * log2(e)
-  const float* row_shift;     // weight = 2^(factor * w_i . w_j - row_shift_i - column_shift_j)
-  const float* column_shift;  // null: 0
-  const int32_t* limit;       // null, or the number of the tile's columns that each row may see
-  const float* column_mass;   // factor of a column's weight in the row sums
-  const float* row_mass;      // factor of a row's weight in the column sums
-  Sums sums;                  // of rounded weights
-  Sums exact_sums;            // of exact weights; wanted if they differ from rounded ones
-  float* exact;               // null, or kTile x kTile weights before rounding
-  bool symmetric;             // a block of tokens against itself: sums by columns only, each weight computed once
+  int words;                    // a token's channels
+  int rows, columns;            // tokens in the tile
+  float factor;                 // scale * log2(e)
+  const float* row_shift;       // weight = 2^(factor * w_i . w_j - row_shift_i - column_shift_j)
+  const float* column_shift;    // null: 0
+  const int32_t *first, *stop;  // keys [first, stop) that each row sees; null: all of the tile
+  int start;                    // the tile's first key
+  const float* column_mass;     // factor of a column's weight in the row sums
+  const float* row_mass;        // factor of a row's weight in the column sums
+  Sums sums;                    // of rounded weights
+  Sums exact_sums;              // of exact weights; wanted if they differ from rounded ones
+  float* exact;                 // null, or kTile x kTile weights before rounding
+  bool symmetric;               // a block of tokens against itself: sums by columns only, each weight computed once
 };
+
+// Lanes of the vector at column j that row r sees.
+CRATE_INLINE Vi seen(const Scores& s, int r, int j) {
+  const Vi key = iota() + (s.start + j);
+  return (key >= s.first[r]) & (key < s.stop[r]);
+}
 
 template <int kRows, int kColumns>
 CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, const Sums& sums, int r0, int j0) {
@@ -85,29 +92,18 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
     Vf e[kRows][kColumns] = {};
     multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + j0, kTile, s.words);
     exponentials<kRows, kColumns>(s, r0, j0, e);
-    if (s.limit != nullptr) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-        const Vi column = iota() + (j0 + v * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) e[r][v] = select(column < s.limit[r0 + r], e[r][v], Vf{});
-      }
+    const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
+    if (s.first != nullptr) {
+      for_each_vector(e,
+                      [&](Vf& x, int r, int v) CRATE_LAMBDA { x = select(seen(s, r0 + r, j0 + v * kLanes), x, Vf{}); });
     }
     if (s.exact != nullptr) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) store(s.exact + (r0 + r) * kTile + j0 + v * kLanes, e[r][v]);
-      }
+      for_each_vector(e, [&](Vf& x, int r, int v) CRATE_LAMBDA { store(s.exact + at(r, v), x); });
     }
     // The normaliser sums rounded weights, as the products do; lse sums exact ones.
     if constexpr (T::kPair == 2) {
       add_sums(e, s, s.exact_sums, r0, j0);
-#pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) e[r][v] = T::round(e[r][v]);
-      }
+      for_each_vector(e, [](Vf& x, int, int) CRATE_LAMBDA { x = T::round(x); });
     }
     add_sums(e, s, s.sums, r0, j0);
     weights.template put<kRows, kColumns>(e, r0, v0);
@@ -130,9 +126,9 @@ void update_maxima(const Scores& s, float* maxima) {
         Vf largest = load(maxima + (r0 + r) * kLanes);
 #pragma GCC unroll 4
         for (int v = 0; v < kColumns; ++v) {
-          const Vi column = iota() + (v0 + v) * kLanes;
-          const int limit = s.limit == nullptr ? s.columns : s.limit[r0 + r];
-          largest = max(largest, select(column < limit, rounded(e[r][v] * s.factor), splat(-INFINITY)));
+          const Vf score = rounded(e[r][v] * s.factor);
+          const bool masked = s.first != nullptr;
+          largest = max(largest, masked ? select(seen(s, r0 + r, (v0 + v) * kLanes), score, splat(-INFINITY)) : score);
         }
         store(maxima + (r0 + r) * kLanes, largest);
       }

@@ -113,24 +113,16 @@ void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left
       multiply<T, kRows, kColumns, S::kRow, S::kWord>(acc, S::of(left_a) + r0 * S::kRow, right_a + v0 * kLanes, width,
                                                       words);
       if (row_factor != nullptr) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kColumns; ++v) acc[r][v] *= row_factor[r0 + r];
-        }
+        for_each_vector(acc, [&](Vf& x, int r, int) CRATE_LAMBDA { x *= row_factor[r0 + r]; });
       }
       if (left_b != nullptr) {
         multiply<T, kRows, kColumns, S::kRow, S::kWord>(acc, S::of(*left_b) + r0 * S::kRow, right_b + v0 * kLanes,
                                                         width, words);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kColumns; ++v) {
-          float* const p = out + (r0 + r) * static_cast<int64_t>(width) + (v0 + v) * kLanes;
-          store(p, load(p) + acc[r][v]);
-        }
-      }
+      for_each_vector(acc, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+        float* const p = out + (r0 + r) * static_cast<int64_t>(width) + (v0 + v) * kLanes;
+        store(p, load(p) + x);
+      });
     });
   });
 }
