@@ -45,7 +45,7 @@ struct MssaDecodeCall {
   MssaCall attention() const {
     MssaCall call;
     call.key_padding_mask = key_padding_mask;
-    call.mask.causal = true;
+    call.mask = mssa::cache_mask();
     call.scale = scale;
     return call;
   }

@@ -17,6 +17,22 @@ namespace crate_kernels {
 
 constexpr unsigned kWarp = 32, kAllLanes = 0xffffffffu;
 
+// Calls f(i) for every i below N, or f(i, j) for every pair below M and N, unrolled: arrays indexed by them stay in
+// registers.
+template <int N, class F>
+CRATE_DEVICE void unroll(const F& f) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) f(i);
+}
+template <int M, int N, class F>
+CRATE_DEVICE void unroll(const F& f) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) f(i, j);
+  }
+}
+
 // The dynamic shared memory of the block.
 CRATE_DEVICE unsigned char* shared_memory() {
 #ifdef __CUDACC__

@@ -218,7 +218,7 @@ class Head {
       b.any = {first < b.any.first ? first : b.any.first, stop > b.any.stop ? stop : b.any.stop};
       b.all = {first > b.all.first ? first : b.all.first, stop < b.all.stop ? stop : b.all.stop};
     }
-    b.tiles = {b.any.first / kTile, (b.any.stop + kTile - 1) / kTile};
+    b.tiles = tiles_of(b.any, kTile);
   }
 
   // Returns the scores of tile j of a block.

@@ -8,48 +8,30 @@
 // lengths: nothing reads them after it.
 #pragma once
 
-#include "space.cuh"
-#include "rows.cuh"
+#include "head.cuh"
 
-namespace crate_kernels {
-namespace decoding {
+namespace crate_kernels::decoding {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 
-struct Step {
-  Rows w, cache, out;
-  float* lse;                // null: not wanted
+using mssa::CacheSpace, mssa::Head, mssa::View;
+
+// A forward of the new tokens whose keys are the cache. blocks: groups of TOKENS new tokens.
+struct Step : mssa::Problem {
   float *part, *statistics;  // per stretch: sum of weighted rows; largest score and sum of weights
-  const bool* keep;
-  int32_t* lengths;
-  Dtype dtype;
-  int nheads, count, capacity, groups, splits, head_dim, lanes;  // count new tokens in groups of TOKENS
-  float scale;
+  int splits, lanes;
 };
-
-// Rows of one head.
-template <class T>
-struct Tokens {
-  T* data;
-  int64_t row, channel;
-};
-
-template <class T>
-CRATE_DEVICE Tokens<T> tokens_of(const Rows& t, int batch, int head) {
-  return {static_cast<T*>(t.data) + batch * t.batch + head * t.head, t.row, t.channel};
-}
 
 // A lane's part of a row of whole packs: VECTORS of them.
 template <class T, int VECTORS>
 struct Slice {
   Pack<T> pack[VECTORS];
 
-  CRATE_DEVICE void load(const Tokens<T>& t, int row, bool exists, int lane, const Step& c) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+  CRATE_DEVICE void load(const View<T>& t, int row, bool exists, int lane, const Step& c) {
+    unroll<VECTORS>([&](int v) {
       const int channel = (v * c.lanes + lane) * Pack<T>::kCount;
-      pack[v] = exists && channel < c.head_dim ? load_pack(t.data + row * t.row + channel) : Pack<T>{};
-    }
+      pack[v] = exists && channel < c.access.head_dim ? load_pack(t.data + row * t.row + channel) : Pack<T>{};
+    });
   }
   CRATE_DEVICE float at(int n) const { return to_float(pack[n / Pack<T>::kCount].at[n % Pack<T>::kCount]); }
 };
@@ -62,8 +44,7 @@ struct Attention {
   CRATE_DEVICE void shrink_to(float base) {
     const float shrink = expf(largest - base);
     sum *= shrink;
-#pragma unroll
-    for (int d = 0; d < CHANNELS; ++d) out[d] *= shrink;
+    unroll<CHANNELS>([&](int d) { out[d] *= shrink; });
   }
   // Without a key, any finite base makes the weights 0 instead of NaN.
   CRATE_DEVICE static float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -74,60 +55,51 @@ struct Attention {
     shrink_to(finite(both));
     largest = both;
     sum += __shfl_xor_sync(kAllLanes, sum, step);
-#pragma unroll
-    for (int d = 0; d < CHANNELS; ++d) out[d] += __shfl_xor_sync(kAllLanes, out[d], step);
+    unroll<CHANNELS>([&](int d) { out[d] += __shfl_xor_sync(kAllLanes, out[d], step); });
   }
 };
 
-// Attend with TOKENS tokens over KEYS keys per slot of rows [first, stop); token n may see keys up to `last` + n.
+// Attend with TOKENS tokens over KEYS keys per slot of rows [first, stop). Token n is at position `query` + n among
+// them.
 template <class T, int TOKENS, int VECTORS, int KEYS>
 CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
-                         const Slice<T, VECTORS> (&query)[TOKENS], const Tokens<T>& rows, int first, int stop, int last,
+                         const Slice<T, VECTORS> (&token)[TOKENS], const View<T>& rows, int first, int stop, int query,
                          const Step& c) {
   constexpr int kChannels = VECTORS * Pack<T>::kCount;
   const int lane = threadIdx.x % c.lanes, slot = threadIdx.x % kWarp / c.lanes, slots = kWarp / c.lanes;
   Slice<T, VECTORS> row[KEYS];
-#pragma unroll
-  for (int u = 0; u < KEYS; ++u) {
+  unroll<KEYS>([&](int u) {
     const int key = first + u * slots + slot;
     row[u].load(rows, key, key < stop, lane, c);
-  }
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n) {
+  });
+  unroll<TOKENS>([&](int n) {
     float p[KEYS] = {};
-#pragma unroll
-    for (int d = 0; d < kChannels; ++d) {
-      const float q = query[n].at(d);
-#pragma unroll
-      for (int u = 0; u < KEYS; ++u) p[u] += q * row[u].at(d);
-    }
+    unroll<kChannels>([&](int d) {
+      const float q = token[n].at(d);
+      unroll<KEYS>([&](int u) { p[u] += q * row[u].at(d); });
+    });
     for (int step = c.lanes / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int u = 0; u < KEYS; ++u) p[u] += __shfl_xor_sync(kAllLanes, p[u], step);
+      unroll<KEYS>([&](int u) { p[u] += __shfl_xor_sync(kAllLanes, p[u], step); });
     }
     Attention<kChannels>& s = state[n];
     float largest = s.largest;
-#pragma unroll
-    for (int u = 0; u < KEYS; ++u) {
+    unroll<KEYS>([&](int u) {
       const int key = first + u * slots + slot;
-      p[u] = key < stop && key <= last + n ? __fmul_rn(p[u], c.scale) : -INFINITY;
+      p[u] = key < stop && sees(mssa::cache_mask(), query + n, key) ? __fmul_rn(p[u], c.scale) : -INFINITY;
       largest = fmaxf(largest, p[u]);
-    }
+    });
     const float base = s.finite(largest);
     s.shrink_to(base);
     s.largest = largest;
     float sum = 0.0f;
-#pragma unroll
-    for (int u = 0; u < KEYS; ++u) sum += p[u] = expf(p[u] - base);
+    unroll<KEYS>([&](int u) { sum += p[u] = expf(p[u] - base); });
     s.sum += sum;
-#pragma unroll
-    for (int d = 0; d < kChannels; ++d) {
+    unroll<kChannels>([&](int d) {
       float weighted = 0.0f;
-#pragma unroll
-      for (int u = 0; u < KEYS; ++u) weighted += p[u] * row[u].at(d);
+      unroll<KEYS>([&](int u) { weighted += p[u] * row[u].at(d); });
       s.out[d] += weighted;
-    }
-  }
+    });
+  });
 }
 
 // Bytes of shared memory: per warp and token the weighted rows, the largest score and the sum.
@@ -140,35 +112,34 @@ template <class T, int TOKENS, int VECTORS>
 __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Step c) {
   constexpr int kCount = Pack<T>::kCount, kChannels = VECTORS * kCount, kKeys = TOKENS == 1 ? 8 : 4;
   const int split = blockIdx.x % c.splits, place = blockIdx.x / c.splits;
-  const int head = place / c.groups, token = place % c.groups * TOKENS;
-  const int batch = head / c.nheads, warp = threadIdx.x / kWarp, lane = threadIdx.x % c.lanes;
-  const CacheSpace space = space_of(c.lengths[batch], c.keep, batch, c.count, c.capacity);
-  const Tokens<T> w = tokens_of<T>(c.w, batch, head % c.nheads), cache = tokens_of<T>(c.cache, batch, head % c.nheads);
+  const Head head(c, place / c.blocks);
+  const int token = place % c.blocks * TOKENS, head_dim = c.access.head_dim;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % c.lanes;
+  const CacheSpace space = space_of(c, head);
+  const View<T> w = head.view<T>(c, c.w), cache = head.view<T>(c, c.keys);
 
   Slice<T, VECTORS> query[TOKENS];
   Attention<kChannels> state[TOKENS];
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n) {
-    query[n].load(w, token + n, token + n < c.count, lane, c);
+  unroll<TOKENS>([&](int n) {
+    query[n].load(w, token + n, token + n < c.seqlen, lane, c);
     state[n].largest = -INFINITY;
     state[n].sum = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kChannels; ++d) state[n].out[d] = 0.0f;
-  }
+    unroll<kChannels>([&](int d) { state[n].out[d] = 0.0f; });
+  });
 
   const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once
   const int stretch = (space.held + c.splits - 1) / c.splits, begin = split * stretch;
   const int end = begin + stretch < space.held ? begin + stretch : space.held;
   for (int first = begin + warp * step; first < end; first += kWarps * step) {
-    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, space.held, c);
+    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, space.held + token, c);
   }
   if (split == c.splits - 1) {
     const int seen = token + TOKENS < space.appended ? token + TOKENS : space.appended;
     for (int first = warp * step; first < seen; first += kWarps * step) {
       attend<T, TOKENS, VECTORS, kKeys>(state, query, w, first, seen, token, c);
     }
-    for (int n = threadIdx.x; n < TOKENS * c.head_dim; n += kThreads) {
-      const int row = token + n / c.head_dim, d = n % c.head_dim;
+    for (int n = threadIdx.x; n < TOKENS * head_dim; n += kThreads) {
+      const int row = token + n / head_dim, d = n % head_dim;
       if (row < space.appended) {
         cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
       }
@@ -176,37 +147,35 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   }
 
   float* const left = reinterpret_cast<float*>(shared_memory());  // (kWarps, TOKENS, head_dim + 2)
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n) {
+  unroll<TOKENS>([&](int n) {
     for (int other = c.lanes; other < static_cast<int>(kWarp); other *= 2) state[n].merge(other);
-    float* const mine = left + (warp * TOKENS + n) * (c.head_dim + 2);
-    if (threadIdx.x % kWarp >= static_cast<unsigned>(c.lanes)) continue;
-#pragma unroll
-    for (int d = 0; d < kChannels; ++d) {
+    float* const mine = left + (warp * TOKENS + n) * (head_dim + 2);
+    if (threadIdx.x % kWarp >= static_cast<unsigned>(c.lanes)) return;
+    unroll<kChannels>([&](int d) {
       const int channel = (d / kCount * c.lanes + lane) * kCount + d % kCount;
-      if (channel < c.head_dim) mine[channel] = state[n].out[d];
-    }
+      if (channel < head_dim) mine[channel] = state[n].out[d];
+    });
     if (lane == 0) {
-      mine[c.head_dim] = state[n].largest;
-      mine[c.head_dim + 1] = state[n].sum;
+      mine[head_dim] = state[n].largest;
+      mine[head_dim + 1] = state[n].sum;
     }
-  }
+  });
   __syncthreads();
-  const int tokens = c.count - token < TOKENS ? c.count - token : TOKENS;
-  for (int n = threadIdx.x; n < tokens * c.head_dim; n += kThreads) {
-    const int which = n / c.head_dim, d = n % c.head_dim;
-    const float* const first = left + which * (c.head_dim + 2);
-    const int pitch = TOKENS * (c.head_dim + 2);
+  const int tokens = c.seqlen - token < TOKENS ? c.seqlen - token : TOKENS;
+  for (int n = threadIdx.x; n < tokens * head_dim; n += kThreads) {
+    const int which = n / head_dim, d = n % head_dim;
+    const float* const first = left + which * (head_dim + 2);
+    const int pitch = TOKENS * (head_dim + 2);
     float largest = -INFINITY, sum = 0.0f, out = 0.0f;
-    for (int k = 0; k < kWarps; ++k) largest = fmaxf(largest, first[k * pitch + c.head_dim]);
+    for (int k = 0; k < kWarps; ++k) largest = fmaxf(largest, first[k * pitch + head_dim]);
     const float base = Attention<1>::finite(largest);
     for (int k = 0; k < kWarps; ++k) {
-      const float share = expf(first[k * pitch + c.head_dim] - base);
-      sum += first[k * pitch + c.head_dim + 1] * share;
+      const float share = expf(first[k * pitch + head_dim] - base);
+      sum += first[k * pitch + head_dim + 1] * share;
       out += first[k * pitch + d] * share;
     }
-    const int64_t row = (static_cast<int64_t>(head) * c.splits + split) * c.count + token + which;
-    c.part[row * c.head_dim + d] = out;
+    const int64_t row = (static_cast<int64_t>(head.counter) * c.splits + split) * c.seqlen + token + which;
+    c.part[row * head_dim + d] = out;
     if (d == 0) {
       c.statistics[2 * row] = largest;
       c.statistics[2 * row + 1] = sum;
@@ -214,5 +183,4 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   }
 }
 
-}  // namespace decoding
-}  // namespace crate_kernels
+}  // namespace crate_kernels::decoding

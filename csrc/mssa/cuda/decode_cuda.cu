@@ -8,26 +8,20 @@ namespace {
 // Tokens per block, if a block has several: _GROUP of native.py.
 constexpr int kGroup = 4;
 
-Step step_of(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call) {
-  Step c = {};
-  c.w = rows_of(w, false);
-  c.cache = rows_of(cache.data, false);
-  c.keep = pointer<const bool>(call.key_padding_mask);
-  c.lengths = static_cast<int32_t*>(cache.lengths.data_ptr());
-  c.dtype = dtype_of(w);
-  c.nheads = static_cast<int>(w.size(1));
-  c.count = static_cast<int>(w.size(2));
-  c.capacity = static_cast<int>(cache.data.size(2));
-  c.head_dim = head_dim_of(w);
-  c.scale = static_cast<float>(call.scale);
-  return c;
+// Blocks for groups of `tokens` new tokens of each head.
+Launch launch_of(mssa::Problem& c, int tokens, int32_t device) {
+  c.blocks = (c.seqlen + tokens - 1) / tokens;
+  Launch l = {static_cast<int64_t>(c.sequences) * c.nheads * c.blocks, kThreads};
+  l.stream = current_stream(device);
+  return l;
 }
 
 template <class T, int VECTORS>
-void launch_decode(Step c, int64_t heads, cudaStream_t stream) {
-  const int tokens = c.count == 1 ? 1 : kGroup;
-  c.groups = (c.count + tokens - 1) / tokens;
-  const Launch l = {heads * c.groups * c.splits, kThreads, decode_shared(tokens, c.head_dim), 1, stream};
+void launch_decode(Step c, int32_t device) {
+  const int tokens = c.seqlen == 1 ? 1 : kGroup;
+  Launch l = launch_of(c, tokens, device);
+  l.grid *= c.splits;
+  l.shared_bytes = decode_shared(tokens, c.access.head_dim);
   if (tokens == 1) {
     launch<mssa_decode_kernel<T, 1, VECTORS>>(l, c);
   } else {
@@ -37,46 +31,36 @@ void launch_decode(Step c, int64_t heads, cudaStream_t stream) {
 
 }  // namespace
 
-void step(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call, const Tensor& out, const Tensor& lse,
-          const Tensor& part, const Tensor& statistics) {
-  Step c = step_of(w, cache, call);
-  STD_TORCH_CHECK(c.w.wide && c.cache.wide, "tokens must be rows of whole 16 bytes, got head_dim ", c.head_dim);
-  c.out = rows_of(out, false);
-  c.lse = lse.numel() > 0 ? static_cast<float*>(lse.data_ptr()) : nullptr;
-  c.part = static_cast<float*>(part.data_ptr());
-  c.statistics = static_cast<float*>(statistics.data_ptr());
-  c.splits = static_cast<int>(part.size(1));
-  const int64_t heads = w.size(0) * c.nheads;
-  const cudaStream_t stream = current_stream(w.get_device_index());
+void step(const mssa::Problem& problem, const Tensor& part, const Tensor& statistics, int32_t device) {
+  Step c = {problem, static_cast<float*>(part.data_ptr()), static_cast<float*>(statistics.data_ptr()),
+            static_cast<int>(part.size(1)), 1};
+  const int head_dim = c.access.head_dim;
+  STD_TORCH_CHECK(c.w.wide && c.keys.wide, "tokens must be rows of whole 16 bytes, got head_dim ", head_dim);
   with_dtype(c.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const int packs = (c.head_dim + Pack<T>::kCount - 1) / Pack<T>::kCount;
-    c.lanes = 1;
+    const int packs = (head_dim + Pack<T>::kCount - 1) / Pack<T>::kCount;
     while (c.lanes < packs && c.lanes < static_cast<int>(kWarp)) c.lanes *= 2;
-    if constexpr (sizeof(T) == 4) {  // 256 halves are one pack per lane
-      if (packs > c.lanes) {
-        launch_decode<T, 2>(c, heads, stream);
-      } else {
-        launch_decode<T, 1>(c, heads, stream);
-      }
+    constexpr int kMostVectors = sizeof(T) == 4 ? 2 : 1;  // 256 halves are one pack per lane
+    if (packs > c.lanes) {
+      launch_decode<T, kMostVectors>(c, device);
     } else {
-      launch_decode<T, 1>(c, heads, stream);
+      launch_decode<T, 1>(c, device);
     }
-    const int threads = (c.head_dim + static_cast<int>(kWarp) - 1) / static_cast<int>(kWarp) * static_cast<int>(kWarp);
-    launch<mssa_decode_combine_kernel<T>>({heads * c.count, threads, 0, 1, stream}, c);
+    Launch l = launch_of(c, 1, device);
+    l.threads = (head_dim + static_cast<int>(kWarp) - 1) / static_cast<int>(kWarp) * static_cast<int>(kWarp);
+    launch<mssa_decode_combine_kernel<T>>(l, c);
   });
 }
 
-void append(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call) {
-  Step c = step_of(w, cache, call);
-  c.groups = (c.count + kThreads - 1) / kThreads;
-  const Launch l = {w.size(0) * c.nheads * c.groups, kThreads, 0, 1, current_stream(w.get_device_index())};
+void append(mssa::Problem c, int32_t device) {
+  const Launch l = launch_of(c, kThreads, device);
   with_dtype(c.dtype, [&](auto zero) { launch<mssa_append_kernel<decltype(zero)>>(l, c); });
 }
 
-void advance(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call) {
-  const Launch l = {w.size(0), static_cast<int>(kWarp), 0, 1, current_stream(w.get_device_index())};
-  launch<mssa_advance_kernel>(l, step_of(w, cache, call));
+void advance(const mssa::Problem& c, int32_t device) {
+  Launch l = {c.sequences, static_cast<int>(kWarp)};
+  l.stream = current_stream(device);
+  launch<mssa_advance_kernel>(l, c);
 }
 
 }  // namespace crate_kernels::decoding

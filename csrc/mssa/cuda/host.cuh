@@ -12,14 +12,13 @@ void forward(mssa::Problem problem, int32_t device);
 void backward(mssa::Problem problem, int32_t device);
 }  // namespace plain
 
-// Steps with a cache, whose new tokens are `w`.
+// Steps with a cache, whose new tokens are `problem.w`.
 namespace decoding {
 // Append, attend with one reading of the cache, and advance the lengths. Rows of tokens must be whole packs of 16
 // bytes. `part` (heads, splits, new, head_dim) and `statistics` (heads, splits, new, 2) are scratch.
-void step(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call, const Tensor& out, const Tensor& lse,
-          const Tensor& part, const Tensor& statistics);
-void append(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call);
-void advance(const Tensor& w, const mssa::Cache& cache, const MssaDecodeCall& call);
+void step(const mssa::Problem& problem, const Tensor& part, const Tensor& statistics, int32_t device);
+void append(mssa::Problem problem, int32_t device);
+void advance(const mssa::Problem& problem, int32_t device);
 }  // namespace decoding
 
 }  // namespace crate_kernels

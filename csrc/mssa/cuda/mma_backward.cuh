@@ -50,13 +50,11 @@ struct Gradient {
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t b[2][2];
       right_transposed<DIM>(b, tile, k);
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) {
+      unroll<ROWS16>([&](int m) {
         uint32_t a[4];
         w.get(a, m, k);
-        mma_16816<T>(s[m][0], a, b[0]);
-        mma_16816<T>(s[m][1], a, b[1]);
-      }
+        add_pair<T>(s[m][0], s[m][1], a, b);
+      });
     }
   }
 
@@ -66,38 +64,18 @@ struct Gradient {
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t b[2][2];
       right_transposed<DIM>(b, tile, k);
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) {
+      unroll<ROWS16>([&](int m) {
         uint32_t a[4];
         w.get(a, m, k);
-        mma_16816<T>(s[m][0], a, b[0]);
-        mma_16816<T>(s[m][1], a, b[1]);
+        add_pair<T>(s[m][0], s[m][1], a, b);
         g.get(a, m, k);
-        mma_16816<T>(t[m][0], a, b[0]);
-        mma_16816<T>(t[m][1], a, b[1]);
-      }
-    }
-  }
-
-  CRATE_DEVICE void add(const uint32_t (&p)[ROWS16][4], const T* tile) {
-#pragma unroll
-    for (int k = 0; k < DIM / 16; ++k) {
-      uint32_t b[2][2];
-      right<DIM>(b, tile, k);
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) add_product<T, DIM>(acc[m], p[m], b, k);
+        add_pair<T>(t[m][0], t[m][1], a, b);
+      });
     }
   }
 
   CRATE_DEVICE void multiply(float factor) {
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-      for (int n = 0; n < DIM / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
-      }
-    }
+    unroll<ROWS16, DIM / 8>([&](int m, int n) { unroll<4>([&](int e) { acc[m][n][e] *= factor; }); });
   }
 
   // Adds the terms of 16 rows i from `other` on to the owned rows, the first of which is `row`.
@@ -116,57 +94,49 @@ struct Gradient {
     for (int m = 0; m < ROWS16; ++m) {
       float as_key[2][4] = {}, as_query[2][4] = {};  // P_ij and P_ji
       if (roles.key) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        unroll<8>([&](int i) {
           const float base = base_of(tile.lse[i / 4 * 8 + 2 * t + i % 2]);
           as_key[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base);
-        }
+        });
       }
       if (roles.query) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          as_query[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base[m][i % 4 / 2]);
-        }
+        unroll<8>([&](int i) { as_query[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base[m][i % 4 / 2]); });
       }
       if (roles.masked) {
         const uint32_t kept_keys = mask == nullptr ? ~0u : key_bits<16>(mask, other, head.length);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        unroll<8>([&](int i) {
           const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + g0 + 8 * half;
-          const bool there = o < head.length, after = !call.causal | (j <= o), before = !call.causal | (o <= j);
-          if (!(there & after & (keep >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
-          if (!(there & before & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
-        }
+          const bool there = o < head.length;
+          if (!(there & sees(call.mask, o, j) & (keep >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
+          if (!(there & sees(call.mask, j, o) & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
+        });
       }
       float value[2][4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      unroll<8>([&](int i) {
         const float x = as_key[i / 4][i % 4];
         value[i / 4][i % 4] = terms.select ? (x > call.threshold ? 1.0f : 0.0f) : x;
-      }
+      });
       if (call.seed != nullptr) {
         const uint32_t keys = kept_bits<16>(seed, call, head, row + 16 * m, other, true);
         const uint32_t queries = kept_bits<16>(seed, call, head, row + 16 * m, other, false);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        unroll<8>([&](int i) {
           const float key = keys >> i & 1 ? call.keep_factor : 0.0f, query = queries >> i & 1 ? call.keep_factor : 0.0f;
           value[i / 4][i % 4] *= key;
           // Round the product before subtracting the shift, which is rounded too.
           dp[m][i / 4][i % 4] = __fmul_rn(dp[m][i / 4][i % 4], key);
           dt[m][i / 4][i % 4] = __fmul_rn(dt[m][i / 4][i % 4], query);
-        }
+        });
       }
       pack_left<T>(p[m], value[0], value[1]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      unroll<8>([&](int i) {
         const float key = as_key[i / 4][i % 4] * (dp[m][i / 4][i % 4] - tile.shift[i / 4 * 8 + 2 * t + i % 2]);
         const float query = as_query[i / 4][i % 4] * (dt[m][i / 4][i % 4] - shift[m][i % 4 / 2]);
         dp[m][i / 4][i % 4] = (key + query) * call.scale;
-      }
+      });
       pack_left<T>(a[m], dp[m][0], dp[m][1]);
     }
-    if (terms.values && roles.key) add(p, tile.g);
-    if (terms.scores) add(a, tile.w);
+    if (terms.values && roles.key) mssa::add_rows<T, DIM>(acc, p, tile.g);
+    if (terms.scores) mssa::add_rows<T, DIM>(acc, a, tile.w);
   }
 };
 

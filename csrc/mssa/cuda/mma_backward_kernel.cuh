@@ -8,19 +8,18 @@ namespace crate_kernels::mssa {
 // Adds all tiles of COLUMNS rows. Two tiles are in shared memory: one is copied while the other is used.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Problem& call,
-                       const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, int first,
+                       const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, Span block,
                        int row, Terms terms) {
-  const uint64_t seed = call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
-  // Causal: rows before the owned ones are keys only, owned rows are queries; without scores they add nothing.
-  const int begin = call.causal && !terms.scores ? first / COLUMNS : 0;
-  const int count = (head.length + COLUMNS - 1) / COLUMNS;
+  const uint64_t seed = seed_of(call);
+  const Span tiles = tiles_of(partners_of(call.mask, block, head.length, terms.scores), COLUMNS);
+  const Span own = {row, row + 16 * ROWS16};
   const auto stage = [&](int n) { return others_at<T, DIM>(stages + n % 2 * others_bytes<DIM>(COLUMNS), COLUMNS); };
-  load_others<T, DIM>(stage(begin), call, head, w, g, begin * COLUMNS, COLUMNS);
+  load_others<T, DIM>(stage(tiles.first), call, head, w, g, tiles.first * COLUMNS, COLUMNS);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
-  for (int n = begin; n < count; ++n) {
-    if (n + 1 < count) load_others<T, DIM>(stage(n + 1), call, head, w, g, (n + 1) * COLUMNS, COLUMNS);
+  for (int n = tiles.first; n < tiles.stop; ++n) {
+    if (n + 1 < tiles.stop) load_others<T, DIM>(stage(n + 1), call, head, w, g, (n + 1) * COLUMNS, COLUMNS);
     cp_async_commit();
     if (row < head.length) {
       const Others<T> tile = stage(n);
@@ -28,12 +27,10 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
       for (int part = 0; part < COLUMNS; part += 16) {
         const int other = n * COLUMNS + part;
         if (other >= head.length) break;
-        Roles roles = {true, true, mask != nullptr || other + 16 > head.length};
-        if (call.causal) {
-          roles.key = other + 16 > row;
-          roles.query = other < row + 16 * ROWS16 && terms.scores;
-          roles.masked = roles.masked || (roles.key && other < row + 16 * ROWS16);
-        }
+        const Span others = {other, other + 16};
+        Roles roles = {meets(call.mask, others, own), terms.scores && meets(call.mask, own, others),
+                       mask != nullptr || others.stop > head.length};
+        roles.masked |= (roles.key && cuts(call.mask, others, own)) || (roles.query && cuts(call.mask, own, others));
         if (!roles.key && !roles.query) continue;
         const Others<T> rows = {tile.w + part * DIM, tile.g + part * DIM, tile.lse + part, tile.shift + part};
         gradient.add_rows(call, head, mask, seed, rows, row, other, terms, roles);
@@ -49,15 +46,14 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered<T>(call, head, block, call.dw, nullptr);
+  clear_uncovered(call, head, block, call.dw, nullptr);
   const int first = block * rows;
   if (first >= head.length) return;
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
   const View<const T> w = head.view<const T>(call, call.w);
   const View<const T> g = head.view<const T>(call, call.g);
-  const bool* const mask =
-      call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
+  const bool* const mask = head.keep(call);
   // Derived again: read from `call`, they cost 9 registers on sm_80 in heads of 256 channels.
   const bool values = call.values, products = values && !call.select;
   const bool scores = products || call.dlse != nullptr;
@@ -70,33 +66,26 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   Gradient<T, DIM, ROWS16, HELD> gradient;
   gradient.w.load(own_w + warp_rows * DIM);
   gradient.g.load(own_g + warp_rows * DIM);
-#pragma unroll
-  for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Rows past the end are zeros in the tile, and their results are not stored: any index in range will do here.
-      const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
-      gradient.base[m][half] = base_of(call.lse[head.row + j]);
-      gradient.shift[m][half] = call.delta[head.row + j];
-      if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
-    }
-  }
+  unroll<ROWS16, 2>([&](int m, int half) {
+    // Rows past the end are zeros in the tile, and their results are not stored: any index in range will do here.
+    const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
+    gradient.base[m][half] = base_of(call.lse[head.row + j]);
+    gradient.shift[m][half] = call.delta[head.row + j];
+    if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
+  });
   // A threshold used as a weight would be rounded. As a factor of a sum it is exact. So sum the selected rows first,
   // apart from the other terms.
   const bool apart = call.select && values;
   Terms terms = {values, scores && !apart, products, apart};
   while (true) {
-    walk<COLUMNS>(gradient, stages, call, head, w, g, mask, first, row, terms);
+    walk<COLUMNS>(gradient, stages, call, head, w, g, mask, {first, first + rows}, row, terms);
     if (!terms.select) break;
     gradient.multiply(call.threshold);
     if (!scores) break;
     terms = {false, true, false, false};
   }
   if (row >= head.length) return;
-#pragma unroll
-  for (int m = 0; m < ROWS16; ++m) {
-    round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f);
-  }
+  unroll<ROWS16>([&](int m) { round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f); });
   __syncwarp();
   store_tile<T, DIM>(head.view<T>(call, call.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length, call.access);
 }

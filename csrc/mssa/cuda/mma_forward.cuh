@@ -3,7 +3,6 @@
 #pragma once
 
 #include "mma_rows.cuh"
-#include "space.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -12,30 +11,25 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered<T>(call, head, block, call.out, call.lse);
-  // Start the longest causal rows first: if they started last, the launch would wait for them.
-  const int first = (call.causal ? call.blocks - 1 - block : block) * rows;
+  clear_uncovered(call, head, block, call.out, call.lse);
+  const int first = first_row(call, block, rows);
   if (first >= head.length) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
   const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> keys = head.view<const T>(call, call.keys);
-  int before = 0, length = head.length;  // keys before the rows, and all keys
-  if (call.held != nullptr) {
-    const CacheSpace space = space_of(call.held[head.sequence], call.keep, head.sequence, call.seqlen, call.capacity);
-    before = space.held;
-    length = space.held + space.appended;
-  }
-  const int stop = call.causal ? min(before + first + rows, length) : length;
-  const int count = (stop + COLUMNS - 1) / COLUMNS;
-  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows, place = before + row;
-  const bool padded = call.keep != nullptr && call.held == nullptr;
-  const RowMask mask = {padded ? call.keep + static_cast<int64_t>(head.sequence) * call.seqlen : nullptr,
-                        call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed),
-                        call.scale == 0.0f ? 1.0f : fabsf(call.scale), length};
+  const View<const T> key_rows = head.view<const T>(call, call.keys);
+  const Keys keys(call, head);
+  const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows, place = keys.before + row;
+  const Span own_rows = {place, place + 16 * ROWS16};
+  const Span walk =
+      tiles_of(keys_of(call.mask, {keys.before + first, keys.before + first + rows}, keys.length), COLUMNS);
+  const RowMask mask = {keys.keep, seed_of(call), call.scale == 0.0f ? 1.0f : fabsf(call.scale), keys.length};
   const Sign sign(call.scale);
+  const auto load = [&](int n) {
+    load_tile<T, DIM>(tiles + n % 2 * COLUMNS * DIM, key_rows, COLUMNS, n * COLUMNS, keys.length, call.access);
+  };
   const auto load_first = [&] {
-    load_tile<T, DIM>(tiles, keys, COLUMNS, 0, length, call.access);
+    load(walk.first);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -47,17 +41,14 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   RowState<T, DIM, ROWS16> state;
   Pass pass = call.select ? Pass::statistics : Pass::online;
   while (true) {
-    for (int n = 0; n < count; ++n) {
-      const int key = n * COLUMNS;
-      if (n + 1 < count) {
-        T* const next = tiles + (n + 1) % 2 * COLUMNS * DIM;
-        load_tile<T, DIM>(next, keys, COLUMNS, key + COLUMNS, length, call.access);
-      }
+    for (int n = walk.first; n < walk.stop; ++n) {
+      if (n + 1 < walk.stop) load(n + 1);
       cp_async_commit();
-      if (row < head.length && !(call.causal && key >= place + 16 * ROWS16)) {
-        const bool masked = padded || key + COLUMNS > length || (call.causal && key + COLUMNS - 1 > place);
-        attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {place, key}, masked,
-                             pass);
+      const Span tile = {n * COLUMNS, n * COLUMNS + COLUMNS};
+      if (row < head.length && meets(call.mask, own_rows, tile)) {
+        const bool masked = keys.keep != nullptr || tile.stop > keys.length || cuts(call.mask, own_rows, tile);
+        attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {place, tile.first},
+                             masked, pass);
       }
       cp_async_wait<0>();
       __syncthreads();

@@ -43,14 +43,10 @@ struct PairRange<fp16> {
 template <class T, int DIM>
 CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row, int length, float2* extremes) {
   float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8
-#pragma unroll
-  for (int k = 0; k < DIM / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 w = unpack_pair<T>(own.held[0][k][i]);
-      (i % 2 == 0 ? upper : lower) += w.x * w.x + w.y * w.y;
-    }
-  }
+  unroll<DIM / 16, 4>([&](int k, int i) {
+    const float2 w = unpack_pair<T>(own.held[0][k][i]);
+    (i % 2 == 0 ? upper : lower) += w.x * w.x + w.y * w.y;
+  });
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = blockDim.x / kWarp;
   upper = 0.5f * scale * row_sum(upper), lower = 0.5f * scale * row_sum(lower);
   // fminf and fmaxf hide a NaN but not infinity, which is also out of range.
@@ -80,31 +76,21 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
   for (int k = 0; k < DIM / 16; ++k) {
     uint32_t b[2][2];
     right_transposed<DIM>(b, tile, k);
-    mma_16816<T>(s[0], own.held[0][k], b[0]);
-    mma_16816<T>(s[1], own.held[0][k], b[1]);
+    add_pair<T>(s[0], s[1], own.held[0][k], b);
   }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool there = row + g + e / 2 * 8 < length && column + 8 * n + 2 * t + e % 2 < length;
-      s[n][e] = there ? weight(s[n][e], scale, shift) : 0.0f;
-    }
-  }
+  unroll<2, 4>([&](int n, int e) {
+    const bool there = row + g + e / 2 * 8 < length && column + 8 * n + 2 * t + e % 2 < length;
+    s[n][e] = there ? weight(s[n][e], scale, shift) : 0.0f;
+  });
   pack_left<T>(p, s[0], s[1]);
 }
 
 // Adds p w, and p's row sums: every column of p's product with ones.
 template <class T, int DIM>
-CRATE_DEVICE void add_weighted(RowState<T, DIM, 1>& state, float (&sums)[4], const uint32_t (&p)[4], const T* tile) {
+CRATE_DEVICE void add_weighted(RowState<T, DIM, 1>& state, float (&sums)[4], const uint32_t (&p)[1][4], const T* tile) {
   const uint32_t one = pack_pair<T>(1.0f, 1.0f), ones[2] = {one, one};
-  mma_16816<T>(sums, p, ones);
-#pragma unroll
-  for (int k = 0; k < DIM / 16; ++k) {
-    uint32_t b[2][2];
-    right<DIM>(b, tile, k);
-    add_product<T, DIM>(state.acc[0], p, b, k);
-  }
+  mma_16816<T>(sums, p[0], ones);
+  add_rows<T, DIM>(state.acc, p, tile);
 }
 
 template <class T, int DIM>
@@ -119,28 +105,27 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
     T* const weights = exchange + step % 2 * kMostTiles * 256;
     if (meets(i, step)) {
       const int j = (i + step) % count;
-      uint32_t p[4];
-      pair_weights<T, DIM>(p, own, tiles + j * 16 * DIM, scale, shift, 16 * i, 16 * j, length);
+      uint32_t p[1][4];
+      pair_weights<T, DIM>(p[0], own, tiles + j * 16 * DIM, scale, shift, 16 * i, 16 * j, length);
       add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        memcpy(weights + i * 256 + tile_offset<16>(lane / 4 + n % 2 * 8, n / 2) + lane % 4 * 2, &p[n], sizeof p[n]);
-      }
+      unroll<4>([&](int n) {
+        memcpy(weights + i * 256 + tile_offset<16>(lane / 4 + n % 2 * 8, n / 2) + lane % 4 * 2, &p[0][n],
+               sizeof p[0][n]);
+      });
     }
     if (step == 0) continue;  // a tile is paired with itself once
     __syncthreads();
     const int j = (i + count - step) % count;
     if (meets(j, step)) {
-      uint32_t p[4];
-      left_transposed<16>(p, weights + j * 256, 0);
+      uint32_t p[1][4];
+      left_transposed<16>(p[0], weights + j * 256, 0);
       add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  unroll<2>([&](int half) {
     state.sum[0][half] = sums[2 * half];
     state.largest[0][half] = shift;
-  }
+  });
 }
 
 template <class T, int DIM>

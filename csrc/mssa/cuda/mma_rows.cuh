@@ -21,16 +21,11 @@ struct RowState {
   float largest[ROWS16][2], sum[ROWS16][2] = {};
 
   CRATE_DEVICE RowState() {
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) largest[m][0] = largest[m][1] = -INFINITY;
+    unroll<ROWS16>([&](int m) { largest[m][0] = largest[m][1] = -INFINITY; });
   }
 
   CRATE_DEVICE void finish_sums() {
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] = row_sum(sum[m][half]);
-    }
+    unroll<ROWS16, 2>([&](int m, int half) { sum[m][half] = row_sum(sum[m][half]); });
   }
 };
 
@@ -54,22 +49,15 @@ CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem&
   // Branch-free: masked tiles are rare, but in one, many columns are masked.
   uint32_t kept_keys = ~0u;
   if (mask.keep != nullptr) kept_keys = key_bits<COLUMNS>(mask.keep, place.key, mask.length);
-#pragma unroll
-  for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = place.row + 16 * m + g + 8 * half;
-      const int stop = (call.causal ? min(mask.length, row + 1) : mask.length) - place.key - 2 * t;
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool seen = (8 * n + e < stop) & (kept_keys >> (2 * n + e));
-          s[m][n][2 * half + e] = seen ? s[m][n][2 * half + e] : -INFINITY;
-        }
-      }
-    }
-  }
+  unroll<ROWS16, 2>([&](int m, int half) {
+    // Positions from the lane's first key on.
+    const int first = place.key + 2 * t, length = mask.length - first, row = place.row + 16 * m + g + 8 * half - first;
+    unroll<COLUMNS / 8, 2>([&](int n, int e) {
+      const int key = 8 * n + e;
+      const bool seen = (key < length) & sees(call.mask, row, key) & (kept_keys >> (2 * n + e));
+      s[m][n][2 * half + e] = seen ? s[m][n][2 * half + e] : -INFINITY;
+    });
+  });
 }
 
 // Sign of the scale, moved into the left operand: its sign bits are flipped, or, for 0, all bits cleared.
@@ -79,8 +67,7 @@ struct Sign {
   explicit CRATE_DEVICE Sign(float scale) : keep(scale == 0.0f ? 0 : ~0u), flip(scale < 0.0f ? 0x80008000u : 0) {}
 
   CRATE_DEVICE void apply(uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = (a[i] & keep) ^ flip;
+    unroll<4>([&](int i) { a[i] = (a[i] & keep) ^ flip; });
   }
 };
 
@@ -93,84 +80,57 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
 #pragma unroll(HELD ? DIM / 16 : 4)
   for (int k = 0; k < DIM / 16; ++k) {
     uint32_t a[ROWS16][4];
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) {
+    unroll<ROWS16>([&](int m) {
       own.get(a[m], m, k);
       sign.apply(a[m]);
-    }
+    });
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
       uint32_t b[2][2];
       right_transposed<DIM>(b, tile + n * 16 * DIM, k);
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) {
-        mma_16816<T>(s[m][2 * n], a[m], b[0]);
-        mma_16816<T>(s[m][2 * n + 1], a[m], b[1]);
-      }
+      unroll<ROWS16>([&](int m) { add_pair<T>(s[m][2 * n], s[m][2 * n + 1], a[m], b); });
     }
   }
   if (masked) mask_scores<ROWS16, COLUMNS>(s, call, mask, place);
-#pragma unroll
-  for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float before = state.largest[m][half];
-      float top = before;
-      if (pass != Pass::select) {
-        float most = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        top = fmaxf(before, row_max(most) * mask.scale);
-        state.largest[m][half] = top;
-      }
-      // Without a key so far, any finite base makes the weights 0 instead of NaN.
-      const float base = top == -INFINITY ? 0.0f : top;
-      if (pass != Pass::select) {
-        const float shrink = weight(before, 1.0f, base);
-        state.sum[m][half] *= shrink;
-#pragma unroll
-        for (int n = 0; n < DIM / 8; ++n) {
-          state.acc[m][n][2 * half] *= shrink;
-          state.acc[m][n][2 * half + 1] *= shrink;
-        }
-      }
-      const float level = call.threshold * state.sum[m][half];
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const float p = weight(s[m][n][e], mask.scale, base);
-          // Compare with threshold * sum: a division could round an equal probability above the threshold.
-          s[m][n][e] = pass == Pass::select ? (p > level ? 1.0f : 0.0f) : p;
-          if (pass != Pass::select) state.sum[m][half] += p;
-        }
-      }
+  unroll<ROWS16, 2>([&](int m, int half) {
+    const float before = state.largest[m][half];
+    float top = before;
+    if (pass != Pass::select) {
+      float most = -INFINITY;
+      unroll<COLUMNS / 8>([&](int n) { most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1])); });
+      top = fmaxf(before, row_max(most) * mask.scale);
+      state.largest[m][half] = top;
     }
-  }
+    // Without a key so far, any finite base makes the weights 0 instead of NaN.
+    const float base = top == -INFINITY ? 0.0f : top;
+    if (pass != Pass::select) {
+      const float shrink = weight(before, 1.0f, base);
+      state.sum[m][half] *= shrink;
+      unroll<DIM / 8, 2>([&](int n, int e) { state.acc[m][n][2 * half + e] *= shrink; });
+    }
+    const float level = call.threshold * state.sum[m][half];
+    unroll<COLUMNS / 8, 2>([&](int n, int e) {
+      float& score = s[m][n][2 * half + e];
+      const float p = weight(score, mask.scale, base);
+      // Compare with threshold * sum: a division could round an equal probability above the threshold.
+      score = pass == Pass::select ? (p > level ? 1.0f : 0.0f) : p;
+      if (pass != Pass::select) state.sum[m][half] += p;
+    });
+  });
   if (pass == Pass::statistics) return;
   if (call.seed != nullptr) {
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) {
+    unroll<ROWS16>([&](int m) {
       const uint32_t bits = kept_bits<COLUMNS>(mask.seed, call, head, place.row + 16 * m, place.key, false);
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) {
+      unroll<COLUMNS / 2>([&](int i) {
         if (!(bits >> i & 1)) s[m][i / 4][i % 4] = 0.0f;
-      }
-    }
+      });
+    });
   }
-#pragma unroll
-  for (int n = 0; n < COLUMNS / 16; ++n) {
+  unroll<COLUMNS / 16>([&](int n) {
     uint32_t p[ROWS16][4];
-#pragma unroll
-    for (int m = 0; m < ROWS16; ++m) pack_left<T>(p[m], s[m][2 * n], s[m][2 * n + 1]);
-#pragma unroll
-    for (int k = 0; k < DIM / 16; ++k) {
-      uint32_t b[2][2];
-      right<DIM>(b, tile + n * 16 * DIM, k);
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) add_product<T, DIM>(state.acc[m], p[m], b, k);
-    }
-  }
+    unroll<ROWS16>([&](int m) { pack_left<T>(p[m], s[m][2 * n], s[m][2 * n + 1]); });
+    add_rows<T, DIM>(state.acc, p, tile + n * 16 * DIM);
+  });
 }
 
 // Writes out and lse of a warp's rows. `tile`, the warp's own, is scratch. Without a key, out is 0 and lse -inf.
@@ -179,20 +139,18 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
                               int row) {
   const int lane = threadIdx.x % kWarp;
   __syncwarp();
-#pragma unroll
-  for (int m = 0; m < ROWS16; ++m) {
+  unroll<ROWS16>([&](int m) {
     float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    unroll<2>([&](int half) {
       const float sum = state.sum[m][half];
       const int at = row + 16 * m + lane / 4 + 8 * half;
       factor[half] = sum == 0.0f ? 0.0f : call.keep_factor * (call.select ? call.threshold : 1.0f / sum);
       if (lane % 4 == 0 && at < head.length && call.lse != nullptr) {
         call.lse[head.row + at] = sum == 0.0f ? -INFINITY : state.largest[m][half] + logf(sum);
       }
-    }
+    });
     round_rows<T, DIM>(tile + m * 16 * DIM, state.acc[m], factor[0], factor[1]);
-  }
+  });
   __syncwarp();
   store_tile<T, DIM>(head.view<T>(call, call.out), tile, 16 * ROWS16, row, head.length, call.access);
 }

@@ -12,6 +12,12 @@ namespace crate_kernels::mssa {
 
 constexpr int kShiftWarps = 4;
 
+// Writes shift of row i, if it exists.
+CRATE_DEVICE void put_shift(const Problem& call, const Head& head, int i, float delta) {
+  const int64_t at = head.row + i;
+  if (i < head.length) call.delta[at] = call.dlse == nullptr ? delta : delta - call.dlse[at];
+}
+
 // Writes shift of every row. A warp reads 16 rows of g and of out once. With phi = "threshold", shift has no term with
 // g.
 //
@@ -41,22 +47,18 @@ CRATE_DEVICE void shift_rows(const Problem& call) {
     };
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
       uint32_t a[4], b[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      unroll<4>([&](int i) {
         a[i] = pair(g, row + i % 2 * 8, c + i / 2 * 8);
         b[i] = pair(out, row + i % 2 * 8, c + i / 2 * 8);
-      }
+      });
       const uint32_t first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
       mma_16816<T>(upper, a, first);
       mma_16816<T>(lower, a, second);
     }
   }
   if (t != r / 2) return;
-  const auto write = [&](int i, float sum) {
-    if (i < head.length) call.delta[head.row + i] = call.dlse == nullptr ? sum : sum - call.dlse[head.row + i];
-  };
-  write(row, r % 2 == 0 ? upper[0] : upper[1]);
-  write(row + 8, r % 2 == 0 ? lower[2] : lower[3]);
+  put_shift(call, head, row, r % 2 == 0 ? upper[0] : upper[1]);
+  put_shift(call, head, row + 8, r % 2 == 0 ? lower[2] : lower[3]);
 }
 
 template <class T>
@@ -86,16 +88,16 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   T* const tile = own_g + kRows * DIM;
   const View<const T> w = head.view<const T>(call, call.w);
   const View<const T> g = head.view<const T>(call, call.g);
-  const bool* const keep =
-      call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(head.sequence) * call.seqlen;
-  const uint64_t seed = static_cast<uint64_t>(*call.seed);
+  const bool* const keep = head.keep(call);
+  const uint64_t seed = seed_of(call);
   const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;
   const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   load_tile<T, DIM>(own_w, w, kRows, first, head.length, call.access);
   load_tile<T, DIM>(own_g, g, kRows, first, head.length, call.access);
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, delta[2] = {};
-  const int stop = call.causal ? min(first + kRows, head.length) : head.length;
-  for (int key = 0; key < stop; key += kShiftColumns) {
+  const Span walk = tiles_of(keys_of(call.mask, {first, first + kRows}, head.length), kShiftColumns);
+  for (int n = walk.first; n < walk.stop; ++n) {
+    const int key = n * kShiftColumns;
     __syncthreads();
     load_tile<T, DIM>(tile, w, kShiftColumns, key, head.length, call.access);
     cp_async_commit();
@@ -108,46 +110,38 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
       uint32_t a[4], b[2][2];
       right_transposed<DIM>(b, tile, k);
       left<DIM>(a, own_w + warp_row * DIM, k);
-      mma_16816<T>(s[0], a, b[0]);
-      mma_16816<T>(s[1], a, b[1]);
+      add_pair<T>(s[0], s[1], a, b);
       left<DIM>(a, own_g + warp_row * DIM, k);
-      mma_16816<T>(d[0], a, b[0]);
-      mma_16816<T>(d[1], a, b[1]);
+      add_pair<T>(d[0], d[1], a, b);
     }
     const uint32_t kept_keys = keep == nullptr ? ~0u : key_bits<kShiftColumns>(keep, key, head.length);
     const uint32_t kept = kept_bits<kShiftColumns>(seed, call, head, row, key, false);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int last = call.causal ? min(head.length - 1, row + r + 8 * half) : head.length - 1;
+    unroll<2>([&](int half) {
+      const int query = row + r + 8 * half;
       float score[4], most = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool seen = (key + i / 2 * 8 + 2 * t + i % 2 <= last) & (kept_keys >> i);
+      unroll<4>([&](int i) {
+        const int j = key + i / 2 * 8 + 2 * t + i % 2;
+        const bool seen = (j < head.length) & sees(call.mask, query, j) & (kept_keys >> i);
         score[i] = seen ? __fmul_rn(s[i / 2][i % 2 + 2 * half], call.scale) : -INFINITY;
         most = fmaxf(most, score[i]);
-      }
+      });
       const float before = largest[half], top = fmaxf(before, row_max(most)), base = top == -INFINITY ? 0.0f : top;
       const float shrink = weight(before, 1.0f, base);
       largest[half] = top;
       sum[half] *= shrink;
       delta[half] *= shrink;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      unroll<4>([&](int i) {
         const float p = weight(score[i], 1.0f, base);
         sum[half] += p;
         const bool there = kept >> (i / 2 * 4 + i % 2 + 2 * half) & 1;
         if (there) delta[half] += p * __fmul_rn(d[i / 2][i % 2 + 2 * half], call.keep_factor);
-      }
-    }
+      });
+    });
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  unroll<2>([&](int half) {
     const float total = row_sum(sum[half]), product = row_sum(delta[half]);
-    const int i = row + r + 8 * half;
-    if (t != 0 || i >= head.length) continue;
-    const float shift = total == 0.0f ? 0.0f : product / total;
-    call.delta[head.row + i] = call.dlse == nullptr ? shift : shift - call.dlse[head.row + i];
-  }
+    if (t == 0) put_shift(call, head, row + r + 8 * half, total == 0.0f ? 0.0f : product / total);
+  });
 }
 
 template <class T, int DIM>

@@ -26,13 +26,6 @@ constexpr __host__ __device__ __forceinline__ int tile_offset(int row, int chunk
   return row * DIM + (chunk ^ ((row >> (3 - kBits)) & ((1 << kBits) - 1))) * kHalves;
 }
 
-// One head of a tensor, from its first token on; strides in elements.
-template <class T>
-struct View {
-  T* data;
-  int64_t row, channel;
-};
-
 // Copies rows [first, first + rows) into a tile asynchronously; rows from `length` on become zeros.
 template <class T, int DIM>
 CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int first, int length, const Access& access) {
@@ -54,10 +47,9 @@ CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int fi
     const int channels = first + row < length ? min(access.head_dim - chunk * kHalves, kHalves) : 0;
     const T* const at = from.data + (first + row) * from.row + chunk * kHalves * from.channel;
     Pack<T> pack = {};
-#pragma unroll
-    for (int c = 0; c < kHalves; ++c) {
+    unroll<kHalves>([&](int c) {
       if (c < channels) pack.at[c] = at[c * from.channel];
-    }
+    });
     store_pack(tile + tile_offset<DIM>(row, chunk), pack);
   }
 }
@@ -123,29 +115,34 @@ struct Own {
   CRATE_DEVICE void load(const T* from) {
     tile = from;
     if constexpr (HELD) {
-#pragma unroll
-      for (int m = 0; m < ROWS16; ++m) {
-#pragma unroll
-        for (int k = 0; k < DIM / 16; ++k) left<DIM>(held[m][k], tile + m * 16 * DIM, k);
-      }
+      unroll<ROWS16, DIM / 16>([&](int m, int k) { left<DIM>(held[m][k], tile + m * 16 * DIM, k); });
     }
   }
 
   CRATE_DEVICE void get(uint32_t (&a)[4], int m, int k) const {
     if constexpr (HELD) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = held[m][k][i];
+      unroll<4>([&](int i) { a[i] = held[m][k][i]; });
     } else {
       left<DIM>(a, tile + m * 16 * DIM, k);
     }
   }
 };
 
+// first, second += a times the two operands of `right` or `right_transposed`.
+template <class T>
+CRATE_DEVICE void add_pair(float (&first)[4], float (&second)[4], const uint32_t (&a)[4], const uint32_t (&b)[2][2]) {
+  mma_16816<T>(first, a, b[0]);
+  mma_16816<T>(second, a, b[1]);
+}
+
 // acc += p w for 16 rows of w. p is packed: two products side by side.
-template <class T, int DIM>
-CRATE_DEVICE void add_product(float (&acc)[DIM / 8][4], const uint32_t (&p)[4], const uint32_t (&b)[2][2], int k) {
-  mma_16816<T>(acc[2 * k], p, b[0]);
-  mma_16816<T>(acc[2 * k + 1], p, b[1]);
+template <class T, int DIM, int ROWS16>
+CRATE_DEVICE void add_rows(float (&acc)[ROWS16][DIM / 8][4], const uint32_t (&p)[ROWS16][4], const T* tile) {
+  unroll<DIM / 16>([&](int k) {
+    uint32_t b[2][2];
+    right<DIM>(b, tile, k);
+    unroll<ROWS16>([&](int m) { add_pair<T>(acc[m][2 * k], acc[m][2 * k + 1], p[m], b); });
+  });
 }
 
 // Two products side by side, rounded, as left operand.
@@ -161,13 +158,12 @@ CRATE_DEVICE void pack_left(uint32_t (&a)[4], const float (&first)[4], const flo
 template <class T, int DIM>
 CRATE_DEVICE void round_rows(T* tile, const float (&acc)[DIM / 8][4], float upper, float lower) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < DIM / 8; ++n) {
+  unroll<DIM / 8>([&](int n) {
     const uint32_t a = pack_pair<T>(acc[n][0] * upper, acc[n][1] * upper);
     const uint32_t b = pack_pair<T>(acc[n][2] * lower, acc[n][3] * lower);
     memcpy(tile + tile_offset<DIM>(g, n) + 2 * t, &a, sizeof a);
     memcpy(tile + tile_offset<DIM>(g + 8, n) + 2 * t, &b, sizeof b);
-  }
+  });
 }
 
 // The sum or the maximum over the four lanes that share a row of a product.

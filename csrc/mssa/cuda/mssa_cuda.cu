@@ -15,7 +15,7 @@ constexpr int kPairsDim = 64;
 
 // The pair form has one block per head: use it only if every multiprocessor gets one.
 bool takes_pairs(const Problem& call, int32_t device) {
-  const bool simple = call.scale > 0.0f && !call.select && !call.causal && call.keep == nullptr &&
+  const bool simple = call.scale > 0.0f && !call.select && hides_none(call.mask) && call.keep == nullptr &&
                       call.cu_seqlens == nullptr && call.seed == nullptr;
   const int64_t heads = static_cast<int64_t>(call.sequences) * call.nheads;
   return simple && call.seqlen <= 16 * kMostTiles && call.access.head_dim <= kPairsDim &&
@@ -79,17 +79,16 @@ bool tensor_cores_take(const Problem& call, int32_t device) {
 }
 
 // Attends to the tokens themselves, or to a cache.
-void attend(const Tensor& w, const MssaCall& call, const Cache* cache, const Tensor& out, const Tensor& lse) {
-  if (out.numel() == 0) return;
-  const int32_t device = w.get_device_index();
-  const OnDevice guard(device);
-  Problem problem = problem_of(w, call, cache, out, lse);
+void attend(Problem problem, int32_t device) {
   if (tensor_cores_take(problem, device)) return launch_forward(problem, device);
   plain::forward(problem, device);
 }
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
-  attend(w, call, nullptr, out, lse);
+  if (out.numel() == 0) return;
+  const int32_t device = w.get_device_index();
+  const OnDevice guard(device);
+  attend(problem_of(w, call, nullptr, out, lse), device);
 }
 
 // `delta` is scratch of the size of lse.
@@ -107,12 +106,14 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse,
             std::optional<Tensor> part, std::optional<Tensor> statistics) {
   if (out.numel() == 0) return;
-  const OnDevice guard(w.get_device_index());
+  const int32_t device = w.get_device_index();
+  const OnDevice guard(device);
   const Cache cache = {data, lengths};
-  if (part.has_value()) return decoding::step(w, cache, call, out, lse, *part, *statistics);
-  decoding::append(w, cache, call);
-  attend(w, call.attention(), &cache, out, lse);
-  decoding::advance(w, cache, call);
+  const Problem problem = problem_of(w, call.attention(), &cache, out, lse);
+  if (part.has_value()) return decoding::step(problem, *part, *statistics, device);
+  decoding::append(problem, device);
+  attend(problem, device);
+  decoding::advance(problem, device);
 }
 
 }  // namespace

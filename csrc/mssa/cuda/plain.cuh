@@ -8,12 +8,9 @@
 // registers. Wider heads are cut into groups of chunks. Each group has its own blocks, which compute the scores again.
 #pragma once
 
-#include "../../common/cuda/device.cuh"
-#include "../../common/cuda/philox.cuh"
-#include "problem.cuh"
+#include "head.cuh"
 
-namespace crate_kernels {
-namespace plain {
+namespace crate_kernels::plain {
 
 constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunk = 64;
 constexpr int kPart = 4;                 // rows and columns per thread
@@ -24,7 +21,7 @@ constexpr int kWeightPitch = kTile + 8;  // floats between rows of weights in sh
 constexpr int kPitch = kChunk + 4;               // floats between staged rows: odd in units of 16 bytes
 constexpr int kColumns = kChunk / kColumnLanes;  // per thread, of a chunk of the output
 
-using mssa::Problem;
+using mssa::Head, mssa::Keys, mssa::Problem, mssa::Span;
 
 // The part of the problem that a block computes. Groups vary fastest.
 struct Place {
@@ -36,33 +33,6 @@ CRATE_DEVICE Place place_of(const Problem& c) {
   return {rows / c.blocks, rows % c.blocks, static_cast<int>(blockIdx.x) % c.groups};
 }
 
-// One head of one sequence: its first row if packed, and its number of rows.
-struct Head {
-  int batch, head, length;
-  int64_t first;
-};
-
-CRATE_DEVICE int64_t clamped_offset(const Problem& c, int index) {
-  const int64_t offset = c.cu_seqlens[index];
-  return offset < 0 ? 0 : offset > c.total ? c.total : offset;
-}
-
-CRATE_DEVICE Head head_of(const Problem& c, int index) {
-  Head h = {index / c.nheads, index % c.nheads, c.seqlen, 0};
-  if (c.cu_seqlens != nullptr) {
-    h.first = clamped_offset(c, h.batch);
-    const int64_t length = clamped_offset(c, h.batch + 1) - h.first;
-    h.length = static_cast<int>(length < 0 ? 0 : length > c.seqlen ? c.seqlen : length);
-  }
-  return h;
-}
-
-// Offset of a head in lse, delta and dlse, which have one number per row.
-CRATE_DEVICE int64_t number_of(const Problem& c, const Head& h) {
-  return c.cu_seqlens != nullptr ? static_cast<int64_t>(h.head) * c.total + h.first
-                                 : (static_cast<int64_t>(h.batch) * c.nheads + h.head) * c.seqlen;
-}
-
 // The rows of one head.
 struct HeadRows {
   char* data;
@@ -71,9 +41,7 @@ struct HeadRows {
 };
 
 CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
-  const int64_t offset = (c.cu_seqlens != nullptr ? 0 : h.batch * t.batch) + h.head * t.head + h.first * t.row;
-  return {static_cast<char*>(t.data) + offset * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
+  return {static_cast<char*>(t.data) + h.offset(c, t) * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
 }
 
-}  // namespace plain
-}  // namespace crate_kernels
+}  // namespace crate_kernels::plain

@@ -11,8 +11,7 @@
 
 #include "plain_delta.cuh"
 
-namespace crate_kernels {
-namespace plain {
+namespace crate_kernels::plain {
 
 constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
 
@@ -24,7 +23,7 @@ struct Numbers {
 
 CRATE_DEVICE Numbers numbers_of(const Problem& c, const Head& h, int row) {
   if (row >= h.length) return {INFINITY, 0.0f, 0.0f};
-  const int64_t n = number_of(c, h) + row;
+  const int64_t n = h.row + row;
   return {c.lse[n], c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
 }
 
@@ -37,38 +36,40 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   float* const weights = tile_g + kTile * kPitch;  // (kOwned, kTile), each warp its rows
 
   const Place place = place_of(c);
-  const Head h = head_of(c, place.head);
+  const Head h(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
-  if (place.group == 0) zero_uncovered(c, c.dw, nullptr, h, place.block);
+  if (place.group == 0) clear_uncovered(c, h, place.block, c.dw, nullptr);
   if (start >= h.length) return;
-  const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
+  const bool* const keep = h.keep(c);
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
   Numbers own[kPart];
   bool own_kept[kPart];
-#pragma unroll
-  for (int n = 0; n < kPart; ++n) {
+  unroll<kPart>([&](int n) {
     const int j = start + t.row_at(n);
     own[n] = numbers_of(c, h, j);
     own_kept[n] = j < h.length && (keep == nullptr || keep[j]);
-  }
+  });
   float acc[CHUNKS][kPart][kColumns] = {};
 
-  // Without a gradient of the scores, earlier rows add nothing: owned rows are not their keys.
-  for (int first = c.causal && !c.scores ? start : 0; first < h.length; first += kTile) {
+  // Without a gradient of the scores, owned rows are keys only.
+  const Span partners = partners_of(c.mask, {start, start + kOwned}, h.length, c.scores);
+  const int begin = partners.first / kTile * kTile;
+  for (int first = begin; first < partners.stop; first += kTile) {
     // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
     const int mine = start + t.warp_row;
-    const bool as_keys = mine < h.length && (!c.causal || first + kTile > mine);
-    const bool as_queries = c.scores && mine < h.length && (!c.causal || first < mine + kWarpRows);
+    const Span owned = {mine, mine + kWarpRows}, others = {first, first + kTile};
+    const bool as_keys = mine < h.length && meets(c.mask, others, owned);
+    const bool as_queries = c.scores && mine < h.length && meets(c.mask, owned, others);
     float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
     int staged = 0;
     for (; staged < chunks; ++staged) {
       const int channel = staged * kChunk, channels = channels_of(c, staged);
       __syncthreads();
-      if (CHUNKS > 1 || first == (c.causal && !c.scores ? start : 0)) {
+      if (CHUNKS > 1 || first == begin) {
         stage<kOwned>(c, own_w, w_at, start, h.length, channel);
         if (c.products) stage<kOwned>(c, own_g, g_at, start, h.length, channel);
       }
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       } else {
         add_products<false, true>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
       }
-      add_chunk(s, sum);
+      add_sum(s, sum);
     }
     --staged;
 
@@ -94,17 +95,15 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     if (as_keys || as_queries) {
       const uint32_t kept_p = as_keys ? keep_bits(c, h, start + t.row, first + t.column, false) : 0;
       const uint32_t kept_q = as_queries ? keep_bits(c, h, start + t.row, first + t.column, true) : 0;
-#pragma unroll
-      for (int b = 0; b < kPart; ++b) {
+      unroll<kPart>([&](int b) {
         const int i = first + t.column_at(b);
         const Numbers row = numbers_of(c, h, i);
         const bool row_kept = i < h.length && (keep == nullptr || keep[i]);
-#pragma unroll
-        for (int a = 0; a < kPart; ++a) {
+        unroll<kPart>([&](int a) {
           const int j = start + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
-          float p = own_kept[a] && (!c.causal || j <= i) ? expf(score - row.lse) : 0.0f;
-          const float q = as_queries && row_kept && (!c.causal || i <= j) ? expf(score - own[a].lse) : 0.0f;
+          float p = own_kept[a] && sees(c.mask, i, j) ? expf(score - row.lse) : 0.0f;
+          const float q = as_queries && row_kept && sees(c.mask, j, i) ? expf(score - own[a].lse) : 0.0f;
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           // Round the products as delta's are. Add dlse after the differences, which may be small.
@@ -113,11 +112,11 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           gw[a][b] = c.scale * (p * key + q * query);
           if (c.select) p = p > c.threshold ? c.threshold : 0.0f;
           s[a][b] = p * factor_p;
-        }
-      }
+        });
+      });
     }
 
-    const int count = h.length - first < kTile ? (h.length - first + 3) / 4 * 4 : kTile;
+    const int count = min((h.length - first + 3) / 4 * 4, kTile);
     if (CHUNKS > 1) __syncwarp();  // `second` overwrites the owned rows that the warp has read
     put_weights(weights, s, t);
     if (CHUNKS > 1) put_weights(second, gw, t);
@@ -141,11 +140,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
         __syncwarp();
       }
       if (c.scores) add_weighted(sum, second, tile_w, t, count);
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) acc[n][i][k] += sum[i][k];
-      }
+      add_sum(acc[n], sum);
     }
   }
 
@@ -153,5 +148,4 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   write_rows(c, own_w, rows_of(c, c.dw, h), acc, one, t, start, h.length, first_chunk);
 }
 
-}  // namespace plain
-}  // namespace crate_kernels
+}  // namespace crate_kernels::plain

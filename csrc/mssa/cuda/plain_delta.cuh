@@ -7,8 +7,7 @@
 
 #include "plain_forward.cuh"
 
-namespace crate_kernels {
-namespace plain {
+namespace crate_kernels::plain {
 
 constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
 constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
@@ -18,7 +17,7 @@ constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * k
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;
-  const Head h = head_of(c, blockIdx.x / c.blocks);
+  const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
   float delta = 0.0f;
@@ -34,11 +33,10 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
       float a[4], b[4];
       load4(g + threadIdx.x * kPitch + d, a);
       load4(out + threadIdx.x * kPitch + d, b);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) delta += a[k] * b[k];
+      unroll<4>([&](int k) { delta += a[k] * b[k]; });
     }
   }
-  if (threadIdx.x < kOwned && row < h.length) c.delta[number_of(c, h) + row] = delta;
+  if (threadIdx.x < kOwned && row < h.length) c.delta[h.row + row] = delta;
 }
 
 // s += w_j.w_i; as_key += w_j.g_i if KEY; as_query += g_j.w_i if QUERY. j: owned rows; i: rows of the tile.
@@ -49,26 +47,20 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
 #pragma unroll 1
   for (int c = 0; c < channels; c += 4) {
     float w[kPart][4], g[kPart][4], wi[kPart][4];
-#pragma unroll
-    for (int n = 0; n < kPart; ++n) {
+    unroll<kPart>([&](int n) {
       load4(own_w + t.row_at(n) * kPitch + c, w[n]);
       if (QUERY) load4(own_g + t.row_at(n) * kPitch + c, g[n]);
       load4(tile_w + t.column_at(n) * kPitch + c, wi[n]);
-    }
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) {
+    });
+    unroll<kPart>([&](int j) {
       float gi[4] = {};
       if (KEY) load4(tile_g + t.column_at(j) * kPitch + c, gi);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-          s[i][j] += w[i][k] * wi[j][k];
-          if (KEY) as_key[i][j] += w[i][k] * gi[k];
-          if (QUERY) as_query[i][j] += g[i][k] * wi[j][k];
-        }
-      }
-    }
+      unroll<4, kPart>([&](int k, int i) {
+        s[i][j] += w[i][k] * wi[j][k];
+        if (KEY) as_key[i][j] += w[i][k] * gi[k];
+        if (QUERY) as_query[i][j] += g[i][k] * wi[j][k];
+      });
+    });
   }
 }
 
@@ -77,21 +69,22 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Prob
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
   float* const tile = own_g + kOwned * kPitch;  // (kTile, kChunk)
-  const Head h = head_of(c, blockIdx.x / c.blocks);
+  const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned;
   if (start >= h.length) return;
-  const bool* const keep = c.keep != nullptr ? c.keep + static_cast<int64_t>(h.batch) * c.seqlen : nullptr;
+  const bool* const keep = h.keep(c);
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
-  const int stop = c.causal && start + kOwned < h.length ? start + kOwned : h.length;
+  const Span keys = keys_of(c.mask, {start, start + kOwned}, h.length);
+  const int begin = keys.first / kTile * kTile;
   const int chunks = (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
   Softmax row[kPart];
   float delta[kPart] = {};
-  for (int first = 0; first < stop; first += kTile) {
+  for (int first = begin; first < keys.stop; first += kTile) {
     float s[kPart][kPart] = {}, d[kPart][kPart] = {}, none[kPart][kPart] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
       __syncthreads();
-      if (chunks > 1 || first == 0) {
+      if (chunks > 1 || first == begin) {
         stage<kOwned>(c, own_w, w_at, start, h.length, chunk * kChunk);
         stage<kOwned>(c, own_g, g_at, start, h.length, chunk * kChunk);
       }
@@ -99,32 +92,26 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Prob
       __syncthreads();
       float sum[kPart][kPart] = {};
       add_products<false, true>(sum, none, d, own_w, own_g, tile, nullptr, t, channels_of(c, chunk));
-      add_chunk(s, sum);
+      add_sum(s, sum);
     }
     const uint32_t kept = keep_bits(c, h, start + t.row, first + t.column, true);
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) {
+    unroll<kPart>([&](int i) {
+      unroll<kPart>([&](int j) {
         const int key = first + t.column_at(j);
-        const bool allowed =
-            key < h.length && (keep == nullptr || keep[key]) && (!c.causal || key <= start + t.row_at(i));
-        s[i][j] = allowed ? scaled(s[i][j], c.scale) : -INFINITY;
-      }
+        const bool seen = key < h.length && (keep == nullptr || keep[key]) && sees(c.mask, start + t.row_at(i), key);
+        s[i][j] = seen ? scaled(s[i][j], c.scale) : -INFINITY;
+      });
       delta[i] *= weigh(s[i], row[i]);
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) {
+      unroll<kPart>([&](int j) {
         if (kept >> (kPart * i + j) & 1) delta[i] += s[i][j] * __fmul_rn(c.keep_factor, d[i][j]);
-      }
-    }
+      });
+    });
   }
-#pragma unroll
-  for (int i = 0; i < kPart; ++i) {
+  unroll<kPart>([&](int i) {
     const float sum = row_sum(row[i].sum), total = row_sum(delta[i]);
     const int query = start + t.row_at(i);
-    if (t.column == 0 && query < h.length) c.delta[number_of(c, h) + query] = sum == 0.0f ? 0.0f : total / sum;
-  }
+    if (t.column == 0 && query < h.length) c.delta[h.row + query] = sum == 0.0f ? 0.0f : total / sum;
+  });
 }
 
-}  // namespace plain
-}  // namespace crate_kernels
+}  // namespace crate_kernels::plain

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../call.h"
+#include "../mask.h"
 #include "rows.cuh"
 
 namespace crate_kernels::mssa {
@@ -12,7 +13,7 @@ struct Problem {
   float* delta;               // scratch of lse's size
   const float* dlse;          // of lse's size; null: no gradient
   const bool* keep;           // (sequences, seqlen); null: every key
-  const int32_t* held;        // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
+  int32_t* held;              // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
   const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
   const int64_t* seed;        // null: no dropout
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
@@ -21,8 +22,9 @@ struct Problem {
   Access access;
   Dtype dtype;
   float scale, threshold, keep_factor;
-  uint32_t drop_last;             // the largest Philox word that is dropped
-  bool causal, select;            // select: phi = "threshold"
+  uint32_t drop_last;  // the largest Philox word that is dropped
+  Mask mask;
+  bool select;                    // phi = "threshold"
   bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
 };
 
@@ -42,7 +44,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   if (cache != nullptr) {
     p.keys = rows_of(cache->data, false);
     p.access.wide = p.access.wide && p.keys.wide;
-    p.held = static_cast<const int32_t*>(cache->lengths.data_ptr());
+    p.held = static_cast<int32_t*>(cache->lengths.data_ptr());
     p.capacity = static_cast<int>(cache->data.size(2));
   }
   p.lse = lse.numel() > 0 ? static_cast<float*>(lse.data_ptr()) : nullptr;
@@ -57,7 +59,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   p.scale = static_cast<float>(call.scale);
   p.select = call.threshold.has_value();
   p.threshold = static_cast<float>(call.threshold.value_or(0.0));
-  p.causal = call.causal;
+  p.mask = call.mask;
   p.keep_factor = 1.0f;
   if (call.seed.has_value()) {
     p.keep_factor = call.keep_factor();

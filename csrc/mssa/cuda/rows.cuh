@@ -15,12 +15,21 @@ struct Rows {
   bool wide;  // every row is whole packs of 16 bytes
 };
 
-// Access to all tensors of a call. wide: in packs of 16 bytes, because all rows are whole packs.
 namespace mssa {
+
+// Access to all tensors of a call. wide: in packs of 16 bytes, because all rows are whole packs.
 struct Access {
   int head_dim;
   bool wide;
 };
+
+// One head of a tensor, from its first token on; strides in elements.
+template <class T>
+struct View {
+  T* data;
+  int64_t row, channel;
+};
+
 }  // namespace mssa
 
 // Packed tokens are (rows, heads, channels), others (batch, heads, rows, channels).

@@ -30,26 +30,24 @@ __global__ void tile_kernel(mssa::View<const T> w, mssa::View<const T> p, mssa::
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
-  float s[2][4] = {}, m[DIM / 8][4] = {}, c[DIM / 8][4] = {};
-  uint32_t a[4], b[2][2], straight[4], transposed[4];
-  left<16>(straight, weights, 0);
-  left_transposed<16>(transposed, weights, 0);
+  float s[2][4] = {}, m[1][DIM / 8][4] = {}, c[1][DIM / 8][4] = {};
+  uint32_t a[4], b[2][2], straight[1][4], transposed[1][4];
+  left<16>(straight[0], weights, 0);
+  left_transposed<16>(transposed[0], weights, 0);
   for (int k = 0; k < DIM / 16; ++k) {
     left<DIM>(a, tile, k);
     right_transposed<DIM>(b, tile, k);
-    mma_16816<T>(s[0], a, b[0]);
-    mma_16816<T>(s[1], a, b[1]);
-    right<DIM>(b, tile, k);
-    add_product<T, DIM>(m, straight, b, k);
-    add_product<T, DIM>(c, transposed, b, k);
+    add_pair<T>(s[0], s[1], a, b);
   }
+  add_rows<T, DIM>(m, straight, tile);
+  add_rows<T, DIM>(c, transposed, tile);
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;
     for (int n = 0; n < 2; ++n) scores[row * 16 + 8 * n + column] = s[n][i];
     for (int n = 0; n < DIM / 8; ++n) {
-      mixed[row * DIM + 8 * n + column] = m[n][i];
-      turned[row * DIM + 8 * n + column] = c[n][i];
+      mixed[row * DIM + 8 * n + column] = m[0][n][i];
+      turned[row * DIM + 8 * n + column] = c[0][n][i];
     }
   }
 }
