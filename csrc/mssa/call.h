@@ -42,13 +42,7 @@ struct MssaDecodeCall {
   bool need_lse;
 
   // The attention of the new tokens to the cache.
-  MssaCall attention() const {
-    MssaCall call;
-    call.key_padding_mask = key_padding_mask;
-    call.mask = mssa::cache_mask();
-    call.scale = scale;
-    return call;
-  }
+  MssaCall attention() const { return {key_padding_mask, {}, 0, {}, mssa::cache_mask(), scale, 0.0, {}}; }
 };
 
 template <>

@@ -145,6 +145,12 @@ class Backward : Head<T> {
 
   float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
 
+  GradientSide side(int block) const {
+    const int first = block * kTile;
+    return {dout_panels_ + panel_at(block), mass_panels_ + panel_at(block), delta_ + first,
+            head_.dlse == nullptr ? nullptr : dlse_ + first, mass_ + first};
+  }
+
   void pair(int i, int j) {
     const int rows = in_block(keys_.count, i), columns = in_block(keys_.count, j);
     Scores s = Base::pair_scores(i, j);
@@ -152,31 +158,19 @@ class Backward : Head<T> {
     compute_weights<T>(s, weights_);
     alignas(64) float scales[kTile];
     for (float& scale : scales) scale = static_cast<float>(p_.scale);
-    ScoreGradients g = {};
-    g.left_a = dout_panels_ + panel_at(i);
-    g.right_a = mass_panels_ + panel_at(j);
-    g.left_b = mass_panels_ + panel_at(i);
-    g.right_b = dout_panels_ + panel_at(j);
+    ScoreGradients g = {side(i), side(j)};
     g.words = words_;
     g.rows = rows;
     g.columns = columns;
     g.row_scale = scales;
     g.weights = exact();
-    g.row_delta = delta_ + i * kTile;
-    g.column_u = mass_ + j * kTile;
-    g.row_u = mass_ + i * kTile;
-    g.column_delta = delta_ + j * kTile;
-    if (head_.dlse != nullptr) {
-      g.row_dlse = dlse_ + i * kTile;
-      g.column_dlse = dlse_ + j * kTile;
-    }
     g.symmetric = i == j;
     compute_gradients<T>(g, gradients_);
-    accumulate<T, ByColumn>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i), mass_ + j * kTile,
-                            &gradients_, keys_rows_ + rows_at(i));
+    accumulate<T, Order::columns>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i),
+                                  mass_ + j * kTile, &gradients_, keys_rows_ + rows_at(i));
     if (i != j) {
-      accumulate<T, ByRow>(key_share(i), width_, rows, columns, weights_, dout_rows_ + rows_at(j), mass_ + i * kTile,
-                           &gradients_, keys_rows_ + rows_at(j));
+      accumulate<T, Order::rows>(key_share(i), width_, rows, columns, weights_, dout_rows_ + rows_at(j),
+                                 mass_ + i * kTile, &gradients_, keys_rows_ + rows_at(j));
     }
   }
 
@@ -248,15 +242,15 @@ class Backward : Head<T> {
       compute_weights<T>(s, weights_);
       ScoreGradients g = score_gradients(b, j);
       g.row_scale = residual;
-      g.row_delta = delta;
-      g.row_dlse = head_.dlse == nullptr ? nullptr : dlse;
+      g.row.delta = delta;
+      g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
-      accumulate<T, ByColumn>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr,
-                              scored ? &gradients_ : nullptr, query_rows);
+      accumulate<T, Order::columns>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr,
+                                    scored ? &gradients_ : nullptr, query_rows);
       if (!scored) continue;
-      accumulate<T, ByRow>(as_query, width_, b.count, columns, gradients_, keys_rows_ + rows_at(j), nullptr, nullptr,
-                           nullptr);
+      accumulate<T, Order::rows>(as_query, width_, b.count, columns, gradients_, keys_rows_ + rows_at(j), nullptr,
+                                 nullptr, nullptr);
     }
     for (int r = 0; r < b.count; ++r) {
       memcpy(shares_.as_query + static_cast<int64_t>(b.token[r]) * width_, as_query + r * width_,
@@ -268,14 +262,14 @@ class Backward : Head<T> {
   ScoreGradients score_gradients(const Block& b, int j) {
     if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
     ScoreGradients g = {};
-    g.left_a = dout_panels_;
-    g.right_a = key_panels_ + panel_at(j);
+    g.row.dout = dout_panels_;
+    g.column.w = key_panels_ + panel_at(j);
+    g.column.u = mass_ + j * kTile;
     g.words = p_.threshold ? 0 : words_;
     g.rows = b.count;
     g.columns = b.columns(j);
     g.weights = exact();
     g.dropout = p_.dropout ? dropout_ : nullptr;
-    g.column_u = mass_ + j * kTile;
     return g;
   }
 

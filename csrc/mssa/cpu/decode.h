@@ -2,8 +2,8 @@
 // cached row is read once for a whole group of new tokens, as key and as value.
 #pragma once
 
-#include "../../common/cpu/convert.h"
 #include "kernels.h"
+#include "operand.h"
 
 namespace {
 
@@ -73,9 +73,6 @@ struct DecodeQuery {
   }
 };
 
-CRATE_INLINE int padded_width(const MssaProblem& p) {
-  return static_cast<int>((p.head_dim + kLanes - 1) / kLanes * kLanes);
-}
 CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part, int64_t token) {
   return d.partial + (part * d.new_tokens + token) * crate_kernels::mssa_decode_size(p.head_dim);
 }
@@ -84,7 +81,7 @@ CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part,
 CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries, int part,
                                int parts) {
   const int64_t item = crate_kernels::itemsize(p.dtype);
-  const int width = padded_width(p);
+  const int width = padded_dim(p.head_dim);
   const float factor = static_cast<float>(p.scale * 1.4426950408889634);
   // fp32 rows of whole vectors need no staging.
   const bool direct = p.dtype == Dtype::f32 && d.keys.dim_stride == 1 && p.head_dim == width;
@@ -130,7 +127,7 @@ void mssa_decode(const MssaProblem& p, const MssaDecode& d, int part, int parts)
 }
 
 void mssa_decode_combine(const MssaProblem& p, const MssaDecode& d, int parts) {
-  const int width = padded_width(p);
+  const int width = padded_dim(p.head_dim);
   DecodeQuery q;
   for (int64_t token = 0; token < d.new_tokens; ++token) {
     q.reset(width);

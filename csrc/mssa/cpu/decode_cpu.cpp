@@ -1,12 +1,9 @@
 // The CPU op of decoding: append new tokens to a cache and attend over it. A head is one task, or several if there are
 // fewer heads than threads.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <vector>
 
-#include "../../common/cpu/parallel.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -60,14 +57,9 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     longest = std::max<int64_t>(longest, held[b]);
   }
 
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t wanted = heads == 0 || threads <= heads ? 1 : (threads + heads - 1) / heads;
-  const int64_t parts = std::clamp<int64_t>(longest / kLeastPart, 1, wanted);
+  const int64_t parts = std::clamp<int64_t>(longest / kLeastPart, 1, threads_per_head(heads));
   const int64_t partial_size = tokens * mssa_decode_size(p.head_dim);  // of one part of one head
-  const std::unique_ptr<float, decltype(&std::free)> partial(
-      parts == 1 ? nullptr : static_cast<float*>(std::aligned_alloc(64, heads * parts * partial_size * sizeof(float))),
-      &std::free);
-  STD_TORCH_CHECK(parts == 1 || partial != nullptr, "out of memory for the parts of ", heads, " heads");
+  const auto partial = allocate_parts(parts == 1 ? 0 : heads * parts * partial_size);
 
   const auto head = [&](int64_t i) {
     const int64_t b = i / nheads, h = i % nheads;
@@ -83,22 +75,16 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     return d;
   };
   const MssaKernels& k = kernels(p);
-  if (parts == 1) {
-    for_each_task(heads, [&](int64_t i, Arena&) {
-      const MssaDecode d = head(i);
-      append(sequences[i / nheads], d.w, d.keys, tokens, capacity, p);
-      k.decode(p, d, 0, 1);
-    });
-    return;
-  }
-  for (int64_t i = 0; i < heads; ++i) {
+  const auto append_to = [&](int64_t i) {
     const MssaDecode d = head(i);
     append(sequences[i / nheads], d.w, d.keys, tokens, capacity, p);
-  }
+  };
+  for (int64_t i = 0; parts > 1 && i < heads; ++i) append_to(i);
   for_each_task(heads * parts, [&](int64_t i, Arena&) {
+    if (parts == 1) append_to(i);
     k.decode(p, head(i / parts), static_cast<int>(i % parts), static_cast<int>(parts));
   });
-  for (int64_t i = 0; i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
+  for (int64_t i = 0; parts > 1 && i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
 }
 
 }  // namespace

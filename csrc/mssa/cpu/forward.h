@@ -77,11 +77,11 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
-    accumulate<T, ByColumn>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
-                            values_ + rows_at(i), nullptr, nullptr, nullptr);
+    accumulate<T, Order::columns>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
+                                  values_ + rows_at(i), nullptr, nullptr, nullptr);
     if (i != j) {
-      accumulate<T, ByRow>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, rows, columns, tile_,
-                           values_ + rows_at(j), nullptr, nullptr, nullptr);
+      accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, rows, columns, tile_,
+                                 values_ + rows_at(j), nullptr, nullptr, nullptr);
     }
   }
 
@@ -143,7 +143,8 @@ class Forward : Head<T> {
           transform_weights(p_, p_.dropout ? dropout_ : nullptr, b.count, tile_.by_row);
         }
       }
-      accumulate<T, ByRow>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr, nullptr);
+      accumulate<T, Order::rows>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr,
+                                 nullptr);
     }
     for (int r = 0; r < b.count; ++r) {
       const float total = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));

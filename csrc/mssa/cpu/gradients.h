@@ -5,21 +5,25 @@
 
 namespace {
 
-// The gradient of the products w_i . w_j:
-//   row_scale_i * weight * (dropout factor * a - column_u_j row_delta_i + b - row_u_i column_delta_j
-//                           + column_u_j row_dlse_i + row_u_i column_dlse_j),
-// where a and b are the two products of panels.
+// One side of a tile's gradients, rows or columns; null: absent.
+struct GradientSide {
+  const float *dout, *w;  // panels: of the gradient of out, and of w
+  const float *delta, *dlse;
+  const float* u;  // factor of the other side's delta and dlse
+};
+
+// The gradient of the products w_i . w_j of rows i and columns j:
+//   row_scale_i * weight * (dropout factor * dout_i . w_j - u_j delta_i + w_i . dout_j - u_i delta_j
+//                           + u_j dlse_i + u_i dlse_j).
+// Without column.dout, the terms with delta_j and dlse_j are absent too.
 struct ScoreGradients {
-  const float *left_a, *right_a, *left_b, *right_b;  // b null: one product
-  int words;                                         // 0: no product at all
+  GradientSide row, column;
+  int words;  // of a panel; 0: no product at all
   int rows, columns;
   const float* weights;  // kTile x kTile
   const float* row_scale;
   const float* dropout;  // null, or kTile x kTile factors
-  const float *row_delta, *column_u;
-  const float *row_u, *column_delta;    // null: no second term
-  const float *row_dlse, *column_dlse;  // null: no gradient of the lse
-  bool symmetric;                       // add by columns only
+  bool symmetric;        // add by columns only
 };
 
 template <class T>
@@ -28,24 +32,24 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
-    multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
+    multiply<T, kRows, kColumns, 1, kTile>(d, s.row.dout + r0, s.column.w + j0, kTile, s.words);
     const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
     // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
     for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
       if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
-      x -= load(s.column_u + j0 + v * kLanes) * s.row_delta[r0 + r];
+      x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
     });
-    if (s.left_b != nullptr) {
-      multiply<T, kRows, kColumns, 1, kTile>(d, s.left_b + r0, s.right_b + j0, kTile, s.words);
+    if (s.column.dout != nullptr) {
+      multiply<T, kRows, kColumns, 1, kTile>(d, s.row.w + r0, s.column.dout + j0, kTile, s.words);
       for_each_vector(
-          d, [&](Vf& x, int r, int v) CRATE_LAMBDA { x -= load(s.column_delta + j0 + v * kLanes) * s.row_u[r0 + r]; });
+          d, [&](Vf& x, int r, int v) CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
     }
     // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
     // be much smaller.
-    if (s.row_dlse != nullptr) {
+    if (s.row.dlse != nullptr) {
       for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
-        x += load(s.column_u + j0 + v * kLanes) * s.row_dlse[r0 + r];
-        if (s.left_b != nullptr) x += load(s.column_dlse + j0 + v * kLanes) * s.row_u[r0 + r];
+        x += load(s.column.u + j0 + v * kLanes) * s.row.dlse[r0 + r];
+        if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];
       });
     }
     for_each_vector(d, [&](Vf& x, int r, int v)
@@ -63,7 +67,7 @@ void add_deltas(const ScoreGradients& s, float* deltas) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
-    multiply<T, kRows, kColumns, 1, kTile>(d, s.left_a + r0, s.right_a + j0, kTile, s.words);
+    multiply<T, kRows, kColumns, 1, kTile>(d, s.row.dout + r0, s.column.w + j0, kTile, s.words);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       Vf total = load(deltas + (r0 + r) * kLanes);

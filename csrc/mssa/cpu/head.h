@@ -221,17 +221,22 @@ class Head {
     b.tiles = tiles_of(b.any, kTile);
   }
 
-  // Returns the scores of tile j of a block.
-  Scores row_scores(const Block& b, const float* queries, int j) const {
+  // The scores of `rows` queries and of the keys of block j.
+  Scores scores(const float* queries, int rows, int j, int columns) const {
     Scores s = {};
     s.query_panel = queries;
     s.key_panel = key_panels_ + panel_at(j);
     s.words = words_;
-    s.rows = b.count;
-    s.columns = b.columns(j);
+    s.rows = rows;
+    s.columns = columns;
     s.factor = factor_;
-    s.row_shift = b.shift;
     s.column_mass = mass_ + j * kTile;
+    return s;
+  }
+
+  Scores row_scores(const Block& b, const float* queries, int j) const {
+    Scores s = scores(queries, b.count, j, b.columns(j));
+    s.row_shift = b.shift;
     // Mask padding too. Its score is 0, and all other scores of the row may be so far below 0 that its weight would be
     // infinite. Infinity times a mass of 0 is NaN.
     if (b.cuts(j)) {
@@ -252,16 +257,9 @@ class Head {
   }
 
   Scores pair_scores(int i, int j) const {
-    Scores s = {};
-    s.query_panel = key_panels_ + panel_at(i);
-    s.key_panel = key_panels_ + panel_at(j);
-    s.words = words_;
-    s.rows = in_block(keys_.count, i);
-    s.columns = in_block(keys_.count, j);
-    s.factor = factor_;
+    Scores s = scores(key_panels_ + panel_at(i), in_block(keys_.count, i), j, in_block(keys_.count, j));
     s.row_shift = half_norm_ + i * kTile;
     s.column_shift = half_norm_ + j * kTile;
-    s.column_mass = mass_ + j * kTile;
     s.row_mass = mass_ + i * kTile;
     s.symmetric = i == j;
     return s;

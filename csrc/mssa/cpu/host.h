@@ -1,8 +1,12 @@
 // Turns the arguments of a call into the structs of kernels.h, for all CPU ops of subspace attention.
 #pragma once
 
+#include <cstdlib>
+#include <memory>
+
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
+#include "../../common/cpu/parallel.h"
 #include "../call.h"
 #include "kernels.h"
 
@@ -48,6 +52,19 @@ inline MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, 
                                 : batch * t.stride(0) + head * t.stride(1) + token * t.stride(2);
   char* const data = static_cast<char*>(t.data_ptr());
   return {data + offset * static_cast<int64_t>(t.element_size()), t.stride(packed ? 0 : 2), t.stride(packed ? 2 : 3)};
+}
+
+// Memory for the results of parts that are summed later, aligned to whole lines of the cache.
+inline std::unique_ptr<float, decltype(&std::free)> allocate_parts(int64_t floats) {
+  auto* const memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
+  STD_TORCH_CHECK(memory != nullptr || floats == 0, "out of memory for ", floats, " floats of partial results");
+  return {memory, &std::free};
+}
+
+// Threads per head if there are fewer heads than threads, otherwise 1.
+inline int64_t threads_per_head(int64_t heads) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return heads == 0 || threads <= heads ? 1 : (threads + heads - 1) / heads;
 }
 
 }  // namespace crate_kernels

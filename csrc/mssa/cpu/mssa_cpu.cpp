@@ -1,11 +1,8 @@
 // The CPU ops of subspace attention: cut tensors into heads, and share heads among threads.
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <optional>
 #include <vector>
 
-#include "../../common/cpu/parallel.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -52,11 +49,9 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
 
 // Number of parts per head, such that every thread has work.
 int parts_of(const std::vector<MssaHead>& heads) {
-  const int64_t threads = torch::stable::get_num_threads(), count = static_cast<int64_t>(heads.size());
-  if (threads <= count || count == 0) return 1;
   int64_t blocks = 1;
   for (const MssaHead& head : heads) blocks = std::max(blocks, (head.seqlen + kBlock - 1) / kBlock);
-  return static_cast<int>(std::min((threads + count - 1) / count, blocks));
+  return static_cast<int>(std::min(threads_per_head(static_cast<int64_t>(heads.size())), blocks));
 }
 
 const Tensor* get(const std::optional<Tensor>& t) {
@@ -89,9 +84,7 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
   for (const MssaHead& head : heads) {
     offsets.push_back(offsets.back() + parts * mssa_partial_size(head.seqlen, p.head_dim));
   }
-  const std::unique_ptr<float, decltype(&std::free)> partial(
-      static_cast<float*>(std::aligned_alloc(64, offsets.back() * sizeof(float))), &std::free);
-  STD_TORCH_CHECK(partial != nullptr, "out of memory for ", offsets.back(), " floats of partial gradients");
+  const auto partial = allocate_parts(offsets.back());
   for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
     k.backward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena, partial.get() + offsets[i / parts]);
   });

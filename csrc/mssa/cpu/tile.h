@@ -17,11 +17,8 @@ struct Tile {
   template <int kRows, int kColumns>
   CRATE_INLINE void put(const Vf (&e)[kRows][kColumns], int r0, int v0) {
     if constexpr (T::kPair == 1) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kColumns; ++v) store(by_row + (r0 + r) * kTile + (v0 + v) * kLanes, e[r][v]);
-      }
+      for_each_vector(
+          e, [&](const Vf& x, int r, int v) CRATE_LAMBDA { store(by_row + (r0 + r) * kTile + (v0 + v) * kLanes, x); });
     } else {
       // `e` holds bf16 values as floats, so a shift is the conversion.
 #pragma GCC unroll 8
@@ -59,22 +56,8 @@ struct Tile {
   }
 };
 
-// Left operands and their strides in words.
-struct ByRow {};     // Tile::by_row
-struct ByColumn {};  // Tile::by_column, and panels: the tokens of a tile side by side
-
-template <class T, class Order>
-struct Strides;
-template <class T>
-struct Strides<T, ByRow> {
-  static constexpr int kRow = kTile / T::kPair, kWord = 1;
-  static CRATE_INLINE const float* of(const Tile<T>& tile) { return tile.by_row; }
-};
-template <class T>
-struct Strides<T, ByColumn> {
-  static constexpr int kRow = 1, kWord = kTile;
-  static CRATE_INLINE const float* of(const Tile<T>& tile) { return T::kPair == 1 ? tile.by_row : tile.by_column; }
-};
+// How a sum reads the weights: by rows, or by columns, which are side by side.
+enum class Order { rows, columns };
 
 // Rows that a bf16 tile computes: pairs, the last possibly with a row of padding.
 template <class T>
@@ -100,24 +83,25 @@ CRATE_INLINE void for_groups(int rows, int columns, bool symmetric, const Body& 
 // out[r] += row_factor[r] * (left_a right_a)[r] + (left_b right_b)[r], summed over `tokens` tokens.
 //
 // Sum a tile's product from zero, then add it: accumulating in the output has four times the error.
-template <class T, class Order>
+template <class T, Order kOrder>
 void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left_a, const float* right_a,
                 const float* row_factor, const Tile<T>* left_b, const float* right_b) {
-  using S = Strides<T, Order>;
+  constexpr bool kByRow = kOrder == Order::rows;
+  constexpr int kRow = kByRow ? kTile / T::kPair : 1, kWord = kByRow ? 1 : kTile;  // strides in words
+  const auto words_of = [](const Tile<T>& tile) { return kByRow || T::kPair == 1 ? tile.by_row : tile.by_column; };
   const int words = (tokens + T::kPair - 1) / T::kPair;
   for_column_groups(0, width / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
     constexpr int kColumns = decltype(columns)::value;
     for_row_groups<kColumns>(0, rows, [&](auto group, int r0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(group)::value;
       Vf acc[kRows][kColumns] = {};
-      multiply<T, kRows, kColumns, S::kRow, S::kWord>(acc, S::of(left_a) + r0 * S::kRow, right_a + v0 * kLanes, width,
-                                                      words);
+      multiply<T, kRows, kColumns, kRow, kWord>(acc, words_of(left_a) + r0 * kRow, right_a + v0 * kLanes, width, words);
       if (row_factor != nullptr) {
         for_each_vector(acc, [&](Vf& x, int r, int) CRATE_LAMBDA { x *= row_factor[r0 + r]; });
       }
       if (left_b != nullptr) {
-        multiply<T, kRows, kColumns, S::kRow, S::kWord>(acc, S::of(*left_b) + r0 * S::kRow, right_b + v0 * kLanes,
-                                                        width, words);
+        multiply<T, kRows, kColumns, kRow, kWord>(acc, words_of(*left_b) + r0 * kRow, right_b + v0 * kLanes, width,
+                                                  words);
       }
       for_each_vector(acc, [&](Vf& x, int r, int v) CRATE_LAMBDA {
         float* const p = out + (r0 + r) * static_cast<int64_t>(width) + (v0 + v) * kLanes;

@@ -39,7 +39,7 @@ struct Slice {
 // The softmax of a new token over a slot's keys so far; `out` is the lane's part.
 template <int CHANNELS>
 struct Attention {
-  float largest, sum, out[CHANNELS];
+  float largest = -INFINITY, sum = 0.0f, out[CHANNELS] = {};
 
   CRATE_DEVICE void shrink_to(float base) {
     const float shrink = expf(largest - base);
@@ -107,6 +107,31 @@ inline int64_t decode_shared(int tokens, int head_dim) {
   return static_cast<int64_t>(sizeof(float)) * kWarps * tokens * (head_dim + 2);
 }
 
+// Parts of one token's softmax together. Part n has its largest score and its sum at statistics + n * step, and one
+// channel of its weighted rows at out + n * pitch.
+CRATE_DEVICE Attention<1> combine(const float* statistics, int64_t step, const float* out, int64_t pitch, int parts) {
+  Attention<1> all;
+  for (int n = 0; n < parts; ++n) all.largest = fmaxf(all.largest, statistics[n * step]);
+  const float base = all.finite(all.largest);
+  for (int n = 0; n < parts; ++n) {
+    const float share = expf(statistics[n * step] - base);
+    all.sum += statistics[n * step + 1] * share;
+    all.out[0] += out[n * pitch] * share;
+  }
+  return all;
+}
+
+// Append the new tokens from `token` on, `count` at most, that fit.
+template <class T>
+CRATE_DEVICE void append_rows(const mssa::Problem& c, const CacheSpace& space, const View<T>& w, const View<T>& cache,
+                              int token, int count) {
+  const int head_dim = c.access.head_dim, rows = min(space.appended - token, count);
+  for (int n = threadIdx.x; n < rows * head_dim; n += kThreads) {
+    const int64_t row = token + n / head_dim, d = n % head_dim;
+    cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+  }
+}
+
 // Write the results of TOKENS new tokens for one stretch: part (heads, splits, count, head_dim), statistics (..., 2).
 template <class T, int TOKENS, int VECTORS>
 __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_kernel(Step c) {
@@ -120,12 +145,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
 
   Slice<T, VECTORS> query[TOKENS];
   Attention<kChannels> state[TOKENS];
-  unroll<TOKENS>([&](int n) {
-    query[n].load(w, token + n, token + n < c.seqlen, lane, c);
-    state[n].largest = -INFINITY;
-    state[n].sum = 0.0f;
-    unroll<kChannels>([&](int d) { state[n].out[d] = 0.0f; });
-  });
+  unroll<TOKENS>([&](int n) { query[n].load(w, token + n, token + n < c.seqlen, lane, c); });
 
   const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once
   const int stretch = (space.held + c.splits - 1) / c.splits, begin = split * stretch;
@@ -138,12 +158,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
     for (int first = warp * step; first < seen; first += kWarps * step) {
       attend<T, TOKENS, VECTORS, kKeys>(state, query, w, first, seen, token, c);
     }
-    for (int n = threadIdx.x; n < TOKENS * head_dim; n += kThreads) {
-      const int row = token + n / head_dim, d = n % head_dim;
-      if (row < space.appended) {
-        cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
-      }
-    }
+    append_rows(c, space, w, cache, token, TOKENS);
   }
 
   float* const left = reinterpret_cast<float*>(shared_memory());  // (kWarps, TOKENS, head_dim + 2)
@@ -166,21 +181,49 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
     const int which = n / head_dim, d = n % head_dim;
     const float* const first = left + which * (head_dim + 2);
     const int pitch = TOKENS * (head_dim + 2);
-    float largest = -INFINITY, sum = 0.0f, out = 0.0f;
-    for (int k = 0; k < kWarps; ++k) largest = fmaxf(largest, first[k * pitch + head_dim]);
-    const float base = Attention<1>::finite(largest);
-    for (int k = 0; k < kWarps; ++k) {
-      const float share = expf(first[k * pitch + head_dim] - base);
-      sum += first[k * pitch + head_dim + 1] * share;
-      out += first[k * pitch + d] * share;
-    }
+    const Attention<1> all = combine(first + head_dim, pitch, first + d, pitch, kWarps);
     const int64_t row = (static_cast<int64_t>(head.counter) * c.splits + split) * c.seqlen + token + which;
-    c.part[row * head_dim + d] = out;
+    c.part[row * head_dim + d] = all.out[0];
     if (d == 0) {
-      c.statistics[2 * row] = largest;
-      c.statistics[2 * row + 1] = sum;
+      c.statistics[2 * row] = all.largest;
+      c.statistics[2 * row + 1] = all.sum;
     }
   }
+}
+
+CRATE_DEVICE void advance(const mssa::Problem& c, const Head& head) {
+  const CacheSpace space = space_of(c, head);
+  if (threadIdx.x == 0) c.held[head.sequence] = space.held + space.appended;
+}
+
+// Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
+template <class T>
+__global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
+  const int token = blockIdx.x % c.seqlen, d = threadIdx.x, head_dim = c.access.head_dim;
+  const Head head(c, blockIdx.x / c.seqlen);
+  const int64_t first = head.row * c.splits + token;
+  const float* const out = c.part + first * head_dim + min(d, head_dim - 1);
+  const Attention<1> all = combine(c.statistics + 2 * first, 2 * c.seqlen, out, c.seqlen * head_dim, c.splits);
+  const bool empty = all.sum == 0.0f;
+  if (d < head_dim) {
+    const View<T> to = head.view<T>(c, c.out);
+    to.data[token * to.row + d * to.channel] = from_float<T>(empty ? 0.0f : all.out[0] / all.sum);
+  }
+  if (d == 0 && c.lse != nullptr) c.lse[head.row + token] = empty ? -INFINITY : all.largest + logf(all.sum);
+  if (head.head == 0 && token == 0 && threadIdx.x < kWarp) advance(c, head);
+}
+
+// Copy the new tokens of a head to the cache and leave the lengths as they are; blocks take kThreads tokens each.
+template <class T>
+__global__ void __launch_bounds__(kThreads) mssa_append_kernel(mssa::Problem c) {
+  const Head head(c, blockIdx.x / c.blocks);
+  append_rows(c, space_of(c, head), head.view<T>(c, c.w), head.view<T>(c, c.keys), blockIdx.x % c.blocks * kThreads,
+              kThreads);
+}
+
+// Advance the lengths, one warp per sequence.
+__global__ void __launch_bounds__(kWarp) mssa_advance_kernel(mssa::Problem c) {
+  advance(c, Head(c, blockIdx.x * c.nheads));
 }
 
 }  // namespace crate_kernels::decoding

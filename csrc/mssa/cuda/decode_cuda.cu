@@ -1,5 +1,5 @@
 // The launches of decoding: append new tokens to a cache and attend over it, without waiting for the device.
-#include "decode_combine.cuh"
+#include "decode.cuh"
 #include "host.cuh"
 
 namespace crate_kernels::decoding {
@@ -8,20 +8,16 @@ namespace {
 // Tokens per block, if a block has several: _GROUP of native.py.
 constexpr int kGroup = 4;
 
-// Blocks for groups of `tokens` new tokens of each head.
-Launch launch_of(mssa::Problem& c, int tokens, int32_t device) {
-  c.blocks = (c.seqlen + tokens - 1) / tokens;
-  Launch l = {static_cast<int64_t>(c.sequences) * c.nheads * c.blocks, kThreads};
-  l.stream = current_stream(device);
-  return l;
+// Blocks per head that take `tokens` new tokens each.
+int blocks_of(const mssa::Problem& c, int tokens) {
+  return (c.seqlen + tokens - 1) / tokens;
 }
 
 template <class T, int VECTORS>
 void launch_decode(Step c, int32_t device) {
   const int tokens = c.seqlen == 1 ? 1 : kGroup;
-  Launch l = launch_of(c, tokens, device);
+  Launch l = launch_of(c, blocks_of(c, tokens), kThreads, decode_shared(tokens, c.access.head_dim), device);
   l.grid *= c.splits;
-  l.shared_bytes = decode_shared(tokens, c.access.head_dim);
   if (tokens == 1) {
     launch<mssa_decode_kernel<T, 1, VECTORS>>(l, c);
   } else {
@@ -46,21 +42,19 @@ void step(const mssa::Problem& problem, const Tensor& part, const Tensor& statis
     } else {
       launch_decode<T, 1>(c, device);
     }
-    Launch l = launch_of(c, 1, device);
-    l.threads = (head_dim + static_cast<int>(kWarp) - 1) / static_cast<int>(kWarp) * static_cast<int>(kWarp);
+    constexpr int kLanes = kWarp;
+    const Launch l = launch_of(c, c.seqlen, (head_dim + kLanes - 1) / kLanes * kLanes, 0, device);
     launch<mssa_decode_combine_kernel<T>>(l, c);
   });
 }
 
 void append(mssa::Problem c, int32_t device) {
-  const Launch l = launch_of(c, kThreads, device);
+  const Launch l = launch_of(c, blocks_of(c, kThreads), kThreads, 0, device);
   with_dtype(c.dtype, [&](auto zero) { launch<mssa_append_kernel<decltype(zero)>>(l, c); });
 }
 
 void advance(const mssa::Problem& c, int32_t device) {
-  Launch l = {c.sequences, static_cast<int>(kWarp)};
-  l.stream = current_stream(device);
-  launch<mssa_advance_kernel>(l, c);
+  launch<mssa_advance_kernel>({c.sequences, static_cast<int>(kWarp), 0, 1, current_stream(device)}, c);
 }
 
 }  // namespace crate_kernels::decoding

@@ -10,7 +10,7 @@
 // causal diagonal only one direction exists: four products after it, three before it.
 #pragma once
 
-#include "mma_call.cuh"
+#include "mma_tile.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -44,8 +44,9 @@ struct Gradient {
   float base[ROWS16][2], shift[ROWS16][2];
   uint32_t keep = ~0u;  // bit 2 m + half: the row may be a key
 
-  // s += own rows of w . the 16 rows of a tile.
-  CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], const T* tile) const {
+  // s += own rows of w . the 16 rows of a tile. BOTH: t += own rows of g . them, which are then read once.
+  template <bool BOTH>
+  CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
 #pragma unroll(HELD ? DIM / 16 : 4)
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t b[2][2];
@@ -54,20 +55,7 @@ struct Gradient {
         uint32_t a[4];
         w.get(a, m, k);
         add_pair<T>(s[m][0], s[m][1], a, b);
-      });
-    }
-  }
-
-  // Add both products with the tile's rows of w, which are then read once.
-  CRATE_DEVICE void scores_of_both(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
-#pragma unroll(HELD ? DIM / 16 : 4)
-    for (int k = 0; k < DIM / 16; ++k) {
-      uint32_t b[2][2];
-      right_transposed<DIM>(b, tile, k);
-      unroll<ROWS16>([&](int m) {
-        uint32_t a[4];
-        w.get(a, m, k);
-        add_pair<T>(s[m][0], s[m][1], a, b);
+        if (!BOTH) return;
         g.get(a, m, k);
         add_pair<T>(t[m][0], t[m][1], a, b);
       });
@@ -84,11 +72,11 @@ struct Gradient {
     const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
     if (terms.products && roles.query) {
-      scores_of_both(s, dt, tile.w);
+      scores<true>(s, dt, tile.w);
     } else {
-      scores(s, tile.w);
+      scores<false>(s, dt, tile.w);
     }
-    if (terms.products && roles.key) scores(dp, tile.g);
+    if (terms.products && roles.key) scores<false>(dp, dt, tile.g);
     uint32_t p[ROWS16][4], a[ROWS16][4];
 #pragma unroll
     for (int m = 0; m < ROWS16; ++m) {

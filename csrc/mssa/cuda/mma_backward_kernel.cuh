@@ -15,12 +15,9 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
   const Span own = {row, row + 16 * ROWS16};
   const auto stage = [&](int n) { return others_at<T, DIM>(stages + n % 2 * others_bytes<DIM>(COLUMNS), COLUMNS); };
   load_others<T, DIM>(stage(tiles.first), call, head, w, g, tiles.first * COLUMNS, COLUMNS);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  finish_copies();
   for (int n = tiles.first; n < tiles.stop; ++n) {
     if (n + 1 < tiles.stop) load_others<T, DIM>(stage(n + 1), call, head, w, g, (n + 1) * COLUMNS, COLUMNS);
-    cp_async_commit();
     if (row < head.length) {
       const Others<T> tile = stage(n);
 #pragma unroll 1
@@ -36,8 +33,7 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
         gradient.add_rows(call, head, mask, seed, rows, row, other, terms, roles);
       }
     }
-    cp_async_wait<0>();
-    __syncthreads();
+    finish_copies();
   }
 }
 
@@ -59,9 +55,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   const bool scores = products || call.dlse != nullptr;
   load_tile<T, DIM>(own_w, w, rows, first, head.length, call.access);
   if (products) load_tile<T, DIM>(own_g, g, rows, first, head.length, call.access);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  finish_copies();
   const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows;
   Gradient<T, DIM, ROWS16, HELD> gradient;
   gradient.w.load(own_w + warp_rows * DIM);

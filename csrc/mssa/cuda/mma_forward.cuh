@@ -30,9 +30,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   };
   const auto load_first = [&] {
     load(walk.first);
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
+    finish_copies();
   };
   load_tile<T, DIM>(own_tile, w, rows, first, head.length, call.access);
   load_first();
@@ -43,15 +41,13 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   while (true) {
     for (int n = walk.first; n < walk.stop; ++n) {
       if (n + 1 < walk.stop) load(n + 1);
-      cp_async_commit();
       const Span tile = {n * COLUMNS, n * COLUMNS + COLUMNS};
       if (row < head.length && meets(call.mask, own_rows, tile)) {
         const bool masked = keys.keep != nullptr || tile.stop > keys.length || cuts(call.mask, own_rows, tile);
         attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {place, tile.first},
                              masked, pass);
       }
-      cp_async_wait<0>();
-      __syncthreads();
+      finish_copies();
     }
     if (pass != Pass::select) state.finish_sums();
     if (pass != Pass::statistics) break;

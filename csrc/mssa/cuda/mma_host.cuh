@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "../../common/cuda/launch.cuh"
-#include "mma_call.cuh"
+#include "mma_tile.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -51,16 +51,11 @@ inline int warps_of(int64_t heads, int64_t seqlen, int rows, int multiprocessors
 }
 
 // A launch with enough blocks per head for the longest sequence. At least one block, which clears uncovered rows.
-inline Launch launch_of(Problem& call, int32_t device, int rows, int64_t shared_of_row, int64_t shared_of_tiles) {
+inline Launch launch_rows(Problem& call, int32_t device, int rows, int64_t shared_of_row, int64_t shared_of_tiles) {
   const int64_t heads = static_cast<int64_t>(call.sequences) * call.nheads;
-  const int warps = warps_of(heads, call.seqlen, rows, multiprocessors(device));
-  call.blocks = std::max((call.seqlen + rows * warps - 1) / (rows * warps), 1);
-  Launch launch = {};
-  launch.grid = heads * call.blocks;
-  launch.threads = warps * 32;
-  launch.shared_bytes = rows * warps * shared_of_row + shared_of_tiles;
-  launch.stream = current_stream(device);
-  return launch;
+  const int warps = warps_of(heads, call.seqlen, rows, multiprocessors(device)), block = rows * warps;
+  const int blocks = std::max((call.seqlen + block - 1) / block, 1);
+  return launch_of(call, blocks, warps * 32, block * shared_of_row + shared_of_tiles, device);
 }
 
 }  // namespace crate_kernels::mssa

@@ -72,12 +72,11 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
                                float shift, int row, int column, int length) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float s[2][4] = {};
-#pragma unroll
-  for (int k = 0; k < DIM / 16; ++k) {
+  unroll<DIM / 16>([&](int k) {
     uint32_t b[2][2];
     right_transposed<DIM>(b, tile, k);
     add_pair<T>(s[0], s[1], own.held[0][k], b);
-  }
+  });
   unroll<2, 4>([&](int n, int e) {
     const bool there = row + g + e / 2 * 8 < length && column + 8 * n + 2 * t + e % 2 < length;
     s[n][e] = there ? weight(s[n][e], scale, shift) : 0.0f;
@@ -136,9 +135,7 @@ CRATE_DEVICE void pairs_block(const Problem& call) {
   T* const exchange = all + tiles * 16 * DIM;
   float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);
   load_tile<T, DIM>(all, head.view<const T>(call, call.w), tiles * 16, 0, head.length, call.access);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  finish_copies();
   Own<T, DIM, 1, true> own;
   own.load(all + row * DIM);
   RowState<T, DIM, 1> state;

@@ -7,7 +7,7 @@
 // half the shared memory of attention with two matrices.
 #pragma once
 
-#include "mma_call.cuh"
+#include "mma_tile.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -84,12 +84,11 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
       own.get(a[m], m, k);
       sign.apply(a[m]);
     });
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 16; ++n) {
+    unroll<COLUMNS / 16>([&](int n) {
       uint32_t b[2][2];
       right_transposed<DIM>(b, tile + n * 16 * DIM, k);
       unroll<ROWS16>([&](int m) { add_pair<T>(s[m][2 * n], s[m][2 * n + 1], a[m], b); });
-    }
+    });
   }
   if (masked) mask_scores<ROWS16, COLUMNS>(s, call, mask, place);
   unroll<ROWS16, 2>([&](int m, int half) {

@@ -100,9 +100,7 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
     const int key = n * kShiftColumns;
     __syncthreads();
     load_tile<T, DIM>(tile, w, kShiftColumns, key, head.length, call.access);
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
+    finish_copies();
     if (row >= head.length) continue;
     float s[2][4] = {}, d[2][4] = {};
 #pragma unroll 4

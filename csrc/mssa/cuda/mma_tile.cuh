@@ -1,11 +1,11 @@
-// Tiles of tokens in shared memory, and the tensor-core operands read from them.
+// Tiles of tokens in shared memory, the tensor-core operands read from them, and the masks and weights of products.
 //
 // A tile is rows of DIM halves; channels beyond head_dim are 0. One tile is key and value at once: its rows are the
 // right operand of w_i . w_j as stored, and of P w transposed.
 #pragma once
 
 #include "../../common/cuda/mma.cuh"
-#include "rows.cuh"
+#include "head.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -52,6 +52,13 @@ CRATE_DEVICE void load_tile(T* tile, const View<const T>& from, int rows, int fi
     });
     store_pack(tile + tile_offset<DIM>(row, chunk), pack);
   }
+}
+
+// Waits for the block's asynchronous copies.
+CRATE_DEVICE void finish_copies() {
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
 }
 
 // Writes a warp's `rows` of a tile to rows [first, ...) below `length`.
@@ -175,6 +182,40 @@ CRATE_DEVICE float row_sum(float v) {
 CRATE_DEVICE float row_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, 1));
   return fmaxf(v, __shfl_xor_sync(kAllLanes, v, 2));
+}
+
+// Dropout mask of 16 rows and COLUMNS columns: bit 4 n + e keeps element e of the n-th product of 8 columns. Rows are
+// queries and columns keys, or the reverse. Not unrolled: each Philox word takes 100 instructions.
+template <int COLUMNS>
+CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& head, int row, int column,
+                                bool reverse) {
+  static_assert(COLUMNS <= 64);
+  const int lane = threadIdx.x % kWarp;
+  uint32_t bits = 0;
+#pragma unroll 1
+  for (int i = 0; i < COLUMNS / 2; ++i) {
+    const uint32_t r = row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    bits |= static_cast<uint32_t>(keeps(call, head, seed, reverse ? c : r, reverse ? r : c)) << i;
+  }
+  return bits;
+}
+
+// Padding mask of a lane's part of COLUMNS keys: bit 2 n + e keeps column e of the n-th product.
+template <int COLUMNS>
+CRATE_DEVICE uint32_t key_bits(const bool* keep, int key, int length) {
+  uint32_t bits = 0;
+  unroll<COLUMNS / 4>([&](int i) {
+    const int at = key + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+    if (at < length && keep[at]) bits |= 1u << i;
+  });
+  return bits;
+}
+
+// exp(scale * score - base); base is the row's maximum or logsumexp. The scaled score is rounded before the difference,
+// so that the largest one gives exactly 0, forward and backward. A fused multiply-add would keep its rounding error:
+// for scores around ten thousand, a weight of 1.002 instead of 1. For the same reason scores are not scaled by log2(e).
+CRATE_DEVICE float weight(float score, float scale, float base) {
+  return exp2_fast((__fmul_rn(score, scale) - base) * 1.44269504f);
 }
 
 }  // namespace crate_kernels::mssa

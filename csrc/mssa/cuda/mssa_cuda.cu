@@ -25,12 +25,7 @@ bool takes_pairs(const Problem& call, int32_t device) {
 template <class T>
 void launch_pairs(Problem& call, int32_t device) {
   const int tiles = (call.seqlen + 15) / 16;
-  call.blocks = 1;
-  Launch l = {};
-  l.grid = static_cast<int64_t>(call.sequences) * call.nheads;
-  l.threads = tiles * 32;
-  l.shared_bytes = pairs_shared_bytes<T, kPairsDim>(tiles);
-  l.stream = current_stream(device);
+  const Launch l = launch_of(call, 1, tiles * 32, pairs_shared_bytes<T, kPairsDim>(tiles), device);
   launch<mma_pairs_kernel<T, kPairsDim>>(l, call);
 }
 
@@ -42,25 +37,19 @@ void launch_forward(Problem& call, int32_t device) {
       if (takes_pairs(call, device)) return launch_pairs<T>(call, device);
     }
     constexpr Tiles t = kForward<kDim>;
-    const Launch l = launch_of(call, device, 16 * t.rows, kDim * sizeof(T), 2 * t.columns * kDim * sizeof(T));
+    const Launch l = launch_rows(call, device, 16 * t.rows, kDim * sizeof(T), 2 * t.columns * kDim * sizeof(T));
     launch<mma_forward_kernel<T, kDim, t.rows, t.columns, t.held>>(l, call);
   });
 }
 
 template <class T, int DIM>
-void launch_shift(Problem call, const Launch& like) {
-  Launch l = like;
+void launch_shift(Problem call, int32_t device) {
   constexpr int kRows = kShiftWarps * 16;
-  call.blocks = std::max((call.seqlen + kRows - 1) / kRows, 1);
-  l.grid = static_cast<int64_t>(call.sequences) * call.nheads * call.blocks;
-  l.threads = kShiftWarps * 32;
-  if (call.seed != nullptr && call.products) {
-    l.shared_bytes = dropout_shift_bytes<DIM>();
-    launch<mma_dropout_shift_kernel<T, DIM>>(l, call);
-  } else {
-    l.shared_bytes = 0;
-    launch<mma_shift_kernel<T>>(l, call);
-  }
+  const bool dropout = call.seed != nullptr && call.products;
+  const int blocks = std::max((call.seqlen + kRows - 1) / kRows, 1);
+  const Launch l = launch_of(call, blocks, kShiftWarps * 32, dropout ? dropout_shift_bytes<DIM>() : 0, device);
+  if (dropout) return launch<mma_dropout_shift_kernel<T, DIM>>(l, call);
+  launch<mma_shift_kernel<T>>(l, call);
 }
 
 void launch_backward(Problem& call, int32_t device) {
@@ -68,8 +57,8 @@ void launch_backward(Problem& call, int32_t device) {
     using T = decltype(zero);
     constexpr int kDim = dim;
     constexpr Tiles t = kBackward<kDim>;
-    const Launch l = launch_of(call, device, 16 * t.rows, 2 * kDim * sizeof(T), 2 * others_bytes<kDim>(t.columns));
-    launch_shift<T, kDim>(call, l);
+    const Launch l = launch_rows(call, device, 16 * t.rows, 2 * kDim * sizeof(T), 2 * others_bytes<kDim>(t.columns));
+    launch_shift<T, kDim>(call, device);
     launch<mma_backward_kernel<T, kDim, t.rows, t.columns, t.held>>(l, call);
   });
 }

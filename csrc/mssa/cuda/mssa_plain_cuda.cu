@@ -9,12 +9,11 @@ namespace {
 // Chunks of the output that a block accumulates at once.
 constexpr int kMostChunks = 2;
 
-Launch launch_of(Problem& c, int32_t device, int64_t shared_bytes) {
+Launch launch_rows(Problem& c, int32_t device, int64_t shared_bytes) {
   constexpr int kWidth = kMostChunks * kChunk;
-  c.blocks = c.seqlen > 0 ? (c.seqlen + kOwned - 1) / kOwned : 1;
+  Launch l = launch_of(c, c.seqlen > 0 ? (c.seqlen + kOwned - 1) / kOwned : 1, kThreads, shared_bytes, device);
   c.groups = (c.access.head_dim + kWidth - 1) / kWidth;
-  Launch l = {static_cast<int64_t>(c.sequences) * c.nheads * c.blocks * c.groups, kThreads, shared_bytes};
-  l.stream = current_stream(device);
+  l.grid *= c.groups;
   return l;
 }
 
@@ -25,14 +24,14 @@ bool one_chunk(const Problem& c) {
 }  // namespace
 
 void forward(Problem c, int32_t device) {
-  const Launch l = launch_of(c, device, kForwardShared);
+  const Launch l = launch_rows(c, device, kForwardShared);
   if (one_chunk(c)) return launch<mssa_plain_fwd_kernel<1>>(l, c);
   launch<mssa_plain_fwd_kernel<kMostChunks>>(l, c);
 }
 
 void backward(Problem c, int32_t device) {
   if (c.products) {
-    Launch l = launch_of(c, device, c.seed == nullptr ? kDeltaShared : kDropoutDeltaShared);
+    Launch l = launch_rows(c, device, c.seed == nullptr ? kDeltaShared : kDropoutDeltaShared);
     l.grid /= c.groups;
     if (c.seed == nullptr) {
       launch<mssa_plain_delta_kernel>(l, c);
@@ -40,7 +39,7 @@ void backward(Problem c, int32_t device) {
       launch<mssa_plain_dropout_delta_kernel>(l, c);
     }
   }
-  const Launch l = launch_of(c, device, kBackwardShared);
+  const Launch l = launch_rows(c, device, kBackwardShared);
   if (one_chunk(c)) return launch<mssa_plain_bwd_kernel<1>>(l, c);
   launch<mssa_plain_bwd_kernel<kMostChunks>>(l, c);
 }

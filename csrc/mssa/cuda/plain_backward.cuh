@@ -1,12 +1,7 @@
 // The backward of subspace attention by fp32 products: one accumulator, no atomics, bitwise deterministic.
 //
-// Symbols as in docs/mssa.md; g is the gradient of out, L is lse and dlse its gradient. A block owns rows j of w, as
-// keys and as queries at once, and walks over tiles of rows i. One tile of scores is symmetric and serves both
-// directions:
-//
-//   P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
-//   dw_j = sum_i  P_ij g_i + A_ij w_i
-//   A_ij = scale (P_ij (g_i.w_j - delta_i + dlse_i) + P_ji (g_j.w_i - delta_j + dlse_j))
+// mma_backward.cuh has the equations; here delta and dlse are apart. A block owns rows j of w, as keys and as queries
+// at once, and walks over tiles of rows i. One tile of scores serves both directions.
 #pragma once
 
 #include "plain_delta.cuh"

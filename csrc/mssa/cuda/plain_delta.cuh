@@ -1,8 +1,6 @@
 // delta_i = g_i . out_i, which the backward by fp32 products subtracts from each product g_i.w_j.
 //
-// With dropout, out is rounded as factor * w_j if one weight makes up its row. The backward subtracts delta from factor
-// * g_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij g_i.w_j is then summed from the
-// products that it is subtracted from, by the softmax with a running maximum, whose largest weight is exactly 1.
+// With dropout it is summed from those products themselves; mma_shift.cuh says why.
 #pragma once
 
 #include "plain_forward.cuh"

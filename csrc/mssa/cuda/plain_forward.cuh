@@ -2,7 +2,7 @@
 // passes. The first finds maximum and sum, the second adds up the rows whose weights are above the threshold.
 #pragma once
 
-#include "plain_tile.cuh"
+#include "plain.cuh"
 
 namespace crate_kernels::plain {
 

@@ -1,11 +1,52 @@
 // Arguments of the forward and backward kernels, on tensor cores or not.
 #pragma once
 
+#include "../../common/cuda/launch.cuh"
 #include "../call.h"
 #include "../mask.h"
-#include "rows.cuh"
 
 namespace crate_kernels::mssa {
+
+// A tensor of tokens; strides in elements.
+struct Rows {
+  void* data;
+  int64_t batch, head, row, channel;
+  bool wide;  // every row is whole packs of 16 bytes
+};
+
+// Access to all tensors of a call. wide: in packs of 16 bytes, because all rows are whole packs.
+struct Access {
+  int head_dim;
+  bool wide;
+};
+
+// One head of a tensor, from its first token on; strides in elements.
+template <class T>
+struct View {
+  T* data;
+  int64_t row, channel;
+};
+
+// Packed tokens are (rows, heads, channels), others (batch, heads, rows, channels).
+inline Rows rows_of(const Tensor& t, bool packed) {
+  Rows r = {t.data_ptr(), packed ? 0 : t.stride(0), t.stride(1), t.stride(packed ? 0 : 2), t.stride(packed ? 2 : 3),
+            false};
+  const auto whole = [&](int64_t elements) { return elements * static_cast<int64_t>(t.element_size()) % 16 == 0; };
+  r.wide = reinterpret_cast<uintptr_t>(r.data) % 16 == 0 && whole(t.size(t.dim() - 1)) && r.channel == 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) r.wide = r.wide && (t.size(d) == 1 || whole(t.stride(d)));
+  return r;
+}
+
+template <class T>
+T* pointer(const std::optional<Tensor>& t) {
+  return t.has_value() ? static_cast<T*>(t->data_ptr()) : nullptr;
+}
+
+inline int head_dim_of(const Tensor& w) {
+  const int64_t head_dim = w.size(w.dim() - 1);
+  STD_TORCH_CHECK(head_dim >= 1 && head_dim <= 256, "head_dim must be from 1 to 256, got ", head_dim);
+  return static_cast<int>(head_dim);
+}
 
 struct Problem {
   Rows w, keys, out, g, dw;   // keys: w, or the cache that w was appended to; g: gradient of out
@@ -67,6 +108,13 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
     p.drop_last = static_cast<uint32_t>(call.keep_from() - 1);
   }
   return p;
+}
+
+// A launch with `blocks` blocks per head.
+inline Launch launch_of(Problem& p, int blocks, int threads, int64_t shared_bytes, int32_t device) {
+  p.blocks = blocks;
+  const int64_t heads = static_cast<int64_t>(p.sequences) * p.nheads;
+  return {heads * blocks, threads, shared_bytes, 1, current_stream(device)};
 }
 
 // The problem of a backward, which writes `dw` and uses `delta` as scratch.
