@@ -122,6 +122,32 @@ def test_a_gradient_of_one_output_alone(options, outputs, dtype, backend):
     assert [m for m in measured if not m.passed] == []
 
 
+SHIFTS = {
+    "full": {},
+    "causal": {"causal": True},
+    "padded": {"key_padding_mask": torch.arange(33) % 3 != 1},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("options", SHIFTS.values(), ids=SHIFTS)
+def test_the_shift_with_dropout_sums_the_keys_that_a_row_sees(options, dtype, library):
+    """The backward's scratch: ``sum_j P_ij R_ij g_i.w_j - dlse_i``. One key more or fewer shows in every row."""
+    n, p, scale = 33, 0.3, 0.25  # the last tile of 16 keys has one
+    w, g = randn(1, 2, n, 16, dtype=dtype), randn(1, 2, n, 16, seed=1, dtype=dtype)
+    lse, dlse, delta = (randn(1, 2, n, seed=s, dtype=torch.float32) for s in (2, 3, 4))
+    mask = options.get("key_padding_mask")
+    kept = keep_mask(5, p, 2, n, n) / (1 - p)
+    seed = operator.draw_seed(torch.device("cpu"))
+    call = Call(None if mask is None else mask[None], None, 0, seed, "causal" in options, scale, p, None)
+    library.cuda_mssa_bwd(g, dlse, w, torch.zeros_like(w), lse, *call, torch.empty_like(w), delta)
+    seen = torch.ones(n, n, dtype=torch.bool).tril(0 if call.causal else n)
+    seen = seen if mask is None else seen & mask
+    weights = (scale * w.double() @ w.double().mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = (weights * kept * (g.double() @ w.double().mT)).sum(-1) - dlse
+    torch.testing.assert_close(delta.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 LAYOUTS = {
     "permuted": lambda w: w.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
     "one element on": lambda w: torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape),
