@@ -62,8 +62,7 @@ struct DecodeQuery {
     const bool any = d.visible[token] > 0;
     const float inverse = any ? 1.0f / total : 0.0f;
     for (int c = 0; c < width; ++c) out[c] *= inverse;
-    char* const row = static_cast<char*>(d.out.data) + token * d.out.token_stride * crate_kernels::itemsize(p.dtype);
-    write_row(row, p.dtype, d.out.dim_stride, p.head_dim, out);
+    write_row(element(d.out, token, p.dtype), p.dtype, d.out.dim_stride, p.head_dim, out);
     if (d.lse != nullptr) d.lse[token] = any ? (log2f(total) + largest) * 0.693147181f : -INFINITY;
   }
   CRATE_INLINE void reset(int width) {
@@ -80,7 +79,6 @@ CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part,
 // New tokens first .. first + queries - 1.
 CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries, int part,
                                int parts) {
-  const int64_t item = crate_kernels::itemsize(p.dtype);
   const int width = padded_dim(p.head_dim);
   const float factor = static_cast<float>(p.scale * 1.4426950408889634);
   // fp32 rows of whole vectors need no staging.
@@ -90,9 +88,8 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
   int64_t most = 0;
   for (int i = 0; i < queries; ++i) {
     DecodeQuery& q = state[i];
-    const char* const token = static_cast<char*>(d.w.data) + (first + i) * d.w.token_stride * item;
     memset(q.query, 0, width * sizeof(float));
-    read_row(token, p.dtype, d.w.dim_stride, p.head_dim, q.query);
+    read_row(element(d.w, first + i, p.dtype), p.dtype, d.w.dim_stride, p.head_dim, q.query);
     q.reset(width);
     most = d.visible[first + i] > most ? d.visible[first + i] : most;
   }
@@ -101,7 +98,7 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
   for (int64_t start = begin; start < end; start += kDecodeBlock) {
     const float* row[kDecodeBlock];
     for (int n = 0; n < kDecodeBlock && start + n < end; ++n) {
-      const char* const key = static_cast<char*>(d.keys.data) + (start + n) * d.keys.token_stride * item;
+      const char* const key = element(d.keys, start + n, p.dtype);
       if (!direct) read_row(key, p.dtype, d.keys.dim_stride, p.head_dim, staged[n]);
       row[n] = direct ? reinterpret_cast<const float*>(key) : staged[n];
     }

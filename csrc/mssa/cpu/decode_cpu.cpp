@@ -39,15 +39,13 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;
   int32_t* const held = static_cast<int32_t*>(lengths.data_ptr());
+  const bool* const mask = call.key_padding_mask ? static_cast<bool*>(call.key_padding_mask->data_ptr()) : nullptr;
   std::vector<Sequence> sequences(batch);
   std::vector<int32_t> visible(batch * tokens);
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
     Sequence& s = sequences[b];
-    s = {held[b], nullptr};
-    if (call.key_padding_mask.has_value()) {
-      s.keep = static_cast<const bool*>(call.key_padding_mask->data_ptr()) + b * tokens;
-    }
+    s = {held[b], mask == nullptr ? nullptr : mask + b * tokens};
     int64_t end = s.start;
     for (int64_t i = 0; i < tokens; ++i) {
       end += s.keep == nullptr || s.keep[i];

@@ -23,10 +23,6 @@ constexpr float kSafeHeight = 4096.0f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
 
-CRATE_INLINE char* element(const MssaView& view, int64_t token, Dtype dtype) {
-  return static_cast<char*>(view.data) + token * view.token_stride * crate_kernels::itemsize(dtype);
-}
-
 // The tokens that are keys, numbered in order; padded ones leave no gap.
 struct Keys {
   int count = 0;

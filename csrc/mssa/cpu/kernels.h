@@ -16,6 +16,10 @@ struct MssaView {
   int64_t dim_stride;
 };
 
+static inline char* element(const MssaView& view, int64_t token, Dtype dtype) {
+  return static_cast<char*>(view.data) + token * view.token_stride * itemsize(dtype);
+}
+
 // The numbers that every head of a call shares.
 struct MssaProblem {
   Dtype dtype;

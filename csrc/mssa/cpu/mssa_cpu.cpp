@@ -54,10 +54,6 @@ int parts_of(const std::vector<MssaHead>& heads) {
   return static_cast<int>(std::min(threads_per_head(static_cast<int64_t>(heads.size())), blocks));
 }
 
-const Tensor* get(const std::optional<Tensor>& t) {
-  return t.has_value() ? &*t : nullptr;
-}
-
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
   const MssaProblem p = problem(w, call);
   const std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
@@ -71,23 +67,21 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw) {
   const MssaProblem p = problem(w, call);
-  const std::vector<MssaHead> heads = list_heads({w, out, lse, get(dout), get(dlse), &dw}, call);
+  const std::vector<MssaHead> heads =
+      list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
   const MssaKernels& k = kernels(p);
   const int parts = parts_of(heads);
-  if (parts == 1) {
-    for_each_task(static_cast<int64_t>(heads.size()),
-                  [&](int64_t i, Arena& arena) { k.backward(p, heads[i], 0, 1, arena, nullptr); });
-    return;
-  }
   // Every part has its own accumulator. Rows are summed in the order of the parts: every run gives the same bits.
   std::vector<int64_t> offsets = {0};
   for (const MssaHead& head : heads) {
     offsets.push_back(offsets.back() + parts * mssa_partial_size(head.seqlen, p.head_dim));
   }
-  const auto partial = allocate_parts(offsets.back());
+  const auto partial = allocate_parts(parts == 1 ? 0 : offsets.back());
   for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
-    k.backward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena, partial.get() + offsets[i / parts]);
+    float* const share = parts == 1 ? nullptr : partial.get() + offsets[i / parts];
+    k.backward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena, share);
   });
+  if (parts == 1) return;
   std::vector<std::pair<int64_t, int64_t>> rows;  // head, first row
   for (int64_t h = 0; h < static_cast<int64_t>(heads.size()); ++h) {
     for (int64_t row = 0; row < heads[h].seqlen; row += kCombineRows) rows.emplace_back(h, row);

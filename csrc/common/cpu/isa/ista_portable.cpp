@@ -1,0 +1,7 @@
+// Sparse coding at the level portable.
+#include "../level_portable.h"
+#include "../../../ista/cpu/square.h"
+
+namespace crate_kernels {
+extern const IstaKernels ista_portable = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+}  // namespace crate_kernels
