@@ -152,7 +152,6 @@ class Backward : Head<T> {
   }
 
   void pair(int i, int j) {
-    const int rows = in_block(keys_.count, i), columns = in_block(keys_.count, j);
     Scores s = Base::pair_scores(i, j);
     s.exact = T::kPair == 1 ? nullptr : exact_;
     compute_weights<T>(s, weights_);
@@ -160,16 +159,16 @@ class Backward : Head<T> {
     for (float& scale : scales) scale = static_cast<float>(p_.scale);
     ScoreGradients g = {side(i), side(j)};
     g.words = words_;
-    g.rows = rows;
-    g.columns = columns;
+    g.rows = s.rows;
+    g.columns = s.columns;
     g.row_scale = scales;
     g.weights = exact();
     g.symmetric = i == j;
     compute_gradients<T>(g, gradients_);
-    accumulate<T, Order::columns>(key_share(j), width_, columns, rows, weights_, dout_rows_ + rows_at(i),
+    accumulate<T, Order::columns>(key_share(j), width_, s.columns, s.rows, weights_, dout_rows_ + rows_at(i),
                                   mass_ + j * kTile, &gradients_, keys_rows_ + rows_at(i));
     if (i != j) {
-      accumulate<T, Order::rows>(key_share(i), width_, rows, columns, weights_, dout_rows_ + rows_at(j),
+      accumulate<T, Order::rows>(key_share(i), width_, s.rows, s.columns, weights_, dout_rows_ + rows_at(j),
                                  mass_ + i * kTile, &gradients_, keys_rows_ + rows_at(j));
     }
   }
@@ -236,7 +235,6 @@ class Backward : Head<T> {
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
-      const int columns = b.columns(j);
       Scores s = Base::row_scores(b, queries, j);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       compute_weights<T>(s, weights_);
@@ -246,10 +244,10 @@ class Backward : Head<T> {
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
-      accumulate<T, Order::columns>(key_share(j), width_, columns, b.count, weights_, dout_rows_, nullptr,
+      accumulate<T, Order::columns>(key_share(j), width_, s.columns, b.count, weights_, dout_rows_, nullptr,
                                     scored ? &gradients_ : nullptr, query_rows);
       if (!scored) continue;
-      accumulate<T, Order::rows>(as_query, width_, b.count, columns, gradients_, keys_rows_ + rows_at(j), nullptr,
+      accumulate<T, Order::rows>(as_query, width_, b.count, s.columns, gradients_, keys_rows_ + rows_at(j), nullptr,
                                  nullptr, nullptr);
     }
     for (int r = 0; r < b.count; ++r) {

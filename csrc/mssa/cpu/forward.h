@@ -69,7 +69,6 @@ class Forward : Head<T> {
   }
 
   void pair(int i, int j) {
-    const int rows = in_block(keys_.count, i), columns = in_block(keys_.count, j);
     Scores s = Base::pair_scores(i, j);
     alignas(64) float column[kTile] = {}, exact_column[kTile] = {};
     s.sums = at(sums_, i, column);
@@ -77,10 +76,10 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
-    accumulate<T, Order::columns>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, columns, rows, tile_,
+    accumulate<T, Order::columns>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, s.columns, s.rows, tile_,
                                   values_ + rows_at(i), nullptr, nullptr, nullptr);
     if (i != j) {
-      accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, rows, columns, tile_,
+      accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, s.rows, s.columns, tile_,
                                  values_ + rows_at(j), nullptr, nullptr, nullptr);
     }
   }

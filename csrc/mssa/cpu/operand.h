@@ -133,8 +133,8 @@ struct Int {
 };
 
 // Calls body(vector, r, v) for every vector of a micro-kernel.
-template <class V, int kRows, int kColumns, class Body>
-CRATE_INLINE void for_each_vector(V (&vectors)[kRows][kColumns], const Body& body) {
+template <int kRows, int kColumns, class Body>
+CRATE_INLINE void for_each_vector(Vf (&vectors)[kRows][kColumns], const Body& body) {
 #pragma GCC unroll 4
   for (int v = 0; v < kColumns; ++v) {
 #pragma GCC unroll 8

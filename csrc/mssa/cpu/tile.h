@@ -16,9 +16,12 @@ struct Tile {
   // Store rounded weights of rows r0.. and vectors v0..
   template <int kRows, int kColumns>
   CRATE_INLINE void put(const Vf (&e)[kRows][kColumns], int r0, int v0) {
-    if constexpr (T::kPair == 1) {
-      for_each_vector(
-          e, [&](const Vf& x, int r, int v) CRATE_LAMBDA { store(by_row + (r0 + r) * kTile + (v0 + v) * kLanes, x); });
+    if constexpr (T::kPair == 1) {  // row by row: column by column, a forward of 197 tokens takes 1% longer
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kColumns; ++v) store(by_row + (r0 + r) * kTile + (v0 + v) * kLanes, e[r][v]);
+      }
     } else {
       // `e` holds bf16 values as floats, so a shift is the conversion.
 #pragma GCC unroll 8
