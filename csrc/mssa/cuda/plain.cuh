@@ -12,7 +12,7 @@
 
 namespace crate_kernels::plain {
 
-constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunk = 64;
+constexpr int kThreads = 128, kOwned = 64, kTile = 32, kChunkBits = 6, kChunk = 1 << kChunkBits;
 constexpr int kPart = 4;                 // rows and columns per thread
 constexpr int kColumnLanes = 8;          // lanes of a warp along a row
 constexpr int kWarpRows = 16;            // rows per warp
@@ -101,7 +101,7 @@ struct Chunk {
     const int shift = c.dtype == Dtype::f32 ? 4 : 3;  // 16 or 8 packs per row
 #pragma unroll UNROLL
     for (int n = threadIdx.x; n < ROWS << shift; n += kThreads) {
-      pack(n >> shift, (n & ((1 << shift) - 1)) * (kChunk >> shift));
+      pack(n >> shift, (n << (kChunkBits - shift)) & (kChunk - 1));
     }
   }
   CRATE_DEVICE bool has(int row, int d) const { return first + row < length && channel + d < c.access.head_dim; }
