@@ -95,12 +95,12 @@ class Classifier(ReferenceModel):
 
     @property
     def global_pool(self) -> str:
-        """Kind of pooling: ``"token"``, ``"avg"`` or ``""``, as in ``reset_classifier``."""
+        """How tokens are pooled, as in ``reset_classifier``, ``"token"``, ``"avg"`` or ``""``."""
         return next(name for name, pool in POOLS.items() if pool == self.config.pool)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """Describe the features of each layer: ``num_chs``, ``reduction`` (pixels a patch) and ``module``."""
+        """The features of each layer as timm describes them, ``num_chs``, ``reduction`` (pixels) and ``module``."""
         reduction = max(self._patch_size())
         return [
             {"num_chs": self.num_features, "reduction": reduction, "module": f"{self.layout.blocks}.{index}"}
