@@ -14,7 +14,7 @@ from crate_kernels.ops.mssa.triton import tables
 
 DEVICE = home("triton")
 INTERPRETED = DEVICE == "cpu"
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Rows near each other in norm, and further apart than the weights of any dtype reach.
 SPREADS = {"near": {}, "far": {"special": "mixed norms", "magnitude": 2.0}}
 
