@@ -9,7 +9,8 @@ harness.needs_compiler()
 
 from tests.ops.mssa.aot import backward, decode, forward  # noqa: E402  # only where Triton compiles
 
-# name: (what makes the call, seqlen, head_dim, dtype, causal); each length has rows of launch tables of its own
+# name: (what makes the call, seqlen, head_dim, dtype, causal); lengths have launch-table rows of their own, and 197 a
+# narrow last block
 CALLS = {
     f"{what}-{seqlen}-{head_dim}-{str(dtype)[6:]}{'-causal' * causal}": (make, seqlen, head_dim, dtype, causal)
     for what, make in (("forward", forward), ("backward", backward))
@@ -17,7 +18,7 @@ CALLS = {
     for head_dim in (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for causal in (False, True)
-    if seqlen == 1024 or (head_dim <= 64 and dtype != torch.float32)
+    if seqlen == 1024 or (head_dim <= 128 and dtype != torch.float32)
 }
 # name: (number of new tokens, head_dim, dtype)
 STEPS = {

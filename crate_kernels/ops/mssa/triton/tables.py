@@ -27,6 +27,7 @@ _FORWARD_SINGLE = (
 # head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
     Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 2, bounded=0), head_dim=64, causal=True, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
     Row(_forward(128, 32, 8, 2, bounded=0), head_dim=80, half=True),
     Row(_forward(64, 32, 8, 2, bounded=0), head_dim=104, half=True),
@@ -40,6 +41,8 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
     Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=72, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=80, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=88, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
@@ -101,9 +104,11 @@ _BACKWARD_AMPERE = (
     Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
     Row(_backward(64, 16, 8, 2), head_dim=72, half=True),
     Row(_backward(64, 16, 4, 2), head_dim=80, half=True),
-    Row(_backward(64, 16, 8, 2), head_dim=96, half=True),
-    Row(_backward(32, 16, 8, 2), head_dim=104, half=True),
-    Row(_backward(64, 16, 4, 2), head_dim=128, half=True),
+    Row(_backward(64, 16, 8, 1), head_dim=88, causal=True, half=True),
+    Row(_backward(64, 16, 4, 1), head_dim=96, half=True),
+    Row(_backward(32, 16, 8, 1), head_dim=104, half=True),
+    Row(_backward(64, 16, 4, 1), head_dim=112, half=True),
+    Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 1), half=True),
     *_BACKWARD_SINGLE,
 )
