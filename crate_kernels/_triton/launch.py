@@ -28,6 +28,7 @@ INTERPRETER = "interpreter"  # the row of tables for CPU tensors
 _CUDA = ("sm_80", "sm_89", "sm_90", "sm_100")
 _HIP = ("gfx942",)
 LONGEST = 1 << 20  # the last bucket of sequence lengths
+_TUNED = Path(__file__).with_name("tuned")  # tables that were tuned elsewhere, by the GPU's name
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,9 @@ def forced(table: Table, config: Config) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: bool, half: bool) -> Config:
-    """Return the configuration of the first row that fits: tuned rows, then shipped rows."""
-    rows = (*user_rows(gpu).get(table.name, ()), *table.rows[_nearest(key, tuple(table.rows))])
+    """Return the configuration of the first row that fits: the user's, this GPU's, then this architecture's."""
+    tuned = (*user_rows(gpu).get(table.name, ()), *_shipped_rows(gpu).get(table.name, ()))
+    rows = (*tuned, *table.rows[_nearest(key, tuple(table.rows))])
     return next(row.config for row in rows if row.fits(head_dim, seqlen, causal, half))
 
 
@@ -158,19 +160,34 @@ def _gpu_name(device: torch.device) -> str:
 
 def user_table(gpu: str) -> Path:
     """Return the file in which ``tune`` keeps the rows of a GPU."""
-    return Path.home() / ".cache" / "crate_kernels" / "tune" / (re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".json")
+    return Path.home() / ".cache" / "crate_kernels" / "tune" / _file_name(gpu)
+
+
+def _file_name(gpu: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".json"
 
 
 @functools.lru_cache(maxsize=16)
 def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
     """Read the rows that ``tune`` wrote for a GPU, by table; empty without a valid file."""
-    if not gpu:
-        return {}
     try:
-        tables = json.loads(user_table(gpu).read_text())["tables"]
+        return _read_tables(user_table(gpu)) if gpu else {}
+    except (OSError, RuntimeError):  # no home
+        return {}
+
+
+@functools.lru_cache(maxsize=16)
+def _shipped_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
+    """Read the rows that were tuned for a GPU of this name and are part of the package."""
+    return _read_tables(_TUNED / _file_name(gpu)) if gpu else {}
+
+
+def _read_tables(path: Path) -> Mapping[str, tuple[Row, ...]]:
+    """Read a file of ``tune``; empty if there is none, or it is from another version."""
+    try:
+        tables = json.loads(path.read_text())["tables"]
         return {name: rows for name, found in tables.items() if (rows := _read_rows(found)) is not None}
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        # No home, no file, or a file from another version: use the shipped tables.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -18,9 +18,15 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels._triton.launch import Config, Row, Table
 
-# ("ready",), then per workload ("trying", number of the configuration), ... and ("found", config, seconds,
-# seconds of the shipped one) or ("failed", reason).
+# ("ready",), then per workload ("trying", number of the configuration), ("timed", number, seconds or None), ... and
+# ("found", config, seconds, seconds of the shipped one) or ("failed", reason).
 Message = tuple[Any, ...]
+# Takes the number of a workload, of its configuration, and the seconds: None if that fails or is wrong.
+Told = Callable[[int, int, float | None], object]
+
+
+def _nobody(workload: int, number: int, seconds: float | None) -> None:
+    """Keep no record of single timings."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ def search(
     lost: Collection[int] = (),
     trying: Callable[[int], object] = lambda number: None,
     check_device: Callable[[], object] = lambda: None,
+    timed: Callable[[int, float | None], object] = lambda number, seconds: None,
 ) -> Result:
     """Time the shipped configuration and every candidate of a workload; a wrong result is never timed.
 
@@ -92,6 +99,7 @@ def search(
         lost: numbers of configurations to leave out.
         trying: called with the number of each configuration before it runs.
         check_device: called after a configuration failed; raises if the device is unusable.
+        timed: called with the number of each configuration and its seconds, or None if it fails or is wrong.
 
     Raises:
         RuntimeError: no configuration runs and is correct.
@@ -110,19 +118,23 @@ def search(
                     seconds[number] = clock(call.timed)
             except Exception:  # out of shared memory or registers, or a shape the compiler refuses
                 check_device()
+        timed(number, seconds.get(number))
     if not seconds:
         raise RuntimeError("no configuration runs and is right")
     best = min(seconds, key=lambda number: seconds[number])
     return Result(configs[best], seconds[best], seconds.get(0))
 
 
-def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Message]]) -> Iterator[Result | str]:
+def supervise(
+    count: int, start: Callable[[int, frozenset[int]], Iterator[Message]], told: Told = _nobody
+) -> Iterator[Result | str]:
     """Yield, for each of ``count`` workloads, its result or the reason for having none.
 
     Args:
         count: number of workloads.
         start: takes the first workload and the configurations of it to leave out; yields messages. It may end at any
             time: the configuration being tried is lost, and ``start`` is called again.
+        told: called with each timing as it comes.
 
     Raises:
         RuntimeError: ``start`` ended before it was ready.
@@ -134,6 +146,8 @@ def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Messag
             ready = True
             if kind == "trying":
                 (at,) = content
+            elif kind == "timed":
+                told(first, *content)
             elif kind != "ready":
                 yield Result(*content) if kind == "found" else content[0]
                 first, lost, at = first + 1, frozenset(), None
@@ -146,6 +160,7 @@ def supervise(count: int, start: Callable[[int, frozenset[int]], Iterator[Messag
             first, lost = first + 1, frozenset()
         else:
             lost |= {at}
+            told(first, at, None)
 
 
 def in_process(target: Callable[..., None], *args: Any) -> Iterator[Message]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import json
+import math
+import shutil
 import signal
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -17,11 +22,38 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends
-from crate_kernels._triton import launch, tune
+from crate_kernels._triton import ahead, launch, tune
 from crate_kernels.bench import clock
 from crate_kernels.cli import table
 
 _ROUNDS = 20
+_LIMIT = 100  # seconds per configuration; then its process ends, and it alone is lost
+_STDERR = 2
+_COMPILING = 0.5  # share of the minutes
+_TIME_IS_UP = "time is up: run again to go on"
+_INCOMPLETE = 3  # exit status
+
+
+class Log:
+    """A file of JSON lines: each timing and each result as it comes. Workloads with a result are not timed again."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what earlier runs wrote; a line that was cut off is left out."""
+        self.path = path
+        self.found: dict[str, launch.Config] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if "found" in entry:
+                self.found[entry["workload"]] = entry["found"]
+
+    def add(self, workload: tune.Workload, **fields: object) -> None:
+        """Append a line."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"workload": str(workload), **fields}) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a file of the configurations to time, by workload; the others time all of theirs",
     )
+    parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile, before one times")
+    parser.add_argument("--log", type=Path, help="file of all timings; run again with it, tune goes on")
+    parser.add_argument("--table", type=Path, help="file to which the rows found are copied as they come")
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 
 
@@ -44,27 +81,31 @@ def workloads(ops: list[str]) -> list[tune.Workload]:
     return found
 
 
-def narrowed(every: list[tune.Workload], path: Path | None) -> list[tune.Workload]:
-    """Return the workloads with only those candidates that a file names; without a file, as they are.
+def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = None) -> list[tune.Workload]:
+    """Return the workloads with only those candidates that a file names, and at most so many.
 
     Raises:
         ValueError: the file cannot be read, or is no mapping of workloads to lists of configurations.
     """
-    if path is None:
-        return every
+    found: dict[str, tuple[launch.Config, ...]] = {}
     try:
-        chosen = json.loads(path.read_text())
-        found = {str(name): tuple(dict(config) for config in configs) for name, configs in chosen.items()}
+        if path is not None:
+            chosen = json.loads(path.read_text())
+            found = {str(name): tuple(dict(config) for config in configs) for name, configs in chosen.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"--candidates must map workloads to configurations, got {path}: {error}") from error
-    return [
-        replace(one, table=replace(one.table, candidates=found[str(one)])) if str(one) in found else one
-        for one in every
-    ]
+
+    def few(workload: tune.Workload) -> tuple[launch.Config, ...]:
+        if str(workload) in found:
+            return found[str(workload)][:most]  # from the best on
+        candidates = workload.table.candidates
+        return candidates[:: math.ceil(len(candidates) / most)] if most and candidates else candidates
+
+    return [replace(one, table=replace(one.table, candidates=few(one))) for one in every]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune; print and write each result at once; return 1 if some workload could not be tuned."""
+    """Tune; print and write each result at once; return 1 if some workload could not be tuned, 3 if time was up."""
     if not torch.cuda.is_available():
         print("tune: needs a CUDA or HIP GPU, and PyTorch sees none (python -m crate_kernels info)")
         return 1
@@ -83,20 +124,53 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
-    lines, failed = [], 0
     try:
-        every = narrowed(workloads(ops), args.candidates)
-    except ValueError as error:
+        log = Log(args.log)
+        every = narrowed(workloads(ops), args.candidates, args.most)
+    except (OSError, ValueError) as error:
         print(f"tune: {error}")
         return 1
-    results = tune.supervise(len(every), partial(tune.in_process, partial(_work, args.candidates), ops))
+    earlier = [one for one in every if str(one) in log.found]
+    for workload in earlier:
+        _write(args, gpu, workload, log.found[str(workload)])
+    return _tune(args, gpu, ops, every, log)
+
+
+def _write(args: argparse.Namespace, gpu: str, workload: tune.Workload, config: launch.Config) -> None:
+    path = launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(config)]})
+    if args.table is not None:
+        shutil.copyfile(path, args.table)
+
+
+def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.Workload], log: Log) -> int:
+    """Compile and time the workloads that have no result yet."""
+    numbers = [number for number, one in enumerate(every) if str(one) not in log.found]
+    now = time.monotonic()
+    work = _Work(ops, args.candidates, args.most, now + 60 * args.minutes, now + 60 * _COMPILING * args.minutes)
+    lost: dict[int, frozenset[int]] = {}
+    if args.jobs > 1 and numbers:
+        lost = ahead.compile_all(len(numbers), args.jobs, partial(_compiled, work, numbers))
+        print(f"tune: compiled in {time.monotonic() - now:.0f} s", flush=True)
+
+    def start(first: int, more: frozenset[int]) -> Iterator[tune.Message]:
+        return tune.in_process(_time, work, numbers, lost, first, more)
+
+    def told(index: int, number: int, seconds: float | None) -> None:
+        workload = every[numbers[index]]
+        configs = ("shipped", *map(dict, workload.table.candidates))
+        log.add(workload, config=configs[number], seconds=seconds)
+
+    lines, failed, left = [], 0, 0
     try:
-        for workload, result in zip(every, results, strict=True):
+        for number, result in zip(numbers, tune.supervise(len(numbers), start, told), strict=True):
+            workload = every[number]
             if isinstance(result, str):
-                failed += 1
+                left += result == _TIME_IS_UP
+                failed += result != _TIME_IS_UP
                 print(f"{workload}: left as shipped: {result}", flush=True)
                 continue
-            launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(result.config)]})
+            log.add(workload, found=dict(result.config), seconds=result.seconds, shipped=result.shipped)
+            _write(args, gpu, workload, result.config)
             shipped = "fails" if result.shipped is None else f"{result.shipped * 1e6:.0f} us"
             print(f"{workload}: {result.seconds * 1e6:.0f} us, as shipped {shipped}", flush=True)
             ratio = "" if result.shipped is None else f"{result.shipped / result.seconds:.2f}"
@@ -105,30 +179,93 @@ def run(args: argparse.Namespace) -> int:
         print("tune: interrupted; what follows is written and serves")
     print("\n" + table.render(["workload", "times faster", "configuration"], lines))
     print(f"\ntune: written to {launch.user_table(gpu)}")
-    return int(failed > 0)
+    return _INCOMPLETE if left else int(failed > 0)
 
 
-def _work(path: Path | None, connection: Connection, ops: list[str], first: int, lost: frozenset[int]) -> None:
-    """Time the workloads from ``first`` on and send the results; leave out configurations ``lost`` of the first."""
+@dataclass(frozen=True)
+class _Work:
+    """What a process needs to make the workloads again; times are of ``time.monotonic``, which processes share."""
+
+    ops: list[str]
+    candidates: Path | None
+    most: int | None
+    stop_at: float
+    compile_until: float
+
+    def workloads(self, numbers: Sequence[int]) -> list[tune.Workload]:
+        """Return the workloads of these numbers."""
+        every = narrowed(workloads(self.ops), self.candidates, self.most)
+        return [every[number] for number in numbers]
+
+
+def _compiled(
+    work: _Work, numbers: Sequence[int], mine: Sequence[int], first: int, lost: frozenset[int]
+) -> Iterator[tune.Message]:
+    """Start a process that compiles its share ``mine`` of the workloads."""
+    return tune.in_process(_compile, work, [numbers[index] for index in mine], first, lost)
+
+
+def _compile(connection: Connection, work: _Work, mine: list[int], first: int, lost: frozenset[int]) -> None:
+    """Compile the workloads from ``first`` on; leave out configurations ``lost`` of the first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     device = torch.device("cuda", torch.cuda.current_device())
-    every = narrowed(workloads(ops), path)[first:]
     connection.send(("ready",))
-    for workload in every:
+    for workload in work.workloads(mine)[first:]:
+        if time.monotonic() < work.compile_until:
+
+            def send(message: tune.Message) -> None:
+                faulthandler.dump_traceback_later(_LIMIT, exit=True, file=_STDERR)
+                connection.send(message)
+
+            with contextlib.suppress(Exception):  # the process that times says why
+                ahead.make_each(workload, _shipped(workload, device), send, lost)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(("failed", "compiled"))
+        lost = frozenset()
+
+
+def _time(
+    connection: Connection,
+    work: _Work,
+    numbers: list[int],
+    known: dict[int, frozenset[int]],
+    first: int,
+    lost: frozenset[int],
+) -> None:
+    """Time the workloads from ``first`` on and send the results; leave out configurations ``lost`` of the first.
+
+    ``known`` has, by place in ``numbers``, configurations that ended the process that compiled them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    device = torch.device("cuda", torch.cuda.current_device())
+    connection.send(("ready",))
+
+    def trying(number: int) -> None:
+        faulthandler.dump_traceback_later(_LIMIT, exit=True, file=_STDERR)
+        connection.send(("trying", number))
+
+    for index, workload in enumerate(work.workloads(numbers)[first:], first):
+        if time.monotonic() > work.stop_at:
+            connection.send(("failed", _TIME_IS_UP))
+            continue
         try:
             result = tune.search(
                 workload,
                 _shipped(workload, device),
                 partial(_seconds, device),
                 judge,
-                lost,
-                lambda number: connection.send(("trying", number)),
+                lost | known.get(index, frozenset()),
+                trying,
                 torch.cuda.synchronize,
+                lambda number, seconds: connection.send(("timed", number, seconds)),
             )
             connection.send(("found", dict(result.config), result.seconds, result.shipped))
         except Exception as error:
             torch.cuda.synchronize()  # raises, and so ends this process, if the device is unusable
             connection.send(("failed", f"{type(error).__name__}: {error}"))
+        faulthandler.cancel_dump_traceback_later()
         lost = frozenset()
 
 

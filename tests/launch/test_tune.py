@@ -2,8 +2,10 @@
 
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -77,6 +79,28 @@ def test_what_is_written_is_what_later_calls_get(gpu, fake):
         return table.config(CUDA, head_dim, 197, False, dtype)["BLOCK"]
 
     assert (got(64, torch.float16), got(64, torch.float32), got(128, torch.float16)) == (2, 1, 1)
+
+
+def test_a_table_that_was_committed_serves_until_the_user_tunes(gpu, fake, monkeypatch, tmp_path):
+    """What tune wrote is copied as it is; a GPU of another name has the architecture's rows."""
+    table, device = fake[0], torch.device("cuda", 0)
+    monkeypatch.setattr(_launch, "_TUNED", tmp_path / "tuned")
+    path = _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0], 64), Row(CANDIDATES[1], 128)]})
+    (tmp_path / "tuned").mkdir()
+    path.replace(tmp_path / "tuned" / path.name)
+
+    def got(head_dim):
+        for cached in (_launch.user_rows, _launch._shipped_rows, _launch._find):
+            cached.cache_clear()
+        return table.config(device, head_dim, 197, False, torch.bfloat16)
+
+    assert (got(64), got(128), got(256)) == (CANDIDATES[0], CANDIDATES[1], SHIPPED)
+    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[2], 64)]})
+    assert (got(64), got(128)) == (CANDIDATES[2], CANDIDATES[1])
+    assert table.shipped(device, 64, 197, False, torch.bfloat16) == SHIPPED
+    monkeypatch.setattr(_launch, "_gpu_name", lambda device: "Another GPU")
+    assert got(64) == SHIPPED
+    _launch._shipped_rows.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": {"fake": [{"unknown": 1}]}}', '{"tables": 3}'])
@@ -226,13 +250,14 @@ class Sink(list):
 
 
 def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, capsys):
-    def in_process(target, ops, first, lost):
-        messages = Sink()
+    def in_process(target, *args):
+        messages, (first, lost) = Sink(), args[-2:]
         with monkeypatch.context() as patch:
             patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, ops, first, lost)
+            target(messages, *args)
         if first == 0:  # ends after the first workload, whose row is there by then
-            yield from messages[: messages.index(("trying", 0), 2) + 1]
+            second = [at for at, message in enumerate(messages) if message == ("trying", 0)][1]
+            yield from messages[: second + 1]
             assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [64]
             return
         assert lost == {0}
@@ -294,6 +319,83 @@ def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, monkeypatch):
         32: SHIPPED,
         16: CANDIDATES[0],
     }
+
+
+def in_this_process(monkeypatch, at_most=1000):
+    """Let what tune starts run here, and end after so many messages; return the targets that were started."""
+    started = []
+
+    def in_process(target, *args):
+        messages = Sink()
+        started.append(target.__name__)
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        yield from messages[:at_most]
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    return started
+
+
+def test_a_log_has_every_timing_and_is_gone_on_from(command, gpu, tmp_path, monkeypatch, capsys):
+    started = in_this_process(monkeypatch)
+    files = ["--log", str(tmp_path / "log.jsonl"), "--table", str(tmp_path / "table.json")]
+    assert cli.main(["tune", *files, "--minutes", "0"]) == tune._INCOMPLETE
+    assert not (tmp_path / "log.jsonl").exists()
+    assert cli.main(["tune", *files]) == 0
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    timings = [(e["config"], e["seconds"]) for e in entries if e["workload"] == str(command[0]) and "config" in e]
+    assert timings == [("shipped", 5.0), (CANDIDATES[0], 2.0), (CANDIDATES[1], None), (CANDIDATES[2], None)]
+    assert json.loads((tmp_path / "table.json").read_text())["gpu"] == gpu
+    written = _launch.user_table(gpu).read_text()
+    _launch.user_table(gpu).unlink()
+    capsys.readouterr()
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"workload": "cut')
+    started.clear()
+    assert cli.main(["tune", *files]) == 0
+    assert "us, as shipped" not in capsys.readouterr().out
+    assert started == []
+    assert _launch.user_table(gpu).read_text() == written
+
+
+def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
+    """Three processes compile a workload each. Each ends as it compiles configuration 2, whoever starts it."""
+    tried = []
+
+    def in_process(target, *args):
+        messages, lost = Sink(), args[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        if target is tune._compile and 2 not in lost:
+            messages = messages[: messages.index(("trying", 2)) + 1]
+        if target is tune._time:
+            tried.extend(message[1] for message in messages if message[0] == "trying")
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(_launch, "forced", ahead_forced(_launch.forced))
+    assert cli.main(["tune", "--jobs", "3"]) == 0
+    assert tried == 3 * [0, 1, 3]
+
+
+def ahead_forced(forced):
+    """Serialise: one process has one configuration at a time, the threads of this test share a process."""
+    lock = threading.Lock()
+
+    @contextmanager
+    def one_at_a_time(*args):
+        with lock, forced(*args):
+            yield
+
+    return one_at_a_time
+
+
+def test_few_candidates_are_chosen_evenly(command):
+    assert tune.narrowed(command, None, 2)[0].table.candidates == (CANDIDATES[0], CANDIDATES[2])
+    assert tune.narrowed(command, None, 9)[0].table.candidates == CANDIDATES
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"a": 3}'])
