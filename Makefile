@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -48,6 +48,14 @@ aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
 	$(REPORT)
 	PYTHONPATH=.venv-triton-3.6 $(REPORT)
 	$(REPORT) --cuda
+
+# make gpu MINUTES=9 OUT=folder: a call of 9 minutes; run again with the same folder, it goes on. With the Python that is
+# active, which needs PyTorch, Triton, NumPy and pytest; no git, no network. docs/gpu.md says what comes back.
+gpu: OUT = build/gpu
+MINUTES ?= 25
+## everything that this machine's GPU can tell in half an hour: smoke test, suite, tuning, benchmarks
+gpu:
+	$(PYTHON) -m tests.gpu.session --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import worth
 from crate_kernels.bench import clock, load, memory, rows
 from crate_kernels.bench.providers import OURS
 from crate_kernels.bench.rows import Results
@@ -44,13 +45,20 @@ def pytest_configure(config):
     config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "brief")
 
 
+def _rank(item):
+    """Return the place of a benchmark in the order of worth."""
+    parameters = getattr(item, "callspec", None)
+    given = parameters.params if parameters else {}
+    return worth.rank(given["what"].name, given["dtype"], given["direction"]) if "what" in given else 0
+
+
 def pytest_collection_modifyitems(config, items):
     """Keep the tests of this device, tier and shard; the providers of a group stay together."""
     part, parts = (int(n) for n in config.getoption("--shard").split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--shard must be i/n with 1 <= i <= n, got {config.getoption('--shard')}")
     groups, kept, dropped = {}, [], []
-    for item in items:
+    for item in sorted(items, key=_rank) if config.device.type == "cuda" else items:
         parameters = getattr(item, "callspec", None)
         what = parameters.params.get("what") if parameters else None
         if what is None:

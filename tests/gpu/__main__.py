@@ -36,23 +36,19 @@ def parse(argv):
     return args
 
 
-class Shard:
-    """A pytest plugin that runs one part of the tests, records each result at once and stops in time."""
+class Part:
+    """A pytest plugin that runs one part of the tests, gives each result to ``save`` at once and stops in time."""
 
-    def __init__(self, path, index, count, seconds):
-        self.path, self.index, self.count = path, index, count
+    def __init__(self, index, count, seconds):
+        self.index, self.count = index, count
         self.stop_at = time.monotonic() + seconds
-        self.record = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "tests": {}}
         self.left, self.broken = 0, False
 
     def pytest_collectreport(self, report):
         self.broken |= report.failed
 
-    @pytest.hookimpl(trylast=True)  # after -k has chosen
-    def pytest_collection_modifyitems(self, config, items):
-        mine = items[self.index - 1 :: self.count]
-        done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
-        chosen = [item for item in mine if item.nodeid not in done]
+    def choose(self, config, items, chosen):
+        """Run only the chosen items, in their order."""
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
         self.left = len(chosen)
@@ -65,11 +61,7 @@ class Shard:
             test["error"] = report.longreprtext[-4000:]
         elif report.outcome == "skipped":
             test["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if self.record["tests"].get(report.nodeid, {}).get("outcome") != "failed" or report.when == "call":
-            self.record["tests"][report.nodeid] = test
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.record, indent=1) + "\n")
-        partial.replace(self.path)
+        self.save(report.nodeid, test)
 
     def pytest_runtest_logfinish(self, nodeid, location):
         self.left -= 1
@@ -79,6 +71,28 @@ class Shard:
             item.session.shouldstop = "time is up"
             return True
         return None
+
+
+class Shard(Part):
+    """One of several parts, with a JSON file of its own."""
+
+    def __init__(self, path, index, count, seconds):
+        super().__init__(index, count, seconds)
+        self.path = path
+        self.record = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "tests": {}}
+
+    @pytest.hookimpl(trylast=True)  # after -k has chosen
+    def pytest_collection_modifyitems(self, config, items):
+        done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
+        mine = items[self.index - 1 :: self.count]
+        self.choose(config, items, [item for item in mine if item.nodeid not in done])
+
+    def save(self, nodeid, test):
+        """Write the results so far."""
+        self.record["tests"][nodeid] = test
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.record, indent=1) + "\n")
+        partial.replace(self.path)
 
 
 def machine():

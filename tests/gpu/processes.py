@@ -1,0 +1,67 @@
+"""Runs processes side by side until a deadline; one that dies is started again and goes on after what killed it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DONE, FAILED, INCOMPLETE = 0, 1, 3  # exit statuses of what ends by itself; INCOMPLETE: time was up
+MOST_STARTS = 20  # of one process
+GRACE = 15.0  # seconds after the deadline; what is told of the deadline ends by itself before
+
+
+def start(arguments, environment=None, apart=False):
+    """Start this Python; ``apart`` in a process group of its own, so that what it starts in turn ends with it."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environment or {})}, start_new_session=apart)
+
+
+def end(process):
+    """End a process and its group, if it has one."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.wait()
+
+
+def side_by_side(commands, deadline, start, grace=GRACE):
+    """Run commands at the same time; return the worst of their exit statuses.
+
+    Args:
+        commands: take the seconds left and return the arguments of a process.
+        deadline: of ``time.monotonic``. A process still running ``grace`` seconds later is ended.
+        start: starts a process.
+        grace: seconds.
+    """
+
+    def started(index):
+        return start(commands[index](max(round(deadline - time.monotonic(), 1), 0.0)))
+
+    running = {index: started(index) for index in range(len(commands))}
+    starts, statuses = dict.fromkeys(running, 1), {}
+    try:
+        while running:
+            for index, process in list(running.items()):
+                status = process.poll()
+                if status is None:
+                    continue
+                end(process)
+                del running[index]
+                died = status not in (DONE, FAILED, INCOMPLETE)
+                if died and time.monotonic() < deadline and starts[index] < MOST_STARTS:
+                    starts[index] += 1
+                    running[index] = started(index)
+                else:
+                    statuses[index] = FAILED if died else status
+            if running and time.monotonic() > deadline + grace:
+                statuses |= dict.fromkeys(running, INCOMPLETE)
+                break
+            time.sleep(0.05)
+    finally:
+        for process in running.values():
+            end(process)
+    return next((status for status in (INCOMPLETE, FAILED) if status in statuses.values()), DONE)

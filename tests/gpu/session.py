@@ -1,0 +1,152 @@
+"""One command for half an hour on a GPU: ``python -m tests.gpu.session --minutes 25 --out FOLDER``, or ``make gpu``.
+
+It needs PyTorch, Triton, NumPy and pytest; no git and no network. Four parts follow one another, each for at most its
+minutes: a smoke test, the test suite in processes side by side, tuning, and with what time is left the benchmarks in
+order of worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the session goes
+on where it ended: minutes that a part has had are counted in ``session.json``.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu import lines, processes
+from tests.gpu.__main__ import BUILD
+
+STATUS = {processes.DONE: "done", processes.FAILED: "failed", processes.INCOMPLETE: "time was up"}
+RESERVE = 45.0  # seconds at the end for what is running, and for the summary
+LEAST = 10.0  # seconds worth starting a part for
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a session.
+
+    Attributes:
+        name: of its module, ``tests.gpu.<name>``.
+        minutes: the most that it gets before the parts after it; what is left in the end is shared in order.
+        side_by_side: whether it takes ``--workers``.
+    """
+
+    name: str
+    minutes: float
+    side_by_side: bool
+
+
+PARTS = (Part("smoke", 3, True), Part("suite", 8, True), Part("tuning", 6, True), Part("timing", math.inf, False))
+
+
+class State:
+    """What earlier calls of the session did, in ``session.json``."""
+
+    def __init__(self, folder):
+        self.path = folder / "session.json"
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.parts = {part.name: {"seconds": 0.0, "status": ""} | known.get(part.name, {}) for part in PARTS}
+
+    def add(self, name, seconds, status):
+        """Write the end of a part's turn."""
+        own = self.parts[name]
+        own |= {"seconds": round(own["seconds"] + seconds, 1), "status": STATUS[status]}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.parts, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def left(self, part, everything):
+        """Return the seconds that a part may still take: none if it is complete."""
+        own = self.parts[part.name]
+        if own["status"] in ("done", "failed"):
+            return 0.0
+        return math.inf if everything else max(60 * part.minutes - own["seconds"], 0.0)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.session", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=25.0, help="of this call; 25 by default")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; go on from what is in it")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes side by side; two fewer than cores by default"
+    )
+    parser.add_argument("--candidates", type=Path, help="configurations to tune, from tests.tools.aot.candidates")
+    parser.add_argument("--dry-run", action="store_true", help="the same on the CPU, interpreted, on tiny shapes")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be positive, got {args.minutes:g}")
+    args.workers = args.workers or (1 if args.dry_run else max(min(len(os.sched_getaffinity(0)) - 2, 14), 1))
+    return args
+
+
+def command(part, args, seconds):
+    """Return the command of a part's turn."""
+    found = ["-m", f"tests.gpu.{part.name}", "--out", args.out.resolve(), "--seconds", round(seconds, 1)]
+    found += ["--workers", args.workers] if part.side_by_side else []
+    found += ["--candidates", args.candidates.resolve()] if part.name == "tuning" and args.candidates else []
+    return found + (["--dry-run"] if args.dry_run else [])
+
+
+def turns(state, deadline, run):
+    """Give each part its minutes, then what is left to the parts that are not complete, in order."""
+    for everything in (False, True):
+        for part in PARTS:
+            seconds = min(state.left(part, everything), deadline - time.monotonic())
+            if seconds < LEAST:
+                continue
+            start = time.monotonic()
+            status = run(part, seconds)
+            state.add(part.name, time.monotonic() - start, status)
+
+
+def summary(folder, state):
+    """Return the lines that a session prints in the end."""
+    found = []
+    for name, own in state.parts.items():
+        results = lines.results(folder / f"{name}.jsonl").values()
+        outcomes = [line["outcome"] for line in results]
+        counts = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes)))
+        found.append(
+            f"gpu: {name}: {own['status'] or 'not begun'}, {own['seconds']:.0f} s" + f": {counts}" * bool(counts)
+        )
+    return found
+
+
+def main(argv=None):
+    args = parse(argv)
+    deadline = time.monotonic() + 60 * args.minutes - RESERVE * (not args.dry_run)
+    args.out.mkdir(parents=True, exist_ok=True)
+    state = State(args.out)
+    # Triton reads the variable on import. The CUDA library is compiled beside the tests of what needs none.
+    environment = {"TRITON_INTERPRET": "1"} if args.dry_run else {}
+    compiling = None if args.dry_run else processes.start(["-c", BUILD], apart=True)
+
+    def start(arguments):
+        return processes.start(arguments, environment, apart=True)
+
+    def run(part, seconds):
+        print(f"gpu: {part.name}: {seconds / 60:.1f} minutes at most", flush=True)
+        missing = compiling is not None and compiling.poll() is None
+        stop_at = time.monotonic() + seconds
+        # A part ends its own processes before it is ended.
+        status = processes.side_by_side(
+            [lambda left: command(part, args, left)], stop_at, start, grace=2 * processes.GRACE
+        )
+        return processes.INCOMPLETE if missing else status  # go again: the library's tests were skipped
+
+    try:
+        turns(state, deadline, run)
+    finally:
+        if compiling is not None:
+            processes.end(compiling)
+    print("\n".join(summary(args.out, state)))
+    statuses = [own["status"] for own in state.parts.values()]
+    if "failed" in statuses:
+        return processes.FAILED
+    return processes.DONE if set(statuses) == {"done"} else processes.INCOMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
+
+Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; the assembler's
+warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
+"""
+
+import argparse
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from crate_kernels import testing
+from crate_kernels._core import backends
+from crate_kernels._triton import launch
+from tests.gpu import lines, processes
+from tests.gpu.__main__ import machine
+from tests.gpu.suite import usable
+
+LIMIT = 100  # seconds per item; then its process ends
+BACKENDS = ("triton", "cpp")
+QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+
+
+class Skipped(Exception):
+    """An item that this machine has nothing for."""
+
+
+def forms():
+    """Return the largest case of each combination of options, padding, packing and special values."""
+    found = {}
+    for case in testing.CASES:
+        kind = (case.op, frozenset(case.options), case.padding, bool(case.lengths), case.special)
+        found[kind] = max(found.get(kind, case), case, key=lambda one: (sum(one.lengths), *one.shape[-2:]))
+    return list(found.values())
+
+
+def describe():
+    """Return the versions and what nvidia-smi says."""
+    smi = shutil.which("nvidia-smi")
+    command = [smi, f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() if smi else "none"
+    return {**machine(), "cuda": torch.version.cuda, "nvidia-smi": said}
+
+
+def check(case, backend, dtype, device):
+    """Hold one call to the error budget; return its worst share of it."""
+    reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, device)
+    reason = reason or testing.excluded(case, backend, dtype, device)
+    if reason is not None:
+        raise Skipped(reason)
+    inputs = testing.make_inputs(case, dtype, device)
+    eager, exact = (testing.run(case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
+    found = testing.measure(testing.run(case, inputs, backend), eager, exact, dtype)
+    wrong = [one.output for one in found if not one.passed]
+    if wrong:
+        raise AssertionError(f"{wrong} have errors beyond the budget: {found}")
+    return {"share": round(max(one.error / one.budget if one.budget else 0.0 for one in found), 3)}
+
+
+def warnings(family):
+    """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
+    from tests.tools.aot import report
+
+    target = launch.arch(torch.device("cuda"))
+    if target not in report.TARGETS:
+        raise Skipped(f"the model knows {', '.join(report.TARGETS)}, this is {target}")
+    kernels = [kernel for kernel, _ in report.family(family, target)]
+    said = {kernel["kernel"]: kernel["warnings"] for kernel in kernels if kernel["warnings"]}
+    if said:
+        raise AssertionError(f"the assembler warns: {said}")
+    return {"stack": max(kernel["stack"] for kernel in kernels)}
+
+
+def sanitize(op, backend):
+    """Run one small call under compute-sanitizer."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if tool is None:
+        raise Skipped("compute-sanitizer is not there")
+    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.smoke", "--call", op, backend]
+    done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=LIMIT - 10)
+    if done.returncode:
+        raise AssertionError((done.stdout + done.stderr)[-3000:])
+    return {"said": done.stdout[-200:]}
+
+
+def items(dry_run):
+    """Return the items by name, in the order in which they run."""
+    if dry_run:
+        case = next(case for case in testing.CASES if case.op == "tssa")
+        return {"machine": describe, f"triton {case}": lambda: check(case, "triton", torch.float32, "cpu")}
+    found = {"machine": describe}
+    for case in forms():
+        for backend in BACKENDS:
+            found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
+    try:
+        from tests.tools.aot.families import FAMILIES
+    except ImportError:  # no Triton
+        return found
+    found |= {f"warnings {family}": lambda family=family: warnings(family) for family in FAMILIES}
+    for op in backends.OPS:
+        for backend in BACKENDS:
+            found[f"sanitizer {backend} {op}"] = lambda op=op, backend=backend: sanitize(op, backend)
+    return found
+
+
+def work(path, index, count, deadline, dry_run):
+    """Run one process's items and return the exit status."""
+    before = lines.results(path)
+    mine = list(items(dry_run).items())[index - 1 :: count]
+    for name, item in mine:
+        if name in before and before[name]["outcome"] != "skipped":
+            continue
+        if time.monotonic() > deadline:
+            return processes.INCOMPLETE
+        lines.append(path, item=name, outcome="started")
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+        start = time.monotonic()
+        try:
+            said = {"outcome": "passed", **item()}
+        except Skipped as reason:
+            said = {"outcome": "skipped", "reason": str(reason)}
+        except Exception as error:
+            said = {"outcome": "failed", "error": f"{type(error).__name__}: {error}"[-4000:]}
+        faulthandler.cancel_dump_traceback_later()
+        lines.append(path, item=name, seconds=round(time.monotonic() - start, 3), **said)
+        if said["outcome"] == "failed" and not usable():
+            os._exit(70)
+    return processes.DONE
+
+
+def call(op, backend):
+    """Make one small call, forward and backward."""
+    case = next(case for case in forms() if testing.SPECS[case.op].room == op)
+    testing.run(case, testing.make_inputs(case, torch.bfloat16, "cuda"), backend)
+    torch.cuda.synchronize()
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--worker", type=int, help="be this process of the workers, from 1")
+    parser.add_argument("--call", nargs=2, metavar=("OP", "BACKEND"), help="make one small call, and nothing else")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    if args.call:
+        return call(*args.call)
+    path, deadline = args.out / "smoke.jsonl", time.monotonic() + args.seconds
+    worker = 1 if args.workers == 1 else args.worker
+    if worker is not None:
+        status = work(path, worker, args.workers, deadline, args.dry_run)
+    else:
+        same = ["-m", "tests.gpu.smoke", "--out", args.out, "--workers", args.workers]
+        every = [lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, args.workers + 1)]
+        status = processes.side_by_side(every, deadline, processes.start)
+    failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
+    return max(status, processes.FAILED) if failed else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

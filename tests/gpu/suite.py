@@ -1,0 +1,114 @@
+"""The GPU suite side by side: ``python -m tests.gpu.suite --out FOLDER --seconds S --workers N``.
+
+N processes share the tests, most telling first: what only a GPU shows before what the interpreter and the emulator
+have shown, bf16 before other dtypes. Drawn tests are left out. Tests that lacked memory run again, one after another.
+"""
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import lines, processes
+from tests.gpu.__main__ import Part
+
+LIMIT = 150  # seconds per test, compilation included; then its process ends
+FILES = ("test_gpu.py", "test_public.py", "test_contract.py", "test_cache.py", "test_triton.py")
+DTYPES = ("bfloat16", "bf16")
+DRY = ("tests/ops/ista/test_gpu.py", "triton and never_waits")
+
+
+def worth(name):
+    """Return the sort key of a test's id; equal keys keep pytest's order."""
+    path, _, test = name.partition("::")
+    file = path.rpartition("/")[2]
+    rank = FILES.index(file) if file in FILES else len(FILES)
+    return rank, not any(dtype in test for dtype in DTYPES)
+
+
+def usable():
+    """Return whether the device still works: after an invalid address every further call of the process fails."""
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Worker(Part):
+    """A pytest plugin that runs one process's tests and appends each result to the common file."""
+
+    def __init__(self, path, index, count, seconds, alone=False):
+        super().__init__(index, count, seconds)
+        self.file, self.alone = path, alone
+
+    @pytest.hookimpl(trylast=True)  # after -k has chosen
+    def pytest_collection_modifyitems(self, config, items):
+        drawn = [item for item in items if getattr(item.obj, "is_hypothesis_test", False)]
+        every = sorted((item for item in items if item not in drawn), key=lambda item: worth(item.nodeid))
+        before = {name: line["outcome"] for name, line in lines.results(self.file).items()}
+        wanted = ("memory",) if self.alone else (None, "skipped")  # what was missing may be there now
+        mine = every[self.index - 1 :: self.count]
+        self.choose(config, items, [item for item in mine if before.get(item.nodeid) in wanted])
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        lines.append(self.file, item=nodeid, outcome="started")
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+
+    def save(self, nodeid, test):
+        lacks_memory = not self.alone and test["outcome"] == "failed" and "OutOfMemoryError" in test["error"]
+        lines.append(self.file, item=nodeid, **(test | {"outcome": "memory"} if lacks_memory else test))
+        if test["outcome"] == "failed" and not usable():
+            os._exit(70)
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        faulthandler.cancel_dump_traceback_later()
+        super().pytest_runtest_logfinish(nodeid, location)
+
+
+def work(path, index, count, seconds, dry_run, alone):
+    """Run one process's tests in this process and return the exit status."""
+    worker = Worker(path, index, count, seconds, alone)
+    folder, select = DRY if dry_run else ("tests/ops", "triton or cpp-cuda")
+    os.chdir(processes.ROOT)
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", "-k", select, folder], plugins=[worker])
+    ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+    if worker.broken or status not in (*ended, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return processes.FAILED
+    return processes.INCOMPLETE if worker.left > 0 else processes.DONE
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--worker", type=int, help="be this process of the workers, from 1")
+    parser.add_argument("--alone", action="store_true", help="only tests that lacked memory")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    path, deadline = args.out / "suite.jsonl", time.monotonic() + args.seconds
+    if args.worker is not None:
+        return work(path, args.worker, args.workers, args.seconds, args.dry_run, args.alone)
+    same = ["-m", "tests.gpu.suite", "--out", args.out, *(["--dry-run"] if args.dry_run else [])]
+
+    def command(worker, workers, *more):
+        return lambda left: [*same, "--worker", worker, "--workers", workers, "--seconds", left, *more]
+
+    every = [command(n, args.workers) for n in range(1, args.workers + 1)]
+    status = processes.side_by_side(every, deadline, processes.start)
+    if any(line["outcome"] == "memory" for line in lines.results(path).values()):
+        status = max(status, processes.side_by_side([command(1, 1, "--alone")], deadline, processes.start))
+    failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
+    return max(status, processes.FAILED) if failed else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

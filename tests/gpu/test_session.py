@@ -1,0 +1,324 @@
+"""The session without a GPU: its parts and their minutes, what dies in it, and a dry run of the whole command."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import bench_overhead, worth
+from crate_kernels.bench import rows
+from tests.gpu import lines, processes, session, smoke, suite
+
+triton = pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
+
+from tests.gpu import timing  # noqa: E402
+
+SECONDS = {part.name: 60 * part.minutes for part in session.PARTS}
+DONE, FAILED, INCOMPLETE = processes.DONE, processes.FAILED, processes.INCOMPLETE
+
+
+class Clock:
+    """Time that passes only while a part runs."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(session, "time", found)
+    return found
+
+
+def called(folder, watch, minutes, needs):
+    """Make one call of a session whose parts need so many seconds; return what each turn was given."""
+    given, state = [], session.State(folder)
+
+    def run(part, seconds):
+        given.append((part.name, round(seconds)))
+        taken = min(needs[part.name], seconds)
+        watch.now += taken
+        needs[part.name] -= taken
+        return DONE if needs[part.name] <= 0 else INCOMPLETE
+
+    session.turns(state, watch.now + 60 * minutes, run)
+    return given
+
+
+def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):
+    needs = {"smoke": 100, "suite": 10_000, "tuning": 10_000, "timing": 10_000}
+    assert called(tmp_path, watch, 25, needs) == [("smoke", 180), ("suite", 480), ("tuning", 360), ("timing", 560)]
+
+
+def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
+    needs = {"smoke": 100, "suite": 10_000, "tuning": 200, "timing": 300}
+    calls = [called(tmp_path, watch, 9, needs) for _ in range(3)]
+    assert calls == [
+        [("smoke", 180), ("suite", 440)],
+        [("suite", 40), ("tuning", 360), ("timing", 300)],
+        [("suite", 540)],  # the others are complete
+    ]
+
+
+def test_a_part_that_failed_is_complete(tmp_path, watch):
+    given = []
+    session.turns(session.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED)
+    assert given == list(SECONDS)
+    assert {own["status"] for own in session.State(tmp_path).parts.values()} == {"failed"}
+
+
+def process(code):
+    return lambda left: ["-c", code.replace("LEFT", str(left))]
+
+
+def test_a_process_that_dies_is_started_again(tmp_path):
+    path = tmp_path / "starts"
+    dying = f"import os; open({str(path)!r}, 'a').write('x'); len(open({str(path)!r}).read()) < 3 and os.abort()"
+    deadline = time.monotonic() + 60
+    commands = [process(dying), process("raise SystemExit(3)")]
+    assert processes.side_by_side(commands, deadline, processes.start) == INCOMPLETE
+    assert path.read_text() == "xxx"
+
+
+def test_what_does_not_end_is_ended_with_all_that_it_started(tmp_path):
+    path = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(path)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
+
+    def start(arguments):
+        process = processes.start(arguments, apart=True)
+        while not (path.exists() and path.read_text()):
+            time.sleep(0.01)
+        return process
+
+    assert processes.side_by_side([process(code)], time.monotonic(), start, grace=0.0) == INCOMPLETE
+    child = int(path.read_text())
+    for _ in range(100):  # until its new parent has taken notice
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("what it started is still there")
+
+
+def test_an_item_that_ends_its_process_twice_is_lost(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for item, outcome in itertools.product("ab", ("started",)):
+        lines.append(path, item=item, outcome=outcome)
+    lines.append(path, item="b", outcome="passed")
+    assert {name: line["outcome"] for name, line in lines.results(path).items()} == {"b": "passed"}
+    lines.append(path, item="a", outcome="started")
+    with path.open("a") as file:
+        file.write('{"item": "c", "outc')  # cut off
+    assert {name: line["outcome"] for name, line in lines.results(path).items()} == {"a": "lost", "b": "passed"}
+
+
+def item(name, drawn=False):
+    return SimpleNamespace(nodeid=name, obj=SimpleNamespace(is_hypothesis_test=drawn))
+
+
+NAMES = (
+    "tests/ops/test_strides.py::test_a[bf16-triton]",
+    "tests/ops/mssa/test_public.py::test_b[fp32-cpp-cuda]",
+    "tests/ops/mssa/test_public.py::test_b[bf16-cpp-cuda]",
+    "tests/ops/tssa/test_gpu.py::test_c[torch.float32-triton]",
+    "tests/ops/tssa/test_gpu.py::test_c[torch.bfloat16-triton]",
+)
+CONFIG = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+
+
+def chosen(worker):
+    items = [*map(item, NAMES), item("tests/ops/test_fuzz.py::test_d[triton]", drawn=True)]
+    worker.pytest_collection_modifyitems(CONFIG, items)
+    return [one.nodeid for one in items]
+
+
+def test_the_most_telling_tests_come_first_and_drawn_ones_not_at_all(tmp_path):
+    assert chosen(suite.Worker(tmp_path / "suite.jsonl", 1, 1, 60)) == [NAMES[n] for n in (4, 3, 2, 1, 0)]
+    parts = [chosen(suite.Worker(tmp_path / "suite.jsonl", n, 2, 60)) for n in (1, 2)]
+    assert parts == [[NAMES[n] for n in (4, 2, 0)], [NAMES[n] for n in (3, 1)]]
+
+
+def test_a_test_that_lacked_memory_runs_again_alone(tmp_path, monkeypatch):
+    path, died = tmp_path / "suite.jsonl", []
+    worker = suite.Worker(path, 1, 2, 60)
+    monkeypatch.setattr(suite, "usable", lambda: False)
+    monkeypatch.setattr(suite.os, "_exit", died.append)
+    worker.save(NAMES[0], {"outcome": "failed", "error": "torch.OutOfMemoryError: CUDA out of memory"})
+    worker.save(NAMES[1], {"outcome": "passed"})
+    assert NAMES[0] not in chosen(worker)
+    alone = suite.Worker(path, 1, 1, 60, alone=True)
+    assert chosen(alone) == [NAMES[0]]
+    alone.save(NAMES[0], {"outcome": "failed", "error": "torch.OutOfMemoryError: CUDA out of memory"})
+    assert lines.results(path)[NAMES[0]]["outcome"] == "failed"
+    assert died == [70, 70]  # a process whose device is lost ends
+
+
+def test_the_benchmarks_in_order_exist():
+    jobs = timing.jobs(worth.ORDER)
+    found = list(dict.fromkeys((what.name, dtype, direction) for _, (what, dtype, direction, _) in jobs))
+    assert found == list(worth.ORDER)
+    assert len(found) in range(70, 91)
+
+
+def test_rows_are_kept_and_one_that_does_not_end_is_tried_twice(tmp_path):
+    path = tmp_path / "bench.json"
+
+    def opened():
+        return timing.File(path, torch.device("cpu"), lambda: {"device": "none"})
+
+    def row(provider):
+        return rows.Row("overhead", "op", "case", "fp32", "forward", provider)
+
+    def dies(row, device, timer):
+        raise KeyboardInterrupt
+
+    def refused(row, device, timer):
+        raise RuntimeError("no kernel image")
+
+    for reason in (timing.ONCE, timing.TWICE):
+        with pytest.raises(KeyboardInterrupt):
+            opened().timed(row("a"), dies)
+        assert [one.skipped for one in rows.read(path).rows] == [reason]
+    file = opened()
+    file.timed(row("a"), dies)  # not again
+    file.timed(row("b"), refused)
+    file.timed(row("c"), lambda row, device, timer: row.seconds.append(1.0))
+    assert [(one.provider, one.skipped) for one in rows.read(path).rows] == [
+        ("a", timing.TWICE),
+        ("b", "RuntimeError: no kernel image"),
+        ("c", ""),
+    ]
+
+
+def test_no_row_begins_after_the_deadline(tmp_path):
+    file = timing.File(tmp_path / "bench.json", torch.device("cpu"), lambda: {"device": "none"})
+    assert timing.run(file, timing.jobs(timing.DRY), time.monotonic() - 1) == INCOMPLETE
+    assert file.results.rows == []
+    assert {benchmark for benchmark, _ in timing.jobs(timing.DRY)} == {bench_overhead.test_overhead}
+
+
+def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
+    names = list(smoke.items(dry_run=False))
+    firsts = {tuple(name.split()[:1]) for name in names}
+    assert firsts == {("machine",), ("triton",), ("cpp",), ("warnings",), ("sanitizer",)}
+    assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
+
+
+def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
+    def wrong():
+        raise AssertionError("beyond the budget")
+
+    def missing():
+        raise smoke.Skipped("not there")
+
+    monkeypatch.setattr(smoke, "items", lambda dry_run: {"a": wrong, "b": missing, "c": lambda: {"share": 0.5}})
+    assert smoke.main(["--out", str(tmp_path)]) == FAILED
+    outcomes = {name: line["outcome"] for name, line in lines.results(tmp_path / "smoke.jsonl").items()}
+    assert outcomes == {"a": "failed", "b": "skipped", "c": "passed"}
+    count = len(lines.read(tmp_path / "smoke.jsonl"))
+    smoke.main(["--out", str(tmp_path)])
+    assert [line["item"] for line in lines.read(tmp_path / "smoke.jsonl")[count:]] == ["b", "b"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["carried", "compiling"])
+def test_parts_run_again_once_the_cuda_library_is_there(there, tmp_path, monkeypatch):
+    """It is compiled beside them, by a process that does nothing where a library was carried along."""
+    library = SimpleNamespace(poll=lambda: 0 if there else None)
+    started, ended, turns = [], [], []
+    monkeypatch.setattr(processes, "start", lambda arguments, **options: started.append(arguments) or library)
+    monkeypatch.setattr(processes, "end", ended.append)
+
+    def side_by_side(commands, deadline, start, grace):
+        turns.append([str(word) for word in commands[0](100.0)])
+        if len(turns) == len(session.PARTS):
+            library.poll = lambda: 0
+        return DONE
+
+    monkeypatch.setattr(processes, "side_by_side", side_by_side)
+    arguments = ["--minutes", "25", "--out", str(tmp_path), "--workers", "3", "--candidates", "some.json"]
+    assert session.main(arguments) == DONE
+    assert started == [["-c", session.BUILD]]
+    assert ended == [library]
+    names = [words[1].removeprefix("tests.gpu.") for words in turns]
+    assert names == [*SECONDS] * (1 if there else 2)
+    assert turns[1][-2:] == ["--workers", "3"]
+    assert turns[2][-1].endswith("some.json")
+
+
+class Device:
+    """Stands for torch.cuda."""
+
+    def __init__(self, lost):
+        self.lost = lost
+
+    def is_available(self):
+        return True
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_device_is_noticed(lost, monkeypatch):
+    monkeypatch.setattr(torch, "cuda", Device(lost))
+    assert suite.usable() is not lost
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return SimpleNamespace(returncode=status, stdout="ERROR SUMMARY", stderr="")
+
+    monkeypatch.setattr(smoke.subprocess, "run", run)
+    monkeypatch.setattr(smoke.shutil, "which", lambda name: None)
+    with pytest.raises(smoke.Skipped):
+        smoke.sanitize("mssa", "cpp")
+    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
+    if status:
+        with pytest.raises(AssertionError, match="ERROR SUMMARY"):
+            smoke.sanitize("mssa", "cpp")
+    else:
+        assert smoke.sanitize("mssa", "cpp") == {"said": "ERROR SUMMARY"}
+    assert commands[0][-3:] == ["--call", "mssa", "cpp"]
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "-3"]])
+def test_minutes_that_are_none_are_refused(arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        session.parse(["--out", str(tmp_path), *arguments])
+    assert "--minutes must be positive, got" in capsys.readouterr().err
+
+
+def test_the_whole_command_runs_dry(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu.session", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    for _ in range(2):  # the second time nothing is left
+        done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == DONE, done.stdout + done.stderr
+    assert done.stdout.count("minutes at most") == 0
+    state = json.loads((tmp_path / "session.json").read_text())
+    assert {own["status"] for own in state.values()} == {"done"}
+    assert len(list(tmp_path.iterdir())) <= 8
+    assert "suite: done" in done.stdout
+    assert {row.provider for row in rows.read(tmp_path / "bench.json").rows} == set(bench_overhead.overhead.PROVIDERS)
+    assert math.isfinite(json.loads((tmp_path / "tuning-log.jsonl").read_text().splitlines()[-1])["seconds"])

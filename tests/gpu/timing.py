@@ -1,0 +1,112 @@
+"""Benchmarks in order of worth: ``python -m tests.gpu.timing --out FOLDER --seconds S``. It needs no pytest-benchmark.
+
+Every provider of one benchmark follows the other. Each row is in the file as soon as it is timed; rows in it are not
+timed again. A row that ends its process twice is left with that reason.
+"""
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_decode, bench_ista, bench_models, bench_mssa, bench_overhead, bench_tssa, worth
+from crate_kernels.bench import clock, memory, rows
+from tests.gpu import processes
+from tests.gpu.suite import usable
+
+BENCHMARKS = (
+    bench_mssa.test_mssa,
+    bench_tssa.test_tssa,
+    bench_ista.test_ista,
+    bench_decode.test_decode,
+    bench_decode.test_generation_on_a_gpu,
+    bench_models.test_model,
+    bench_overhead.test_overhead,
+)
+DRY = (("overhead-tssa", "fp32", "forward"),)
+LIMIT = 180  # seconds per row, compilation included; then the process ends
+SECONDS = 0.3  # of calls timed per row
+ONCE, TWICE = "did not end in time", "did not end in time, twice"
+
+
+def jobs(order):
+    """Return (benchmark, its parameters: what, dtype, direction, provider) in an order of benchmarks."""
+    ranks = {key: rank for rank, key in enumerate(order)}
+    found = []
+    for benchmark in BENCHMARKS:
+        (grid,) = benchmark.pytestmark
+        for what, dtype, direction, provider in (p.values for p in grid.args[1]):
+            if (what.name, dtype, direction) in ranks and what.runs_on("cuda"):
+                rank = ranks[what.name, dtype, direction]
+                found.append((rank, benchmark, (what, dtype, direction, provider)))
+    return [job[1:] for job in sorted(found, key=lambda job: job[0])]
+
+
+class File:
+    """The rows so far, and the function that benchmarks are given to time one more."""
+
+    def __init__(self, path, device, machine):
+        self.path, self.device = path, device
+        self.results = rows.read(path) if path.exists() else rows.Results(machine(), [])
+        self.again = {row.key for row in self.results.rows if row.skipped == ONCE}
+        self.results.rows[:] = [row for row in self.results.rows if row.skipped != ONCE]
+
+    def timer(self, call, prepare):
+        return clock.host_seconds(call, prepare, self.device, SECONDS)
+
+    def timed(self, row, measure):
+        if any(row.key == other.key for other in self.results.rows):
+            return
+        row.skipped = TWICE if row.key in self.again else ONCE
+        self.results.rows.append(row)
+        rows.write(self.path, self.results)
+        row.skipped = ""
+        try:
+            measure(row, self.device, self.timer)
+        except Exception as error:
+            row.skipped = f"{type(error).__name__}: {error}"[:500]
+            row.seconds, row.device_seconds = [], []
+        rows.write(self.path, self.results)
+        if row.skipped and not usable():
+            os._exit(70)
+        if row.times:
+            print(f"{row.key} {1e6 * row.time:.1f} us", flush=True)
+
+
+def run(file, every, deadline):
+    """Time the jobs until the deadline and return the exit status."""
+    for benchmark, parameters in every:
+        if time.monotonic() > deadline:
+            return processes.INCOMPLETE
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+        try:
+            benchmark(file.timed, *parameters)
+        except pytest.skip.Exception:  # the operator has no such provider
+            continue
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if file.device.type == "cuda":
+                memory.release()
+    wrong = [row.key for row in file.results.rows if row.skipped.startswith("wrong")]
+    return processes.FAILED if wrong else processes.DONE
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    deadline = time.monotonic() + args.seconds
+    device = torch.device("cpu" if args.dry_run else "cuda")
+    machine = (lambda: {"device": "dry run"}) if args.dry_run else (lambda: rows.machine(device, ("fp32", "bf16")))
+    return run(File(args.out / "bench.json", device, machine), jobs(DRY if args.dry_run else worth.ORDER), deadline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Tuning as a part of a session: ``python -m tests.gpu.tuning --out FOLDER --seconds S --workers N``.
+
+The log of all timings is ``tuning-log.jsonl``, the tuned table ``tuned.json``. Without a file of candidates, which
+``tests.tools.aot.candidates`` ranks by their bounds, a few of each workload are timed.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from crate_kernels import cli
+from crate_kernels._triton import tune
+from crate_kernels._triton.launch import Row
+from crate_kernels.bench import clock
+from crate_kernels.cli.tune import Log, judge
+from tests.gpu import processes
+
+MOST = 4  # candidates per workload
+
+
+def dry_run(folder):
+    """Search one small workload in the interpreter, and log it as on a GPU."""
+    from crate_kernels.ops.ista.triton import tables
+    from crate_kernels.ops.ista.triton import tune as ista
+
+    cpu = torch.device("cpu")
+    table = replace(tables.PRODUCT, candidates=tables.PRODUCT.candidates[:1])
+    workload = tune.Workload(table, Row({}, 24, 64), ista._product(20, 16, 12, "cpu"))
+    log = Log(folder / "tuning-log.jsonl")
+    if str(workload) in log.found:
+        return processes.DONE
+    shipped = table.config(cpu, 24, 64, False, torch.float16)
+    result = tune.search(
+        workload,
+        shipped,
+        partial(clock.once, prepare=tuple, device=cpu),
+        judge,
+        timed=lambda number, seconds: log.add(workload, config=number, seconds=seconds),
+    )
+    log.add(workload, found=dict(result.config), seconds=result.seconds, shipped=result.shipped)
+    return processes.DONE
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--candidates", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    if args.dry_run:
+        return dry_run(args.out)
+    command = ["tune", "--minutes", f"{args.seconds / 60:.2f}", "--jobs", str(args.workers), "--most", str(MOST)]
+    command += ["--log", str(args.out / "tuning-log.jsonl"), "--table", str(args.out / "tuned.json")]
+    if args.candidates:
+        command += ["--candidates", str(args.candidates)]
+    return cli.main(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
