@@ -17,6 +17,7 @@ COVERING = {
     "forward-128": (forward(4096, 128), NVIDIA, True),
     "forward-128-causal": (forward(4096, 128, causal=True), HOPPER, True),
     "forward-88": (forward(1024, 88), HOPPER, True),
+    "forward-112": (forward(1024, 112), HOPPER, True),
     "forward-64-fp16": (forward(4096, 64, torch.float16), HOPPER, True),
     "forward-vit-64": (forward(197, 64), ALL, True),
     "forward-vit-48": (forward(197, 48), NVIDIA, True),

@@ -45,6 +45,7 @@ _FORWARD_HOPPER = (
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=88, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
+    Row(_forward(128, 64, 8, 3), head_dim=112, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
     Row(_forward(128, 128, 8, 2), head_dim=128, half=True),
     *_FORWARD_WIDE,
