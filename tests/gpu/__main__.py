@@ -36,6 +36,11 @@ def parse(argv):
     return args
 
 
+def is_drawn(item):
+    """Return whether a test draws its calls: ``make fuzz`` does that, at leisure and without a GPU."""
+    return getattr(item.obj, "is_hypothesis_test", False)
+
+
 class Part:
     """A pytest plugin that runs one part of the tests, gives each result to ``save`` at once and stops in time."""
 
@@ -46,6 +51,10 @@ class Part:
 
     def pytest_collectreport(self, report):
         self.broken |= report.failed
+
+    def mine(self, items):
+        """Return this part of the items, without drawn ones."""
+        return [item for item in items if not is_drawn(item)][self.index - 1 :: self.count]
 
     def choose(self, config, items, chosen):
         """Run only the chosen items, in their order."""
@@ -84,8 +93,7 @@ class Shard(Part):
     @pytest.hookimpl(trylast=True)  # after -k has chosen
     def pytest_collection_modifyitems(self, config, items):
         done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
-        mine = items[self.index - 1 :: self.count]
-        self.choose(config, items, [item for item in mine if item.nodeid not in done])
+        self.choose(config, items, [item for item in self.mine(items) if item.nodeid not in done])
 
     def save(self, nodeid, test):
         """Write the results so far."""

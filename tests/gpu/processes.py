@@ -8,9 +8,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DONE, FAILED, INCOMPLETE = 0, 1, 3  # exit statuses of what ends by itself; INCOMPLETE: time was up
-MOST_STARTS = 20  # of one process
+# Exit statuses of what ends by itself; INCOMPLETE: time was up. 1 is that of an exception, or of an item that hangs.
+DONE, INCOMPLETE, FAILED = 0, 3, 4
+MOST_STARTS = 12  # of one process
 GRACE = 15.0  # seconds after the deadline; what is told of the deadline ends by itself before
+
+
+def worst(statuses):
+    """Return INCOMPLETE if one of the statuses is, else FAILED if one is, else DONE."""
+    return next((status for status in (INCOMPLETE, FAILED) if status in statuses), DONE)
 
 
 def start(arguments, environment=None, apart=False):
@@ -64,4 +70,4 @@ def side_by_side(commands, deadline, start, grace=GRACE):
     finally:
         for process in running.values():
             end(process)
-    return next((status for status in (INCOMPLETE, FAILED) if status in statuses.values()), DONE)
+    return worst(statuses.values())

@@ -144,7 +144,7 @@ def main(argv=None):
     print("\n".join(summary(args.out, state)))
     statuses = [own["status"] for own in state.parts.values()]
     if "failed" in statuses:
-        return processes.FAILED
+        return 1
     return processes.DONE if set(statuses) == {"done"} else processes.INCOMPLETE
 
 

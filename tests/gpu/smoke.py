@@ -161,7 +161,7 @@ def main(argv=None):
         every = [lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, args.workers + 1)]
         status = processes.side_by_side(every, deadline, processes.start)
     failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
-    return max(status, processes.FAILED) if failed else status
+    return processes.worst([status, processes.FAILED if failed else processes.DONE])
 
 
 if __name__ == "__main__":

@@ -51,11 +51,9 @@ class Worker(Part):
 
     @pytest.hookimpl(trylast=True)  # after -k has chosen
     def pytest_collection_modifyitems(self, config, items):
-        drawn = [item for item in items if getattr(item.obj, "is_hypothesis_test", False)]
-        every = sorted((item for item in items if item not in drawn), key=lambda item: worth(item.nodeid))
         before = {name: line["outcome"] for name, line in lines.results(self.file).items()}
         wanted = ("memory",) if self.alone else (None, "skipped")  # what was missing may be there now
-        mine = every[self.index - 1 :: self.count]
+        mine = self.mine(sorted(items, key=lambda item: worth(item.nodeid)))
         self.choose(config, items, [item for item in mine if before.get(item.nodeid) in wanted])
 
     def pytest_runtest_logstart(self, nodeid, location):
@@ -105,9 +103,10 @@ def main(argv=None):
     every = [command(n, args.workers) for n in range(1, args.workers + 1)]
     status = processes.side_by_side(every, deadline, processes.start)
     if any(line["outcome"] == "memory" for line in lines.results(path).values()):
-        status = max(status, processes.side_by_side([command(1, 1, "--alone")], deadline, processes.start))
+        alone = processes.side_by_side([command(1, 1, "--alone")], deadline, processes.start)
+        status = processes.worst([status, alone])
     failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
-    return max(status, processes.FAILED) if failed else status
+    return processes.worst([status, processes.FAILED if failed else processes.DONE])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from benchmarks import bench_overhead, worth
 from crate_kernels.bench import rows
 from tests.gpu import lines, processes, session, smoke, suite
+from tests.gpu.__main__ import Shard
 
 triton = pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
 
@@ -83,9 +84,16 @@ def process(code):
     return lambda left: ["-c", code.replace("LEFT", str(left))]
 
 
-def test_a_process_that_dies_is_started_again(tmp_path):
+ENDS = {"aborts": "os.abort()", "raises": "1 / 0", "hangs": "dump_traceback_later(0.01, exit=True) or time.sleep(60)"}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_process_that_dies_is_started_again(end, tmp_path):
     path = tmp_path / "starts"
-    dying = f"import os; open({str(path)!r}, 'a').write('x'); len(open({str(path)!r}).read()) < 3 and os.abort()"
+    dying = (
+        "import os, time; from faulthandler import dump_traceback_later; "
+        f"open({str(path)!r}, 'a').write('x'); len(open({str(path)!r}).read()) < 3 and ({end})"
+    )
     deadline = time.monotonic() + 60
     commands = [process(dying), process("raise SystemExit(3)")]
     assert processes.side_by_side(commands, deadline, processes.start) == INCOMPLETE
@@ -153,6 +161,12 @@ def test_the_most_telling_tests_come_first_and_drawn_ones_not_at_all(tmp_path):
     assert chosen(suite.Worker(tmp_path / "suite.jsonl", 1, 1, 60)) == [NAMES[n] for n in (4, 3, 2, 1, 0)]
     parts = [chosen(suite.Worker(tmp_path / "suite.jsonl", n, 2, 60)) for n in (1, 2)]
     assert parts == [[NAMES[n] for n in (4, 2, 0)], [NAMES[n] for n in (3, 1)]]
+
+
+def test_no_shard_has_drawn_tests(tmp_path):
+    (tmp_path / "shard.json").write_text('{"tests": {}}')
+    parts = [chosen(Shard(tmp_path / "shard.json", n, 2, 60)) for n in (1, 2)]
+    assert sorted(parts[0] + parts[1]) == sorted(NAMES)
 
 
 def test_a_test_that_lacked_memory_runs_again_alone(tmp_path, monkeypatch):

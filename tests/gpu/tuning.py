@@ -59,7 +59,8 @@ def main(argv=None):
     command += ["--log", str(args.out / "tuning-log.jsonl"), "--table", str(args.out / "tuned.json")]
     if args.candidates:
         command += ["--candidates", str(args.candidates)]
-    return cli.main(command)
+    status = cli.main(command)
+    return processes.FAILED if status == 1 else status
 
 
 if __name__ == "__main__":
