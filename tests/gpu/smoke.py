@@ -158,6 +158,7 @@ def main(argv=None):
         status = work(path, worker, args.workers, deadline, args.dry_run)
     else:
         same = ["-m", "tests.gpu.smoke", "--out", args.out, "--workers", args.workers]
+        same += ["--dry-run"] if args.dry_run else []
         every = [lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, args.workers + 1)]
         status = processes.side_by_side(every, deadline, processes.start)
     failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())

@@ -276,6 +276,20 @@ def test_parts_run_again_once_the_cuda_library_is_there(there, tmp_path, monkeyp
     assert turns[2][-1].endswith("some.json")
 
 
+@pytest.mark.parametrize("part", [smoke, suite], ids=["smoke", "suite"])
+def test_processes_side_by_side_share_a_part(part, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(processes, "side_by_side", lambda every, *_: commands.extend(one(7.0) for one in every) or DONE)
+    assert part.main(["--out", str(tmp_path), "--seconds", "9", "--workers", "2", "--dry-run"]) == DONE
+    for number, words in enumerate(commands, 1):
+        given = [str(word) for word in words]
+        assert given[:2] == ["-m", part.__name__]
+        assert "--dry-run" in given
+        for name, value in {"--worker": number, "--workers": 2, "--seconds": 7.0, "--out": tmp_path}.items():
+            assert given[given.index(name) + 1] == str(value)
+    assert len(commands) == 2
+
+
 class Device:
     """Stands for torch.cuda."""
 
