@@ -57,13 +57,14 @@ def causal_with_bias(way):
 
 
 # Passes (read, written) over the tokens, and over one number per token and head; and how often the sums of chunks,
-# (head_dim + 1) per chunk and head, are read and written together.
+# (head_dim + 1) per chunk and head, are read and written together: in the causal backward in chunks also the marks, one
+# per chunk at these sizes, written once and read twice.
 FORMS = {
     "full-whole": (full, ((1, 1), (0, 1), 0), ((2, 1), (1, 2), 0)),
     "full-chunks": (full, ((3, 1), (1, 1), 4), ((5, 1), (5, 2), 4)),
     "causal-whole": (causal, ((1, 1), (0, 1), 0), ((7, 1), (5, 1), 13)),
-    "causal-chunks": (causal, ((3, 1), (1, 1), 8), ((7, 1), (5, 1), 19)),
-    "causal-bias-chunks": (causal_with_bias, ((3, 1), (1, 1), 8), ((7, 1), (6, 1), 19)),
+    "causal-chunks": (causal, ((3, 1), (1, 1), 8), ((7, 1), (5, 1), 22)),
+    "causal-bias-chunks": (causal_with_bias, ((3, 1), (1, 1), 8), ((7, 1), (6, 1), 22)),
 }
 
 
