@@ -3,12 +3,12 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-OUTPUTS := $(addsuffix -output,demo denoise icl redunet layers classify mae language bench)
+OUTPUTS := $(addsuffix -output,matrix demo denoise icl redunet layers classify mae language bench)
 CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart matrix check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -91,6 +91,12 @@ test-sanitize: .venv/test.stamp
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
 		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
+
+# Python 3.10 to 3.14, PyTorch 2.11 to 2.15, their Triton, g++ and clang++, as far as this machine has them; run again, it
+# goes on. make matrix ARGS='--part smoke --only torch2.15'
+## the tests on every supported version, each in a fresh environment
+matrix: .venv/test.stamp
+	$(BIN)/python -m tests.tools.ship.matrix $(ARGS)
 
 ##@ Change
 # The variable spares pyright its question for a newer release, which needs a network.

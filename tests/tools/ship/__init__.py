@@ -1,0 +1,1 @@
+"""Tools that check what is shipped: the supported versions, and the wheel."""
