@@ -338,6 +338,7 @@ def test_minutes_that_are_none_are_refused(arguments, tmp_path, capsys):
     assert "--minutes must be positive, got" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_the_whole_command_runs_dry(tmp_path):
     command = [sys.executable, "-m", "tests.gpu.session", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
     for _ in range(2):  # the second time nothing is left

@@ -26,6 +26,7 @@ def results(folder):
     return json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_the_dry_run_passes_in_shards_and_goes_on_where_it_stopped(tmp_path):
     """On one operator: the second part of make test interprets all of them."""
     few = ("-k", "ista")

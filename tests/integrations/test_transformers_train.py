@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pi
 
 from tests.integrations import images, language
 
-LAUNCHED = Path(__file__).with_name("launched.py")
+LAUNCHED, ROOT = "tests.integrations.launched", Path(__file__).parents[2]
 
 
 def text_examples(count):
@@ -117,8 +117,8 @@ def test_two_processes_train_as_one(tmp_path):
     """
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    subprocess.run([sys.executable, *launch, str(LAUNCHED), str(tmp_path / "two.json")], check=True)
-    subprocess.run([sys.executable, str(LAUNCHED), str(tmp_path / "one.json")], check=True)
+    for command, name in (([*launch, "--module"], "two"), (["-m"], "one")):
+        subprocess.run([sys.executable, *command, LAUNCHED, tmp_path / f"{name}.json"], check=True, cwd=ROOT)
     two, one = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "one"))
     assert (two.pop("processes"), one.pop("processes")) == (2, 1)
     assert two == pytest.approx(one, rel=1e-5)
