@@ -55,7 +55,7 @@ gpu: OUT = build/gpu
 MINUTES ?= 25
 ## everything that this machine's GPU can tell in half an hour: smoke test, suite, tuning, benchmarks
 gpu:
-	$(PYTHON) -m tests.gpu.session --minutes $(MINUTES) --out $(OUT) $(ARGS)
+	$(PYTHON) -m tests.gpu.unattended --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
 # it has the PyTorch that fits the GPU. Run again, it goes on where time was up.

@@ -1,4 +1,4 @@
-"""Results of one part of a session: a file of JSON lines, to which several processes append as results come."""
+"""Results of one part of a run: a file of JSON lines, to which several processes append as results come."""
 
 import json
 import os

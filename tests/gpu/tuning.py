@@ -1,4 +1,4 @@
-"""Tuning as a part of a session: ``python -m tests.gpu.tuning --out FOLDER --seconds S --workers N``.
+"""Tuning as a part of a run: ``python -m tests.gpu.tuning --out FOLDER --seconds S --workers N``.
 
 The log of all timings is ``tuning-log.jsonl``, the tuned table ``tuned.json``. Without a file of candidates, which
 ``tests.tools.aot.candidates`` ranks by their bounds, a few of each workload are timed.

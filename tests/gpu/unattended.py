@@ -1,9 +1,9 @@
-"""One command for half an hour on a GPU: ``python -m tests.gpu.session --minutes 25 --out FOLDER``, or ``make gpu``.
+"""One command for half an hour on a GPU: ``python -m tests.gpu.unattended --minutes 25 --out FOLDER``, or ``make gpu``.
 
 It needs PyTorch, Triton, NumPy and pytest; no git and no network. Four parts follow one another, each for at most its
 minutes: a smoke test, the test suite in processes side by side, tuning, and with what time is left the benchmarks in
-order of worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the session goes
-on where it ended: minutes that a part has had are counted in ``session.json``.
+order of worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the run goes
+on where it ended: minutes that a part has had are counted in ``progress.json``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LEAST = 10.0  # seconds worth starting a part for
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a session.
+    """One part of the run.
 
     Attributes:
         name: of its module, ``tests.gpu.<name>``.
@@ -42,10 +42,10 @@ PARTS = (Part("smoke", 3, True), Part("suite", 8, True), Part("tuning", 6, True)
 
 
 class State:
-    """What earlier calls of the session did, in ``session.json``."""
+    """What earlier calls of the command did, in ``progress.json``."""
 
     def __init__(self, folder):
-        self.path = folder / "session.json"
+        self.path = folder / "progress.json"
         known = json.loads(self.path.read_text()) if self.path.exists() else {}
         self.parts = {part.name: {"seconds": 0.0, "status": ""} | known.get(part.name, {}) for part in PARTS}
 
@@ -66,7 +66,7 @@ class State:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.session", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.unattended", description=__doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="of this call; 25 by default")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; go on from what is in it")
     parser.add_argument(
@@ -102,7 +102,7 @@ def turns(state, deadline, run):
 
 
 def summary(folder, state):
-    """Return the lines that a session prints in the end."""
+    """Return the lines that a run prints in the end."""
     found = []
     for name, own in state.parts.items():
         results = lines.results(folder / f"{name}.jsonl").values()

@@ -1,4 +1,4 @@
-"""The session without a GPU: its parts and their minutes, what dies in it, and a dry run of the whole command."""
+"""The unattended run without a GPU: its parts and minutes, what dies in it, and a dry run of the whole command."""
 
 import itertools
 import json
@@ -15,14 +15,14 @@ import torch
 
 from benchmarks import bench_overhead, worth
 from crate_kernels.bench import rows
-from tests.gpu import lines, processes, session, smoke, suite
+from tests.gpu import lines, processes, smoke, suite, unattended
 from tests.gpu.__main__ import Shard
 
 triton = pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
 
 from tests.gpu import timing  # noqa: E402
 
-SECONDS = {part.name: 60 * part.minutes for part in session.PARTS}
+SECONDS = {part.name: 60 * part.minutes for part in unattended.PARTS}
 DONE, FAILED, INCOMPLETE = processes.DONE, processes.FAILED, processes.INCOMPLETE
 
 
@@ -39,13 +39,13 @@ class Clock:
 @pytest.fixture
 def watch(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(session, "time", found)
+    monkeypatch.setattr(unattended, "time", found)
     return found
 
 
 def called(folder, watch, minutes, needs):
-    """Make one call of a session whose parts need so many seconds; return what each turn was given."""
-    given, state = [], session.State(folder)
+    """Make one call of a run whose parts need so many seconds; return what each turn was given."""
+    given, state = [], unattended.State(folder)
 
     def run(part, seconds):
         given.append((part.name, round(seconds)))
@@ -54,7 +54,7 @@ def called(folder, watch, minutes, needs):
         needs[part.name] -= taken
         return DONE if needs[part.name] <= 0 else INCOMPLETE
 
-    session.turns(state, watch.now + 60 * minutes, run)
+    unattended.turns(state, watch.now + 60 * minutes, run)
     return given
 
 
@@ -75,9 +75,11 @@ def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
 
 def test_a_part_that_failed_is_complete(tmp_path, watch):
     given = []
-    session.turns(session.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED)
+    unattended.turns(
+        unattended.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED
+    )
     assert given == list(SECONDS)
-    assert {own["status"] for own in session.State(tmp_path).parts.values()} == {"failed"}
+    assert {own["status"] for own in unattended.State(tmp_path).parts.values()} == {"failed"}
 
 
 def process(code):
@@ -261,14 +263,14 @@ def test_parts_run_again_once_the_cuda_library_is_there(there, tmp_path, monkeyp
 
     def side_by_side(commands, deadline, start, grace):
         turns.append([str(word) for word in commands[0](100.0)])
-        if len(turns) == len(session.PARTS):
+        if len(turns) == len(unattended.PARTS):
             library.poll = lambda: 0
         return DONE
 
     monkeypatch.setattr(processes, "side_by_side", side_by_side)
     arguments = ["--minutes", "25", "--out", str(tmp_path), "--workers", "3", "--candidates", "some.json"]
-    assert session.main(arguments) == DONE
-    assert started == [["-c", session.BUILD]]
+    assert unattended.main(arguments) == DONE
+    assert started == [["-c", unattended.BUILD]]
     assert ended == [library]
     names = [words[1].removeprefix("tests.gpu.") for words in turns]
     assert names == [*SECONDS] * (1 if there else 2)
@@ -334,18 +336,18 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "-3"]])
 def test_minutes_that_are_none_are_refused(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        session.parse(["--out", str(tmp_path), *arguments])
+        unattended.parse(["--out", str(tmp_path), *arguments])
     assert "--minutes must be positive, got" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
 def test_the_whole_command_runs_dry(tmp_path):
-    command = [sys.executable, "-m", "tests.gpu.session", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.gpu.unattended", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
     for _ in range(2):  # the second time nothing is left
         done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == DONE, done.stdout + done.stderr
     assert done.stdout.count("minutes at most") == 0
-    state = json.loads((tmp_path / "session.json").read_text())
+    state = json.loads((tmp_path / "progress.json").read_text())
     assert {own["status"] for own in state.values()} == {"done"}
     assert len(list(tmp_path.iterdir())) <= 8
     assert "suite: done" in done.stdout
