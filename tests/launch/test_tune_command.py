@@ -1,0 +1,215 @@
+"""The command of tuning: what it times, writes, logs and goes on from, and what it says where it cannot."""
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crate_kernels import cli
+from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import tune as _tune
+from crate_kernels._triton.launch import Row
+from crate_kernels.cli import tune
+from tests.launch.common import CANDIDATES, CUDA, SHIPPED
+
+
+@pytest.fixture
+def command(gpu, fake, monkeypatch, tmp_path):
+    """Pretend that there are workloads of 64, 32 and 16 channels and a GPU to time them on; return the workloads."""
+    table, make, clock = fake
+    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
+    monkeypatch.setattr(tune, "workloads", lambda ops: every)
+    monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name: None)
+    monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
+    for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    return every
+
+
+class Sink(list):
+    """The sending end of a pipe."""
+
+    send = list.append
+
+
+def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, capsys):
+    def in_process(target, *args):
+        messages, (first, lost) = Sink(), args[-2:]
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        if first == 0:  # ends after the first workload, whose row is there by then
+            second = [at for at, message in enumerate(messages) if message == ("trying", 0)][1]
+            yield from messages[: second + 1]
+            assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [64]
+            return
+        assert lost == {0}
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
+    assert cli.main(["tune", "--op", "mssa"]) == 0
+    assert set(_launch.user_rows(gpu)) == {"fake", "other"}
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [
+        (16, 2),
+        (32, 2),
+        (64, 2),
+    ]
+    printed = capsys.readouterr().out
+    assert "fake head_dim 64 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+    assert "fake head_dim 32 seqlen longer: 2000000 us, as shipped fails" in printed
+    assert "fake head_dim 16 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+
+
+def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out of resource: shared memory")
+
+    command[0] = replace(command[0], make=broken)
+
+    def in_process(target, *args):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune"]) == 1
+    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [16, 32]
+    assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
+
+
+def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, monkeypatch):
+    """Of the first workload one candidate is left, of the second none; the third is not named."""
+    path = tmp_path / "candidates.json"
+    path.write_text(json.dumps({str(command[0]): [CANDIDATES[0]], str(command[1]): []}))
+    tried = []
+
+    def in_process(target, *args):
+        messages = Sink()
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        tried.extend(message[1] for message in messages if message[0] == "trying")
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune", "--candidates", str(path)]) == 0
+    assert tried == [0, 1, 0, 0, 1, 2, 3]
+    assert {row.head_dim: row.config for row in _launch.user_rows(gpu)["fake"]} == {
+        64: CANDIDATES[0],
+        32: SHIPPED,
+        16: CANDIDATES[0],
+    }
+
+
+def in_this_process(monkeypatch, at_most=1000):
+    """Let what tune starts run here, and end after so many messages; return the targets that were started."""
+    started = []
+
+    def in_process(target, *args):
+        messages = Sink()
+        started.append(target.__name__)
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        yield from messages[:at_most]
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    return started
+
+
+def test_a_log_has_every_timing_and_is_gone_on_from(command, gpu, tmp_path, monkeypatch, capsys):
+    started = in_this_process(monkeypatch)
+    files = ["--log", str(tmp_path / "log.jsonl"), "--table", str(tmp_path / "table.json")]
+    assert cli.main(["tune", *files, "--minutes", "0"]) == tune._INCOMPLETE
+    assert not (tmp_path / "log.jsonl").exists()
+    assert cli.main(["tune", *files]) == 0
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    timings = [(e["config"], e["seconds"]) for e in entries if e["workload"] == str(command[0]) and "config" in e]
+    assert timings == [("shipped", 5.0), (CANDIDATES[0], 2.0), (CANDIDATES[1], None), (CANDIDATES[2], None)]
+    assert json.loads((tmp_path / "table.json").read_text())["gpu"] == gpu
+    written = _launch.user_table(gpu).read_text()
+    _launch.user_table(gpu).unlink()
+    capsys.readouterr()
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"workload": "cut')
+    started.clear()
+    assert cli.main(["tune", *files]) == 0
+    assert "us, as shipped" not in capsys.readouterr().out
+    assert started == []
+    assert _launch.user_table(gpu).read_text() == written
+
+
+def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
+    """Three processes compile a workload each. Each ends as it compiles configuration 2, whoever starts it."""
+    tried = []
+
+    def in_process(target, *args):
+        messages, lost = Sink(), args[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(tune.signal, "signal", lambda *args: None)
+            target(messages, *args)
+        if target is tune._compile and 2 not in lost:
+            messages = messages[: messages.index(("trying", 2)) + 1]
+        if target is tune._time:
+            tried.extend(message[1] for message in messages if message[0] == "trying")
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(_launch, "forced", ahead_forced(_launch.forced))
+    assert cli.main(["tune", "--jobs", "3"]) == 0
+    assert tried == 3 * [0, 1, 3]
+
+
+def ahead_forced(forced):
+    """Serialise: one process has one configuration at a time, the threads of this test share a process."""
+    lock = threading.Lock()
+
+    @contextmanager
+    def one_at_a_time(*args):
+        with lock, forced(*args):
+            yield
+
+    return one_at_a_time
+
+
+def test_few_candidates_are_chosen_evenly(command):
+    assert tune.narrowed(command, None, 2)[0].table.candidates == (CANDIDATES[0], CANDIDATES[2])
+    assert tune.narrowed(command, None, 9)[0].table.candidates == CANDIDATES
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"a": 3}'])
+def test_a_file_without_candidates_is_refused(command, tmp_path, capsys, text):
+    path = tmp_path / "candidates.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["tune", "--candidates", str(path)]) == 1
+    assert f"tune: --candidates must map workloads to configurations, got {path}" in capsys.readouterr().out
+
+
+def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
+    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
+    assert command[0].table.config(CUDA, 64, 100, False, torch.bfloat16) == CANDIDATES[0]
+    assert tune._shipped(command[0], CUDA) == SHIPPED
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_tuning_says_so(capsys):
+    assert cli.main(["tune"]) == 1
+    assert "tune: needs a CUDA or HIP GPU, and PyTorch sees none" in capsys.readouterr().out
+
+
+def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert cli.main(["tune"]) == 1
+    assert "tune: the user's cache cannot be written: [Errno 20] Not a directory" in capsys.readouterr().out
