@@ -47,6 +47,7 @@ def test_brief_tier_is_a_part():
     assert brief < full
 
 
+@pytest.mark.exhaustive
 def test_rows_are_kept_and_not_timed_again(tmp_path):
     arguments = ["--benchmark-only", "-rs", "-k", "overhead-mssa", "--results", tmp_path / "results.json"]
     first = suite(*arguments, "--benchmark-json", tmp_path / "benchmark.json")

@@ -53,11 +53,11 @@ def plain_backend():
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
-def bfloat16_in_the_interpreter():
-    """Let the interpreter compute bfloat16, which by itself it does wrong."""
-    from tests.tools.interpreter import bfloat16
+def arithmetic_of_gpus():
+    """Let the interpreter compute bfloat16, which by itself it does wrong, and products that no machine changes."""
+    from tests.tools.interpreter import bfloat16, products
 
-    with bfloat16.computed():
+    with products.computed(), bfloat16.computed():
         yield
 
 

@@ -79,7 +79,7 @@ def test_jacrev_is_a_row_for_each_output(name, backend):
     w = tokens()
 
     def few(w):
-        return function(name, backend)(w).flatten()[::29]
+        return function(name, backend)(w).flatten()[::97]
 
     leaf = w.detach().requires_grad_()
     rows = [torch.autograd.grad(out, leaf, retain_graph=True)[0] for out in few(leaf)]

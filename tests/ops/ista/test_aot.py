@@ -17,10 +17,9 @@ COVERING = {
     "many-1000-autocast-soft": (step(12608, 1000, SINGLE, HALF, nonnegative=False), HOPPER, FORWARD),
     "one-768": (step(1, 768), HOPPER, FORWARD),
 }
-COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
 
 
-@pytest.mark.parametrize(("name", "target"), COMPILED)
+@pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
 def test_kernels_compile_within_budget(name, target):
     call, _, which = COVERING[name]
     kernels = [harness.compile_launch(launch, target) for launch in harness.launches(call, target)[which]]

@@ -141,7 +141,7 @@ def test_float32_weight_beside_half_tokens(dtype, backend, device):
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=["half", "float"])
-@pytest.mark.parametrize("dim", [4, 600], ids=["many", "few"])
+@pytest.mark.parametrize("dim", [4, 272], ids=["many", "few"])
 def test_sums_over_tokens_that_float16_holds_only_scaled(dim, weight_dtype, backend, device):
     x, dout = torch.full((256, dim), 16.0).to(device).half(), torch.full((256, dim), 60.0).to(device).half()
     weight = (0.3 * torch.eye(dim)).to(device, weight_dtype).requires_grad_()

@@ -50,10 +50,9 @@ COVERING = {
     "decode-128-padded": (decode(8, 128, padded=True), HOPPER, True),
     "decode-blocks": (decode(512, 64), HOPPER, True),
 }
-COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
 
 
-@pytest.mark.parametrize(("name", "target"), COMPILED)
+@pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
 def test_kernels_compile_within_budget(name, target):
     call, _, strict = COVERING[name]
     kernels = harness.compiled(call, target)

@@ -204,6 +204,7 @@ STRIDES = {
 }
 
 
+@pytest.mark.exhaustive  # the oracle takes half a minute
 def test_error_does_not_grow_with_the_number_of_tokens(threads):
     threads(2)  # a head each: the pair form
     case = testing.Case("mssa", "many-tokens", (1, 2, 8192, 16))

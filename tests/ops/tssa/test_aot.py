@@ -20,10 +20,9 @@ COVERING = {
     "causal-12x64-steps": (causal(1024, 12, 64), HOPPER, ()),
     "decode-12x64-bfloat16": (decode(1, 12, 64), ALL, ()),
 }
-COMPILED = [pytest.param(name, target, id=f"{name}-{target}") for name, case in COVERING.items() for target in case[1]]
 
 
-@pytest.mark.parametrize(("name", "target"), COMPILED)
+@pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
 def test_kernels_compile_within_budget(name, target):
     call, _, steps = COVERING[name]
     kernels = [harness.compile_launch(launch, target) for launch in chosen(harness.launches(call, target), steps)]

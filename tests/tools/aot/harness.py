@@ -177,6 +177,23 @@ def over_budget(kernels, target, case, strict):
     return wrong
 
 
+def covering(cases):
+    """Return parameters (name, target) of cases {name: (call, targets, ...)}.
+
+    make test compiles a case for its one GPU, or for sm_90; make test-all for its other GPUs too.
+    """
+    return [
+        pytest.param(
+            name,
+            target,
+            id=f"{name}-{target}",
+            marks=() if len(targets) == 1 or target == "sm_90" else pytest.mark.exhaustive,
+        )
+        for name, (_, targets, *_) in cases.items()
+        for target in targets
+    ]
+
+
 def needs_compiler():
     """Skip a module where Triton interprets: then it compiles nothing in this process."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,0 +1,45 @@
+"""Let Triton's interpreter multiply matrices as tensor cores do, and on every machine alike.
+
+The interpreter calls NumPy's product, whose order of addition depends on the processor, the shape and which operand
+comes first. Kernels rest on products that give a score the same bits wherever they meet it: in tiles of any shape, in
+the forward and in the backward, as s_ij and as s_ji. Here, as in mma and wgmma instructions, channels are added up in
+groups of 16, in their order, each group as if exact, and rounded to the float32 of the accumulator.
+"""
+
+import functools
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+CHANNELS = 16  # per instruction, of 16-bit operands
+
+
+def product(a, b, total):
+    """Return ``total + a b`` for float32 totals (..., M, N)."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    for first in range(0, a.shape[-1], CHANNELS):
+        group = slice(first, first + CHANNELS)
+        total = (total + a[..., group] @ b[..., group, :]).astype(np.float32)
+    return total
+
+
+def _dot(method):
+    @functools.wraps(method)
+    def run(self, a, b, total, *rest):
+        if total.dtype.scalar != tl.float32:
+            return method(self, a, b, total, *rest)
+        return interpreter.TensorHandle(product(a.data, b.data, total.data), tl.float32)
+
+    return run
+
+
+@contextmanager
+def computed():
+    """Patch the interpreter for as long as the context is open; operands of bfloat16 need bfloat16.computed too."""
+    with pytest.MonkeyPatch.context() as patch:
+        builder = interpreter.InterpreterBuilder
+        patch.setattr(builder, "create_dot", _dot(builder.create_dot))
+        yield
