@@ -210,3 +210,10 @@ def integer(op: str, name: str, value: object, minimum: int | None = None) -> in
     if minimum is not None and value < minimum:
         raise ValueError(f"{op}: {name} must be >= {minimum}, got {value}")
     return value  # pyright: ignore[reportReturnType]  # a SymInt under compile
+
+
+def multiple(op: str, name: str, value: int, of_name: str, of: int) -> None:
+    """Require a positive int that is a multiple of another one."""
+    integer(op, name, value, minimum=1)
+    if value % integer(op, of_name, of, minimum=1):
+        raise ValueError(f"{op}: {name} must be a multiple of {of_name} = {of}, got {value}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +58,11 @@ class CRATEConfig:
     dim_head: int = 64
     image_size: vision.Size = 224
     patch_size: vision.Size = 16
-    num_classes: int = 1000
+    num_classes: fields.Count = 1000
     pool: str = "cls"
     channels: int = 3
     dropout: float = 0.0
-    emb_dropout: float = 0.0
+    emb_dropout: fields.Rate = 0.0
     ista: float = 0.1
     lambd: float = 0.1
     attention: str = "mssa"
@@ -75,12 +76,9 @@ class CRATEConfig:
     def __post_init__(self) -> None:
         fields.check_types("CRATE", self)
         vision.grid("CRATE", self.image_size, self.patch_size)
-        for name in ("dim", "depth", "heads", "dim_head", "channels"):
-            checks.integer("CRATE", name, getattr(self, name), minimum=1)
         check_head("CRATE", self)
         if self.attention not in ("mssa", "tied", "gradient"):
             raise ValueError(f"CRATE: attention must be 'mssa', 'tied' or 'gradient', got {self.attention!r}")
-        checks.number("CRATE", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
 
 
 SIZES = {
@@ -154,36 +152,15 @@ class Layer(nn.ModuleList):
         return sparsify(self.kept * x + self.step * update)
 
 
-def _layer(config: CRATEConfig) -> Layer:
-    halves = PreNorm(config.dim, _attention(config)), PreNorm(config.dim, _sparsification(config))
-    return Layer(halves, *_residual(config))
-
-
-def _attention(config: CRATEConfig) -> nn.Module:
-    """Build the compression step of a layer."""
-    if config.attention == "gradient":
-        return RateGradientStep(config.dim, config.heads, config.dim_head, gamma=config.gamma)
-    return MSSA(
-        config.dim,
-        config.heads,
-        config.dim_head,
-        config.dropout,
-        tied=config.attention == "tied",
-        gamma=config.gamma,
-        backend=config.backend,
-    )
-
-
-def _sparsification(config: CRATEConfig) -> ISTA:
-    """Build the sparsification step of a layer."""
-    return ISTA(
-        config.dim,
-        step_size=config.ista,
-        lambd=config.lambd,
-        prox=config.prox,
-        alpha=config.alpha,
-        backend=config.backend,
-    )
+def _layer(c: CRATEConfig) -> Layer:
+    if c.attention == "gradient":
+        attention = RateGradientStep(c.dim, c.heads, c.dim_head, gamma=c.gamma)
+    else:
+        derived = {"tied": c.attention == "tied", "gamma": c.gamma}
+        attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, **derived, backend=c.backend)
+    step = {"step_size": c.ista, "lambd": c.lambd, "prox": c.prox, "alpha": c.alpha}
+    halves = PreNorm(c.dim, attention), PreNorm(c.dim, ISTA(c.dim, **step, backend=c.backend))
+    return Layer(halves, *_residual(c))
 
 
 def _residual(config: CRATEConfig) -> tuple[float, float]:
@@ -198,17 +175,39 @@ def _residual(config: CRATEConfig) -> tuple[float, float]:
 class Patchify(nn.Module):
     """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""
 
-    def __init__(self, owner: str, channels: int, patch_size: vision.Size) -> None:
+    def __init__(self, owner: str, channels: int, patch_size: tuple[int, int]) -> None:
         super().__init__()
-        self.owner, self.channels = owner, channels
-        self.patch_size = vision.pair(owner, "patch_size", patch_size)
+        self.owner, self.channels, self.patch_size = owner, channels, patch_size
 
     def forward(self, img: Tensor) -> Tensor:
         vision.check_images(self.owner, img, self.channels, self.patch_size)
         return vision.patchify(img, self.patch_size)
 
 
-class CRATE(Classifier):
+class Embedding(Classifier):
+    """An image model that reads linear projections of patches, behind a class token and with learned positions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        rows, columns = vision.grid(self._name, config.image_size, config.patch_size)
+        ph, pw = self._patch_size()
+        patch_dim = config.channels * ph * pw
+        self.to_patch_embedding = nn.Sequential(
+            Patchify(self._name, config.channels, (ph, pw)),
+            nn.LayerNorm(patch_dim),
+            nn.Linear(patch_dim, config.dim),
+            nn.LayerNorm(config.dim),
+        )
+        self.pos_embedding = nn.Parameter(torch.randn(1, rows * columns + 1, config.dim))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, config.dim))
+
+    def _embed(self, img: Tensor) -> Tensor:
+        x = self.to_patch_embedding(img)
+        vision.check_size(self._name, img, self.config.image_size)
+        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
+
+
+class CRATE(Embedding):
     """Classify images with a white-box transformer.
 
     Parameters, under their published names: ``to_patch_embedding.{1,2,3}`` (LN, Linear, LN of the
@@ -226,27 +225,12 @@ class CRATE(Classifier):
     def __init__(self, config: CRATEConfig) -> None:
         super().__init__(config)
         dim = config.dim
-        rows, columns = vision.grid("CRATE", config.image_size, config.patch_size)
-        ph, pw = vision.pair("CRATE", "patch_size", config.patch_size)
-        patches, patch_dim = rows * columns, config.channels * ph * pw
-        self.to_patch_embedding = nn.Sequential(
-            Patchify("CRATE", config.channels, config.patch_size),
-            nn.LayerNorm(patch_dim),
-            nn.Linear(patch_dim, dim),
-            nn.LayerNorm(dim),
-        )
-        self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, dim))
-        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
         self.transformer = Stack((_layer(config) for _ in range(config.depth)), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), vision.head(dim, config.num_classes))
 
     def _embed(self, img: Tensor) -> Tensor:
-        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        x = self.to_patch_embedding(img)
-        vision.check_size("CRATE", img, self.config.image_size)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-        return self.dropout(x + self.pos_embedding)
+        return self.dropout(super()._embed(img))
 
     def forward_features(self, img: Tensor) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""

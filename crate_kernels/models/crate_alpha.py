@@ -56,10 +56,10 @@ class CRATEAlphaConfig:
     dim_head: int = 64
     image_size: vision.Size = 224
     patch_size: vision.Size = 16
-    num_classes: int = 1000
+    num_classes: fields.Count = 1000
     channels: int = 3
     dropout: float = 0.0
-    emb_dropout: float = 0.0
+    emb_dropout: fields.Rate = 0.0
     eta: float = 0.1
     lmbda: float = 0.1
     overcomplete_ratio: int = 4
@@ -72,10 +72,7 @@ class CRATEAlphaConfig:
     def __post_init__(self) -> None:
         fields.check_types("CRATEAlpha", self)
         vision.grid("CRATEAlpha", self.image_size, self.patch_size)
-        for name in ("dim", "depth", "heads", "dim_head", "channels", "overcomplete_ratio", "steps"):
-            checks.integer("CRATEAlpha", name, getattr(self, name), minimum=1)
         check_head("CRATEAlpha", self)
-        checks.number("CRATEAlpha", "emb_dropout", self.emb_dropout, minimum=0.0, below=1.0)
         checks.number("CRATEAlpha", "head_eps", self.head_eps, minimum=0.0)
 
 

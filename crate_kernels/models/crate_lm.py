@@ -45,11 +45,6 @@ class CRATELMConfig(LanguageConfig):
     ista: float = 0.1
     lambd: float = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("overcomplete_ratio", "steps"):
-            checks.integer("CRATELM", name, getattr(self, name), minimum=1)
-
 
 _overcomplete = partial(CRATELMConfig, overcomplete=True)
 SIZES = {

@@ -60,7 +60,7 @@ class CRATEMAEConfig:
     patch_size: vision.Size = 16
     in_chans: int = 3
     norm_pix_loss: bool = False
-    mask_ratio: float = 0.75
+    mask_ratio: fields.Rate = 0.75
     lambd: float = 0.5
     ista: float = 0.1
     dropout: float = 0.0
@@ -72,15 +72,11 @@ class CRATEMAEConfig:
     def __post_init__(self) -> None:
         fields.check_types("CRATEMAE", self)
         vision.grid("CRATEMAE", self.img_size, self.patch_size, "img_size")
-        for name in ("embed_dim", "depth", "num_heads", "decoder_depth", "decoder_num_heads", "in_chans"):
-            checks.integer("CRATEMAE", name, getattr(self, name), minimum=1)
         if self.decoder_embed_dim != self.embed_dim:
             got = f"{self.decoder_embed_dim} and {self.embed_dim}"
             raise ValueError(f"CRATEMAE: decoder_embed_dim must be embed_dim, since tokens pass as they are; got {got}")
         for name, divisor in (("num_heads", self.num_heads), ("decoder_num_heads", self.decoder_num_heads), ("4", 4)):
-            if self.embed_dim % divisor:
-                raise ValueError(f"CRATEMAE: embed_dim must be a multiple of {name} = {divisor}, got {self.embed_dim}")
-        checks.number("CRATEMAE", "mask_ratio", self.mask_ratio, minimum=0.0, below=1.0)
+            checks.multiple("CRATEMAE", "embed_dim", self.embed_dim, name, divisor)
         checks.number("CRATEMAE", "norm_eps", self.norm_eps, minimum=0.0)
 
 
@@ -160,6 +156,20 @@ def initialise(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             init_linear(module)
+
+
+def embed(model: Any, imgs: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the tokens (batch, patches + 1, dim) that enter the first layer of a model or of its encoder alone."""
+    name = model._name
+    vision.check_images(name, imgs, model.config.in_chans, vision.pair(name, "patch_size", model.config.patch_size))
+    x = model.patch_embed["proj"](imgs)
+    positions = vision.resize_positions(positions, model.grid, (x.shape[2], x.shape[3]))
+    x = x.flatten(2).transpose(1, 2)
+    if mask is not None:
+        if mask.shape != x.shape[:2]:
+            raise ValueError(f"{name}: mask must be (batch, patches) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+        x = torch.where(mask[:, :, None].bool(), model.mask_token.to(x.dtype), x)
+    return torch.cat((model.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1) + positions
 
 
 class CRATEMAE(ReferenceModel):
@@ -243,24 +253,9 @@ class CRATEMAE(ReferenceModel):
         rank = noise.argsort(dim=1).argsort(dim=1)
         return (rank >= int(patches * (1 - ratio))).to(self.cls_token.dtype)
 
-    def _embed(self, imgs: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        vision.check_images("CRATEMAE", imgs, self.config.in_chans, self.patch_size)
-        x = self.patch_embed["proj"](imgs)
-        positions = vision.resize_positions(self.decoder_pos_embed, self.grid, (x.shape[2], x.shape[3]))
-        x = x.flatten(2).transpose(1, 2)
-        if mask is not None:
-            if tuple(mask.shape) != tuple(x.shape[:2]):
-                raise ValueError(
-                    f"CRATEMAE: mask must be (batch, patches) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
-                )
-            x = torch.where(mask[:, :, None].bool(), self.mask_token.to(x.dtype), x)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
-        return x + positions
-
     def forward_encoder(self, imgs: Tensor, mask: Tensor | None = None, layers: int | None = None) -> Tensor:
         """Return the tokens after ``layers`` layers, (batch, patches + 1, dim); normalised if these are all."""
-        x = self._embed(imgs, mask)
+        x = embed(self, imgs, self.decoder_pos_embed, mask)
         for block in self.blocks[:layers]:
             x = run(self.config.grad_checkpointing, block, x)
         return self.norm(x) if layers is None else x

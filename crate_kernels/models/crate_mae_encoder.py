@@ -43,7 +43,7 @@ class CRATEMAEEncoderConfig:
     img_size: vision.Size = 224
     patch_size: vision.Size = 16
     in_chans: int = 3
-    num_classes: int = 0
+    num_classes: fields.Count = 0
     pool: str = "cls"
     lambd: float = 0.5
     ista: float = 0.1
@@ -56,8 +56,6 @@ class CRATEMAEEncoderConfig:
         fields.check_types("CRATEMAEEncoder", self)
         vision.grid("CRATEMAEEncoder", self.img_size, self.patch_size, "img_size")
         check_head("CRATEMAEEncoder", self)
-        for name in ("embed_dim", "depth", "num_heads", "in_chans"):
-            checks.integer("CRATEMAEEncoder", name, getattr(self, name), minimum=1)
         for divisor in (self.num_heads, 4):  # the positions are in quarters
             if self.embed_dim % divisor:
                 raise ValueError(f"CRATEMAEEncoder: embed_dim must be a multiple of {divisor}, got {self.embed_dim}")
@@ -113,11 +111,7 @@ class CRATEMAEEncoder(Classifier):
         crate_mae.init_linear(linear)
 
     def _embed(self, img: Tensor) -> Tensor:
-        vision.check_images("CRATEMAEEncoder", img, self.config.in_chans, self._patch_size())
-        x = self.patch_embed["proj"](img)
-        positions = vision.resize_positions(self.pos_embed, self.grid, (x.shape[2], x.shape[3]))
-        x = x.flatten(2).transpose(1, 2)
-        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1) + positions
+        return crate_mae.embed(self, img, self.pos_embed)
 
     def _finish(self, tokens: Tensor) -> Tensor:
         return self.norm(tokens)

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import run
@@ -64,14 +63,14 @@ class ToSTConfig:
     img_size: vision.Size = 224
     patch_size: int = 16
     in_chans: int = 3
-    num_classes: int = 1000
+    num_classes: fields.Count = 1000
     mlp_ratio: float = 4.0
     qkv_bias: bool = True
     qk_scale: float | None = None
-    drop_rate: float = 0.0
-    attn_drop_rate: float = 0.0
-    drop_path_rate: float = 0.0
-    cls_attn_layers: int = 2
+    drop_rate: fields.Rate = 0.0
+    attn_drop_rate: fields.Rate = 0.0
+    drop_path_rate: fields.Rate = 0.0
+    cls_attn_layers: fields.Count = 2
     use_pos: bool = True
     eta: float = 1.0
     tokens_norm: bool = False
@@ -85,15 +84,10 @@ class ToSTConfig:
         vision.grid("ToST", self.img_size, self.patch_size, "img_size")
         if self.patch_size not in (8, 16):
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
-        for name in ("embed_dim", "depth", "num_heads", "in_chans"):
-            checks.integer("ToST", name, getattr(self, name), minimum=1)
         check_head("ToST", self)
-        checks.integer("ToST", "cls_attn_layers", self.cls_attn_layers, minimum=0)
         if self.embed_dim % self.num_heads or self.embed_dim % (self.patch_size // 2):
             wanted = f"num_heads = {self.num_heads} and of {self.patch_size // 2} (the stem)"
             raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
-        for name in ("drop_rate", "attn_drop_rate", "drop_path_rate"):
-            checks.number("ToST", name, getattr(self, name), minimum=0.0, below=1.0)
 
 
 _size = partial(ToSTConfig, tokens_norm=True)

@@ -183,10 +183,8 @@ class TSSA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.dim = checks.integer("TSSA", "dim", dim, minimum=1)
-        self.heads = checks.integer("TSSA", "num_heads", num_heads, minimum=1)
-        if dim % num_heads:
-            raise ValueError(f"TSSA: dim must be a multiple of num_heads = {num_heads}, got {dim}")
+        checks.multiple("TSSA", "dim", dim, "num_heads", num_heads)
+        self.dim, self.heads = dim, num_heads
         self.backend = checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
         self.qkv = nn.Linear(dim, dim, bias=checks.flag("TSSA", "qkv_bias", qkv_bias))

@@ -44,7 +44,8 @@ class CausalMSSA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.n_embd, self.n_head = _sizes("CausalMSSA", n_embd, n_head)
+        checks.multiple("CausalMSSA", "n_embd", n_embd, "n_head", n_head)
+        self.n_embd, self.n_head = n_embd, n_head
         self.scale = None if scale is None else checks.number("CausalMSSA", "scale", scale)
         self.backend = checks.backend("CausalMSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
@@ -114,7 +115,8 @@ class CausalTSSA(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.n_embd, self.n_head = _sizes("CausalTSSA", n_embd, n_head)
+        checks.multiple("CausalTSSA", "n_embd", n_embd, "n_head", n_head)
+        self.n_embd, self.n_head = n_embd, n_head
         self.block_size = checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
         self.backend = checks.backend("CausalTSSA", backend)
         self.c_attn = nn.Linear(n_embd, n_embd, bias=checks.flag("CausalTSSA", "bias", bias))
@@ -160,12 +162,3 @@ class CausalTSSA(nn.Module):
             backend=self.backend,
         )
         return self.resid_dropout(self.c_proj(_heads.merge(out)))
-
-
-def _sizes(owner: str, n_embd: int, n_head: int) -> tuple[int, int]:
-    """Require a width that is a multiple of the number of heads."""
-    checks.integer(owner, "n_embd", n_embd, minimum=1)
-    checks.integer(owner, "n_head", n_head, minimum=1)
-    if n_embd % n_head:
-        raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {n_head}, got {n_embd}")
-    return n_embd, n_head

@@ -246,7 +246,11 @@ BAD = {
     "mhsa-none": (lambda: MHSA(24, 0), ValueError, "MHSA: heads must be >= 1, got 0"),
     "eta": (lambda: build("lm", eta="1"), TypeError, "AoTLM: eta must be a number, got str"),
     "dropout": (lambda: build("lm", dropout=1.0), ValueError, "AoTLM: dropout must be < 1.0, got 1.0"),
-    "patch": (lambda: build("vision", patch_size=3), ValueError, "AoTVision: image_size must be a multiple .*8 by 3"),
+    "patch": (
+        lambda: build("vision", patch_size=3),
+        ValueError,
+        "AoTVision: image_size must be a multiple .*8x8 by 3x3",
+    ),
     "long": (
         lambda: build("lm")(torch.zeros(1, 10, dtype=torch.long)),
         ValueError,

@@ -251,12 +251,16 @@ def test_weight_decay_groups(family):
 # A value of another type for each annotation, and what the field must be.
 WRONG = {
     "int": ("24", "an int"),
+    "fields.Count": ("24", "an int"),
     "float": ("0.5", "a number"),
+    "fields.Rate": ("0.5", "a number"),
     "bool": (1, "a bool"),
     "str": (7, "a string"),
     "str | None": (7, "None or a string"),
     "vision.Size": (8.0, "an int"),
 }
+# A value out of the range of each annotation that has one.
+OUT_OF_RANGE = {"int": (0, ">= 1"), "fields.Count": (-1, ">= 0"), "fields.Rate": (1.0, "< 1.0")}
 EVERY_CONFIG = {
     **{name: config for name, (_, config) in FAMILIES.items()},
     "redunet_vector": redunet.ReduNetVectorConfig(2, 2, 4),
@@ -279,6 +283,10 @@ def test_every_field_has_its_type(family):
         if not optional:
             with pytest.raises(TypeError, match=f"^{owner}: {field.name} must be .*, got NoneType$"):
                 replace(config, **{field.name: None})
-        if kind == "float":
+        if kind in OUT_OF_RANGE:
+            value, expected = OUT_OF_RANGE[kind]
+            with pytest.raises(ValueError, match=f"^{owner}: {field.name} must be {expected}, got {value}$"):
+                replace(config, **{field.name: value})
+        if kind in ("float", "fields.Rate"):
             with pytest.raises(ValueError, match=f"^{owner}: {field.name} must be finite, got nan$"):
                 replace(config, **{field.name: float("nan")})

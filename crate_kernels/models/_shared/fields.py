@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import vision
 
+Count = int  # may be 0; a plain int of a config is at least 1
+Rate = float  # in [0, 1)
 _CHECKS: dict[str, Callable[[str, str, Any], object]] = {
-    "int": checks.integer,
+    "int": partial(checks.integer, minimum=1),
+    "fields.Count": partial(checks.integer, minimum=0),
+    "fields.Rate": partial(checks.number, minimum=0.0, below=1.0),
     "float": checks.number,
     "bool": checks.flag,
     "str": checks.text,
@@ -20,12 +25,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], object]] = {
 
 
 def check_types(owner: str, config: Any) -> None:
-    """Require every field of a config to be of its annotated type, and every number to be finite.
-
-    Raises:
-        TypeError: a field of another type.
-        ValueError: a number that is not finite, or a size below 1.
-    """
+    """Require every field of a config to be of its annotated type and in its range, and every number to be finite."""
     for field in fields(config):
         kind, value = str(field.type), getattr(config, field.name)
         if kind not in _CHECKS:  # optional

@@ -41,7 +41,7 @@ class LanguageConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    dropout: float = 0.0
+    dropout: fields.Rate = 0.0
     bias: bool = True
     grad_checkpointing: bool = False
     backend: str | None = None
@@ -49,11 +49,7 @@ class LanguageConfig:
     def __post_init__(self) -> None:
         owner = type(self).__name__.removesuffix("Config")
         fields.check_types(owner, self)
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            checks.integer(owner, name, getattr(self, name), minimum=1)
-        if self.n_embd % self.n_head:
-            raise ValueError(f"{owner}: n_embd must be a multiple of n_head = {self.n_head}, got {self.n_embd}")
-        checks.number(owner, "dropout", self.dropout, minimum=0.0, below=1.0)
+        checks.multiple(owner, "n_embd", self.n_embd, "n_head", self.n_head)
 
 
 class LanguageModel(ReferenceModel):

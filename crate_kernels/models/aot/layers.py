@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.models._shared import fields
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
 
@@ -56,9 +55,7 @@ class Layer(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        checks.integer("Layer", "dim", dim, minimum=1)
-        if dim % checks.integer("Layer", "heads", heads, minimum=1):
-            raise ValueError(f"Layer: dim must be a multiple of heads = {heads}, got {dim}")
+        checks.multiple("Layer", "dim", dim, "heads", heads)
         if attention not in _ATTENTIONS:
             raise ValueError(f"Layer: attention must be one of {', '.join(_ATTENTIONS)}, got {attention!r}")
         self.eta = checks.number("Layer", "eta", eta)
@@ -80,23 +77,11 @@ class Layer(nn.Module):
         return x if self.mlp is None else x + self.mlp(self.norm_2(x))
 
 
-def check_shape(owner: str, config: object, names: tuple[str, ...], dim: str, heads: str) -> None:
-    """Require positive sizes ``names`` and a width that is a multiple of the heads; call ``check_step`` too."""
-    fields.check_types(owner, config)
-    for name in names:
-        checks.integer(owner, name, getattr(config, name), minimum=1)
-    width, count = getattr(config, dim), getattr(config, heads)
-    if width % count:
-        raise ValueError(f"{owner}: {dim} must be a multiple of {heads} = {count}, got {width}")
-    check_step(owner, config)
-
-
 def check_step(owner: str, config: Any) -> None:
-    """Require valid values of the fields that all configs have: attention, eta, dropout."""
+    """Require valid values of the fields that all configs have: attention and eta."""
     if config.attention not in _ATTENTIONS:
         raise ValueError(f"{owner}: attention must be one of {', '.join(_ATTENTIONS)}, got {config.attention!r}")
     checks.number(owner, "eta", config.eta, minimum=0.0)
-    checks.number(owner, "dropout", config.dropout, minimum=0.0, below=1.0)
 
 
 def init_language(model: nn.Module, layers: nn.Module, std: float) -> None:

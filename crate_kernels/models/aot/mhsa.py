@@ -85,10 +85,8 @@ class MHSA(nn.Module):
         self, dim: int, heads: int, dropout: float = 0.0, *, causal: bool = False, bias_out: bool = False
     ) -> None:
         super().__init__()
-        checks.integer("MHSA", "dim", dim, minimum=1)
-        self.heads = checks.integer("MHSA", "heads", heads, minimum=1)
-        if dim % heads:
-            raise ValueError(f"MHSA: dim must be a multiple of heads = {heads}, got {dim}")
+        checks.multiple("MHSA", "dim", dim, "heads", heads)
+        self.heads = heads
         self.causal = checks.flag("MHSA", "causal", causal)
         self.dropout = nn.Dropout(checks.number("MHSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
+from crate_kernels.models._shared import fields
 from crate_kernels.models._shared.base import ReferenceModel, run
-from crate_kernels.models.aot.layers import Layer, check_shape, init_language
+from crate_kernels.models.aot.layers import Layer, check_step, init_language
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,15 @@ class AoTRegressionConfig:
     n_positions: int = 101
     mlp: bool = False
     eta: float = 1.0
-    dropout: float = 0.0
+    dropout: fields.Rate = 0.0
     init_std: float = 0.02
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        names = ("n_dims", "dim", "depth", "heads", "n_positions")
-        check_shape("AoTRegression", self, names, "dim", "heads")
+        fields.check_types("AoTRegression", self)
+        checks.multiple("AoTRegression", "dim", self.dim, "heads", self.heads)
+        check_step("AoTRegression", self)
         checks.number("AoTRegression", "init_std", self.init_std, minimum=0.0)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crate_kernels.models._shared import vision
-from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
-from crate_kernels.models.aot.layers import Layer, check_shape
-from crate_kernels.models.crate import Patchify
+from crate_kernels._core import checks
+from crate_kernels.models._shared import fields, vision
+from crate_kernels.models._shared.backbone import Layout, check_head
+from crate_kernels.models.aot.layers import Layer, check_step
+from crate_kernels.models.crate import Embedding
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,21 @@ class AoTVisionConfig:
     attention: str = "mssa"
     image_size: int = 224
     patch_size: int = 16
-    num_classes: int = 1000
+    num_classes: fields.Count = 1000
     channels: int = 3
     norm: bool = False
     eta: float = 1.0
-    dropout: float = 0.0
+    dropout: fields.Rate = 0.0
     pool: str = "cls"
     grad_checkpointing: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        names = ("dim", "depth", "heads", "image_size", "patch_size", "channels")
-        check_shape("AoTVision", self, names, "dim", "heads")
+        fields.check_types("AoTVision", self)
+        checks.multiple("AoTVision", "dim", self.dim, "heads", self.heads)
+        vision.grid("AoTVision", self.image_size, self.patch_size)
+        check_step("AoTVision", self)
         check_head("AoTVision", self)
-        if self.image_size % self.patch_size:
-            got = f"{self.image_size} by {self.patch_size}"
-            raise ValueError(f"AoTVision: image_size must be a multiple of patch_size, got {got}")
 
 
 SIZES = {
@@ -68,7 +67,7 @@ SIZES = {
 }
 
 
-class AoTVision(Classifier):
+class AoTVision(Embedding):
     """Classify images with attention alone.
 
     No code was published; the stem and the head are CRATE's, with the same parameter names. Parameters:
@@ -85,24 +84,9 @@ class AoTVision(Classifier):
     def __init__(self, config: AoTVisionConfig) -> None:
         super().__init__(config)
         c = config
-        patches, patch_dim = (c.image_size // c.patch_size) ** 2, c.channels * c.patch_size**2
-        self.to_patch_embedding = nn.Sequential(
-            Patchify("AoTVision", c.channels, c.patch_size),
-            nn.LayerNorm(patch_dim),
-            nn.Linear(patch_dim, c.dim),
-            nn.LayerNorm(c.dim),
-        )
-        self.pos_embedding = nn.Parameter(torch.randn(1, patches + 1, c.dim))
-        self.cls_token = nn.Parameter(torch.randn(1, 1, c.dim))
         options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
         self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
         self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), vision.head(c.dim, c.num_classes))
-
-    def _embed(self, img: Tensor) -> Tensor:
-        """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        x = self.to_patch_embedding(img)
-        vision.check_size("AoTVision", img, self.config.image_size)
-        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
 
 
 Config, Model = AoTVisionConfig, AoTVision

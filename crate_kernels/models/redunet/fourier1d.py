@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crate_kernels._core import checks
-from crate_kernels.models._shared import fields, official
+from crate_kernels.models._shared import official
 from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models.redunet.layers import Fourier1D
-from crate_kernels.models.redunet.network import ReduNet
+from crate_kernels.models.redunet.network import ReduNet, ReduNetConfig
 from crate_kernels.models.redunet.pairs import complex_operators
 
 
 @dataclass(frozen=True)
-class ReduNet1DConfig:
+class ReduNet1DConfig(ReduNetConfig):
     """Config of a shift-invariant ReduNet on signals: the published constructor's arguments.
 
     Attributes:
@@ -27,17 +26,11 @@ class ReduNet1DConfig:
         ValueError, TypeError: an invalid value.
     """
 
-    num_classes: int
-    num_layers: int
     channels: int
     timesteps: int
     eta: float = 0.5
     eps: float = 0.1
     lmbda: float = 500.0
-
-    def __post_init__(self) -> None:
-        fields.check_types("ReduNet", self)
-        checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
 class ReduNet1D(ReferenceModel, ReduNet):

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
+from crate_kernels.models._shared import fields
 from crate_kernels.models.redunet.layers import ReduLayer
 from crate_kernels.models.redunet.rates import mcr2
+
+
+@dataclass(frozen=True)
+class ReduNetConfig:
+    """Config fields that every ReduNet has; the shape of a sample follows."""
+
+    num_classes: int
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        fields.check_types("ReduNet", self)
 
 
 class ReduNet(nn.Sequential):

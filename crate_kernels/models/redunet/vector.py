@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crate_kernels._core import checks
-from crate_kernels.models._shared import fields, official
+from crate_kernels.models._shared import official
 from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models.redunet.layers import Vector
-from crate_kernels.models.redunet.network import ReduNet
+from crate_kernels.models.redunet.network import ReduNet, ReduNetConfig
 
 
 @dataclass(frozen=True)
-class ReduNetVectorConfig:
+class ReduNetVectorConfig(ReduNetConfig):
     """Config of a ReduNet on vectors: the published constructor's arguments.
 
     Attributes:
@@ -25,16 +24,10 @@ class ReduNetVectorConfig:
         ValueError, TypeError: an invalid value.
     """
 
-    num_classes: int
-    num_layers: int
     d: int
     eta: float = 0.5
     eps: float = 0.1
     lmbda: float = 500.0
-
-    def __post_init__(self) -> None:
-        fields.check_types("ReduNet", self)
-        checks.integer("ReduNet", "num_layers", self.num_layers, minimum=1)
 
 
 class ReduNetVector(ReferenceModel, ReduNet):
