@@ -15,16 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels.ops.ista import steps
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 
 class _Engine(steps.Engine):
-    def rows(self, t: Tensor) -> Tensor:
+    def rows(self, t):
         return steps.flat(t)  # the library takes any strides
 
-    def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
-    ) -> Tensor:
+    def step(self, left, right, base, call, out=None):
         if not call.nonnegative:
             assert base is not None
             return F.softshrink(_add(base, left @ right, call.step_size), call.threshold)
@@ -33,15 +30,7 @@ class _Engine(steps.Engine):
             return torch.addmm(bias, left, right, beta=call.step_size, alpha=call.step_size, out=out).relu_()
         return _add(base, torch.addmm(bias, left, right), call.step_size, out).relu_()
 
-    def product(
-        self,
-        left: Tensor,
-        right: Tensor,
-        base: Tensor | None = None,
-        scale: float = 1.0,
-        gate: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         if base is not None:
             result = torch.addmm(base, left, right, alpha=scale, out=out)
         else:
@@ -50,20 +39,18 @@ class _Engine(steps.Engine):
                 result.mul_(scale)
         return result if gate is None else torch.ops.aten.threshold_backward(result, gate, 0)
 
-    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    def mask(self, dy, y, call, dtype):
         if call.nonnegative:
             return torch.ops.aten.threshold_backward(dy, y, 0)  # dy where y > 0, in one pass
         return torch.where(y != 0, dy, 0)
 
-    def input_gradient(
-        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
-    ) -> Tensor:
+    def input_gradient(self, upstream, left, right, scale, base=None):
         product = left @ right if base is None else torch.addmm(base, left, right, alpha=-1)
         return _add(upstream.masked, product, scale)
 
 
 class _OvercompleteEngine(_Engine):
-    def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    def add_over_tokens(self, total, left, right, scale):
         return total.add_(steps.scaled(left.t(), right, scale))  # rounded by itself, unlike the sum of a step of ista
 
 

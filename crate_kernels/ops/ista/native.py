@@ -27,7 +27,6 @@ from torch import Tensor
 
 from crate_kernels._native.extension import Library, library
 from crate_kernels.ops.ista import steps
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 _linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 # Where the processor has no float16 arithmetic, PyTorch's float16 product takes 30 times as long as float32's.
@@ -43,9 +42,7 @@ class _Native(steps.Engine):
         self.lib = lib
         self.update = lib.ista_update  # (product, base, gate, scale, threshold, nonnegative, out); on GPUs gated too
 
-    def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
-    ) -> Tensor:
+    def step(self, left, right, base, call, out=None):
         product = self.mm(left, right)
         if out is None:
             out = product if base is None else _like(product, base.dtype)
@@ -56,14 +53,14 @@ class _Native(steps.Engine):
 class _Cpu(_Native):
     scales_late, sum_dtype = True, torch.float32
 
-    def product_dtype(self, compute: torch.dtype) -> torch.dtype:
+    def product_dtype(self, compute):
         return torch.float32 if compute == torch.float16 and not _FAST_FLOAT16 else compute
 
-    def one_product(self, tokens: Tensor) -> bool:
+    def one_product(self, tokens):
         count, dim = tokens.shape
         return count >= self._square(dim) * dim
 
-    def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
+    def one_product_back(self, tokens, need_dx, need_dweight):
         # The one-product form spares products with the tokens, and has products of squares instead.
         count, dim = tokens.shape
         square = self._square(dim)
@@ -74,7 +71,7 @@ class _Cpu(_Native):
         """Return the cost of W - W^T W, in products with dim tokens."""
         return 5 / 8 if dim > _LEAST_DIM else 1.0
 
-    def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def gram(self, weight, dtype):
         weight, dim = weight if weight.dtype == dtype else weight.float(), weight.shape[0]
         if weight.dtype != torch.float32 or dim <= _LEAST_DIM:
             return super().gram(weight, dtype)
@@ -89,7 +86,7 @@ class _Cpu(_Native):
         self.lib.ista_subtract_symmetric(weight, upper, gram)
         return gram
 
-    def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
+    def through_gram(self, dgram, weight):
         both = torch.empty_like(dgram, dtype=self.product_dtype(weight.dtype))
         self.lib.ista_add_transposed(dgram, both)
         product = self.mm(weight.to(both.dtype), both)
@@ -97,22 +94,14 @@ class _Cpu(_Native):
         self.update(product, dgram, None, -1.0, 0.0, False, dweight)
         return dweight
 
-    def mm(self, left: Tensor, right: Tensor) -> Tensor:
+    def mm(self, left, right):
         # In float32 oneDNN is 8-13% faster than the BLAS on a Zen 4 where rows are many, and costs 12 us more per call.
         # In half precision PyTorch takes it anyhow.
         if left.dtype == torch.float32 and _linear is not None and left.shape[0] * right.numel() >= 1 << 24:
             return _linear(left, right.t(), None, "none", [], "")
         return torch.mm(left, right)
 
-    def product(
-        self,
-        left: Tensor,
-        right: Tensor,
-        base: Tensor | None = None,
-        scale: float = 1.0,
-        gate: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         if base is not None and (base.dtype != torch.float32 or base.numel() <= _FEW):
             product = torch.addmm(base, left, right, alpha=scale, out=out)  # added before it is rounded
             base, scale = None, 1.0
@@ -124,20 +113,18 @@ class _Cpu(_Native):
         self.update(product, base, gate, scale, 0.0, False, out)
         return out
 
-    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    def mask(self, dy, y, call, dtype):
         masked = torch.empty_like(dy)
         self.update(dy, None, y, 1.0, 0.0, False, masked)
         return masked
 
-    def input_gradient(
-        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
-    ) -> Tensor:
+    def input_gradient(self, upstream, left, right, scale, base=None):
         product = self.product(left, right, base, 1.0 if base is None else -1.0)
         dx = product if product.dtype == upstream.masked.dtype else upstream.masked  # products read a copy of it then
         self.update(product, upstream.masked, None, scale, 0.0, False, dx)
         return dx
 
-    def add_over_tokens(self, total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    def add_over_tokens(self, total, left, right, scale):
         if total.dtype == left.dtype:
             return super().add_over_tokens(total, left, right, scale)
         # The kernel adds tensors of two dtypes in one pass.
@@ -146,34 +133,24 @@ class _Cpu(_Native):
 
 
 class _Cuda(_Native):
-    def plus_transpose(self, square: Tensor) -> Tensor:
+    def plus_transpose(self, square):
         both = torch.empty_like(square)
         self.lib.ista_symmetrize(square, both)
         return both
 
-    def product(
-        self,
-        left: Tensor,
-        right: Tensor,
-        base: Tensor | None = None,
-        scale: float = 1.0,
-        gate: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         if base is None and gate is None:
             return steps.scaled(left, right, scale, out)
         product = torch.mm(left, right, out=out)
         self.update(product, base, gate, scale, 0.0, False, product)
         return product
 
-    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    def mask(self, dy, y, call, dtype):
         masked = torch.empty_like(dy, dtype=dtype)
         self.update(None, None, y, 1.0, 0.0, False, masked, dy)
         return masked
 
-    def input_gradient(
-        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
-    ) -> Tensor:
+    def input_gradient(self, upstream, left, right, scale, base=None):
         masked, dy, y = upstream
         product = torch.mm(left, right)
         dx = _like(product, dy.dtype)
@@ -183,7 +160,7 @@ class _Cuda(_Native):
             self.update(product, base, y, scale if base is None else -scale, 0.0, False, dx, dy)
         return dx
 
-    def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    def add_product(self, total, left, right, scale):
         if total is None:
             return steps.scaled(left, right, scale)
         return total.addmm_(left, right, alpha=scale)
@@ -200,8 +177,4 @@ def _engine(device_type: str) -> steps.Engine:
     return _Cuda(lib) if lib.cuda else _Cpu(lib)
 
 
-def _engine_for(x: Tensor) -> steps.Engine:
-    return _engine(x.device.type)
-
-
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(_engine_for, _engine_for)
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine(x.device.type))

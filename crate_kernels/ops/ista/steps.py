@@ -25,7 +25,10 @@ class Upstream(NamedTuple):
 
 
 class Engine:
-    """The parts of a pass, as one backend computes them. Rows are (tokens, width); ``out`` None: a new tensor."""
+    """The parts of a pass, as one backend computes them. Rows are (tokens, width); ``out`` None: a new tensor.
+
+    Engines take parameters' types from here, as checkers infer those of an overriding method.
+    """
 
     # The gradient of a residual is multiplied by step_size where it is added, not where it is computed.
     scales_late = False
@@ -245,11 +248,12 @@ def _early_and_late(engine: Engine, call: Call | OvercompleteCall) -> tuple[floa
     return (1.0, call.step_size) if engine.scales_late else (call.step_size, 1.0)
 
 
-def passes(step: Callable[[Tensor], Engine], overcomplete: Callable[[Tensor], Engine]) -> tuple[Callable, ...]:
+def passes(step: Callable[[Tensor], Engine], overcomplete: Callable | None = None) -> tuple[Callable, ...]:
     """Return forward, backward, forward_overcomplete and backward_overcomplete of a backend.
 
-    ``step(x)`` and ``overcomplete(x)`` return the engine of a call on such tokens.
+    ``step(x)`` and ``overcomplete(x)``, by default the same, return the engine of a call on such tokens.
     """
+    overcomplete = overcomplete or step
 
     def on(engine_of: Callable[[Tensor], Engine], run: Callable, x: int) -> Callable:
         return lambda *args: run(engine_of(args[x]), *args)

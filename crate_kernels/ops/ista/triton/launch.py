@@ -26,56 +26,42 @@ the way of a product are looked up in ``tables.py``, never timed in a call. The 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from crate_kernels._triton.launch import Table
 from crate_kernels.ops.ista import steps
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
 from crate_kernels.ops.ista.triton.product import Epilogue, gated, product
 from crate_kernels.ops.ista.triton.tables import BACKWARD_FORM, FORWARD_FORM
 
 
 class _Engine(steps.Engine):
-    def operand(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    def operand(self, tokens, dtype):
         return tokens  # rounded as the kernel loads them
 
-    def one_product(self, tokens: Tensor) -> bool:
+    def one_product(self, tokens):
         return _one_product(FORWARD_FORM, tokens, 1.0)
 
-    def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
+    def one_product_back(self, tokens, need_dx, need_dweight):
         return _one_product(BACKWARD_FORM, tokens, 2 / 3 if need_dx and need_dweight else 1.0)
 
-    def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
-    ) -> Tensor:
+    def step(self, left, right, base, call, out=None):
         epilogue = Epilogue(call.step_size, base, threshold=call.threshold, nonnegative=call.nonnegative)
         return product(left, right, epilogue, out, None if base is None else base.dtype)
 
-    def product(
-        self,
-        left: Tensor,
-        right: Tensor,
-        base: Tensor | None = None,
-        scale: float = 1.0,
-        gate: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         return product(left, right, Epilogue(scale, base, gate=gate), out)
 
-    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    def mask(self, dy, y, call, dtype):
         return gated(dy, y, dtype)
 
-    def input_gradient(
-        self, upstream: steps.Upstream, left: Tensor, right: Tensor, scale: float, base: Tensor | None = None
-    ) -> Tensor:
+    def input_gradient(self, upstream, left, right, scale, base=None):
         masked, dy, y = upstream
         if base is None and masked.dtype == dy.dtype:
             return product(left, right, Epilogue(scale, masked))
         # dy is added as it was given, not as it was rounded for the products.
         return product(left, right, Epilogue(scale if base is None else -scale, base, dy, y), dtype=dy.dtype)
 
-    def add_product(self, total: Tensor | None, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    def add_product(self, total, left, right, scale):
         return product(left, right, Epilogue(scale, total))
 
 
@@ -86,4 +72,4 @@ def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
 
 
 _engine = _Engine()
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine, lambda x: _engine)
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine)
