@@ -33,75 +33,67 @@ def show_nothing(line: str) -> None:
 def build_cached(show: Show = show_nothing) -> tuple[Path, bool]:
     """Compile into the user's cache; return the extension's path and whether this call compiled it.
 
-    Several processes may call this at once: one compiles, the others wait and use its result.
-
-    Args:
-        show: called with each line of progress.
+    ``show`` is called with each line of progress.
 
     Raises:
         BuildError: there are no sources, no folder to write to, or no working compiler.
     """
-    folder = libraries.source_folder()
-    if folder is None:
-        raise BuildError("the C++ sources are not installed; install from a source distribution or a checkout")
+    folder = _sources("C++")
     sources = libraries.source_hash(folder)
     target = libraries.cache_folder(sources) / EXTENSION
-    with ninja_build.locked(target.parent):
-        if libraries.fits(target, sources):
-            return target, False
-        compile_extension(folder, target, libraries.user_cache(), show)
-    return target, True
+    return _once(target, sources, lambda: compile_extension(folder, target, libraries.user_cache(), show))
 
 
 def build_cuda_cached(archs: tuple[str, ...] | None = None, show: Show = show_nothing) -> tuple[Path, bool]:
     """Compile the CUDA library into the user's cache; return its path and whether this call compiled it.
 
-    Args:
-        archs: architectures, as in ``CUDA_ARCHS``; by default those of this machine's GPUs, or all without a GPU.
-        show: called with each line of progress.
+    ``archs`` are as in ``CUDA_ARCHS``; by default those of this machine's GPUs, or all without a GPU.
 
     Raises:
         BuildError: there are no sources, no folder to write to, no suitable nvcc, or nvcc fails.
     """
-    folder = libraries.source_folder()
-    if folder is None:
-        raise BuildError("the CUDA sources are not installed; install from a source distribution or a checkout")
+    folder = _sources("CUDA")
     archs = cuda_archs() if archs is None else archs
     sources = libraries.cuda_source_hash(folder)
     target = libraries.cuda_cache_folder(sources) / f"_cuda-{'-'.join(archs)}.so"
+    report = target.with_suffix(".so.txt")
+    return _once(target, sources, lambda: compile_cuda(folder, target, archs, libraries.user_cache(), report, show))
+
+
+def _sources(language: str) -> Path:
+    folder = libraries.source_folder()
+    if folder is None:
+        raise BuildError(f"the {language} sources are not installed; install from a source distribution or a checkout")
+    return folder
+
+
+def _once(target: Path, sources: str, compile_it: Callable[[], object]) -> tuple[Path, bool]:
+    """Compile a library unless it is there: of several processes one compiles, the others wait and use its result."""
     with ninja_build.locked(target.parent):
         if libraries.fits(target, sources):
             return target, False
-        compile_cuda(folder, target, archs, libraries.user_cache(), target.with_suffix(".so.txt"), show)
+        compile_it()
     return target, True
 
 
 def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_nothing) -> None:
     """Compile the sources in ``folder`` and put the extension at ``target``, atomically.
 
-    Args:
-        folder: the sources.
-        target: the extension's path.
-        root: the folder of object-file folders, kept for the next build.
-        show: called with each line of progress.
+    ``root`` has the folders of object files, which are kept for the next build.
 
     Raises:
         BuildError: PyTorch, ninja or a compiler is missing, or the compiler fails.
     """
-    try:
-        from torch import __version__ as torch_version
-        from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
-    except (ImportError, OSError) as error:  # OSError: PyTorch is installed, but a library it loads is missing
-        raise BuildError(f"PyTorch is not importable ({error})") from error
-    compiler, options = _split(get_cxx_compiler())
+    torch_version, cpp_extension = _torch()
+    compiler, options = _split(cpp_extension.get_cxx_compiler())
     version = _run([*compiler, "--version"])
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     with ninja_build.open_objects(root, "cpu", folder, torch_version, *compiler, version) as objects:
         recipe = Recipe(
             sources=_relative(objects.sources, "*.cpp", lambda path: (path.parent.name != "isa", path)),
-            compile=[*compiler, *FLAGS, *(f"-isystem{path}" for path in include_paths()), *options],
+            compile=[*compiler, *FLAGS, *(f"-isystem{path}" for path in cpp_extension.include_paths()), *options],
             link=[*compiler, "-shared", *options, *undefined],
-            libraries=[*(f"-L{path}" for path in library_paths()), "-ltorch_cpu"],
+            libraries=[*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu"],
             extra={"library.cpp": [f"-DCRATE_SOURCES={libraries.source_hash(objects.sources)}"]},
         )
         ninja_build.build(objects, recipe, target, show)
@@ -115,27 +107,20 @@ def compile_cuda(
     report: Path | None = None,
     show: Show = show_nothing,
 ) -> None:
-    """Compile the CUDA sources in ``folder`` for ``archs`` and put the library at ``target``, atomically.
+    """Compile the CUDA sources in ``folder`` for ``archs``, as ``compile_extension`` compiles the C++ sources.
 
-    Args:
-        folder, target, root, show: as in ``compile_extension``.
-        archs: architectures, as in ``CUDA_ARCHS``.
-        report: file for the assembler's report: registers, shared memory and spills of every kernel.
+    ``report`` is the file for the assembler's report: registers, shared memory and spills of every kernel.
 
     Raises:
         BuildError: PyTorch, ninja or nvcc is missing, nvcc is too old, or nvcc fails.
     """
-    try:
-        from torch import __version__ as torch_version
-        from torch.utils.cpp_extension import include_paths, library_paths
-    except (ImportError, OSError) as error:
-        raise BuildError(f"PyTorch is not importable ({error})") from error
+    torch_version, cpp_extension = _torch()
     nvcc = find_nvcc()
     codes = []
     for arch in archs:
         number, ptx = arch.partition("+")[::2]
         codes += ["-gencode", f"arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"]
-    folders = library_paths()
+    folders, headers = cpp_extension.library_paths(), cpp_extension.include_paths()
     # A CPU PyTorch has no libtorch_cuda: the library then compiles and links, but cannot be loaded.
     names = [n for n in ("torch_cpu", "torch_cuda") if any((Path(f) / f"lib{n}.so").exists() for f in folders)]
     version = _run([nvcc, "--version"])
@@ -150,8 +135,8 @@ def compile_cuda(
                 *CUDA_FLAGS,
                 *codes,
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
-                *(f"-Xcompiler=-ffile-prefix-map={path}=include" for path in include_paths()),
-                *(word for path in include_paths() for word in ("-isystem", path)),
+                *(f"-Xcompiler=-ffile-prefix-map={path}=include" for path in headers),
+                *(word for path in headers for word in ("-isystem", path)),
             ],
             link=[nvcc, "-shared", "-cudart=static", "-nodlink"],
             libraries=[*(f"-L{path}" for path in folders), *(f"-l{name}" for name in names)],
@@ -205,6 +190,16 @@ def cuda_archs() -> tuple[str, ...]:
     if any(f"sm_{arch}" not in known for arch in own):
         return CUDA_ARCHS
     return (*("90a" if arch == "90" else arch for arch in own), f"{own[-1]}+PTX")
+
+
+def _torch() -> tuple[str, Any]:
+    """Return PyTorch's version and its module for extensions."""
+    try:
+        from torch import __version__
+        from torch.utils import cpp_extension
+    except (ImportError, OSError) as error:  # OSError: PyTorch is installed, but a library it loads is missing
+        raise BuildError(f"PyTorch is not importable ({error})") from error
+    return __version__, cpp_extension
 
 
 def _split(cxx: str) -> tuple[list[str], list[str]]:

@@ -14,18 +14,15 @@ from crate_kernels._native import libraries
 PATH = libraries.find()
 # The CUDA library needs a PyTorch with CUDA: CPU and ROCm builds lack functions that it calls.
 CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
-_loaded: list[Path] = []
-_cuda_loaded: list[Path] = []
 
 
+@cache
 def load() -> Path:
     """Register ``torch.ops.crate_kernels_C.*`` for CPU tensors and return the path of their library."""
-    if not _loaded:
-        if PATH is None:
-            raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
-        torch.ops.load_library(PATH)
-        _loaded.append(PATH)
-    return _loaded[0]
+    if PATH is None:
+        raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
+    torch.ops.load_library(PATH)
+    return PATH
 
 
 def build_info() -> dict[str, str]:
@@ -46,18 +43,17 @@ def set_cpu_capability(level: str) -> None:
     torch.ops.crate_kernels_C.set_cpu_capability(level)
 
 
+@cache
 def load_cuda() -> Path:
     """Register ``torch.ops.crate_kernels_C.cuda_*``; return their library, the one for this GPU if there is one."""
-    if not _cuda_loaded:
-        if not CUDA_PATHS:
-            raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
-        path = CUDA_PATHS[0]
-        if len(CUDA_PATHS) > 1 and torch.cuda.is_available():
-            own = "-{}{}".format(*torch.cuda.get_device_capability())
-            path = next((p for p in CUDA_PATHS if own in p.name), path)
-        torch.ops.load_library(path)
-        _cuda_loaded.append(path)
-    return _cuda_loaded[0]
+    if not CUDA_PATHS:
+        raise ImportError("crate_kernels: the CUDA library is not built; python -m crate_kernels build")
+    path = CUDA_PATHS[0]
+    if len(CUDA_PATHS) > 1 and torch.cuda.is_available():
+        own = "-{}{}".format(*torch.cuda.get_device_capability())
+        path = next((p for p in CUDA_PATHS if own in p.name), path)
+    torch.ops.load_library(path)
+    return path
 
 
 def cuda_build_info() -> dict[str, str]:
@@ -73,19 +69,10 @@ def kernel_names() -> list[str]:
 
 
 def kernel_attributes(name: str, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
-    """Return the resources of the current GPU that a CUDA kernel uses.
+    """Return the resources of the current GPU that a CUDA kernel, one of ``kernel_names``, uses at a block size.
 
-    Args:
-        name: one of ``kernel_names``.
-        threads: threads per block, 128 by default.
-        shared_bytes: dynamic shared memory per block, none by default.
-
-    Returns:
-        registers and local_bytes (spilled registers) per thread; static_shared_bytes and max_threads per block; ptx
-        and binary, the architectures of its code; blocks_per_multiprocessor at this block size.
-
-    Raises:
-        RuntimeError: there is no such kernel, or no GPU.
+    They are registers and local_bytes (spilled registers) per thread; static_shared_bytes and max_threads per block;
+    ptx and binary, the architectures of its code; and blocks_per_multiprocessor.
     """
     load_cuda()
     found = _lines(torch.ops.crate_kernels_C.cuda_kernel_attributes(name, threads, shared_bytes))

@@ -150,12 +150,8 @@ def facts(row: Row, results: Results) -> dict[str, Any]:
 
 def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
     """Describe this machine, and measure its product and copy rates."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {
-        "device": name,
+        "device": device_name(device),
         "gpu": device.type == "cuda",
         "processor": _processor(),
         "torch": torch.__version__,
@@ -167,6 +163,13 @@ def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
         "product_flops": {name: clock.product_flops(DTYPES[name], device) for name in dtypes},
         "copy_bytes": clock.copy_bytes(device),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:

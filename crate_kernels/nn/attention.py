@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +37,8 @@ class MSSA(nn.Module):
         causal: a token attends only to itself and earlier ones; needed for a cache.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
     """
+
+    _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
 
     def __init__(
         self,
@@ -83,10 +83,6 @@ class MSSA(nn.Module):
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.qkv, self.heads, batch, max_seqlen)
-
-    def _operator(self, w: Tensor, **options: Any) -> Tensor:
-        """Run the operator; a place of its own, where sequence parallelism puts another."""
-        return mssa(w, **options)
 
     def forward(
         self,
@@ -171,6 +167,8 @@ class TSSA(nn.Module):
         backend: as in ``crate_kernels.tssa``; default None, the best available.
     """
 
+    _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
+
     def __init__(
         self,
         dim: int,
@@ -191,10 +189,6 @@ class TSSA(nn.Module):
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
         self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
-
-    def _operator(self, w: Tensor, temp: Tensor, **options: Any) -> Tensor:
-        """Run the operator; a place of its own, where sequence parallelism puts another."""
-        return tssa(w, temp, **options)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend over ``x``.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +31,8 @@ class CausalMSSA(nn.Module):
         backend: as in ``crate_kernels.mssa``; default None, the best available.
     """
 
+    _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
+
     def __init__(
         self,
         n_embd: int,
@@ -56,10 +56,6 @@ class CausalMSSA(nn.Module):
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.c_attn, self.n_head, batch, max_seqlen)
-
-    def _operator(self, w: Tensor, **options: Any) -> Tensor:
-        """Run the operator; a place of its own, where sequence parallelism puts another."""
-        return mssa(w, **options)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
         """Attend over ``x``.
@@ -104,6 +100,8 @@ class CausalTSSA(nn.Module):
         backend: as in ``crate_kernels.tssa``; default None, the best available.
     """
 
+    _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
+
     def __init__(
         self,
         n_embd: int,
@@ -131,10 +129,6 @@ class CausalTSSA(nn.Module):
         weight = self.c_attn.weight
         dtype = operator.stat_dtype(weight.dtype)
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
-
-    def _operator(self, w: Tensor, temp: Tensor, **options: Any) -> Tensor:
-        """Run the operator; a place of its own, where sequence parallelism puts another."""
-        return tssa(w, temp, **options)
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None

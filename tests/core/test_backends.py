@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -146,17 +147,17 @@ def test_importing_loads_no_library_and_finds_only_what_pytorch_can_load(cuda, f
 
 def test_the_library_of_this_gpu_is_loaded(monkeypatch):
     loaded, paths = [], tuple(backends.Path(f"_cuda-{arch}.so") for arch in ("75", "80-80+PTX", "90a-90+PTX"))
-    monkeypatch.setattr(extension, "_cuda_loaded", [])
+    load = extension.load_cuda.__wrapped__
+    monkeypatch.setattr(extension, "load_cuda", cache(load))
     monkeypatch.setattr(extension, "CUDA_PATHS", paths)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     assert extension.load_cuda() == extension.load_cuda() == paths[1]
     assert loaded == [paths[1]]
-    monkeypatch.setattr(extension, "_cuda_loaded", [])
     monkeypatch.setattr(extension, "CUDA_PATHS", ())
     with pytest.raises(ImportError, match="the CUDA library is not built; python -m crate_kernels build"):
-        extension.load_cuda()
+        load()
 
 
 REFUSALS = {

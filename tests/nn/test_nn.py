@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA, attention, causal
+from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from crate_kernels.ops.mssa import SubspaceCache
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
@@ -177,26 +177,26 @@ def test_backend_reaches_the_operator(name):
         module(tokens(dtype=torch.float32))
 
 
-# Where each module keeps its projection, the operator it calls, the module it calls it from, its dropout argument.
+# Where each module keeps its projection, and its dropout argument.
 CALLS = {
-    "mssa": ("qkv", attention, "mssa", "dropout"),
-    "tssa": ("qkv", attention, "tssa", "attn_drop"),
-    "causal-mssa": ("c_attn", causal, "mssa", "dropout"),
-    "causal-tssa": ("c_attn", causal, "tssa", "dropout"),
+    "mssa": ("qkv", "dropout"),
+    "tssa": ("qkv", "attn_drop"),
+    "causal-mssa": ("c_attn", "dropout"),
+    "causal-tssa": ("c_attn", "dropout"),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_projection_is_hooked_and_never_copied(name, monkeypatch):
-    projection, where, operator, _ = CALLS[name]
+    projection, _ = CALLS[name]
     module, seen = MODULES[name](), {}
-    real = getattr(where, operator)
+    real = module._operator
 
     def spy(w, *args, **options):
         seen["w"], seen["out"] = w, real(w, *args, **options)
         return seen["out"]
 
-    monkeypatch.setattr(where, operator, spy)
+    monkeypatch.setattr(module, "_operator", spy)
     getattr(module, projection).register_forward_hook(lambda m, args, out: seen.__setitem__("projected", out))
     module(tokens(dtype=torch.float32))
     assert seen["w"].shape == (2, HEADS, SEQLEN, HEAD_DIM)
@@ -206,10 +206,10 @@ def test_projection_is_hooked_and_never_copied(name, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_dropout_follows_its_own_mode(name, monkeypatch):
-    _, where, operator, drop = CALLS[name]
+    _, drop = CALLS[name]
     rates = []
-    monkeypatch.setattr(where, operator, lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w)
     module, x = MODULES[name](**{drop: 0.25}), tokens(dtype=torch.float32)
+    monkeypatch.setattr(module, "_operator", lambda w, *a, dropout_p, **k: rates.append(dropout_p) or w)
     module(x)
     module.eval()(x)
     module.train()

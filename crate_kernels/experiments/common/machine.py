@@ -8,6 +8,7 @@ import torch
 
 from crate_kernels import __version__
 from crate_kernels._core import backends as _backend
+from crate_kernels.bench.rows import device_name
 
 
 def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> torch.device:
@@ -26,13 +27,8 @@ def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> tor
 
 def describe(device: torch.device) -> dict[str, str]:
     """Describe the device and the versions behind the numbers."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        capability = torch.backends.cpu.get_cpu_capability()
-        name = f"{device.type}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
     return {
-        "device": name,
+        "device": device_name(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "crate_kernels": __version__,

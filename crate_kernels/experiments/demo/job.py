@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from safetensors.torch import save as serialize
 
 from crate_kernels._core.files import put
-from crate_kernels.experiments.common.fit import advance, resume
+from crate_kernels.experiments.common.fit import train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import compare, data, report, whitebox
 from crate_kernels.experiments.demo.settings import Settings
@@ -29,13 +29,7 @@ def run(trial: Trial, settings: Settings) -> int:
     training = Training(settings, digits, trial.backend, device)
     trial.say(f"{digits}\n3 nearest neighbours, on pixels: test accuracy {neighbours:.4f}")
     trial.say(f"CRATE, operators of backend {training.fused}, on {trial.machine['device']}")
-    if trial.fresh or not resume(training, folder):
-        advance(training, trial)
-    elif training.done == training.total:
-        trial.say("Already trained: this is measured and drawn again; --fresh trains anew")
-    else:
-        trial.say(f"Going on from step {training.done} of {training.total}")
-        advance(training, trial)
+    train(training, trial)
     start = fresh_model(settings, training.config, device)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=trial.console, transient=True) as progress:
         task = progress.add_task("")
@@ -64,12 +58,11 @@ def run(trial: Trial, settings: Settings) -> int:
             before=whitebox.measure(start, digits, device),
             after=whitebox.measure(training.model, digits, device),
             attention=whitebox.class_attention(training.model, digits, device, _SHOWN),
-            machine=trial.machine,
         )
         doing("drawing")
-        paths = report.write(outcome, folder)
+        report.write(outcome, trial)
     _print(outcome, trial)
-    trial.say(f"Wrote {len(paths)} files beside the model; open {folder / 'report.html'}")
+    trial.say(f"Open {folder / 'report.html'}")
     return 0 if agreement.agrees else 1
 
 

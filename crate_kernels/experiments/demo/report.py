@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from dataclasses import asdict, dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from crate_kernels._core import files
-from crate_kernels.bench import drawing
+from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import figures
 from crate_kernels.experiments.demo.compare import Agreement, Cost
 from crate_kernels.experiments.demo.training import Training
@@ -38,7 +36,6 @@ class Outcome:
     before: Layers
     after: Layers
     attention: Attention
-    machine: dict[str, Any]
 
     @property
     def accuracy(self) -> float:
@@ -46,8 +43,8 @@ class Outcome:
         return self.training.watched[-1][1]
 
 
-def write(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write figures, page and metrics into ``folder`` and return their paths."""
+def write(outcome: Outcome, trial: Trial) -> None:
+    """Write figures, metrics and page into the run's folder."""
     backend = outcome.training.fused
     drawn = {
         "learning": figures.learning(outcome.training, outcome.neighbours),
@@ -57,25 +54,15 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
         "coherence": figures.coherence(outcome.before, outcome.after, outcome.training.config.dim),
         "attention": figures.attention(outcome.attention),
     }
-    paths = []
-    pictures = {}
-    for name, figure in drawn.items():
-        content = drawing.png(figure)
-        pictures[name] = base64.b64encode(content).decode()
-        paths.append(files.put(folder / f"{name}.png", content))
-    numbers = json.dumps(metrics(outcome), indent=2) + "\n"
-    paths.append(files.put(folder / "metrics.json", numbers.encode()))
-    paths.append(files.put(folder / "report.html", _page(outcome, pictures).encode()))
-    return paths
+    trial.write(drawn, _numbers(outcome), outcome.training.settings)
+    pictures = {name: base64.b64encode((trial.folder / f"{name}.png").read_bytes()).decode() for name in drawn}
+    files.put(trial.folder / "report.html", _page(outcome, pictures, trial.machine).encode())
 
 
-def metrics(outcome: Outcome) -> dict[str, Any]:
-    """Return the numbers of the report."""
+def _numbers(outcome: Outcome) -> dict[str, Any]:
     training, agreement = outcome.training, outcome.agreement
     return {
-        "machine": outcome.machine,
         "digits": training.digits.name,
-        "settings": asdict(training.settings),
         "config": asdict(training.config),
         "parameters": training.parameters,
         "test_accuracy": outcome.accuracy,
@@ -107,7 +94,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return f"<table><tr>{cells}</tr>{body}</table>"
 
 
-def _page(outcome: Outcome, pictures: dict[str, str]) -> str:
+def _page(outcome: Outcome, pictures: dict[str, str], machine: dict[str, str]) -> str:
     training, agreement, config = outcome.training, outcome.agreement, outcome.training.config
     backend = escape(training.fused)
 
@@ -124,7 +111,6 @@ def _page(outcome: Outcome, pictures: dict[str, str]) -> str:
         + [f"{m[key][i]:.{places}f}" for key, places in (("coding_rate", 1), ("nonzeros", 3)) for m in (before, after)]
         for i in depth
     ]
-    machine = ", ".join(f"{key} {value}" for key, value in outcome.machine.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>CRATE on real digits</title><style>{_STYLE}</style></head><body>
 <h1>A white-box transformer on real digits</h1>
@@ -181,6 +167,6 @@ with safe_open("crate.safetensors", framework="pt") as file:
     config = json.loads(file.metadata()["config"])
     weights = {{name: file.get_tensor(name) for name in file.keys()}}
 model = models.from_official("crate", weights, config).eval()</pre>
-<p>{escape(machine)}</p>
+<p>{escape(", ".join(f"{key} {value}" for key, value in machine.items()))}</p>
 </body></html>
 """

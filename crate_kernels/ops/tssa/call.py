@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import operator, philox
 
 
 class Call(NamedTuple):
@@ -38,6 +39,18 @@ class Call(NamedTuple):
     def nsequences(self, w: Tensor) -> int:
         """Return the number of sequences."""
         return w.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def dropout_factor(self, w: Tensor, rows: int, dtype: torch.dtype, first: int = 0) -> Tensor | None:
+        """Return the factor on 1 / (1 + M) of ``rows`` tokens, one of all where ``rows`` is 1; None without dropout.
+
+        Shape (batch, nheads, rows, head_dim). ``first`` is the number of the first sequence.
+        """
+        if self.seed is None:
+            return None
+        batch, nheads, _, head_dim = w.shape
+        heads = first * nheads + philox.head_counter(batch, nheads, w.device)
+        tokens, channels = torch.arange(rows, device=w.device)[:, None], torch.arange(head_dim, device=w.device)
+        return philox.keep_factor(self.seed, self.dropout_p, heads, tokens, channels, dtype)
 
     def empty_membership(self, w: Tensor) -> Tensor:
         """Allocate a number per head and token: (batch, nheads, seqlen) or, packed, (nheads, total)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator, packing, philox
+from crate_kernels._core import operator, packing
 from crate_kernels.ops.tssa.call import Call, State
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
@@ -24,16 +24,6 @@ def _rows_dot(weights: Tensor, tokens: Tensor) -> Tensor:
 def _channels_dot(tokens: Tensor, row: Tensor) -> Tensor:
     """Return sum_d tokens_hnd row_hd, (batch, nheads, seqlen); a multiply and a sum beat a bmv."""
     return (tokens * row.unsqueeze(2)).sum(-1)
-
-
-def _dropout_factor(w: Tensor, call: Call, dtype: torch.dtype, rows: int) -> Tensor | None:
-    """Return dropout's factor of each element of ``rows`` tokens, (batch, nheads, rows, head_dim), None without it."""
-    if call.seed is None:
-        return None
-    batch, nheads, _, head_dim = w.shape
-    heads = philox.head_counter(batch, nheads, w.device)
-    tokens = torch.arange(rows, device=w.device)[:, None]
-    return philox.keep_factor(call.seed, call.dropout_p, heads, tokens, torch.arange(head_dim, device=w.device), dtype)
 
 
 def _softmax_backward(membership: Tensor, dmembers: Tensor) -> Tensor:
@@ -69,7 +59,7 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor
         counted = membership * key_padding_mask[:, None, :]
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
-    factor = _dropout_factor(w, call, attention.dtype, rows=1)
+    factor = call.dropout_factor(w, 1, attention.dtype)
     if factor is not None:
         attention *= factor.squeeze(2)
     # In the layout of the output from here on: w^2 is done with.
@@ -99,7 +89,7 @@ def backward(
     similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
-    factor = _dropout_factor(w, call, attention.dtype, rows=1)
+    factor = call.dropout_factor(w, 1, attention.dtype)
     if factor is not None:
         attention, slope = attention * factor.squeeze(2), slope * factor.squeeze(2)
     counted = membership if key_padding_mask is None else membership * key_padding_mask[:, None, :]
@@ -207,7 +197,7 @@ def _run_causal(
         masses += mass.unsqueeze(-1)
         weighted.copy_(sums[:, :, -1])
         mass.copy_(masses[:, :, -1])
-    out = _causal_output(w, membership, sums, masses, _dropout_factor(w, call, squares.dtype, w.shape[2]))
+    out = _causal_output(w, membership, sums, masses, call.dropout_factor(w, w.shape[2], squares.dtype))
     return operator.merged_layout(out.to(w.dtype)), membership
 
 
@@ -248,7 +238,7 @@ def backward_causal(
     grad = dout.to(squares.dtype)
     grad_w = grad * w
     dmoment = attention.square()
-    factor = _dropout_factor(w, call, attention.dtype, w.shape[2])
+    factor = call.dropout_factor(w, w.shape[2], attention.dtype)
     if factor is not None:
         attention *= factor
         dmoment *= factor

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crate_kernels._core import philox
 from crate_kernels.ops.tssa.call import Call, State
 
 
@@ -86,7 +85,7 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and membership of the full form, of a padded batch or of packed sequences."""
 
     def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        return full(w, temp, call.key_padding_mask, _dropout(w, call, first, rows=1))
+        return full(w, temp, call.key_padding_mask, call.dropout_factor(w, 1, w.dtype, first))
 
     return _each_sequence(dense, w, call)
 
@@ -96,7 +95,7 @@ def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Cal
 
     def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
         bias = None if denom_bias is None else denom_bias[:, : w.shape[2]]
-        return causal(w, temp, bias, call.key_padding_mask, _dropout(w, call, first, rows=w.shape[2]))
+        return causal(w, temp, bias, call.key_padding_mask, call.dropout_factor(w, w.shape[2], w.dtype, first))
 
     return _each_sequence(dense, w, call)
 
@@ -111,17 +110,6 @@ def _each_sequence(dense: Callable, w: Tensor, call: Call) -> tuple[Tensor, Tens
     ]
     out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
     return out, torch.cat([membership[0] for _, membership in parts], dim=1)
-
-
-def _dropout(w: Tensor, call: Call, first: int, rows: int) -> Tensor | None:
-    """Return the factor on 1 / (1 + M): one per channel where ``rows`` is 1, else one per element."""
-    if call.seed is None:
-        return None
-    batch, nheads, _, head_dim = w.shape
-    heads = first * nheads + philox.head_counter(batch, nheads, w.device)
-    tokens = torch.arange(rows, device=w.device)[:, None]
-    channels = torch.arange(head_dim, device=w.device)
-    return philox.keep_factor(call.seed, call.dropout_p, heads, tokens, channels, w.dtype)
 
 
 def decode(

@@ -75,11 +75,11 @@ def test_a_finished_run_is_not_trained_again_unless_told(demo):
     demo()
     status, out, _, folder = demo()
     assert status == 0
-    assert "Already trained" in out
+    assert "already trained" in out
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] is None
     status, out, _, folder = demo("--fresh")
     assert status == 0
-    assert "Already trained" not in out
+    assert "already trained" not in out
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] > 0
 
 
@@ -108,7 +108,7 @@ def test_an_interrupted_demo_goes_on(demo, monkeypatch):
     monkeypatch.setattr(Training, "step", steps)
     status, out, _, folder = demo()
     assert status == 0
-    assert "Going on from step 6 of 14" in out
+    assert "going on from step 6 of 14" in out
     # Neither part's time is the time of a whole training.
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] is None
 

@@ -59,7 +59,7 @@ def test_costs_are_told_as_what_was_won():
 
 def test_the_accuracy_is_that_after_the_last_step(training):
     training.watched = [(3, 0.5), (6, 0.9), (7, 0.8)]
-    fields = dict.fromkeys(("neighbours", "agreement", "costs", "before", "after", "attention", "machine"))
+    fields = dict.fromkeys(("neighbours", "agreement", "costs", "before", "after", "attention"))
     assert report.Outcome(training=training, **fields).accuracy == 0.8
 
 
