@@ -215,14 +215,9 @@ def variant_reason(op: str, backend: Backend) -> str | None:
 
 
 def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype, function: str = "") -> str:
-    """Choose the backend of one call: the one requested, or the best available for None.
+    """Choose the backend of one call on tensors of ``device`` and ``dtype``: the one requested, or the best for None.
 
-    Args:
-        op: the operator.
-        requested: the backend that the caller named, or None.
-        device: device of the tensors.
-        dtype: dtype of the tensors.
-        function: name of the public function, for messages; ``op`` by default.
+    Messages name the public ``function``, by default ``op``.
 
     Raises:
         TypeError: ``requested`` is neither None nor a string.

@@ -50,13 +50,7 @@ def body(op: str, function: str, record: Any, of: int, called: str = "") -> Call
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 
     The body runs ``function(*tensors, record)`` of the backend's kernel module, with contiguous tensors in ``record``.
-
-    Args:
-        op: the operator.
-        function: name of the function of a kernel module.
-        record: the NamedTuple of the operator's options.
-        of: index of the tensor that decides the device and dtype.
-        called: the public function, for messages; ``op`` by default.
+    Tensor number ``of`` decides the device and dtype. Messages name the public function ``called``, by default ``op``.
     """
     if called:
         backends.PUBLIC[op, function] = called
@@ -76,11 +70,8 @@ def body(op: str, function: str, record: Any, of: int, called: str = "") -> Call
 def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
     """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
-    Args:
-        schema: the op's schema, without the namespace.
-        body: the computation; called without gradient and with autocast off.
-        fake: shapes, dtypes and strides of the outputs, for compile, export and meta tensors.
-        flops: formula for ``torch.utils.flop_counter``, taking the shapes of the arguments.
+    ``body`` is called without gradient and with autocast off. ``fake`` allocates the outputs, for compile, export and
+    meta tensors. ``flops`` is a formula of the arguments' shapes for ``torch.utils.flop_counter``.
     """
     name = schema.partition("(")[0]
     arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments

@@ -73,13 +73,8 @@ def locked(folder: Path) -> Iterator[IO[str]]:
 def open_objects(root: Path, name: str, origin: Path, *identity: str) -> Iterator[Objects]:
     """Lock the folder of object files of some sources, with an up-to-date copy of the sources in it.
 
-    Each checkout has its own folder, so that two checkouts do not overwrite each other's objects.
-
-    Args:
-        root: the parent folder.
-        name: the library's name, for people who look into the folder.
-        origin: the sources.
-        identity: inputs whose change ninja does not see, such as the compiler's version.
+    Each checkout has its own folder in ``root``, so that two checkouts do not overwrite each other's objects.
+    ``identity`` are inputs whose change ninja does not see, such as the compiler's version.
     """
     key = hashlib.sha256(repr((str(origin.resolve()), PLATFORM, *identity)).encode()).hexdigest()[:16]
     folder = root / f"objects-{name}-{key}"

@@ -89,17 +89,11 @@ def search(
     check_device: Callable[[], object] = lambda: None,
     timed: Callable[[int, float | None], object] = lambda number, seconds: None,
 ) -> Result:
-    """Time the shipped configuration and every candidate of a workload; a wrong result is never timed.
+    """Time ``shipped``, configuration number 0, and every candidate of a workload; a wrong result is never timed.
 
-    Args:
-        workload: what to time.
-        shipped: configuration number 0; the candidates follow.
-        clock: returns the seconds of a call.
-        judge: returns a check of a call, which says whether its results are correct.
-        lost: numbers of configurations to leave out.
-        trying: called with the number of each configuration before it runs.
-        check_device: called after a configuration failed; raises if the device is unusable.
-        timed: called with the number of each configuration and its seconds, or None if it fails or is wrong.
+    Configurations in ``lost`` are left out. ``clock`` returns the seconds of a call, ``judge`` a check of its results.
+    ``trying`` and ``timed`` are called before and after each configuration, with None for seconds if it fails or is
+    wrong; ``check_device`` after one that failed, and it raises if the device is unusable.
 
     Raises:
         RuntimeError: no configuration runs and is correct.
@@ -128,13 +122,10 @@ def search(
 def supervise(
     count: int, start: Callable[[int, frozenset[int]], Iterator[Message]], told: Told = _nobody
 ) -> Iterator[Result | str]:
-    """Yield, for each of ``count`` workloads, its result or the reason for having none.
+    """Yield, for each of ``count`` workloads, its result or the reason for having none; ``told`` gets each timing.
 
-    Args:
-        count: number of workloads.
-        start: takes the first workload and the configurations of it to leave out; yields messages. It may end at any
-            time: the configuration being tried is lost, and ``start`` is called again.
-        told: called with each timing as it comes.
+    ``start`` takes the first workload and the configurations of it to leave out, and yields messages. It may end at any
+    time: the configuration being tried is lost, and ``start`` is called again.
 
     Raises:
         RuntimeError: ``start`` ended before it was ready.

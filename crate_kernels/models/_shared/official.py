@@ -72,14 +72,10 @@ def family(
     required: Collection[str] = (),
     **options: Any,
 ) -> System:
-    """Describe a system whose arguments are the fields of a config.
+    """Describe a system whose arguments are the fields of a config; ``options`` are further fields of ``System``.
 
-    Args:
-        config_class: a dataclass; its fields are the arguments, those without a default are required.
-        model_class: takes the config.
-        fixed: fields with a value fixed by the system, which cannot be given.
-        required: fields with a default here that must still be given, since the weights do not determine them.
-        **options: ``only``, ``ignored``, ``weights``, ``implied``, ``translated`` and ``buffers`` of ``System``.
+    Fields in ``fixed`` have that value and cannot be given. Required are fields without a default, and those that
+    ``required`` names, since the weights do not determine them.
     """
     decided = fixed or {}
     known = [f for f in fields(config_class) if f.name not in decided]
@@ -97,17 +93,7 @@ def family(
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights of a checkpoint under their bare names, in a new dict.
-
-    Args:
-        state_dict: a state_dict, or a checkpoint that holds one under ``state_dict``, ``model`` or
-            ``model_ema`` (the first of these it has), nested to any depth; keys may carry ``module.`` and
-            ``_orig_mod.`` in any order and number.
-
-    Raises:
-        TypeError: not a mapping.
-        ValueError: two keys have the same bare name.
-    """
+    """Return the weights of a checkpoint, which may be nested to any depth, under their bare names, in a new dict."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"from_official: state_dict must be a mapping, got {type(state_dict).__name__}")
     nested = next((state_dict[key] for key in _NESTS if isinstance(state_dict.get(key), Mapping)), None)
@@ -140,11 +126,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Require weights, under their bare names, to be exactly those of ``model``.
-
-    Raises:
-        ValueError: keys are missing, unexpected, of another shape or kind of dtype; the message lists them all.
-    """
+    """Require weights, under their bare names, to be exactly those of ``model``; one error lists all that are not."""
     wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in wanted]
