@@ -25,10 +25,6 @@ Message = tuple[Any, ...]
 Told = Callable[[int, int, float | None], object]
 
 
-def _nobody(workload: int, number: int, seconds: float | None) -> None:
-    """Keep no record of single timings."""
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A call with its tensors drawn.
@@ -120,7 +116,9 @@ def search(
 
 
 def supervise(
-    count: int, start: Callable[[int, frozenset[int]], Iterator[Message]], told: Told = _nobody
+    count: int,
+    start: Callable[[int, frozenset[int]], Iterator[Message]],
+    told: Told = lambda *_: None,
 ) -> Iterator[Result | str]:
     """Yield, for each of ``count`` workloads, its result or the reason for having none; ``told`` gets each timing.
 

@@ -92,13 +92,6 @@ SIZES = {
 }
 
 
-def _code(config: CRATEAlphaConfig) -> OvercompleteISTA:
-    """Build the overcomplete step of a layer."""
-    hidden = config.overcomplete_ratio * config.dim
-    options = {"step_size": config.eta, "lambd": config.lmbda, "backend": config.backend}
-    return OvercompleteISTA(config.dim, hidden, config.steps, **options)
-
-
 class Layer(nn.ModuleList):
     """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, a list in checkpoints."""
 
@@ -109,10 +102,11 @@ class Layer(nn.ModuleList):
         return code(x) + x
 
 
-def _layer(config: CRATEAlphaConfig) -> Layer:
-    sizes = (config.dim, config.heads, config.dim_head, config.dropout)
-    attention = MSSA(*sizes, bias_out=False, backend=config.backend)
-    return Layer((PreNorm(config.dim, attention, eps=1e-6), PreNorm(config.dim, _code(config), eps=1e-6)))
+def _layer(c: CRATEAlphaConfig) -> Layer:
+    attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, bias_out=False, backend=c.backend)
+    step = {"step_size": c.eta, "lambd": c.lmbda, "backend": c.backend}
+    code = OvercompleteISTA(c.dim, c.overcomplete_ratio * c.dim, c.steps, **step)
+    return Layer((PreNorm(c.dim, attention, eps=1e-6), PreNorm(c.dim, code, eps=1e-6)))
 
 
 class CRATEAlpha(Classifier):

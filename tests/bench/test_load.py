@@ -68,7 +68,7 @@ def test_without_proc_the_load_average_has_to_do(tmp_path, monkeypatch):
     assert load.measure() == Load(3, 3.0)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs Linux")
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs /proc/stat: run on Linux")
 def test_this_machine_is_looked_at():
     found = load.measure(0.05)
     assert 0 <= found.free <= found.cores <= os.cpu_count()

@@ -17,7 +17,15 @@ from tests.gpu import lines, processes
 from tests.gpu.__main__ import Part
 
 LIMIT = 150  # seconds per test, compilation included; then its process ends
-FILES = ("test_gpu.py", "test_public.py", "test_contract.py", "test_cache.py", "test_triton.py")
+FILES = (
+    "test_gpu.py",
+    "test_public.py",
+    "test_outputs.py",
+    "test_dropout.py",
+    "test_contract.py",
+    "test_cache.py",
+    "test_triton.py",
+)
 DTYPES = ("bfloat16", "bf16")
 DRY = ("tests/ops/ista/test_gpu.py", "triton and never_waits")
 

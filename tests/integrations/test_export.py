@@ -32,8 +32,8 @@ def reloaded(family, folder, backend):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_onnx_runtime_computes_the_same(family, tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: pip install onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
     model, name, examples, sizes = reloaded(family, tmp_path, "reference")
     limits = {"seqlen": torch.export.Dim("seqlen", max=model.config.block_size)} if len(sizes) == 2 else {}
     shapes = {name: {index: limits.get(size, torch.export.Dim.AUTO) for index, size in sizes.items()}}
@@ -65,7 +65,7 @@ def test_torch_export_keeps_the_operators(family, backend, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_onnx_refuses_our_operators_by_name(tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: pip install onnxscript")
     model, name, examples, _ = reloaded("crate_lm", tmp_path, "composite")
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"No ONNX function found for.*crate_kernels"):
         torch.onnx.export(model, (), kwargs={name: examples[0]}, dynamo=True, verbose=False)

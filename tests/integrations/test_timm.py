@@ -216,8 +216,8 @@ def test_a_backbone_compiles_in_one_graph():
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """Two kinds of digits as files, a folder a class."""
-    image = pytest.importorskip("PIL.Image")
-    data = pytest.importorskip("sklearn.datasets").load_digits(n_class=2)
+    image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install pillow")
+    data = pytest.importorskip("sklearn.datasets", reason="needs scikit-learn: the extra demo").load_digits(n_class=2)
     root = tmp_path_factory.mktemp("digits")
     for index, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
         folder = root / ("train" if index % 4 else "validation") / str(label)

@@ -21,7 +21,7 @@ def test_every_line_of_the_page_runs():
 
 
 def test_the_example_learns_in_small(capsys):
-    pytest.importorskip("sklearn", reason="needs the digits of scikit-learn")
+    pytest.importorskip("sklearn", reason="needs scikit-learn: the extra demo")
     with torch.random.fork_rng():
         train = runpy.run_path(str(ROOT / "examples" / "timm_backbone.py"))["train"]
         found = train(60, batch=16, side=2, embed_dim=32, depth=2)

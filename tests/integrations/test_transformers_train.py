@@ -146,7 +146,7 @@ def test_text_generation_pipeline(family):
 
 
 def test_image_classification_pipeline():
-    image = pytest.importorskip("PIL.Image", reason="needs pillow")
+    image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install pillow")
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     ours, model = images.pair("crate")

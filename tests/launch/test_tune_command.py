@@ -199,7 +199,7 @@ def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
     assert tune._shipped(command[0], CUDA) == SHIPPED
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_tuning_says_so(capsys):
     assert cli.main(["tune"]) == 1
     assert "tune: needs a CUDA or HIP GPU, and PyTorch sees none" in capsys.readouterr().out

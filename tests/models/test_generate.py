@@ -139,7 +139,7 @@ def test_sampling_draws_from_the_allowed_tokens_in_proportion(options, allowed):
     draws = 20_000
     logits = (PROBABILITIES.log() + 3).expand(draws, -1)
     settings = {"temperature": 1.0, "top_k": None, "top_p": None, **options}
-    chosen = generate._choose(logits, **settings, generator=torch.Generator().manual_seed(0))
+    chosen = generate.Sampling(**settings, generator=torch.Generator().manual_seed(0)).choose(logits)
     assert chosen.shape == (draws, 1)
     wanted = torch.zeros(5)
     wanted[allowed] = PROBABILITIES[allowed] / PROBABILITIES[allowed].sum()
@@ -148,19 +148,19 @@ def test_sampling_draws_from_the_allowed_tokens_in_proportion(options, allowed):
 
 
 def test_top_p_that_is_met_exactly_needs_no_further_token():
-    chosen = generate._choose(torch.zeros(100, 2), 1.0, None, 0.5, torch.Generator().manual_seed(0))
+    chosen = generate.Sampling(1.0, None, 0.5, torch.Generator().manual_seed(0)).choose(torch.zeros(100, 2))
     assert len(chosen.unique()) == 1
 
 
 def test_temperature_sharpens():
     draws = 20_000
     logits = PROBABILITIES.log().expand(draws, -1)
-    chosen = generate._choose(logits, 0.5, None, None, torch.Generator().manual_seed(0))
+    chosen = generate.Sampling(0.5, generator=torch.Generator().manual_seed(0)).choose(logits)
     wanted = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     counted = chosen.flatten().bincount(minlength=5) / draws
     assert ((counted - wanted).abs() <= 5 * (wanted * (1 - wanted) / draws).sqrt()).all()  # five standard deviations
     for temperature in (1e-40, 1e-46, 5e-324, 0):
-        assert not generate._choose(logits[:100], temperature, None, None, None).any()
+        assert not generate.Sampling(temperature).choose(logits[:100]).any()
 
 
 TOKENS = torch.zeros(1, 3).long()

@@ -11,7 +11,7 @@ from crate_kernels import models
 from crate_kernels._core import backends
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files are not at ../shared/golden")
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden files at ../shared/golden")
 
 # The operators of each system: a backend is tried where it has them all.
 SYSTEMS = {

@@ -309,7 +309,7 @@ def close(actual, published, oracle):
     assert (actual.detach().double() - oracle).abs().max() <= 2 * (off + eps)
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files are not at ../shared/golden")
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden files at ../shared/golden")
 @pytest.mark.parametrize("system", ["redunet_vector", "redunet_2d"])
 def test_published_networks(system):
     tensors, state, config = golden(system)

@@ -45,7 +45,7 @@ def kernels(built):
 
 def test_only_pytorchs_cuda_half_is_unresolved(built):
     if torch.version.cuda is not None:
-        pytest.skip("this PyTorch has the CUDA half: the suite of a CPU PyTorch tests it")
+        pytest.skip("needs a PyTorch without CUDA: this one has its own CUDA half")
     libraries = Path(torch.__file__).parent / "lib"
     here = set().union(*(report.defined(p) for p in libraries.glob("lib*.so") if p.stem in ("libtorch_cpu", "libc10")))
     wanted = {
@@ -75,7 +75,7 @@ print(library.cuda_kernel_names())
 
 def test_with_stand_ins_for_those_it_loads_and_says_what_it_is(built, kernels, tmp_path):
     if torch.version.cuda is not None:
-        pytest.skip("this PyTorch has the CUDA half: the suite of a CPU PyTorch tests it")
+        pytest.skip("needs a PyTorch without CUDA: this one has its own CUDA half")
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler: install gcc")
@@ -130,7 +130,7 @@ def test_no_spill_is_new_or_larger(kernels, built):
     recorded = json.loads(RECORDED.read_text())
     release = [line for line in build._run([build.find_nvcc(), "--version"]).splitlines() if "release" in line]
     if recorded["release"] not in release[0]:
-        pytest.skip(f"spills are recorded of nvcc {recorded['release']}")
+        pytest.skip(f"needs nvcc {recorded['release']}, whose spills are recorded; this is {release[0].strip()}")
     grown = {
         f"{k.name} {k.arch}": k.spills for k in kernels if k.spills > recorded["spills"].get(k.name, {}).get(k.arch, 0)
     }
@@ -154,7 +154,7 @@ def test_headers_of_the_cpu_extension_that_the_cuda_library_includes_are_hashed(
 
 def test_a_changed_header_recompiles_its_dependents_only(tmp_path):
     if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc")
+        pytest.skip("needs nvcc: install the CUDA toolkit")
     sources, root, target, report = (tmp_path / name for name in ("csrc", "root", "to/_cuda.so", "report"))
     kernel = '#include "{}"\n__global__ void {}(int* x) {{ *x = VALUE; }}\n'
     changed = "ista/cuda/a.cu"

@@ -143,7 +143,7 @@ def over_budget(case, dtype, backend, device):
     if reason is not None:
         pytest.skip(reason)
     if case.options.get("phi") in ("relu", "identity") and backend != "composite":
-        pytest.skip("kernels have no phi='relu' or 'identity'; composite runs these cases")
+        pytest.skip("needs kernels with phi='relu' and 'identity': composite alone has them, and runs these cases")
     key = repr(case), dtype, device  # other cases may have the same name
     if key not in _expected:
         _expected[key] = eager_and_exact(case, dtype, device)

@@ -6,7 +6,7 @@ import torch
 from tests.ops.common import interpreted
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
-hypothesis = pytest.importorskip("hypothesis")
+hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis: pip install hypothesis")
 st = hypothesis.strategies
 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))

@@ -14,7 +14,7 @@ from crate_kernels import testing
 from crate_kernels.testing import Case
 from tests.ops.common import backends, eager_and_exact, measured
 
-hypothesis = pytest.importorskip("hypothesis")
+hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis: pip install hypothesis")
 assume, given, st = hypothesis.assume, hypothesis.given, hypothesis.strategies
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

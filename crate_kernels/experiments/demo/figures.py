@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -70,23 +73,19 @@ def cost(found: list[Cost], backend: str) -> Figure:
     return figure
 
 
-def layers(before: Layers, after: Layers) -> Figure:
-    """Draw compression and sparsification layer by layer, before and after training."""
-    figure, ((rate, nonzeros),) = axes(9, 3.4, 1, 2)
-    numbers = range(1, len(before.rate) + 1)
-    for measured, name, colour, style in (
-        (before, "before training", _THIRD, "--"),
-        (after, "after training", _FUSED, "-"),
-    ):
-        for ax, values in ((rate, measured.rate), (nonzeros, measured.sparsity)):
-            mean, spread = values.mean(-1), values.std(-1)
-            ax.plot(numbers, mean, style, marker="o", color=colour, label=name)
+def layers(seen: Mapping[str, dict[str, Any]], colours: Sequence[Any] = (_THIRD, _FUSED)) -> Figure:
+    """Draw compression and sparsification layer by layer, one deviation around, from named summaries of ``Layers``."""
+    figure, ((rate, nonzeros),) = axes(9.5, 3.6, 1, 2)
+    for (name, summary), colour in zip(seen.items(), colours, strict=True):
+        for ax, key in ((rate, "coding_rate"), (nonzeros, "nonzeros")):
+            mean, spread = np.array(summary[key]), np.array(summary[f"{key}_std"])
+            numbers = range(1, len(mean) + 1)
+            ax.plot(numbers, mean, "o-", color=colour, markersize=4, label=name)
             ax.fill_between(numbers, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
     rate.set(xlabel="layer", ylabel="coding rate $R^c$ after MSSA (nats)", ylim=(0, None))
     nonzeros.set(xlabel="layer", ylabel="share of nonzeros after ISTA", ylim=(0, None))
-    for ax in (rate, nonzeros):
-        ax.legend(frameon=False)
     whole_numbers(rate, nonzeros)
+    figure.legend(*rate.get_legend_handles_labels(), frameon=False, loc="outside right center")
     return figure
 
 

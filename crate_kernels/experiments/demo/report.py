@@ -50,7 +50,9 @@ def write(outcome: Outcome, trial: Trial) -> None:
         "learning": figures.learning(outcome.training, outcome.neighbours),
         "same-model": figures.same_model(outcome.agreement, backend),
         "cost": figures.cost(outcome.costs, backend),
-        "layers": figures.layers(outcome.before, outcome.after),
+        "layers": figures.layers(
+            {"before training": outcome.before.summary(), "after training": outcome.after.summary()}
+        ),
         "coherence": figures.coherence(outcome.before, outcome.after, outcome.training.config.dim),
         "attention": figures.attention(outcome.attention),
     }

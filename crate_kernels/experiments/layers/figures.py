@@ -7,25 +7,16 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from crate_kernels.bench.drawing import axes, bare, colour_bar, whole_numbers
+from crate_kernels.bench.drawing import axes, bare, colour_bar
+from crate_kernels.experiments.demo.figures import layers
 from crate_kernels.experiments.layers.watching import Tokens
 
 
 def epochs(seen: dict[int, dict[str, Any]]) -> Figure:
     """Draw coding rate and nonzeros by layer, one line per measured epoch."""
-    figure, ((rate, nonzeros),) = axes(9.5, 3.6, 1, 2)
-    colours = matplotlib.colormaps["viridis_r"]
-    for index, (epoch, found) in enumerate(sorted(seen.items())):
-        colour = colours((index + 0.5) / len(seen))
-        layers = range(1, len(found["coding_rate"]) + 1)
-        name = "before training" if epoch == 0 else f"epoch {epoch}"
-        rate.plot(layers, found["coding_rate"], "o-", color=colour, markersize=4, label=name)
-        nonzeros.plot(layers, found["nonzeros"], "o-", color=colour, markersize=4, label=name)
-    rate.set(xlabel="layer", ylabel="coding rate $R^c$ after MSSA (nats)", ylim=(0, None))
-    nonzeros.set(xlabel="layer", ylabel="share of nonzeros after ISTA", ylim=(0, None))
-    whole_numbers(rate, nonzeros)
-    figure.legend(*rate.get_legend_handles_labels(), frameon=False, loc="outside right center")
-    return figure
+    colours = matplotlib.colormaps["viridis_r"]([(index + 0.5) / len(seen) for index in range(len(seen))])
+    names = {epoch: f"epoch {epoch}" if epoch else "before training" for epoch in sorted(seen)}
+    return layers({name: seen[epoch] for epoch, name in names.items()}, list(colours))
 
 
 def heatmaps(seen: Tokens) -> Figure:

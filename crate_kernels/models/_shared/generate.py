@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +13,50 @@ from crate_kernels._core import checks
 Model = Any  # a LanguageModel: its module imports this one
 
 
+class Sampling(NamedTuple):
+    """How a token is drawn, as in ``LanguageModel.generate``."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def check(self, owner: str) -> None:
+        """Require valid settings."""
+        checks.number(owner, "temperature", self.temperature, minimum=0.0)
+        if self.top_k is not None:
+            checks.integer(owner, "top_k", self.top_k, minimum=1)
+        if self.top_p is not None and not 0 < checks.number(owner, "top_p", self.top_p) <= 1:
+            raise ValueError(f"{owner}: top_p must be in (0, 1], got {self.top_p}")
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Draw a token (batch, 1) from logits (batch, vocab_size)."""
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits.float()
+        # The largest logit is 0: a small temperature gives -inf for the others, one that rounds to 0 would give 0 / 0.
+        temperature = max(self.temperature, torch.finfo(logits.dtype).smallest_normal)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None:
+            ordered, order = logits.softmax(-1).sort(descending=True)
+            before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it, so it always stays
+            dropped = torch.zeros_like(before).scatter(1, order, before) >= self.top_p
+            logits = logits.masked_fill(dropped, -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+
+
 @torch.no_grad()
 def generate(
-    model: Model,
-    tokens: Tensor | Sequence[Tensor],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-    use_cache: bool,
+    model: Model, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, sampling: Sampling, use_cache: bool
 ) -> Tensor | list[Tensor]:
     """Implement ``LanguageModel.generate``."""
     owner = f"{type(model).__name__}.generate"
     prompts, lengths, ragged = _prompts(owner, tokens)
     checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
-    _check_sampling(owner, temperature, top_k, top_p)
+    sampling.check(owner)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -39,7 +67,7 @@ def generate(
             if longest > model.config.block_size:
                 step = _Windowed(model)
             logits = model.lm_head(step(text, longest, lengths))
-            chosen = _choose(logits, temperature, top_k, top_p, generator)
+            chosen = sampling.choose(logits)
             text.scatter_(1, lengths[:, None], chosen.to(text.dtype))
             lengths = lengths + 1
     finally:
@@ -103,31 +131,3 @@ def _prompts(owner: str, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, Ten
     sizes = [row.shape[0] for row in tokens]
     padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True)
     return padded, torch.tensor(sizes, device=padded.device), len(set(sizes)) > 1
-
-
-def _check_sampling(owner: str, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    checks.number(owner, "temperature", temperature, minimum=0.0)
-    if top_k is not None:
-        checks.integer(owner, "top_k", top_k, minimum=1)
-    if top_p is not None and not 0 < checks.number(owner, "top_p", top_p) <= 1:
-        raise ValueError(f"{owner}: top_p must be in (0, 1], got {top_p}")
-
-
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
-    """Draw a token (batch, 1) from logits (batch, vocab_size)."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits.float()
-    # The largest logit is 0: a small temperature gives -inf for the others, one that rounds to 0 would give 0 / 0.
-    temperature = max(temperature, torch.finfo(logits.dtype).smallest_normal)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p is not None:
-        ordered, order = logits.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it, so it always stays
-        logits = logits.masked_fill(torch.zeros_like(before).scatter(1, order, before) >= top_p, -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -191,8 +191,8 @@ class LanguageModel(ReferenceModel):
         Raises:
             ValueError, TypeError: invalid prompts or settings.
         """
-        options = (max_new_tokens, temperature, top_k, top_p, generator, use_cache)
-        return _generate.generate(self, tokens, *options)
+        sampling = _generate.Sampling(temperature, top_k, top_p, generator)
+        return _generate.generate(self, tokens, max_new_tokens, sampling, use_cache)
 
 
 def _check_tokens(owner: str, tokens: object) -> None:

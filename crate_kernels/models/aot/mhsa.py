@@ -111,11 +111,8 @@ class MHSA(nn.Module):
             key, value, seen = cache.append(key, value, key_padding_mask)
         elif key_padding_mask is not None:
             seen = key_padding_mask[:, None, None, :]
-            seen = (
-                seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-                if self.causal
-                else seen
-            )
+            if self.causal:
+                seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         rate = self.dropout.p if self.dropout.training else 0.0
         causal = self.causal and seen is None
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=rate, is_causal=causal)

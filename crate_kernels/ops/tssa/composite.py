@@ -170,14 +170,6 @@ def _causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
     return similarity if bias is None else similarity + ratio.shape[-1] * bias.to(ratio.dtype)
 
 
-def _causal_output(w: Tensor, membership: Tensor, weighted: Tensor, mass: Tensor, factor: Tensor | None) -> Tensor:
-    """Return -w Pi / (1 + M), times the dropout factor, in the buffer of ``weighted``."""
-    attention = weighted.div_((mass + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
-    if factor is not None:
-        attention *= factor
-    return attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
-
-
 def _run_causal(
     w: Tensor, temp: Tensor, bias: Tensor | None, call: Call, state: State | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -197,7 +189,11 @@ def _run_causal(
         masses += mass.unsqueeze(-1)
         weighted.copy_(sums[:, :, -1])
         mass.copy_(masses[:, :, -1])
-    out = _causal_output(w, membership, sums, masses, call.dropout_factor(w, w.shape[2], squares.dtype))
+    attention = sums.div_((masses + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
+    factor = call.dropout_factor(w, w.shape[2], squares.dtype)
+    if factor is not None:
+        attention *= factor
+    out = attention.mul_(w).mul_(membership.neg().unsqueeze(-1))
     return operator.merged_layout(out.to(w.dtype)), membership
 
 

@@ -9,7 +9,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
-from tests.ops.mssa import test_public as common
+from tests.ops.mssa import test_dropout, test_outputs
 from tests.tools.emulator.plain import registered
 
 CASES = [case for case in testing.cases("mssa") if case.options.get("phi") not in ("relu", "identity")]
@@ -143,7 +143,7 @@ def test_dropout_mask_is_philox(plain, causal):
     torch.manual_seed(3)
     kept = mssa(w, dropout_p=p, causal=causal, backend=plain) * (n / 1e-3) > 0.5
     assert torch.equal(kept, expected.tril() if causal else expected)
-    shared = common.dropout_factors(p, plain, "cpu")
+    shared = test_dropout.dropout_factors(p, plain, "cpu")
     assert set(shared.mul(1 - p).round().unique().tolist()) == {0.0, 1.0}
 
 
@@ -181,7 +181,7 @@ def test_a_probability_equal_to_the_threshold_is_not_above_it(plain):
 
 @pytest.mark.parametrize("seqlen", [9, 130])
 def test_causal_prefixes_do_not_depend_on_the_future(plain, seqlen):
-    common.test_causal_prefixes_do_not_depend_on_the_future(plain, "cpu", seqlen)
+    test_outputs.test_causal_prefixes_do_not_depend_on_the_future(plain, "cpu", seqlen)
 
 
 def test_what_masks_hide_may_be_anything(plain):

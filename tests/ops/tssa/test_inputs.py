@@ -61,7 +61,7 @@ OFF = {
 def test_a_head_may_be_off(causal, argument, value, where, way, backend, device):
     """It has no membership, and the others, also of their gradients, nothing that is not finite."""
     if way == "decoded" and not causal:
-        pytest.skip("only the causal form decodes")
+        pytest.skip("needs a cache, and only the causal form decodes")
 
     def results(value):
         w, temp, bias = tokens(device), temps(device), biases(device)

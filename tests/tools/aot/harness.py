@@ -197,4 +197,4 @@ def covering(cases):
 def needs_compiler():
     """Skip a module where Triton interprets: then it compiles nothing in this process."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton interprets in this process and compiles nothing", allow_module_level=True)
+        pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)

@@ -25,7 +25,9 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(report.VERSION not in figures.read(), reason=f"nothing is recorded of Triton {report.VERSION}")
+@pytest.mark.skipif(
+    report.VERSION not in figures.read(), reason=f"needs figures of Triton {report.VERSION}: report --record"
+)
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_no_figure_grows(name, target):
     found = report.summaries({name: [each for each, _ in report.family(name, target)]})
@@ -43,7 +45,7 @@ def test_no_figure_grows_with_the_older_triton(target):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: install the CUDA toolkit")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_no_figure_of_cuda_grows(target):
     found = report.summaries(report.of_cuda("", target)[0])

@@ -42,13 +42,13 @@ FLAGS = (
 def unavailable_reason():
     """Say why the kernels cannot be emulated here; None if they can."""
     if libraries.source_folder() is None:
-        return "the CUDA sources are not here"
+        return "needs the CUDA sources: run from a checkout"
     if not sys.platform.startswith("linux"):
-        return "the emulator needs Linux"
+        return "needs Linux, for which the emulator is written"
     if shutil.which(shlex.split(get_cxx_compiler())[0]) is None:
-        return "no C++ compiler: install g++ or set CXX"
+        return "needs a C++ compiler: install g++ or set CXX"
     if extension.CUDA_PATHS:
-        return "the CUDA library is installed and has the same operators: make test-gpu runs it"
+        return "needs no CUDA library, which has the same operators: make test-gpu runs it"
     return None
 
 
