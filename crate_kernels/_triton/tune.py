@@ -3,13 +3,18 @@
 A candidate can end the whole process: the compiler aborts, or a kernel reads out of bounds and no further call reaches
 the device. So a child process does the timing and reports each candidate before it runs. If the child ends early, a
 new child continues without that candidate.
+
+Before, several processes may compile the candidates. Triton keeps what it compiled in files, so the process that times
+finds it there. A candidate that ends its process while it compiles is left out of the timing.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,3 +175,39 @@ def in_process(target: Callable[..., None], *args: Any) -> Iterator[Message]:
         process.terminate()
         process.join()
         ours.close()
+
+
+# Takes the numbers of a process's workloads, how many are done, and configurations of the next one to leave out.
+Start = Callable[[Sequence[int], int, frozenset[int]], Iterator[Message]]
+
+
+def compile_all(count: int, jobs: int, start: Start) -> dict[int, frozenset[int]]:
+    """Compile ``count`` workloads in ``jobs`` processes; return the configurations that ended theirs, by workload."""
+    lost: dict[int, frozenset[int]] = {}
+
+    def share(job: int) -> None:
+        mine = range(job, count, jobs)
+
+        def told(index: int, number: int, seconds: float | None) -> None:
+            lost[mine[index]] = lost.get(mine[index], frozenset()) | {number}
+
+        for _ in supervise(len(mine), partial(start, mine), told):
+            pass
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(share, range(min(jobs, count))))
+    return lost
+
+
+def make_each(workload: Workload, shipped: Config, send: Callable[[Message], object], lost: frozenset[int]) -> None:
+    """Make a workload's call once with each configuration; the one that times finds out which of them are right."""
+    call = workload.make()
+    for number, config in enumerate((shipped, *workload.table.candidates)):
+        if number in lost:
+            continue
+        send(("trying", number))
+        with launch.forced(workload.table, config):
+            try:
+                call.timed()
+            except Exception:  # refused by the compiler, or too large
+                continue

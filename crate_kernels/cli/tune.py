@@ -22,7 +22,7 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends
-from crate_kernels._triton import ahead, launch, tune
+from crate_kernels._triton import launch, tune
 from crate_kernels.bench import clock
 from crate_kernels.cli import table
 
@@ -149,7 +149,7 @@ def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.W
     work = _Work(ops, args.candidates, args.most, now + 60 * args.minutes, now + 60 * _COMPILING * args.minutes)
     lost: dict[int, frozenset[int]] = {}
     if args.jobs > 1 and numbers:
-        lost = ahead.compile_all(len(numbers), args.jobs, partial(_compiled, work, numbers))
+        lost = tune.compile_all(len(numbers), args.jobs, partial(_compiled, work, numbers))
         print(f"tune: compiled in {time.monotonic() - now:.0f} s", flush=True)
 
     def start(first: int, more: frozenset[int]) -> Iterator[tune.Message]:
@@ -218,7 +218,7 @@ def _compile(connection: Connection, work: _Work, mine: list[int], first: int, l
                 connection.send(message)
 
             with contextlib.suppress(Exception):  # the process that times says why
-                ahead.make_each(workload, _shipped(workload, device), send, lost)
+                tune.make_each(workload, _shipped(workload, device), send, lost)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         faulthandler.cancel_dump_traceback_later()

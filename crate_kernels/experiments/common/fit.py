@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container
+import signal
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from crate_kernels._core.files import put
-from crate_kernels.experiments.common import interrupts
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.models._shared.official import first_names
 
@@ -123,6 +125,30 @@ def every(count: int, total: int) -> set[int]:
     return {*range(count, total, count), total}
 
 
+@contextmanager
+def deferred_interrupts() -> Iterator[list[int]]:
+    """Note Ctrl-C and termination instead of raising: raised inside a step, they leave half the weights updated.
+
+    A second signal raises as usual.
+    """
+    received: list[int] = []
+    previous = {}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignoring it in a background job
+            previous[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def train(fit: Fit, trial: Trial) -> None:
     """Train to the end, from the checkpoint in the run's folder if there is one.
 
@@ -144,7 +170,7 @@ def advance(fit: Fit, trial: Trial) -> None:
         KeyboardInterrupt: interrupted; the checkpoint holds every step that was completed.
     """
     whole, start = fit.done == 0, perf_counter()
-    with interrupts.deferred() as received, trial.progress(fit.label, fit.total, fit.done) as move:
+    with deferred_interrupts() as received, trial.progress(fit.label, fit.total, fit.done) as move:
         if fit.done in fit.watch_at and not fit.watched:
             fit.evaluate()
         while fit.done < fit.total and not received:

@@ -6,12 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from crate_kernels.bench.drawing import CYCLE, GREY, axes, smoothed, whole_numbers
 from crate_kernels.experiments.common.draws import seeded
 from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
-from crate_kernels.experiments.icl import figures, prompts
+from crate_kernels.experiments.icl import prompts
 from crate_kernels.experiments.icl.settings import Settings
 from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig, start_as_derived
 
@@ -40,7 +42,7 @@ def run(trial: Trial, settings: Settings) -> int:
         }
     _print_errors(trial, settings, found)
     trial.write(
-        {"error": figures.error(found), "learning": figures.learning(found)},
+        {"error": _draw_error(found), "learning": _draw_learning(found)},
         {"tasks": found, "answer_variance_is": "the number of weights that are not zero"},
         settings,
     )
@@ -126,3 +128,31 @@ def _print_errors(trial: Trial, settings: Settings, found: dict[str, dict[str, A
         for name, errors in result["models"].items():
             if errors[-1] > 0.9:
                 trial.say(f"{task}: {name} has not learned to use its examples in {settings.steps} steps")
+
+
+def _draw_error(found: dict[str, dict[str, Any]]) -> Figure:
+    """Draw the error against the number of examples, beside that of least squares."""
+    figure, (row,) = axes(4.8 * len(found), 3.8, 1, len(found), sharey=True)
+    for ax, (task, result) in zip(row, found.items(), strict=True):
+        for (name, values), style in zip(result["floors"].items(), ("--", ":"), strict=False):
+            ax.plot(range(len(values)), values, style, color=GREY, label=name)
+        for (name, values), colour in zip(result["models"].items(), CYCLE, strict=False):
+            style = "o--" if name == "transformer" else "o-"  # dashed: it may lie on another line
+            ax.plot(range(len(values)), values, style, markersize=3, color=colour, label=name)
+        # The minimum-norm solution of nearly as many examples as unknowns can be far off: it may leave the figure.
+        ax.set(title=f"{task} regression", xlabel="examples in context", ylim=(-0.05, 1.6))
+        whole_numbers(ax)
+        ax.legend(frameon=False, fontsize=8)
+    row[0].set_ylabel("squared error / variance of the answers")
+    return figure
+
+
+def _draw_learning(found: dict[str, dict[str, Any]]) -> Figure:
+    """Draw the training losses, each a mean over a hundredth of the steps."""
+    figure, (row,) = axes(4.8 * len(found), 3.4, 1, len(found))
+    for ax, (task, result) in zip(row, found.items(), strict=True):
+        for (name, losses), colour in zip(result["losses"].items(), CYCLE, strict=False):
+            ax.plot(*smoothed(losses, 100), color=colour, label=name)
+        ax.set(title=f"{task} regression", xlabel="step", ylabel="training loss", ylim=(0, None))
+        ax.legend(frameon=False, fontsize=8)
+    return figure

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from crate_kernels._core import files
+from crate_kernels.bench.drawing import CYCLE, axes, smoothed
 from crate_kernels.experiments.common.draws import generator, seeded
 from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
-from crate_kernels.experiments.language import figures, text
+from crate_kernels.experiments.language import text
 from crate_kernels.experiments.language.settings import Settings
 from crate_kernels.models import CRATELM, CRATELMConfig, ToSTLM, ToSTLMConfig
 from crate_kernels.models._shared.language import LanguageModel
@@ -70,7 +72,7 @@ def run(trial: Trial, settings: Settings) -> int:
     trial.say("Other text, other tokens, other sizes: the columns are not to be compared with each other")
     shown = "\n\n".join(f"{name}:\n{written}" for name, written in samples.items())
     files.put(trial.folder / "samples.txt", (shown + "\n").encode())
-    trial.write({"language": figures.language(fits)}, {"text": source.name, "models": found}, settings)
+    trial.write({"language": _draw_language(fits)}, {"text": source.name, "models": found}, settings)
     trial.say(f"What each writes is in {trial.folder / 'samples.txt'}")
     return 0
 
@@ -141,3 +143,19 @@ def _write_text(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[
     draws.manual_seed(generator(trial.seed, _WRITING).initial_seed())
     written = fit.model.generate(prompt, settings.sample, temperature=settings.temperature, generator=draws)
     return text.readable(written[0].cpu()), (rates[0], rates[1])
+
+
+def _draw_language(fits: Sequence[Fit]) -> Figure:
+    """Draw the losses by step, in bits per byte: in training, and on the test text."""
+    figure, ((training, test),) = axes(10.5, 3.8, 1, 2, sharey=True)
+    for fit, colour in zip(fits, CYCLE, strict=True):
+        steps, nats = smoothed(fit.losses, 60)
+        training.plot(steps, nats / math.log(2), color=colour, linewidth=1.2, label=fit.label)
+        steps, bits = zip(*fit.watched, strict=True)
+        test.plot(steps, bits, "o-", color=colour, markersize=3, label=f"{fit.label}: {bits[-1]:.2f}")
+    # Untrained models are at 8 bits per byte: leave out the first fall.
+    last = max(fit.watched[-1][1] for fit in fits)
+    training.set(xlabel="step", ylabel="bits a byte", title="training", ylim=(None, max(5.0, 1.02 * last)))
+    test.set(xlabel="step", title="test")
+    test.legend(frameon=False, fontsize=8)
+    return figure

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from crate_kernels.models._shared import official
 from crate_kernels.models._shared.base import ReferenceModel
-from crate_kernels.models.redunet.layers import Fourier1D
+from crate_kernels.models.redunet.layers import Fourier1D, complex_operators
 from crate_kernels.models.redunet.network import ReduNet, ReduNetConfig
-from crate_kernels.models.redunet.pairs import complex_operators
 
 
 @dataclass(frozen=True)

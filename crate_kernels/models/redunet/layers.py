@@ -224,3 +224,15 @@ def check_labels(owner: str, y: object, count: int, num_classes: int) -> Tensor:
         got = [] if count == 0 else [int(y.min()), int(y.max())]
         raise ValueError(f"{owner}: y must hold labels in 0..{num_classes - 1}, got the range {got}")
     return y.long()
+
+
+def complex_operators(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights with each E and C_j complex; the input may have real pairs in a last axis of 2 instead."""
+
+    def convert(name: str, value: Any) -> Any:
+        pairs = isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (2,)
+        if not pairs or not name.endswith("weight"):
+            return value
+        return torch.view_as_complex(value.contiguous())
+
+    return {name: convert(name, value) for name, value in state.items()}

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from crate_kernels._core import files
-from crate_kernels.experiments.common import interrupts
-from crate_kernels.experiments.common.fit import Unusable, advance, resume, save
+from crate_kernels.experiments.common.fit import Unusable, advance, deferred_interrupts, resume, save
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo.training import Training, batch, fresh_model
 from tests.experiments.demo.common import CPU, TINY, assert_equal, weights
@@ -161,7 +160,7 @@ def test_a_second_interrupt_is_immediate(training, tmp_path, monkeypatch, interr
 def test_where_interrupts_are_ignored_they_stay_ignored():
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for its background jobs
     try:
-        with interrupts.deferred() as received:
+        with deferred_interrupts() as received:
             os.kill(os.getpid(), signal.SIGINT)
             assert received == []
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
