@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crate_kernels.experiments.denoise import figures, job, mixture
+from crate_kernels.experiments.denoise import job, mixture
 from crate_kernels.experiments.denoise.settings import PRESETS, Mixture
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_no_panel_cuts_a_curve_off():
     mixtures = [replace(SMALL, form=form, noise=noise) for form in ("unscaled", "scaled") for noise in (0.5, 0.2)]
     # Curves rise from panel to panel and within each panel.
     found = [(n + 1) * torch.linspace(1, 2, SMALL.layers + 1)[:, None].expand(2, -1, 3) for n in range(4)]
-    figure = figures.softmax(mixtures, found)
+    figure = job._draw_softmax(mixtures, found)
     for ax in figure.axes:
         low, high = ax.get_ylim()
         assert low == 0
