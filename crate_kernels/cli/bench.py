@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from crate_kernels import testing
-from crate_kernels.bench import clock, comparing, load, measuring, providers, rows
+from crate_kernels.bench import clock, load, measuring, providers, rows
 from crate_kernels.bench.rows import Results, Row
 from crate_kernels.cli import table
 from crate_kernels.experiments.common import machine
 
 _QUICK = ("eager", "sdpa", *providers.OURS)
 _QUICK_CASES = ("vit-197-d64", "lm-1024-d64-causal", "vit-196-many", "vit-196", "lm-1024-causal", "tokens-1576")
+_RESAMPLES = 2000
 _SECONDS = {"quick": 0.3, "brief": 0.5, "full": 1.0}
 
 
@@ -155,7 +158,7 @@ def _compare(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"bench compare: {error}")
         return 2
-    every = list(comparing.changes(first, second))
+    every = list(changes(first, second))
     moved = sorted((c for c in every if c.moved(args.least)), key=lambda c: -c.ratio)
     for name, results in (("first", first), ("second", second)):
         print(f"{name}: {results.machine['device']}, torch {results.machine['torch']}, {results.machine.get('git')}")
@@ -165,7 +168,45 @@ def _compare(args: argparse.Namespace) -> int:
         lines = [[c.key, f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}"] for c in moved]
         print("\n" + table.render(["row", "times as long", "95%"], lines))
     print(f"\n{len(moved)} of {len(every)} rows moved by more than {100 * args.least:.0f}%")
-    for name, keys in zip(("first", "second"), comparing.missing(first, second), strict=True):
+    for name, keys in zip(("first", "second"), missing(first, second), strict=True):
         if keys:
             print(f"{len(keys)} rows only in the {name}, {keys[0]} for one")
     return 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """The ratio of a row's time in the second file to its time in the first.
+
+    Attributes:
+        key: the row.
+        ratio: ratio of the medians.
+        low, high: 95% confidence interval of the ratio, by bootstrap over the samples of both files.
+    """
+
+    key: str
+    ratio: float
+    low: float
+    high: float
+
+    def moved(self, least: float) -> bool:
+        """Return whether the whole interval is further than ``least`` from no change."""
+        return self.low > 1 + least or self.high < 1 / (1 + least)
+
+
+def changes(first: Results, second: Results) -> Iterator[Change]:
+    """Yield the change of every row with times in both files."""
+    earlier = {row.key: row for row in first.rows if row.times}
+    draws = np.random.default_rng(0)
+    for row in second.rows:
+        if row.times and row.key in earlier:
+            a, b = np.array(earlier[row.key].times), np.array(row.times)
+            medians = [np.median(draws.choice(t, (_RESAMPLES, len(t))), axis=1) for t in (a, b)]
+            low, high = np.percentile(medians[1] / medians[0], [2.5, 97.5])
+            yield Change(row.key, float(np.median(b) / np.median(a)), float(low), float(high))
+
+
+def missing(first: Results, second: Results) -> tuple[list[str], list[str]]:
+    """List the rows with times in the first file only, and in the second file only."""
+    a, b = ({row.key for row in results.rows if row.times} for results in (first, second))
+    return sorted(a - b), sorted(b - a)

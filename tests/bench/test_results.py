@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from crate_kernels import testing
-from crate_kernels.bench import clock, comparing, load, providers, rows, scaling
+from crate_kernels.bench import clock, figures, load, providers, rows
 from crate_kernels.bench.rows import Results, Row
 from crate_kernels.cli import bench as bench_verb
 from crate_kernels.cli import main
@@ -76,7 +76,7 @@ def test_a_device_counts_with_its_median():
 
 
 def test_series_of_a_sweep(results):
-    eager, cpp = scaling.series(results, "mssa", "seqlen", "both")
+    eager, cpp = figures.series(results, "mssa", "seqlen", "both")
     assert eager.sizes == [128, 256, 512, 1024]
     assert eager.exhausted == 2048
     assert cpp.exhausted is None
@@ -90,16 +90,16 @@ def test_series_of_a_sweep(results):
 )
 def test_change_beyond_noise(results, factor, least, moved):
     later = Results(dict(MACHINE), [row("cpp", drawn(factor * 1e-3)), row("triton", drawn(1.0))])
-    (change,) = comparing.changes(results, later)
+    (change,) = bench_verb.changes(results, later)
     assert change.ratio == pytest.approx(factor)
     assert change.low <= change.ratio <= change.high
     assert change.moved(least) == moved
-    assert comparing.missing(results, later)[1] == [later.rows[1].key]
+    assert bench_verb.missing(results, later)[1] == [later.rows[1].key]
 
 
 def test_wide_samples_are_no_change(results):
     later = Results(dict(MACHINE), [row("cpp", [0.5e-3, 0.9e-3, 1.3e-3, 2e-3, 3e-3])])
-    (change,) = comparing.changes(results, later)
+    (change,) = bench_verb.changes(results, later)
     assert change.ratio == pytest.approx(1.3)
     assert not change.moved(0.05)
 
