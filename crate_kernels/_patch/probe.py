@@ -99,11 +99,11 @@ class _Comparison:
 
     def proven(self, form: Form) -> Form:
         """Return a form with the dropout and the masks that the probes found; raise if it is not the module's."""
-        call = _without_mask
+        call = without_mask()
         if form.mask is not None:
             required = inspect.signature(type(self.module).forward).parameters[form.mask.name]
-            given = {} if required.default is not required.empty else {form.mask.name: None}
-            call = lambda batch, seqlen: (given, {})  # noqa: E731
+            if required.default is required.empty:
+                call = without_mask(**{form.mask.name: None})
         try:
             self.compare(form, call)
         except _Refused:
@@ -239,12 +239,9 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     def own(name: str, tensor: Tensor) -> Tensor:
         if type(tensor) is nn.Parameter:
             return tensor
-        # A sharded parameter: no process has all of it.
-        return (
-            tensor.clone()
-            if type(tensor) is Tensor
-            else _draw_weights(tensor.shape, generator).to(device, tensor.dtype)
-        )
+        if type(tensor) is Tensor:
+            return tensor.clone()
+        return _draw_weights(tensor.shape, generator).to(device, tensor.dtype)  # sharded: no process has all of it
 
     shadow = shadow_of(module, own, False, itertools.repeat(0.0))
     try:
@@ -259,7 +256,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
         return str(error)
     threshold = abs(vars(module)[form.numbers[1]]) if isinstance(form, Sparse) else 0.0
     shape = (2, _short_seqlen(module), form.token_dim(module))
-    call = _without_mask if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
+    call = without_mask() if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
     try:
         devices = [device] if device.type == "cuda" else []
         cast = torch.autocast(device.type, enabled=False)
@@ -279,8 +276,9 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     return reason and f"looks like {form.kind}, but its numbers differ: {reason}"
 
 
-def _without_mask(batch: int, seqlen: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {}, {}
+def without_mask(**arguments: None) -> _Call:
+    """Return a call without a mask; ``arguments`` are those that the forward requires."""
+    return lambda batch, seqlen: (arguments, {})
 
 
 def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
+from crate_kernels.models.crate import Layer
 from crate_kernels.nn import ISTA, MSSA
 
 __all__ = ["CRATEMAE", "SIZES", "SYSTEMS", "CRATEMAEConfig"]
@@ -104,14 +105,11 @@ class EncoderBlock(nn.Module):
         dim, heads, backend = config.embed_dim, config.num_heads, config.backend
         attention = MSSA(dim, heads, dim // heads, config.dropout, backend=backend)
         code = ISTA(dim, step_size=config.ista, lambd=config.lambd, backend=backend)
-        self.layers = nn.ModuleList([nn.ModuleList([PreNorm(dim, attention), PreNorm(dim, code)])])
+        self.layers = nn.ModuleList([Layer((PreNorm(dim, attention), PreNorm(dim, code)))])
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
         """Return the next tokens, or this layer's attention weights or projection instead."""
-        attention, code = cast(nn.ModuleList, self.layers[0])
-        if return_attention or return_key:
-            return attention(x, return_attention=return_attention, return_key=return_key)
-        return code(attention(x) + x)
+        return self.layers[0](x, return_attention, return_key)
 
 
 class Dictionary(nn.Module):
