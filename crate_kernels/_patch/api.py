@@ -27,8 +27,6 @@ from crate_kernels._core import backends
 from crate_kernels._patch import probe
 from crate_kernels._patch.kinds import Form, readings
 
-__all__ = ["PatchReport", "patch", "unpatch"]
-
 _RECORDS = {
     torch.fx.GraphModule: "a graph of torch.fx or torch.export",
     torch.jit.ScriptModule: "a script or trace of torch.jit",

@@ -23,8 +23,6 @@ from crate_kernels.models._shared.backbone import Classifier, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack
 from crate_kernels.nn import ISTA, MSSA, _heads
 
-__all__ = ["CRATE", "SIZES", "SYSTEMS", "CRATEConfig", "RateGradientStep"]
-
 
 @dataclass(frozen=True)
 class CRATEConfig:
@@ -180,6 +178,7 @@ class Patchify(nn.Module):
         self.owner, self.channels, self.patch_size = owner, channels, patch_size
 
     def forward(self, img: Tensor) -> Tensor:
+        """Return the patches."""
         vision.check_images(self.owner, img, self.channels, self.patch_size)
         return vision.patchify(img, self.patch_size)
 

@@ -24,8 +24,6 @@ from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
-__all__ = ["SIZES", "SYSTEMS", "CRATEAlpha", "CRATEAlphaConfig"]
-
 
 @dataclass(frozen=True)
 class CRATEAlphaConfig:

@@ -25,8 +25,6 @@ from crate_kernels.nn import ISTA, CausalMSSA
 from crate_kernels.ops.ista import ista_overcomplete
 from crate_kernels.ops.mssa import SubspaceCache
 
-__all__ = ["CRATELM", "SIZES", "SYSTEMS", "CRATELMConfig", "TiedISTA"]
-
 
 @dataclass(frozen=True)
 class CRATELMConfig(LanguageConfig):

@@ -24,8 +24,6 @@ from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
 from crate_kernels.models.crate import Layer
 from crate_kernels.nn import ISTA, MSSA
 
-__all__ = ["CRATEMAE", "SIZES", "SYSTEMS", "CRATEMAEConfig"]
-
 
 @dataclass(frozen=True)
 class CRATEMAEConfig:

@@ -14,8 +14,6 @@ from crate_kernels.models import crate_mae
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 
-__all__ = ["CRATEMAEEncoder", "CRATEMAEEncoderConfig"]
-
 
 @dataclass(frozen=True)
 class CRATEMAEEncoderConfig:

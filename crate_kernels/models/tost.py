@@ -26,8 +26,6 @@ from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import run
 from crate_kernels.nn import TSSA, _heads
 
-__all__ = ["SIZES", "SYSTEMS", "ToST", "ToSTConfig"]
-
 
 @dataclass(frozen=True)
 class ToSTConfig:

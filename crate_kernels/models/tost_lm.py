@@ -21,8 +21,6 @@ from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
 from crate_kernels.nn import CausalTSSA
 from crate_kernels.ops.tssa import TokenStatsCache
 
-__all__ = ["SIZES", "SYSTEMS", "ToSTLM", "ToSTLMConfig"]
-
 
 @dataclass(frozen=True)
 class ToSTLMConfig(LanguageConfig):

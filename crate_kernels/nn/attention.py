@@ -10,8 +10,6 @@ from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import tssa
 
-__all__ = ["MSSA", "TSSA"]
-
 
 class MSSA(nn.Module):
     """Attend over tokens whose query, key and value are one projection.

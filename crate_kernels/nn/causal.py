@@ -10,8 +10,6 @@ from crate_kernels.nn import _heads
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
-__all__ = ["CausalMSSA", "CausalTSSA"]
-
 
 class CausalMSSA(nn.Module):
     """Subspace self-attention over earlier tokens, with the names of the language models.

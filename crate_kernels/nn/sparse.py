@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.ops.ista import ista, ista_overcomplete
 
-__all__ = ["ISTA", "OvercompleteISTA"]
-
 
 class ISTA(nn.Module):
     """Take one proximal step of sparse coding against a square dictionary.

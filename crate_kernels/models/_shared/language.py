@@ -16,8 +16,6 @@ from crate_kernels.models._shared import fields
 from crate_kernels.models._shared import generate as _generate
 from crate_kernels.models._shared.base import ReferenceModel, run
 
-__all__ = ["LanguageConfig", "LanguageModel"]
-
 
 @dataclass(frozen=True)
 class LanguageConfig:
