@@ -100,10 +100,10 @@ def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens
 
 def _components(patches: Tensor) -> tuple[Tensor, float]:
     """Return the first three principal components of (n, patches, dim), each in [0, 1], and their share."""
-    rows = patches.flatten(0, 1).double()
-    rows = rows - rows.mean(0)
-    left, singular, _ = torch.linalg.svd(rows, full_matrices=False)
-    parts = left[:, :3] * singular[:3]
-    low, high = parts.amin(0), parts.amax(0)
-    scaled = (parts - low) / (high - low).clamp(min=torch.finfo(parts.dtype).tiny)
-    return scaled.unflatten(0, patches.shape[:2]), float(singular[:3].square().sum() / singular.square().sum())
+    from sklearn.decomposition import PCA
+    from sklearn.preprocessing import minmax_scale
+
+    components: Any = PCA(3, svd_solver="full")
+    rows = components.fit_transform(patches.flatten(0, 1).double().numpy())
+    scaled = torch.from_numpy(minmax_scale(rows)).unflatten(0, patches.shape[:2])
+    return scaled, float(components.explained_variance_ratio_.sum())
