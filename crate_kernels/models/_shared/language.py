@@ -39,7 +39,7 @@ class LanguageConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    dropout: fields.Rate = 0.0
+    dropout: float = 0.0
     bias: bool = True
     grad_checkpointing: bool = False
     backend: str | None = None
@@ -48,6 +48,7 @@ class LanguageConfig:
         owner = type(self).__name__.removesuffix("Config")
         fields.check_types(owner, self)
         checks.multiple(owner, "n_embd", self.n_embd, "n_head", self.n_head)
+        checks.number(owner, "dropout", self.dropout, minimum=0.0, below=1.0)
 
 
 class LanguageModel(ReferenceModel):

@@ -5,7 +5,7 @@ from .fourier1d import ReduNet1D, ReduNet1DConfig
 from .fourier2d import ReduNet2D, ReduNet2DConfig
 from .layers import Fourier1D, Fourier2D, ReduLayer, Vector
 from .lifts import Lift, Lift1D, Lift2D, polar
-from .network import ReduNet
+from .network import ReduNet, ReduNetConfig
 from .rates import mcr2
 from .vector import ReduNetVector, ReduNetVectorConfig
 
@@ -22,6 +22,7 @@ __all__ = [
     "ReduNet1DConfig",
     "ReduNet2D",
     "ReduNet2DConfig",
+    "ReduNetConfig",
     "ReduNetVector",
     "ReduNetVectorConfig",
     "Vector",
