@@ -27,13 +27,14 @@ def _compiled(case: Case) -> Function:
 
 
 def _own(case: Case, backend: str) -> Function:
-    return functools.partial(_call, getattr(crate_kernels, case.op), dict(case.options), backend)
+    function: Any = getattr(crate_kernels, case.op)
 
+    def call(*args: Tensor) -> Tensor:
+        if len(args) == 3 and case.options.get("causal"):  # tssa's third argument is keyword-only
+            return function(*args[:2], denom_bias=args[2], backend=backend, **case.options)
+        return function(*args, backend=backend, **case.options)
 
-def _call(function: Any, options: dict[str, Any], backend: str, *args: Tensor) -> Tensor:
-    if len(args) == 3 and options.get("causal"):  # tssa's third argument is keyword-only
-        return function(*args[:2], denom_bias=args[2], backend=backend, **options)
-    return function(*args, backend=backend, **options)
+    return call
 
 
 def unavailable_reason(op: str, dtype: torch.dtype, device: torch.device, backend: str) -> str | None:

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifndef __CUDACC__
 #include <torch/headeronly/util/BFloat16.h>
@@ -93,41 +94,27 @@ CRATE_DEVICE uint16_t fp16_bits(float v) {
 
 // v rounded to the nearest T, ties to even.
 template <class T>
-CRATE_DEVICE T from_float(float v);
-template <>
-CRATE_DEVICE float from_float<float>(float v) {
-  return v;
-}
-template <>
-CRATE_DEVICE bf16 from_float<bf16>(float v) {
-  return {bf16_bits(v)};
-}
-template <>
-CRATE_DEVICE fp16 from_float<fp16>(float v) {
-  return {fp16_bits(v)};
+CRATE_DEVICE T from_float(float v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else {
+    return {std::is_same_v<T, bf16> ? bf16_bits(v) : fp16_bits(v)};
+  }
 }
 
 // Packs two halves into a register, `low` in the low bits, the form of matrix fragments and wide stores.
 template <class T>
-CRATE_DEVICE uint32_t pack_pair(float low, float high);
-template <>
-CRATE_DEVICE uint32_t pack_pair<bf16>(float low, float high) {
+CRATE_DEVICE uint32_t pack_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
   return pair;
 #else
-  return bf16_bits(low) | static_cast<uint32_t>(bf16_bits(high)) << 16;
-#endif
-}
-template <>
-CRATE_DEVICE uint32_t pack_pair<fp16>(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  return fp16_bits(low) | static_cast<uint32_t>(fp16_bits(high)) << 16;
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 #endif
 }
 

@@ -42,34 +42,33 @@ struct TssaProblem {
   __host__ __device__ int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
-// A forward. Null: the form, or the way to launch it, has no such tensor.
-struct TssaForward {
+// What a forward and a backward have in common. Null: the form, or the way to launch it, has no such tensor.
+struct TssaPass {
   TssaProblem problem;
-  TssaTokens w, out;
-  float* membership;
-  // By channel of every sequence. Full form: c and M, which it writes. Causal: with `mass`, by head, and `lengths`, the
-  // state of a cache. These are the sums before the first token; a block that has a whole sequence advances them.
-  float *energy, *moment, *mass;
-  int32_t* lengths;
-  const float* bias;  // (nheads, bias_tokens)
+  TssaTokens w;
+  float *membership, *energy, *moment;  // energy and moment by channel of every sequence: of the full form c and M
+  const float* bias;                    // (nheads, bias_tokens)
   int64_t bias_tokens;
-  // Sums of every chunk, then of the sequence; in the causal form those before every chunk. Of w^2 and kept tokens; of
-  // Pi w^2 and Pi.
-  float *sums_1, *sums_2;
+  float *sums_1, *sums_2;  // of every chunk, then of the sequence; in the causal form those before every chunk
 };
 
-// A backward, as above.
-struct TssaBackward {
-  TssaProblem problem;
-  TssaTokens w, dout, dw;
-  const float *membership, *dmembership, *energy, *moment, *bias;
-  int64_t bias_tokens;
+// The full form writes energy and moment. In the causal form they are, with `mass`, by head, and `lengths`, the state
+// of a cache: the sums before the first token; a block that has a whole sequence advances them. The sums are of w^2 and
+// kept tokens; of Pi w^2 and Pi.
+struct TssaForward : TssaPass {
+  TssaTokens out;
+  float* mass;
+  int32_t* lengths;
+};
+
+// The sums are, in the full form: of g w Pi and Pi; of dlogit w^2 / c. Causal, before or behind every chunk: of Pi w^2,
+// w^2 and Pi (2 width + nheads); of dM / s and V; of dc / temp and dtemp.
+struct TssaBackward : TssaPass {
+  TssaTokens dout, dw;
+  const float* dmembership;
   float* dtemp;   // (nsequences, nheads)
   float* dlogit;  // per head and token; in the full form first sum_d g w A
-  // Full form: of g w Pi and Pi; of dlogit w^2 / c. Causal, before or behind every chunk: of Pi w^2, w^2 and Pi (2
-  // width
-  // + nheads); of dM / s and V; of dc / temp and dtemp.
-  float *sums_1, *sums_2, *sums_3;
+  float* sums_3;
 };
 
 // The tokens of a block. `count`: length of the sequence. `first` to `last`: the block's tokens. `origin`: the first

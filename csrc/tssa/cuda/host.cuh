@@ -45,10 +45,9 @@ inline TssaProblem tssa_problem(const Tensor& w, const TssaCall& call) {
   return p;
 }
 
-// What a forward and a backward have in common, in either's struct.
-template <class Pass, class Args>
-Pass tssa_pass(const Args& t) {
-  Pass pass = {};
+template <class Args>
+TssaPass tssa_pass(const Args& t) {
+  TssaPass pass = {};
   pass.problem = tssa_problem(t.w, t.call);
   pass.problem.temp = tssa_floats(t.temp);
   pass.w = tssa_tokens(t.w, t.call.packed());
@@ -63,22 +62,14 @@ Pass tssa_pass(const Args& t) {
 }
 
 inline TssaForward tssa_forward(const TssaForwardArgs& t) {
-  TssaForward f = tssa_pass<TssaForward>(t);
-  f.out = tssa_tokens(t.out, t.call.packed());
-  f.mass = tssa_floats(t.mass);
-  f.lengths = t.lengths.has_value() ? static_cast<int32_t*>(t.lengths->data_ptr()) : nullptr;
-  return f;
+  int32_t* const lengths = t.lengths.has_value() ? static_cast<int32_t*>(t.lengths->data_ptr()) : nullptr;
+  return {tssa_pass(t), tssa_tokens(t.out, t.call.packed()), tssa_floats(t.mass), lengths};
 }
 
 inline TssaBackward tssa_backward(const TssaBackwardArgs& t) {
-  TssaBackward b = tssa_pass<TssaBackward>(t);
-  b.dout = tssa_tokens(t.dout, t.call.packed());
-  b.dw = tssa_tokens(t.dw, t.call.packed());
-  b.dmembership = tssa_floats(t.dmembership);
-  b.dtemp = tssa_floats(t.dtemp);
-  b.dlogit = tssa_floats(t.dlogit);
-  b.sums_3 = tssa_floats(t.sums_3);
-  return b;
+  const bool packed = t.call.packed();
+  return {tssa_pass(t),         tssa_tokens(t.dout, packed), tssa_tokens(t.dw, packed), tssa_floats(t.dmembership),
+          tssa_floats(t.dtemp), tssa_floats(t.dlogit),       tssa_floats(t.sums_3)};
 }
 
 // One way to launch a call. It `fits` if the device has the shared memory for it.
