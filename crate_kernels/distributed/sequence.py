@@ -169,8 +169,9 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
     those of this rank's tokens, its loss that of all. Other modules take and return the tokens of this rank. Positions
     are those of the whole sequence. Gradients of parameters are added up over the group during the backward pass, so
     that every rank has those of one process. A model sharded by ``fully_shard`` does that itself: shard first, over a
-    mesh of one dimension that includes the group; its gradients then are means over the other ranks and sums over the
-    group. With ``DistributedDataParallel``, wrap afterwards, over the ranks that have other data.
+    mesh that includes the group, of one dimension or of replicas and shards; its gradients then are means over the
+    other ranks and sums over the group. ``tensor_parallel`` comes before both. With ``DistributedDataParallel``, wrap
+    afterwards, over the ranks that have other data.
 
     Caches, attention weights, and dropout other than the attention's are refused.
 
@@ -262,13 +263,27 @@ def _tell_fsdp(model: nn.Module, sharded: Iterable[FSDPModule], ranks: Ranks) ->
     """Have fully_shard divide gradients by the number of ranks with other data, where it took all ranks."""
     members = set(dist.get_process_group_ranks(ranks.group))
     data = 1
-    for parameter in model.parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)
-        if mesh is None or mesh.ndim != 1 or not members <= set(mesh.mesh.tolist()):
-            where = "unsharded" if mesh is None else str(mesh)
-            raise ValueError(f"{_NAME}: fully_shard's mesh must have one dimension that includes group, got {where}")
-        data = mesh.size() // ranks.size
+    for name, parameter in model.named_parameters():
+        shared = _sharing(parameter)
+        if not members <= shared:
+            wanted = f"{_NAME}: fully_shard's mesh must include group, whose ranks are {sorted(members)}"
+            raise ValueError(f"{wanted}, got {sorted(shared) or 'none'} for {name}")
+        data = len(shared) // ranks.size
     for module in sharded:
         module.set_gradient_divide_factor(float(data))
         if dist.get_backend(ranks.group) != "nccl":
             module.set_force_sum_reduction_for_comms(True)  # others cannot multiply before they add
+
+
+def _sharing(parameter: nn.Parameter) -> set[int]:
+    """Return the ranks that fully_shard adds up the gradient of a parameter over.
+
+    They are along the first dimensions of its mesh: replicas if there are any, then shards, then what tensor
+    parallelism has cut.
+    """
+    if not isinstance(parameter, DTensor):
+        return set()
+    own = 1 + next(n for n, place in enumerate(parameter.placements) if not place.is_replicate())
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return set(parameter.device_mesh.mesh[(..., *coordinate[own:])].flatten().tolist())

@@ -23,15 +23,15 @@ MODULES = (
 )
 
 
-def cases():
+def cases(modules=MODULES):
     return {
         name: case
-        for module in MODULES
+        for module in modules
         for name, case in importlib.import_module(f"tests.distributed.{module}").CASES.items()
     }
 
 
-def work(rank, folder, size, names):
+def work(rank, folder, size, names, modules):
     """Run the cases of these names in this process, and write down what failed."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
@@ -42,7 +42,7 @@ def work(rank, folder, size, names):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 # A group per case: where one process fails, another may wait for it in vain, in this group alone.
-                cases()[name](dist.new_group(timeout=timedelta(seconds=15)))
+                cases(modules)[name](dist.new_group(timeout=timedelta(seconds=15)))
         except (Exception, pytest.fail.Exception):
             failed[name] = traceback.format_exc()
         dist.barrier()
@@ -50,9 +50,9 @@ def work(rank, folder, size, names):
     (folder / f"{rank}.json").write_text(json.dumps(failed))
 
 
-def run(folder, size, names):
+def run(folder, size, names, modules=MODULES):
     """Return what failed, by process; starting the processes takes longer than all cases."""
-    torch.multiprocessing.spawn(work, (folder, size, list(names)), size)
+    torch.multiprocessing.spawn(work, (folder, size, list(names), modules), size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 

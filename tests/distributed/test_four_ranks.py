@@ -1,0 +1,20 @@
+"""Meshes of two dimensions in four processes: models equal one process."""
+
+import pytest
+
+from tests.distributed import ranks
+
+pytestmark = pytest.mark.exhaustive
+MODULES = ("mesh_cases",)
+CASES = ranks.cases(MODULES)
+
+
+@pytest.fixture(scope="module")
+def failures(request, tmp_path_factory):
+    return ranks.run(tmp_path_factory.mktemp("ranks"), 4, ranks.chosen(request), MODULES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four(name, failures):
+    told = ranks.told(failures, name)
+    assert not told, told
