@@ -262,13 +262,16 @@ def _sum_of(grad: Tensor, ranks: Ranks) -> Tensor:
 def _tell_fsdp(model: nn.Module, sharded: Iterable[FSDPModule], ranks: Ranks) -> None:
     """Have fully_shard divide gradients by the number of ranks with other data, where it took all ranks."""
     members = set(dist.get_process_group_ranks(ranks.group))
-    data = 1
+    sizes = set()
     for name, parameter in model.named_parameters():
-        shared = _sharing(parameter)
-        if not members <= shared:
+        sharing = _sharing(parameter)
+        if not members <= sharing:
             wanted = f"{_NAME}: fully_shard's mesh must include group, whose ranks are {sorted(members)}"
-            raise ValueError(f"{wanted}, got {sorted(shared) or 'none'} for {name}")
-        data = len(shared) // ranks.size
+            raise ValueError(f"{wanted}, got {sorted(sharing) or 'none'} for {name}")
+        sizes.add(len(sharing))
+    if len(sizes) > 1:
+        raise ValueError(f"{_NAME}: fully_shard's mesh must be the same for all parameters, got {sorted(sizes)} ranks")
+    data = max(sizes, default=ranks.size) // ranks.size
     for module in sharded:
         module.set_gradient_divide_factor(float(data))
         if dist.get_backend(ranks.group) != "nccl":

@@ -20,6 +20,8 @@ MODULES = (
     "sequence_cases",
     "dtensor_cases",
     "tensor_cases",
+    "training_cases",
+    "page_cases",
 )
 
 
@@ -43,7 +45,7 @@ def work(rank, folder, size, names, modules):
                 warnings.simplefilter("error")
                 # A group per case: where one process fails, another may wait for it in vain, in this group alone.
                 cases(modules)[name](dist.new_group(timeout=timedelta(seconds=15)))
-        except (Exception, pytest.fail.Exception):
+        except (Exception, SystemExit, pytest.fail.Exception):
             failed[name] = traceback.format_exc()
         dist.barrier()
     dist.destroy_process_group()

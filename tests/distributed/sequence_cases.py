@@ -188,6 +188,14 @@ def refused(group):
     alone = fully_shard(made("crate_lm"), mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))["b"])
     with pytest.raises(ValueError, match=r"sequence_parallel: fully_shard's mesh must include group, whose ranks are"):
         sequence_parallel(alone, group)
+    mixed = made("crate_lm")
+    fully_shard(mixed.transformer["h"][0], mesh=init_device_mesh("cpu", (size,)))
+    fully_shard(mixed, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))["a"])
+    with pytest.raises(
+        ValueError,
+        match=r"sequence_parallel: fully_shard's mesh must be the same for all parameters, got \[1, \d\] ranks",
+    ):
+        sequence_parallel(mixed, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 CASES = {

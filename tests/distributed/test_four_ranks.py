@@ -1,11 +1,11 @@
-"""Meshes of two dimensions in four processes: models equal one process."""
+"""Meshes of two dimensions in four processes: models equal one process, and so do the training examples."""
 
 import pytest
 
 from tests.distributed import ranks
 
 pytestmark = pytest.mark.exhaustive
-MODULES = ("mesh_cases",)
+MODULES = ("mesh_cases", "training_cases", "run_cases", "pair_cases")
 CASES = ranks.cases(MODULES)
 
 

@@ -1,0 +1,148 @@
+"""Checkpoints in folders step-N, written by all processes, which any number of processes can load.
+
+A checkpoint is written aside. When all processes are done, LIST gets the size and hash of each file, and the folder its
+name. So a folder of that name was once whole; ``newest`` checks that it still is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from training.processes import is_first
+
+LIST = "files.json"
+
+
+def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: int) -> None:
+    """Write the checkpoint of a step, and delete all but the last ``keep``."""
+    aside = folder / "unfinished"
+    if is_first():
+        shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while it wrote
+    dist.barrier()
+    weights, moments = get_state_dict(model, optimiser)
+    dcp.save({"model": weights, "optimiser": moments}, checkpoint_id=aside)
+    own = _own(sorted(aside.iterdir()))
+    for path in own:
+        _flush(path)
+    marks = _of_all({path.name: _mark(path) for path in own})
+    if is_first():
+        (aside / LIST).write_text(json.dumps(marks, indent=1))
+        _flush(aside / LIST)
+        _flush(aside)
+        place = folder / f"step-{step}"
+        _remove(place)
+        aside.rename(place)
+        _flush(folder)
+        for old in steps(folder)[keep:]:
+            _remove(folder / f"step-{old}")
+    dist.barrier()
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of which there are checkpoints, the last first."""
+    return sorted((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), reverse=True)
+
+
+def newest(folder: Path) -> int | None:
+    """Return the step of the last checkpoint that is whole, None if there was never one; say which are not.
+
+    Raises:
+        SystemExit: there are checkpoints, and none is whole.
+    """
+    found = steps(folder)
+    for step in found:
+        damage = _damage(folder / f"step-{step}")
+        if not damage:
+            return step
+        if is_first():
+            print(f"{folder / f'step-{step}'} is damaged and not used: {damage}", flush=True)
+    if found:
+        raise SystemExit(f"{folder}: none of {len(found)} checkpoints is whole; remove them to begin anew")
+    return None
+
+
+def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> None:
+    """Load the checkpoint of a step, in place."""
+    weights, moments = get_state_dict(model, optimiser)
+    dcp.load({"model": weights, "optimiser": moments}, checkpoint_id=folder / f"step-{step}")
+    set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
+
+
+def export(folder: Path, model: nn.Module) -> None:
+    """Write the whole weights as ``save_pretrained`` does."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if is_first():
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+
+
+def _damage(place: Path) -> str:
+    """Return what is wrong with a checkpoint, the same in all processes, each of which reads a part; "" if nothing."""
+    try:
+        marks: dict[str, list[int | str]] = json.loads((place / LIST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{LIST} cannot be read ({error})"
+    wrong = {}
+    for name in _own(sorted(marks)):
+        path, (size, digest) = place / name, marks[name]
+        if not path.is_file():
+            wrong[name] = f"{name} is missing"
+        elif path.stat().st_size != size:
+            wrong[name] = f"{name} has {path.stat().st_size} bytes instead of {size}"
+        elif _mark(path)[1] != digest:
+            wrong[name] = f"{name} has other bytes than were written"
+    return "; ".join(_of_all(wrong).values())
+
+
+def _mark(path: Path) -> tuple[int, str]:
+    """Return size and hash of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            digest.update(part)
+    return path.stat().st_size, digest.hexdigest()
+
+
+def _own(parts: list) -> list:
+    """Return this process's part of a list that all have."""
+    return parts[dist.get_rank() :: dist.get_world_size()]
+
+
+def _of_all(own: dict) -> dict:
+    """Return the entries of all processes' dictionaries."""
+    every: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {name: value for each in every for name, value in sorted(each.items())}
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(place: Path) -> None:
+    """Delete a checkpoint; it loses its name first."""
+    if place.exists():
+        gone = place.with_name("deleted")
+        shutil.rmtree(gone, ignore_errors=True)
+        place.rename(gone)
+        shutil.rmtree(gone)

@@ -1,0 +1,54 @@
+"""What the training examples count, and their schedule; no processes."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.distributed.training_cases import figures, loop, options, train_language, train_vision
+from tests.models import families
+
+
+def counted(model, *given):
+    """Operations of the reference, which has one product with each dictionary more than the operators."""
+    with FlopCounterMode(display=False) as counter:
+        model(*given)
+    tokens = given[0].shape[1]
+    names = [
+        name for name, _ in model.named_parameters() if "ista.weight" in name or name.endswith(("1.fn.weight", ".D"))
+    ]
+    more = sum(2 * tokens * model.get_parameter(name).numel() for name in names)
+    assert more
+    return counter.get_total_flops() - more
+
+
+@pytest.mark.parametrize("family", ["crate", "crate_alpha"])
+def test_products_of_image_models(family):
+    layers = families.build(family, backend="reference").transformer
+    assert counted(layers, torch.zeros(1, 5, 24)) * 3 == 5 * figures.flops(layers, 5)
+
+
+@pytest.mark.parametrize("family", ["crate_lm", "crate_lm_overcomplete"])
+def test_products_of_language_models(family):
+    model = families.build(family, backend="reference")
+    masked = model.config.n_layer * 2 * 9 * model.config.n_embd  # which the reference computes too
+    assert counted(model, torch.zeros(1, 9, dtype=torch.int64)) * 3 == 9 * (figures.flops(model, 9) + 3 * masked)
+
+
+@pytest.mark.parametrize("example", [train_language, train_vision])
+def test_schedule(example):
+    args = options(example, "--lr=1", "--warmup=4", "--schedule=24")
+    rates = [loop.rate(args, step) for step in range(30)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[14] == pytest.approx(0.55)
+    assert rates[24:] == pytest.approx([0.1] * 6)
+    assert sorted(rates[4:], reverse=True) == rates[4:]
+
+
+def test_metrics_drop_steps_that_are_taken_again_and_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    figures.Metrics(path, 2).write({"step": 2, "loss": 0.5})
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written == [{"step": 0}, {"step": 1}, {"step": 2, "loss": 0.5}]
