@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -48,7 +49,7 @@ def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: 
         _remove(place)
         aside.rename(place)
         _flush(folder)
-        for old in steps(folder)[keep:]:
+        for old in steps(folder)[max(1, keep) :]:
             _remove(folder / f"step-{old}")
     dist.barrier()
 
@@ -83,7 +84,7 @@ def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> Non
     set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
 
 
-def export(folder: Path, model: nn.Module) -> None:
+def export(folder: Path, model: Any) -> None:
     """Write the whole weights as ``save_pretrained`` does."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_first():
