@@ -1,5 +1,6 @@
 """The training examples on the meshes that a group has: the losses of one process, step by step; their checkpoints."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from crate_kernels import models
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))  # as when one of them runs
 
 import train_language  # noqa: E402
 import train_vision  # noqa: E402
 from training import checkpoints, figures, loop, processes  # noqa: E402, F401
-from training.images import Digits  # noqa: E402
+
+train_vision.Digits = functools.cache(train_vision.Digits)  # a table of text, which is read once
 
 SHORT = ["--steps=4", "--schedule=6", "--warmup=1", "--clip=0.5", "--save-every=2", "--batch=12", "--peak=1"]
 TEXT = [f"--text={ROOT / 'LICENSE'}", "--layers=2", "--heads=12", "--width=24", "--context=7", *SHORT]
@@ -26,9 +30,8 @@ DIGITS = ["--depth=2", "--heads=12", "--head-width=2", "--width=12", "--smoothin
 CPU = torch.device("cpu")
 
 
-def options(example, *more, dtype="float64"):
-    given = TEXT if example is train_language else DIGITS
-    return example.options([*given, f"--dtype={dtype}", *more])
+def options(example, *more):
+    return example.options([*(TEXT if example is train_language else DIGITS), "--dtype=float64", *more])
 
 
 def batches(example, args, data):
@@ -45,7 +48,7 @@ def expected(example, args):
         data = train_language.Text(args.text, args.vocab, args.context)
         model = train_language.build(args).double()
     else:
-        data = digits()
+        data = train_vision.Digits()
         model = train_vision.build(args, data).double()
     optimiser = torch.optim.AdamW(model.parameter_groups(args.decay), lr=1.0, betas=(0.9, 0.95))
     drawn, lines = batches(example, args, data), []
@@ -63,12 +66,6 @@ def expected(example, args):
         optimiser.zero_grad()
         lines.append((loss.item(), norm.item()))
     return lines, model
-
-
-def digits(cache=[]):  # noqa: B006  they are read from a table of text
-    if not cache:
-        cache.append(Digits())
-    return cache[0]
 
 
 class shared_folder:
@@ -111,8 +108,6 @@ def as_one(example, *more, **mesh):
 
 
 def same_model(folder, expected):
-    from crate_kernels import models
-
     saved = models.from_pretrained(folder).state_dict()  # in float32
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(saved[name], weight.float(), rtol=1e-6, atol=1e-7, msg=name)
