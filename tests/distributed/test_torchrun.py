@@ -65,6 +65,15 @@ def test_several_processes_go_on_and_learn_as_one(model, tmp_path):
         assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-9)
 
 
+def test_meshes_of_three_dimensions(tmp_path):
+    options = "--steps", "3"
+    alone, _ = train(tmp_path / "one", 0, *options)
+    together, told = train(tmp_path / "eight", 8, "--sequence", "2", "--tensor", "2", *options)
+    assert "{'data': 2, 'sequence': 2, 'tensor': 2}" in told
+    for name in ("loss", "gradient_norm"):
+        assert [line[name] for line in together] == pytest.approx([line[name] for line in alone], rel=1e-11)
+
+
 def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path):
     options = "--steps", "40", "--save-every", "5", "--tensor", "2"
     unbroken, _ = train(tmp_path / "unbroken", 2, *options)
