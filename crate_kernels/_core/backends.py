@@ -2,6 +2,7 @@
 
 A backend is a name and a package with one kernel module per operator. A kernel module defines ``forward`` and
 ``backward``, and ``decode`` where the operator has a cache. Adding the file ``ops/<op>/<backend>.py`` offers one.
+A part of an operator may have kernel modules of its own: ``add_part``.
 ``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors, both in ``native.py``; each needs its own library.
 """
 
@@ -117,6 +118,13 @@ _has_kernel = {
 }
 
 
+def add_part(part: str) -> None:
+    """Let a part of an operator, "<op>.<part>", have kernel modules of its own: ops/<op>/<part>/<backend>.py."""
+    for variant in (v for b in _BACKENDS.values() for v in b.variants()):
+        package = variant.package.format(op=part)
+        _has_kernel[part, variant.name] = package.startswith("crate_kernels.") and _is_there(package)
+
+
 def names() -> tuple[str, ...]:
     """List the names that ``backend=`` accepts."""
     return tuple(_BACKENDS)
@@ -209,7 +217,7 @@ def unavailable_reason(op: str, name: str, device_type: str = "cpu") -> str | No
 
 def variant_reason(op: str, backend: Backend) -> str | None:
     """Say why one variant of a backend cannot compute ``op`` in this process; None if it can."""
-    if not _has_kernel[op, backend.name]:
+    if not _has_kernel.get((op, backend.name), False):
         return f"{backend.name} has no {op} kernel yet"
     return backend.missing
 

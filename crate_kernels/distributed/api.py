@@ -91,7 +91,7 @@ def mssa(
         seqlen: length of the whole sequence, if ranks have what ``shard`` gives them; by default the ranks are asked,
             which waits for the device.
         return_lse: also return the logsumexp of the scores of this rank's tokens.
-        backend: for the form "heads" as in ``crate_kernels.mssa``; else None or "composite".
+        backend: as in ``crate_kernels.mssa``; the forms "gather" and "ring" do not have "reference".
 
     Returns:
         ``out`` of this rank's tokens, or ``(out, lse)``, as ``crate_kernels.mssa`` returns them.
@@ -111,10 +111,9 @@ def mssa(
     if key_padding_mask is not None:
         checks.padding_mask("mssa", key_padding_mask, w)
     _check_phi(phi, threshold, return_lse)
-    if form != "heads":
-        _check_rows(w, form, phi, backend)
     if w.dtype != torch.float64:
         w = w.to(operator.autocast_dtype(w.device.type) or w.dtype)
+    name = "" if form == "heads" else _of_rows(w, form, phi, backend)
     where = ranks.layout("mssa", w.shape[2], balanced, seqlen, w.device)
     masks = None
     if key_padding_mask is not None:
@@ -127,8 +126,8 @@ def mssa(
         mask = None if masks is None else where.join(masks, 1)
         out, lse = heads.attend(w, heads.Call(ranks, where, mask, options, dropout_p, seed))
     else:
-        attention = rectangular.Call(factor, causal, dropout_p, seed)
-        call = rows.Call(ranks, where, form == "ring", masks, attention)
+        attention = rectangular.Call(causal=causal, scale=factor, seed=seed, dropout_p=dropout_p)
+        call = rows.Call(ranks, where, form == "ring", masks, attention, name)
         out, lse = rows.Rows.apply(w, call)  # pyright: ignore
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
@@ -158,16 +157,17 @@ def _check_phi(phi: str, threshold: float | None, return_lse: bool) -> None:
         raise ValueError(f"mssa: return_lse must be False with phi={phi!r}, which has no softmax")
 
 
-def _check_rows(w: Tensor, form: str, phi: str, backend: str | None) -> None:
-    """Refuse what the forms "gather" and "ring" do not have."""
+def _of_rows(w: Tensor, form: str, phi: str, backend: str | None) -> str:
+    """Return the backend of the forms "gather" and "ring"; refuse what they do not have."""
     if phi != "softmax":
         raise NotImplementedError(f"mssa: phi must be 'softmax' in form {form!r}, got {phi!r}; use form='heads'")
-    name = "composite" if backend is None else backends.resolve("mssa", backend, w.device, w.dtype)
-    if name != "composite":
-        raise NotImplementedError(
-            f"mssa: backend must be None or 'composite' in form {form!r}, got {name!r}; use form='heads'"
-        )
+    if backend is not None:
+        backends.resolve("mssa", backend, w.device, w.dtype)  # names what there is not for one process either
+        if backends.unavailable_reason(rectangular.PART, backend, w.device.type):
+            raise NotImplementedError(f"mssa: backend={backend!r} does not have form {form!r}; use form='heads'")
+    name = backends.resolve(rectangular.PART, backend, w.device, w.dtype, "mssa")
     checks.transforms("mssa", name, w)
+    return backends.of_op(name, backend)
 
 
 @overload

@@ -126,7 +126,8 @@ def _drop_by_places(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         nheads=call.ranks.size * here,
     )
     masks = None if call.key_padding_mask is None else [call.key_padding_mask]
-    result: Any = rows.Rows.apply(w, rows.Call(alone, Layout((w.shape[2],), False), True, masks, attention))
+    whole = Layout((w.shape[2],), False)
+    result: Any = rows.Rows.apply(w, rows.Call(alone, whole, True, masks, attention, "composite"))
     return result
 
 

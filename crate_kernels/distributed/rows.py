@@ -2,7 +2,7 @@
 
 Form "gather" fetches everybody's tokens at once, form "ring" one rank's at a time, the next ones on their way already.
 The backward sends w and dout, and lse and delta; a rank then has all that the gradient of its own rows needs, so that
-nothing is added up over ranks: crate_kernels/ops/mssa/rectangular.py.
+nothing is added up over ranks: crate_kernels/ops/mssa/rectangular/__init__.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Call(NamedTuple):
         ring: fetch the tokens of one rank at a time.
         masks: each rank's (batch, own) bool key_padding_mask; None keeps all keys.
         attention: options of the attention itself.
+        backend: the op's argument.
     """
 
     ranks: Ranks
@@ -36,18 +37,32 @@ class Call(NamedTuple):
     ring: bool
     masks: list[Tensor] | None
     attention: rectangular.Call
+    backend: str
 
     def visits(self, *own: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield each rank and its tensors (batch, nheads, its tokens, ...), this rank's own first."""
         around = _around(self.ranks, self.where, own) if self.ring else _at_once(self.ranks, self.where, own)
         yield from around
 
-    def ranges(self, rank: int, w: Tensor, *gradients: Tensor) -> Iterator[tuple[slice, Tokens]]:
-        """Yield the ranges of tokens of a rank, and their places among its tensors."""
-        mask = None if self.masks is None else self.masks[rank]
+    def tokens(self, rank: int, *tensors: Tensor) -> Tokens:
+        """Return the tokens of a rank, numbered from 0, with the tensors of a backward if they are given."""
+        w, *rest = tensors
+        return Tokens(0, w, None if self.masks is None else self.masks[rank], *rest)
+
+    def ranges(self, rank: int, tokens: Tokens) -> Iterator[tuple[slice, Tokens]]:
+        """Yield the ranges of tokens of a rank, and their places among its tokens."""
         for place, each in self.where.pieces(rank):
-            parts = (t[:, :, place] for t in gradients)
-            yield place, Tokens(each.start, w[:, :, place], None if mask is None else mask[:, place], *parts)
+            yield place, tokens.part(place)._replace(start=each.start)
+
+    def meetings(self, own: Tokens, rank: int, theirs: Tokens) -> Iterator[tuple[slice, Tokens, Tokens]]:
+        """Yield ranges of this rank's tokens and of another's, and the place of the former among its own."""
+        if rank == self.ranks.rank and self.attention.seed is None:
+            # In the sequence's order: among themselves, only dropout asks for their places.
+            yield slice(None), own, own
+            return
+        for place, rows in self.ranges(self.ranks.rank, own):
+            for _, columns in self.ranges(rank, own if rank == self.ranks.rank else theirs):
+                yield place, rows, columns
 
 
 def _at_once(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
@@ -84,13 +99,12 @@ class Rows(torch.autograd.Function):
         """Return out (batch, nheads, own, head_dim) and lse (batch, nheads, own)."""
         out = w.new_zeros(w.shape, dtype=operator.stat_dtype(w.dtype))
         lse = out.new_full(w.shape[:3], -torch.inf)
-        own = list(call.ranges(call.ranks.rank, w))
-        for rank, (others,) in call.visits(w):
-            for _, columns in call.ranges(rank, others):
-                for place, rows in own:
-                    if rectangular.sees(rows, columns, call.attention):
-                        more = rectangular.forward(rows, columns, call.attention)
-                        rectangular.merge_(out[:, :, place], lse[:, :, place], *more)
+        own = call.tokens(call.ranks.rank, w)
+        for rank, theirs in call.visits(w):
+            for place, rows, columns in call.meetings(own, rank, call.tokens(rank, *theirs)):
+                if rectangular.sees(rows, columns, call.attention):
+                    more = rectangular.forward(rows, columns, call.attention, call.backend)
+                    rectangular.merge_(out[:, :, place], lse[:, :, place], *more)
         out = operator.merged_layout(out.to(w.dtype))
         ctx.save_for_backward(w, out, lse)
         ctx.call = call
@@ -104,10 +118,11 @@ class Rows(torch.autograd.Function):
         call: Call = ctx.call
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
-        own = list(call.ranges(call.ranks.rank, w, dout, lse, delta))
+        own = call.tokens(call.ranks.rank, w, dout, lse, delta)
         for rank, (both, numbers) in call.visits(torch.cat((w, dout), -1), torch.stack((lse, delta), -1)):
-            for _, columns in call.ranges(rank, *both.chunk(2, -1), *numbers.unbind(-1)):
-                for place, rows in own:
-                    dw[:, :, place] += rectangular.backward(rows, columns, call.attention)
+            theirs = call.tokens(rank, *both.chunk(2, -1), *numbers.unbind(-1))
+            for place, rows, columns in call.meetings(own, rank, theirs):
+                if rectangular.sees(rows, columns, call.attention) or rectangular.sees(columns, rows, call.attention):
+                    dw[:, :, place] += rectangular.backward(rows, columns, call.attention, call.backend)
         grad = operator.merged_layout(dw.to(w.dtype))
         return operator.once_differentiable("mssa", grad, dout, dlse, w), None

@@ -79,14 +79,14 @@ def any_lengths(group):
 
 
 def a_chosen_form(group):
-    """Heads where ranks divide them, else gather, which has no backend but composite."""
+    """Heads where ranks divide them, else gather, which has no reference."""
     size = dist.get_world_size(group)
     for heads in (size, size + 1):
         w = drawn(1, heads, 2 * size, HEAD_DIM)
         same(distributed.mssa(own(w, group), group), own(crate_kernels.mssa(w), group))
         if heads > size:
             with pytest.raises(
-                NotImplementedError, match=r"mssa: backend must be .* in form 'gather', got 'reference'"
+                NotImplementedError, match=r"mssa: backend='reference' does not have form 'gather'; use form='heads'"
             ):
                 distributed.mssa(own(w, group), group, backend="reference")
 

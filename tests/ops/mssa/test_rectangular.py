@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels._core import philox
 from crate_kernels.ops.mssa import rectangular
-from crate_kernels.ops.mssa.rectangular import Call, Tokens
+from crate_kernels.ops.mssa.rectangular import Call, Tokens, composite
 from tests.ops.common import EXACT
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 2, 11, 3
@@ -53,7 +53,7 @@ def ranges(cuts, *tensors):
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch):
-    monkeypatch.setattr(rectangular, "_CHUNK_ELEMENTS", 24)  # several chunks of rows
+    monkeypatch.setattr(composite, "_CHUNK_ELEMENTS", 24)  # several chunks of rows
     generator = torch.Generator().manual_seed(0)
     w, dout = torch.randn(2, BATCH, NHEADS, SEQLEN, HEAD_DIM, generator=generator, dtype=torch.float64)
     dlse = torch.randn(BATCH, NHEADS, SEQLEN, generator=generator, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     out, lse = torch.zeros_like(w), torch.full(w.shape[:3], -torch.inf, dtype=w.dtype)
     for own, other in itertools.product(cuts, cuts):
         place = slice(*own)
-        results = rectangular.forward(tokens(*own), tokens(*other), call)
+        results = rectangular.forward(tokens(*own), tokens(*other), call, "composite")
         rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
     torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
@@ -86,14 +86,16 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     total = torch.zeros_like(w)
     sides = [tokens(*place, *parts) for place, parts in ranges(cuts, dout, lse, delta)]
     for own, other in itertools.product(sides, sides):
-        total[:, :, own.start : own.stop] += rectangular.backward(own, other, call)
+        total[:, :, own.start : own.stop] += rectangular.backward(own, other, call, "composite")
     torch.testing.assert_close(total, dw, **EXACT)
 
 
 def test_half_tokens_are_added_up_in_float32():
     w = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    out, lse = rectangular.forward(Tokens(0, w), Tokens(0, w), Call(0.5))
+    out, lse = rectangular.forward(Tokens(0, w), Tokens(0, w), Call(scale=0.5), "composite")
     assert out.dtype == lse.dtype == torch.float32
-    expected, expected_lse = rectangular.forward(Tokens(0, w.double()), Tokens(0, w.double()), Call(0.5))
+    expected, expected_lse = rectangular.forward(
+        Tokens(0, w.double()), Tokens(0, w.double()), Call(scale=0.5), "composite"
+    )
     torch.testing.assert_close(out, expected.float())
     torch.testing.assert_close(lse, expected_lse.float())

@@ -1,0 +1,94 @@
+"""Attention of rows to columns by PyTorch's operators, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import operator, philox
+from crate_kernels.ops.mssa.rectangular.call import Call, Tokens, sees
+
+# Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def _chunks(rows: Tokens, columns: Tokens) -> Iterator[tuple[slice, Tokens]]:
+    """Yield parts of the rows that make about ``_CHUNK_ELEMENTS`` scores, and their places."""
+    batch, nheads = rows.w.shape[:2]
+    return rows.chunks(max(1, _CHUNK_ELEMENTS // max(1, batch * nheads * columns.w.shape[2])))
+
+
+def _hide(scores: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Return (batch, nheads, queries, keys) scores with -inf where the key is not allowed."""
+    if call.causal and queries.start < keys.stop - 1:
+        scores = scores.masked_fill(keys.positions > queries.positions[:, None], -torch.inf)
+    if keys.key_padding_mask is not None:
+        scores = scores.masked_fill(~keys.key_padding_mask[:, None, None, :], -torch.inf)
+    return scores
+
+
+def _factor(queries: Tokens, keys: Tokens, call: Call, dtype: torch.dtype) -> Tensor | None:
+    """Return the dropout factor of each weight (batch, nheads, queries, keys); None without dropout."""
+    if call.seed is None:
+        return None
+    batch, here = queries.w.shape[:2]
+    device = queries.w.device
+    heads = torch.arange(batch, device=device)[:, None] * (call.nheads or here) + call.first_head
+    heads = (heads + torch.arange(here, device=device))[:, :, None, None]
+    return philox.keep_factor(call.seed, call.dropout_p, heads, queries.positions[:, None], keys.positions, dtype)
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return lse with 0 for rows without a key, all of whose scores are -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of the rows over these columns alone, in fp32 or better."""
+    dtype = operator.stat_dtype(rows.w.dtype)
+    out = rows.w.new_zeros(rows.w.shape, dtype=dtype)
+    lse = out.new_full(rows.w.shape[:3], -torch.inf)
+    if not sees(rows, columns, call):
+        return out, lse
+    keys = columns.w.to(dtype)
+    for place, chunk in _chunks(rows, columns):
+        scores = _hide(call.scale * (chunk.w.to(dtype) @ keys.mT), chunk, columns, call)
+        lse[:, :, place] = scores.logsumexp(-1)
+        weights = (scores - _finite(lse[:, :, place]).unsqueeze(-1)).exp_()
+        out[:, :, place] = _times(weights, _factor(chunk, columns, call, dtype)) @ keys
+    return out, lse
+
+
+def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+    """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32 or better."""
+    dtype = operator.stat_dtype(rows.w.dtype)
+    dw = rows.w.new_zeros(rows.w.shape, dtype=dtype)
+    if not (sees(rows, columns, call) or sees(columns, rows, call)):
+        return dw
+    dcolumns, column_lse, column_delta = columns.gradients()
+    others, dothers = columns.w.to(dtype), dcolumns.to(dtype)
+    for place, chunk in _chunks(rows, columns):
+        dout, lse, delta = chunk.gradients()
+        w, dout = chunk.w.to(dtype), dout.to(dtype)
+        scores = call.scale * (w @ others.mT)
+        dscores = torch.zeros_like(scores)
+        if sees(chunk, columns, call):
+            weights = (_hide(scores, chunk, columns, call) - _finite(lse).unsqueeze(-1)).exp_()
+            dweights = _times(dout @ others.mT, _factor(chunk, columns, call, dtype))
+            dscores += weights * (dweights - delta.unsqueeze(-1))
+        if sees(columns, chunk, call):
+            # Transposed: the columns are the queries, the rows their keys.
+            hidden = _hide(scores.mT, columns, chunk, call)
+            weights = (hidden - _finite(column_lse).unsqueeze(-1)).exp_()
+            factor = _factor(columns, chunk, call, dtype)
+            dweights = _times(dothers @ w.mT, factor)
+            dscores += (weights * (dweights - column_delta.unsqueeze(-1))).mT
+            dw[:, :, place] = _times(weights, factor).mT @ dothers
+        dw[:, :, place] += call.scale * (dscores @ others)
+    return dw

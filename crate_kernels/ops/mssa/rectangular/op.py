@@ -1,0 +1,95 @@
+"""The op boundary of the attention of rows to columns. A kernel module defines forward and backward of two ``Tokens``.
+
+Each returns fp32 or better, in the rows' shapes and contiguous: results of several columns are added up afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import backends, operator
+from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+
+PART = "mssa.rectangular"
+backends.add_part(PART)
+for _function in ("forward", "backward"):
+    backends.PUBLIC[PART, _function] = "mssa"
+_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+
+
+def _run_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    (rows, columns), call, backend = operator.split(Call, args)
+    return backends.run(PART, "forward", backend, rows, *call.tokens((rows,), (columns,)), call)
+
+
+def _run_backward(*args: Any) -> Tensor:
+    tensors, call, backend = operator.split(Call, args)
+    return backends.run(PART, "backward", backend, tensors[0], *call.tokens(tensors[:4], tensors[4:]), call)
+
+
+def _fake_forward(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = rows.new_empty(rows.shape, dtype=operator.stat_dtype(rows.dtype))
+    return out, out.new_empty(rows.shape[:3])
+
+
+def _fake_backward(rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=operator.stat_dtype(rows.dtype))
+
+
+def _pairs(queries: int, keys: int, ahead: int) -> int:
+    """Count the pairs of a causal mask, the first query being ``ahead`` places after the first key."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    below = triangle(queries + ahead) - triangle(ahead)
+    return below - triangle(queries + ahead - keys) + triangle(ahead - keys)
+
+
+def _flops(args: tuple, as_queries: int, as_keys: int) -> int:
+    """FLOP of products over what the rows see, and over what sees them; tensors among ``args`` are their shapes."""
+    shapes, call, _ = operator.split(Call, args)
+    (batch, nheads, rows, head_dim), columns = shapes[0], shapes[len(shapes) // 2][2]
+    ahead = call.row_start - call.column_start
+    every = rows * columns
+    seen = _pairs(rows, columns, ahead) if call.causal else every
+    seeing = _pairs(columns, rows, -ahead) if call.causal else every
+    return 2 * batch * nheads * head_dim * (as_queries * seen + as_keys * seeing)
+
+
+mssa_rectangular_fwd = operator.define(
+    f"mssa_rectangular_fwd(Tensor rows, Tensor columns, {_OPTIONS}) -> (Tensor, Tensor)",
+    _run_forward,
+    _fake_forward,
+    flops=lambda *args, out_shape=None, **_: _flops(args, 2, 0),
+)
+# Over all ranges of a sequence the products add up to the five of the whole backward.
+mssa_rectangular_bwd = operator.define(
+    "mssa_rectangular_bwd(Tensor rows, Tensor dout, Tensor lse, Tensor delta, "
+    f"Tensor columns, Tensor column_dout, Tensor column_lse, Tensor column_delta, {_OPTIONS}) -> Tensor",
+    _run_backward,
+    _fake_backward,
+    flops=lambda *args, out_shape=None, **_: _flops(args, 2, 3),
+)
+
+
+def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of the rows over these columns alone; a row without a key gives 0 and -inf."""
+    return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
+
+
+def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
+    """Return what the columns, as keys and as queries, add to the gradient of the rows."""
+    own, others = rows.gradients(), columns.gradients()
+    return mssa_rectangular_bwd(rows.w, *own, columns.w, *others, *call.between(rows, columns), backend)
+
+
+def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Put together, in the first two tensors, the results of the same rows over two sets of columns."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total == -torch.inf, 0.0)
+    out.mul_((lse - safe).exp().unsqueeze(-1)).add_(more_out * (more_lse - safe).exp().unsqueeze(-1))
+    lse.copy_(total)
