@@ -39,27 +39,39 @@ class Backward : Head<T> {
   using Base::Base;
 
   void run(Arena& arena, float* partial) {
-    const int64_t size = crate_kernels::mssa_partial_size(head_.seqlen, p_.head_dim);
+    const int64_t size = crate_kernels::mssa_partial_size(head_.nkeys, p_.head_dim);
     float* share = partial == nullptr ? nullptr : partial + part_ * size;
     cut_arena(arena, [&](Scratch& s) {
       cut(s);
       if (partial == nullptr) share = s.floats(size);
     });
     memset(share, 0, size * sizeof(float));
-    shares_ = shares(p_, head_, share);
-    keys_.find(head_);
-    Base::pack_keys(keys_rows_);
+    shares_ = shares(p_, head_.nkeys, share);
+    find_keys();
     const Extent extent(half_norm_, keys_.count);
     if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
     const bool paired = Base::pairs_allowed(extent) && trusted(keys_.token, keys_.count, tallest_);
     if (paired) pairs(extent.most);
-    if (!paired || !Base::all_kept()) rows(paired);
-    if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.seqlen);
+    if (!paired || !Base::queries_are_keys()) rows(paired);
+    if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
+  }
+
+  // Adds what the queries give to the shares that are wanted. delta is given.
+  void run_rows(Arena& arena, const MssaShares& wanted) {
+    cut_arena(arena, [this](Scratch& s) { cut(s); });
+    shares_ = wanted;
+    find_keys();
+    rows(false);
   }
 
  private:
+  void find_keys() {
+    keys_.find(head_);
+    Base::pack_keys(keys_rows_);
+  }
+
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.seqlen, kTile), panel = panel_size<T>(p_.head_dim);
+    const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
     Base::cut(s);
     mass_panels_ = s.floats(padded / kTile * panel);
     dout_panels_ = s.floats(padded / kTile * panel);
@@ -88,6 +100,8 @@ class Backward : Head<T> {
     // Thresholded weights are constants: only lse has a gradient with respect to the scores.
     if (head_.dout.data == nullptr || p_.threshold) {
       for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
+    } else if (head_.delta != nullptr) {
+      for (int n = 0; n < kTile; ++n) delta[n] = n < count ? head_.delta[token[n]] : 0.0f;
     } else {
       stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, other_);
       pack_panel<T>(other_, width, p_.head_dim, count, out_panel_);
@@ -134,7 +148,7 @@ class Backward : Head<T> {
       }
       pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first, dlse_ + first);
       pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
-      Base::stage_tokens(keys_.token + first, count, mass_ + first);
+      Base::stage_keys(b, count, mass_ + first);
       pack_panel<T>(staging_, width, p_.head_dim, count, mass_panels_ + panel_at(b));
     }
     int index = 0;
@@ -188,7 +202,7 @@ class Backward : Head<T> {
       // The factor is the rounding error of the shift. With a threshold the weights themselves are compared.
       residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
     }
-    return p_.threshold || trusted(b.token, b.count, tallest);
+    return p_.threshold || head_.delta != nullptr || trusted(b.token, b.count, tallest);
   }
 
   // Computes shifts, factors and delta from the scores: delta sums the same weights that it is subtracted from.
@@ -215,7 +229,7 @@ class Backward : Head<T> {
     const float* const queries = Base::query_panel(b);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
     float tallest = tallest_;
-    if (!Base::all_kept()) {  // packed keys do not have these tokens side by side
+    if (!Base::queries_are_keys()) {  // packed keys do not have these tokens side by side
       query_rows = query_rows_;
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
       for (int n = 0; n < b.count; ++n) {
@@ -244,13 +258,15 @@ class Backward : Head<T> {
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
-      accumulate<T, Order::columns>(key_share(j), width_, s.columns, b.count, weights_, dout_rows_, nullptr,
-                                    scored ? &gradients_ : nullptr, query_rows);
-      if (!scored) continue;
+      if (shares_.as_key != nullptr) {
+        accumulate<T, Order::columns>(key_share(j), width_, s.columns, b.count, weights_, dout_rows_, nullptr,
+                                      scored ? &gradients_ : nullptr, query_rows);
+      }
+      if (!scored || shares_.as_query == nullptr) continue;
       accumulate<T, Order::rows>(as_query, width_, b.count, s.columns, gradients_, keys_rows_ + rows_at(j), nullptr,
                                  nullptr, nullptr);
     }
-    for (int r = 0; r < b.count; ++r) {
+    for (int r = 0; shares_.as_query != nullptr && r < b.count; ++r) {
       memcpy(shares_.as_query + static_cast<int64_t>(b.token[r]) * width_, as_query + r * width_,
              width_ * sizeof(float));
     }
@@ -271,7 +287,7 @@ class Backward : Head<T> {
     return g;
   }
 
-  Shares shares_;
+  MssaShares shares_;
   float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_rows_, *delta_, *dlse_, *other_,
       *exact_;
   float tallest_ = 0.0f;  // the largest |half_norm|

@@ -10,11 +10,14 @@
 
 namespace {
 
+// Least sum of a row that is shifted by its bound. With less, differences to the bound round off bits of the scores.
+constexpr float kLeastSum = 0x1p-40f;
+
 template <class T>
 class Forward : Head<T> {
   using Base = Head<T>;
   using Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::rows_at;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::factor_, Base::rows_at;
 
  public:
   using Base::Base;
@@ -26,12 +29,12 @@ class Forward : Head<T> {
     const Extent extent(half_norm_, keys_.count);
     const bool paired = parts_ == 1 && Base::pairs_allowed(extent);
     if (paired) pairs(extent.most);
-    if (!paired || !Base::all_kept()) rows(paired);
+    if (!paired || !Base::queries_are_keys()) rows(paired);
   }
 
  private:
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.seqlen, kTile);
+    const int64_t padded = round_up(head_.nkeys, kTile);
     Base::cut(s);
     values_ = s.floats(padded / T::kPair * width_);
     out_ = s.floats(padded * width_);
@@ -46,9 +49,9 @@ class Forward : Head<T> {
       const int count = in_block(keys_.count, b);
       const float* const factor = mass == nullptr ? nullptr : mass + b * kTile;
       if constexpr (T::kPair == 1) {  // staged rows are packed rows
-        stage(head_.w, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width_, values_ + rows_at(b));
+        stage(head_.keys, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, factor, width_, values_ + rows_at(b));
       } else {
-        Base::stage_tokens(keys_.token + b * kTile, count, factor);
+        Base::stage_keys(b, count, factor);
         pack_rows<T>(staging_, staging_width(p_.head_dim), width_, count, values_ + rows_at(b));
       }
     }
@@ -112,20 +115,40 @@ class Forward : Head<T> {
   }
 
   void row_block(Block& b) {
+    const float* const queries = Base::query_panel(b);
+    // Rows whose bound is too loose take the maximum of their scores; the others keep their bits.
+    if (!bound_scores(b)) Base::shift_by_maxima(b, queries);
+    if (!attend(b, queries)) {
+      Base::shift_by_maxima(b, queries);
+      attend(b, queries);
+    }
+  }
+
+  // Shifts rows by a bound of their scores; NaN: there is none. True if all rows have one.
+  bool bound_scores(Block& b) const {
     bool bounded = true;
     for (int r = 0; r < kTile; ++r) {
-      const int32_t rank = keys_.rank[b.token[r]];
       const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
-      // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
-      const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
-      const bool safe = p_.scale > 0 && keys_.count > 1 && sees_itself && bound - half_norm_[rank] <= kSafeSpread &&
-                        bound <= kSafeHeight;
-      b.shift[r] = safe ? half_norm_[rank] + bound : NAN;
+      bool safe = p_.scale > 0 && keys_.count > 1 && bound <= kSafeHeight;
+      float own = 0.0f;
+      if (head_.itself) {
+        own = half_norm_[keys_.rank[b.token[r]]];
+        // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
+        const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
+        safe = safe && sees_itself && bound - own <= kSafeSpread;
+      } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
+        const int64_t width = staging_width(p_.head_dim);
+        own = half_norm(staging_ + r * width, width, factor_);
+        safe = own <= kSafeHeight && b.stop[r] - b.first[r] > 1;
+      }
+      b.shift[r] = safe ? own + bound : NAN;
       bounded = bounded && safe;
     }
-    const float* queries = Base::query_panel(b);
-    // Rows whose bound is too loose take the maximum of their scores; the others keep their bits.
-    if (!bounded) Base::shift_by_maxima(b, queries);
+    return bounded;
+  }
+
+  // Computes a block. False, and nothing written, if a row has no key near its bound: its shift is NaN then.
+  bool attend(Block& b, const float* queries) {
     alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {};
     alignas(64) float out[kTile * 256];
     memset(out, 0, sizeof(float) * b.count * width_);
@@ -145,11 +168,24 @@ class Forward : Head<T> {
       accumulate<T, Order::rows>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr,
                                  nullptr);
     }
+    if (!head_.itself && lost(b, sums)) return false;
     for (int r = 0; r < b.count; ++r) {
       const float total = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
       finish(b.token[r], out + r * width_, total, T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes)),
              b.shift[r]);
     }
+    return true;
+  }
+
+  // True if weights are so small that they may have underflowed; marks the shifts of these rows.
+  static bool lost(Block& b, const float* sums) {
+    bool any = false;
+    for (int r = 0; r < b.count; ++r) {
+      if (!b.has_keys(r) || !(sum(load(sums + r * kLanes)) < kLeastSum)) continue;
+      b.shift[r] = NAN;
+      any = true;
+    }
+    return any;
   }
 
   void row_tile(const Block& b, const float* queries, int j, float* sums, float* exact_sums) {
@@ -163,7 +199,7 @@ class Forward : Head<T> {
   void finish(int64_t token, float* out, float total, float exact, float shift) {
     const float inverse = total > 0.0f ? 1.0f / total : total;  // NaN stays
     for (int d = 0; d < width_; ++d) out[d] *= inverse;
-    write_row(element(head_.out, token, p_.dtype), p_.dtype, head_.out.dim_stride, p_.head_dim, out);
+    write_row(element(head_.out, token, p_.result), p_.result, head_.out.dim_stride, p_.head_dim, out);
     // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
     head_.lse[token] =
         total == 0.0f ? -INFINITY : static_cast<float>((log2(static_cast<double>(exact)) + shift) * kLn2);

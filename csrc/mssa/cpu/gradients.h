@@ -15,15 +15,17 @@ struct GradientSide {
 // The gradient of the products w_i . w_j of rows i and columns j:
 //   row_scale_i * weight * (dropout factor * dout_i . w_j - u_j delta_i + w_i . dout_j - u_i delta_j
 //                           + u_j dlse_i + u_i dlse_j).
-// Without column.dout, the terms with delta_j and dlse_j are absent too.
+// Without column.dout, the terms with delta_j and dlse_j are absent too. With ratios, the first difference is
+// multiplied by row_ratio_i * column_ratio_j.
 struct ScoreGradients {
   GradientSide row, column;
   int words;  // of a panel; 0: no product at all
   int rows, columns;
   const float* weights;  // kTile x kTile
   const float* row_scale;
-  const float* dropout;  // null, or kTile x kTile factors
-  bool symmetric;        // add by columns only
+  const float* dropout;                   // null, or kTile x kTile factors
+  const float *row_ratio, *column_ratio;  // null: 1
+  bool symmetric;                         // add by columns only
 };
 
 template <class T>
@@ -39,6 +41,10 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
       x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
     });
+    if (s.row_ratio != nullptr) {
+      for_each_vector(d, [&](Vf& x, int r, int v)
+                             CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
+    }
     if (s.column.dout != nullptr) {
       multiply<T, kRows, kColumns, 1, kTile>(d, s.row.w + r0, s.column.dout + j0, kTile, s.words);
       for_each_vector(

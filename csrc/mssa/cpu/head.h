@@ -10,6 +10,7 @@ namespace {
 
 using crate_kernels::MssaHead;
 using crate_kernels::MssaProblem;
+using crate_kernels::MssaShares;
 using crate_kernels::MssaView;
 using crate_kernels::mssa::Span;
 
@@ -31,11 +32,11 @@ struct Keys {
   int32_t* rank;   // number of keys before each token, and before the end
 
   void find(const MssaHead& head) {
-    for (int64_t t = 0; t < head.seqlen; ++t) {
+    for (int64_t t = 0; t < head.nkeys; ++t) {
       rank[t] = count;
       if (kept(head, t)) token[count++] = static_cast<int32_t>(t);
     }
-    rank[head.seqlen] = count;
+    rank[head.nkeys] = count;
     blocks = (count + kTile - 1) / kTile;
     for (int n = count; n < blocks * kTile; ++n) token[n] = 0;
   }
@@ -140,9 +141,9 @@ class Head {
  protected:
   // Cuts what both directions use.
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.seqlen, kTile), panel = panel_size<T>(p_.head_dim);
+    const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
     keys_.token = s.ints(padded);
-    keys_.rank = s.ints(head_.seqlen + 1);
+    keys_.rank = s.ints(head_.nkeys + 1);
     key_panels_ = s.floats(padded / kTile * panel);
     query_panel_ = s.floats(panel);
     half_norm_ = s.floats(padded);
@@ -156,7 +157,7 @@ class Head {
     const int64_t width = staging_width(p_.head_dim);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b);
-      stage_tokens(keys_.token + b * kTile, count, nullptr);
+      stage_keys(b, count, nullptr);
       pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
       if (rows != nullptr) pack_rows<T>(staging_, width, width_, count, rows + rows_at(b));
       for (int n = 0; n < round_up(count, kLanes); ++n) {
@@ -165,24 +166,27 @@ class Head {
     }
   }
 
-  void stage_tokens(const int32_t* token, int count, const float* factor) {
-    stage(head_.w, p_.dtype, p_.head_dim, token, count, factor, staging_width(p_.head_dim), staging_);
+  void stage_keys(int block, int count, const float* factor) {
+    const int32_t* const token = keys_.token + block * kTile;
+    stage(head_.keys, p_.dtype, p_.head_dim, token, count, factor, staging_width(p_.head_dim), staging_);
   }
 
-  // True if every token is a key: packed keys are then queries too.
-  bool all_kept() const { return keys_.count == head_.seqlen; }
+  // True if every query is a key: packed keys are then queries too.
+  bool queries_are_keys() const { return head_.itself && keys_.count == head_.nkeys; }
 
   // The panel of a block of queries. Without the keys' own, the queries are staged too.
   const float* query_panel(const Block& b) {
-    if (all_kept()) return key_panels_ + panel_at(b.token[0] / kTile);
-    stage_tokens(b.token, b.count, nullptr);
-    pack_panel<T>(staging_, staging_width(p_.head_dim), p_.head_dim, b.count, query_panel_);
+    if (queries_are_keys()) return key_panels_ + panel_at(b.token[0] / kTile);
+    const int64_t width = staging_width(p_.head_dim);
+    stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
     return query_panel_;
   }
 
   // True if tiles may serve their rows and their columns, without maxima.
   bool pairs_allowed(const Extent& extent) const {
-    return extent.safe() && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) && !p_.dropout && !p_.threshold;
+    return head_.itself && extent.safe() && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) && !p_.dropout &&
+           !p_.threshold;
   }
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
@@ -207,10 +211,13 @@ class Head {
   void find_bounds(Block& b) const {
     b.any = {keys_.count, 0};
     b.all = {0, keys_.count};
+    const int ahead = static_cast<int>(head_.query_start - head_.key_start);  // 0 of the same tokens
     for (int r = 0; r < kTile; ++r) {
       if (r >= b.count) b.token[r] = b.token[0];
-      const Span seen = keys_of(p_.mask, {b.token[r], b.token[r] + 1}, static_cast<int>(head_.seqlen));
-      const int first = b.first[r] = keys_.rank[seen.first], stop = b.stop[r] = keys_.rank[seen.stop];
+      const int query = b.token[r] + ahead;
+      const Span seen = keys_of(p_.mask, {query, query + 1}, static_cast<int>(head_.nkeys));
+      const int first = b.first[r] = keys_.rank[seen.first];
+      const int stop = b.stop[r] = seen.stop > 0 ? keys_.rank[seen.stop] : 0;  // all keys may follow the query
       b.any = {first < b.any.first ? first : b.any.first, stop > b.any.stop ? stop : b.any.stop};
       b.all = {first > b.all.first ? first : b.all.first, stop < b.all.stop ? stop : b.all.stop};
     }
@@ -295,8 +302,10 @@ class Head {
 CRATE_INLINE void dropout_factors(const MssaProblem& p, const MssaHead& head, const int32_t* row_token, int rows,
                                   const int32_t* column_token, float* factors) {
   uint32_t words[kTile];
+  int32_t places[kTile];
+  for (int c = 0; c < kTile; ++c) places[c] = static_cast<int32_t>(column_token[c] + head.key_start);
   for (int r = 0; r < rows; ++r) {
-    philox_word0(p.seed, column_token, static_cast<uint32_t>(row_token[r]), head.counter, kTile, words);
+    philox_word0(p.seed, places, static_cast<uint32_t>(row_token[r] + head.query_start), head.counter, kTile, words);
     for (int c = 0; c < kTile; ++c) factors[r * kTile + c] = words[c] >= p.keep_from ? p.keep_factor : 0.0f;
   }
 }

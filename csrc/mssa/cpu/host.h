@@ -30,7 +30,7 @@ inline const MssaKernels& kernels(const MssaProblem& p) {
 
 inline MssaProblem problem(const Tensor& w, const MssaCall& call) {
   MssaProblem p = {};
-  p.dtype = dtype_of(w);
+  p.dtype = p.result = dtype_of(w);
   p.head_dim = static_cast<int>(w.size(w.dim() - 1));
   STD_TORCH_CHECK(p.head_dim >= 1 && p.head_dim <= 256, "head_dim must be from 1 to 256, got ", p.head_dim);
   p.scale = call.scale;

@@ -23,6 +23,7 @@ static inline char* element(const MssaView& view, int64_t token, Dtype dtype) {
 // The numbers that every head of a call shares.
 struct MssaProblem {
   Dtype dtype;
+  Dtype result;  // of out and dw
   int head_dim;
   double scale;
   mssa::Mask mask;
@@ -34,14 +35,25 @@ struct MssaProblem {
   uint64_t seed;
 };
 
-// One head of one sequence. `keep` marks the tokens that are keys; null: all.
+// Tokens of one head that are queries, and tokens that are keys. Of a whole sequence, or of any range with itself, they
+// are the same: then w and keys are one view.
 struct MssaHead {
-  int64_t seqlen;
-  uint32_t counter;  // batch * nheads + head, for dropout
+  int64_t seqlen;                  // queries
+  int64_t nkeys;                   // tokens that may be keys
+  bool itself;                     // the queries are the keys
+  int64_t query_start, key_start;  // places of the first in the sequence
+  uint32_t counter;                // batch * nheads + head, for dropout
   MssaView w, out, dout, dw;
-  const bool* keep;
+  MssaView keys;
+  const bool* keep;  // marks the tokens that are keys; null: all
   float* lse;
-  const float* dlse;  // null: no gradient
+  const float* dlse;   // null: no gradient
+  const float* delta;  // of the queries, less dlse; null: to be computed from out. If given, lse is over more keys.
+};
+
+// Gradients of a part: of tokens as keys, by key, and as queries, by token. Null: not wanted.
+struct MssaShares {
+  float *as_key, *as_query;
 };
 
 // New tokens of one head against its cached ones: the i-th new token sees the first `visible[i]`.
@@ -59,8 +71,12 @@ struct MssaKernels {
   void (*forward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&);
   // With parts == 1 writes dw. Otherwise adds this part's share to partial + part * mssa_partial_size.
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
-  // Sum the shares of rows [begin, end) and write dw.
+  // Sum the shares of keys [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
+  // Add to `partial` the share of dw that a part of the pairs of rows and columns has. In `rows` the rows are queries
+  // and the columns keys, in `columns` the other way round.
+  void (*rectangular_backward)(const MssaProblem&, const MssaHead& rows, const MssaHead& columns, int part, int parts,
+                               Arena&, float* partial);
   // Write out and lse; with parts > 1, write the result of part `part` of the cache to `partial`.
   void (*decode)(const MssaProblem&, const MssaDecode&, int part, int parts);
   // Sum the parts, in their order, and write out and lse.

@@ -29,9 +29,10 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
     if (end == first) continue;
     for (int64_t h = 0; h < nheads; ++h) {
       MssaHead head = {};
-      head.seqlen = end - first;
+      head.seqlen = head.nkeys = end - first;
+      head.itself = true;
       head.counter = static_cast<uint32_t>(b * nheads + h);
-      head.w = view(t.w, packed, b, h, first);
+      head.w = head.keys = view(t.w, packed, b, h, first);
       head.out = view(t.out, packed, b, h, first);
       if (t.dout != nullptr) head.dout = view(*t.dout, packed, b, h, first);
       if (t.dw != nullptr) head.dw = view(*t.dw, packed, b, h, first);

@@ -5,19 +5,15 @@
 
 namespace {
 
-// Accumulators of one part: rows as keys, by key, and rows as queries, by token.
-struct Shares {
-  float *as_key, *as_query;
-};
-
-CRATE_INLINE Shares shares(const MssaProblem& p, const MssaHead& head, float* memory) {
-  return {memory, memory + round_up(head.seqlen, kTile) * padded_dim(p.head_dim)};
+// Cuts the memory of one part of the gradient of `tokens` tokens.
+CRATE_INLINE MssaShares shares(const MssaProblem& p, int64_t tokens, float* memory) {
+  return {memory, memory + round_up(tokens, kTile) * padded_dim(p.head_dim)};
 }
 
-// Sum the parts of rows [begin, end) and write them.
+// Sum the parts of tokens [begin, end), which are the head's keys, and write them.
 void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const float* partial, int64_t begin,
                   int64_t end) {
-  const int64_t size = crate_kernels::mssa_partial_size(head.seqlen, p.head_dim);
+  const int64_t size = crate_kernels::mssa_partial_size(head.nkeys, p.head_dim);
   const int width = padded_dim(p.head_dim);
   int64_t rank = 0;
   for (int64_t t = 0; t < begin; ++t) rank += Keys::kept(head, t);
@@ -25,7 +21,7 @@ void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const f
     const bool kept = Keys::kept(head, t);
     alignas(64) float row[256] = {};
     for (int part = 0; part < parts; ++part) {
-      const Shares s = shares(p, head, const_cast<float*>(partial) + part * size);
+      const MssaShares s = shares(p, head.nkeys, const_cast<float*>(partial) + part * size);
       for (int d = 0; d < width; d += kLanes) {
         Vf total = load(row + d) + load(s.as_query + t * width + d);
         if (kept) total += load(s.as_key + rank * width + d);
@@ -33,7 +29,7 @@ void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const f
       }
     }
     rank += kept;
-    write_row(element(head.dw, t, p.dtype), p.dtype, head.dw.dim_stride, p.head_dim, row);
+    write_row(element(head.dw, t, p.result), p.result, head.dw.dim_stride, p.head_dim, row);
   }
 }
 

@@ -4,11 +4,12 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "rectangular.h"
 
 namespace {
 
 template <class T>
-const crate_kernels::MssaKernels kMssaKernels = {mssa_forward<T>, mssa_backward<T>, mssa_combine, mssa_decode,
-                                                 mssa_decode_combine};
+const crate_kernels::MssaKernels kMssaKernels = {
+    mssa_forward<T>, mssa_backward<T>, mssa_combine, mssa_rectangular_backward<T>, mssa_decode, mssa_decode_combine};
 
 }  // namespace

@@ -1,0 +1,52 @@
+"""Attention of rows to columns by csrc/mssa: C++ for tensors on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import backends
+from crate_kernels._native.extension import Library, library
+from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+
+_MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
+
+
+def _library(w: Tensor) -> Library:
+    """Return the library for the device of the tokens; refuse what it does not have."""
+    if w.device.type == "cuda":
+        raise backends.Refused("does not have rows and columns of several processes on GPUs")
+    if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
+        raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
+    return library(w.device.type)
+
+
+def _contiguous(call: Call) -> Call:
+    """Return the call with contiguous masks."""
+    masks = {"row_mask": call.row_mask, "column_mask": call.column_mask}
+    return call._replace(**{name: mask.contiguous() for name, mask in masks.items() if mask is not None})
+
+
+def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of the rows over these columns alone."""
+    lib = _library(rows.w)
+    out = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
+    lse = out.new_empty(rows.w.shape[:3])
+    if columns.w.shape[2] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    lib.mssa_rectangular_fwd(rows.w, columns.w, *_contiguous(call), out, lse)
+    return out, lse
+
+
+def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+    """Return what the columns, as keys and as queries, add to the gradient of the rows."""
+    lib = _library(rows.w)
+    dw = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
+    if columns.w.shape[2] == 0:
+        return dw.zero_()
+    sides = []
+    for side in (rows, columns):
+        dout, lse, delta = side.gradients()
+        sides += [side.w, dout, lse.contiguous(), delta.contiguous()]
+    lib.mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
+    return dw

@@ -1,0 +1,179 @@
+// Backward of some tokens of a sequence, the rows, from others, the columns: what these add to dw of the rows. lse and
+// delta are given, over all keys of the sequence.
+//
+// Rows and columns that all see each other share one exponential:
+//   P_ij = 2^(S_ij - lse_i), P_ji = P_ij 2^(lse_i - lse_j)
+//   A_ij = scale P_ij (dout_i . w_j - delta_i + 2^(lse_i - lse_j) (dout_j . w_i - delta_j))
+//   dw_i += sum_j P_ji dout_j + A_ij w_j:  five products per tile.
+// Rows that are the columns have a symmetric A, and a tile serves its columns too, with dw_j += sum_i P_ij dout_i +
+// A_ij w_i: seven products per pair of tiles.
+//
+// All others take the row form of backward.h once per direction: three products per tile for the rows as queries, four
+// for the rows as keys, and five for both where the rows are the columns.
+#pragma once
+
+#include "backward.h"
+
+namespace {
+
+// Largest difference of lse, in bits, whose exponentials one tile serves: with a ratio of that size a weight that
+// counts has not underflowed.
+constexpr float kSafeRatio = 63.0f;
+
+// The least and the largest lse of some tokens, in bits.
+struct LseExtent {
+  float least = INFINITY, most = -INFINITY;
+  bool finite = true;
+
+  void add(const MssaHead& head) {
+    for (int64_t n = 0; n < head.seqlen; ++n) {
+      const float lse = head.lse[n] * static_cast<float>(kLog2e);
+      finite = finite && fabsf(lse) < INFINITY;
+      most = lse > most ? lse : most;
+      least = lse < least ? lse : least;
+    }
+  }
+  bool safe() const { return finite && most - least <= kSafeRatio; }
+};
+
+template <class T>
+class Mutual : Head<T> {
+  using Base = Head<T>;
+  using Base::key_panels_, Base::query_panel_, Base::staging_;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_;
+  using Base::panel_at, Base::rows_at;
+
+ public:
+  // `columns` has the columns as queries; `middle` is between all lse.
+  Mutual(const MssaProblem& p, const MssaHead& rows, const MssaHead& columns, int part, int parts, float middle)
+      : Base(p, rows, part, parts), columns_(columns), middle_(middle) {}
+
+  void run(Arena& arena, float* share) {
+    share_ = share;
+    cut_arena(arena, [this](Scratch& s) { cut(s); });
+    keys_.find(head_);
+    Base::pack_keys(keys_rows_);
+    for (int j = 0; j < keys_.blocks; ++j) pack_columns(j);
+    for (float& one : ones_) one = 1.0f;
+    Base::for_each_query_block(false, [this](Block& b) { block(b); });
+  }
+
+ private:
+  void cut(Scratch& s) {
+    const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
+    Base::cut(s);
+    keys_rows_ = s.floats(padded / T::kPair * width_);
+    dout_panels_ = s.floats(padded / kTile * panel);
+    dout_rows_ = s.floats(padded / T::kPair * width_);
+    delta_ = s.floats(padded);
+    ratio_ = s.floats(padded);
+    own_dout_panel_ = s.floats(panel);
+    own_dout_rows_ = s.floats(kTile / T::kPair * width_);
+  }
+
+  float ratio(float lse) const { return exp2f(static_cast<float>(lse * kLog2e - middle_)); }
+
+  // Packs dout of the columns, their delta and 2^(middle - lse).
+  void pack_columns(int j) {
+    const int count = in_block(keys_.count, j), first = j * kTile;
+    const int32_t* const token = keys_.token + first;
+    const int64_t width = staging_width(p_.head_dim);
+    stage(columns_.dout, p_.dtype, p_.head_dim, token, count, nullptr, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, count, dout_panels_ + panel_at(j));
+    for (int n = 0; n < kTile; ++n) {
+      delta_[first + n] = n < count ? columns_.delta[token[n]] : 0.0f;
+      ratio_[first + n] = n < count ? 1.0f / ratio(columns_.lse[token[n]]) : 0.0f;
+    }
+    scale_rows(ratio_ + first, count);
+    pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(j));
+  }
+
+  void scale_rows(const float* factor, int count) {
+    const int64_t width = staging_width(p_.head_dim);
+    for (int n = 0; n < count; ++n) {
+      for (int64_t d = 0; d < width; d += kLanes)
+        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
+    }
+  }
+
+  void block(Block& b) {
+    const float* const panel = Base::query_panel(b);
+    const int64_t width = staging_width(p_.head_dim);
+    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, b.count, own_dout_panel_);
+    alignas(64) float residual[kTile], row_scale[kTile], row_ratio[kTile], value_factor[kTile], delta[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      const bool real = r < b.count;
+      const double lse = head_.lse[b.token[r]] * kLog2e;
+      b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
+      residual[r] = real ? exp2f(static_cast<float>(b.shift[r] - lse)) : 0.0f;  // the rounding error of the shift
+      row_scale[r] = residual[r] * static_cast<float>(p_.scale);
+      row_ratio[r] = real ? ratio(head_.lse[b.token[r]]) : 0.0f;
+      value_factor[r] = residual[r] * row_ratio[r];
+      delta[r] = real ? head_.delta[b.token[r]] : 0.0f;
+    }
+    const int own = b.token[0] / kTile;
+    if (head_.itself) {
+      scale_rows(residual, b.count);
+      pack_rows<T>(staging_, width, width_, b.count, own_dout_rows_);
+    }
+    float* const out = share_ + static_cast<int64_t>(b.token[0]) * width_;
+    for (int j = 0; j < (head_.itself ? own + 1 : keys_.blocks); ++j) {
+      compute_weights<T>(weigh(b, panel, j), weights_);
+      ScoreGradients g = {};
+      // The terms of the columns as queries come first: the ratio is theirs.
+      g.row = {panel, own_dout_panel_, ones_, nullptr, delta};
+      g.column = {key_panels_ + panel_at(j), dout_panels_ + panel_at(j), ones_, nullptr, delta_ + j * kTile};
+      g.words = words_;
+      g.rows = b.count;
+      g.columns = b.columns(j);
+      g.weights = T::kPair == 1 ? weights_.by_row : exact_;
+      g.row_scale = row_scale;
+      g.row_ratio = row_ratio;
+      g.column_ratio = ratio_ + j * kTile;
+      compute_gradients<T>(g, gradients_);
+      accumulate<T, Order::rows>(out, width_, g.rows, g.columns, weights_, dout_rows_ + rows_at(j), value_factor,
+                                 &gradients_, keys_rows_ + rows_at(j));
+      if (head_.itself && j < own) {
+        accumulate<T, Order::columns>(share_ + static_cast<int64_t>(j) * kTile * width_, width_, g.columns, g.rows,
+                                      weights_, own_dout_rows_, nullptr, &gradients_, keys_rows_ + rows_at(own));
+      }
+    }
+  }
+
+  Scores weigh(const Block& b, const float* panel, int j) {
+    Scores s = Base::row_scores(b, panel, j);
+    s.exact = T::kPair == 1 ? nullptr : exact_;
+    return s;
+  }
+
+  const MssaHead& columns_;
+  const float middle_;
+  float* share_;
+  float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *ratio_, *own_dout_panel_, *own_dout_rows_;
+  alignas(64) float ones_[kTile];
+  alignas(64) float exact_[T::kPair == 1 ? 1 : kTile * kTile];
+  Tile<T> weights_, gradients_;
+};
+
+template <class T>
+void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const MssaHead& columns, int part, int parts,
+                               Arena& arena, float* partial) {
+  const int64_t size = crate_kernels::mssa_partial_size(rows.seqlen, p.head_dim);
+  const MssaShares share = shares(p, rows.seqlen, partial + part * size);
+  memset(share.as_key, 0, size * sizeof(float));
+  LseExtent extent;
+  extent.add(rows);
+  extent.add(columns);
+  const bool all_see = hides_none(p.mask) && rows.keep == nullptr && columns.keep == nullptr && !p.dropout;
+  if (all_see && extent.safe()) {
+    Mutual<T>(p, rows, columns, part, parts, 0.5f * (extent.least + extent.most)).run(arena, share.as_query);
+  } else if (rows.itself) {
+    Backward<T>(p, rows, part, parts).run_rows(arena, share);
+  } else {
+    Backward<T>(p, rows, part, parts).run_rows(arena, {nullptr, share.as_query});
+    Backward<T>(p, columns, part, parts).run_rows(arena, {share.as_key, nullptr});
+  }
+}
+
+}  // namespace
