@@ -5,8 +5,9 @@ import torch
 
 import crate_kernels
 from crate_kernels import testing
+from crate_kernels._core import backends
 from crate_kernels.ops.ista import op as ista_op
-from crate_kernels.ops.mssa import logsumexp
+from crate_kernels.ops.mssa import logsumexp, rectangular
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.tssa import op as tssa_op
@@ -110,7 +111,30 @@ def _overcomplete_backward_args(backend):
     return torch.randn_like(out), x, weight, decoder, codes, residuals, *options
 
 
+def _has_rectangular(backend):
+    return backends.unavailable_reason(rectangular.PART, backend, home(backend)) is None
+
+
 SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
+
+
+def _rectangular_args(backend, backward=False):
+    device = home(backend)
+    (w, dout), (lse, delta) = torch.randn(2, 2, 3, 5, 8, device=device), torch.randn(2, 2, 3, 5, device=device)
+    kept, seed = torch.rand(2, 5, device=device) > 0.3, torch.tensor(5, device=device)
+    call = rectangular.Call(kept[:, :3], kept[:, 2:], 4, 2, True, 0.3, seed, 0.2, 1, 5)
+    sides = [[t[:, :, part] for t in (w, dout, lse, delta)] for part in (slice(3), slice(2, 5))]
+    tensors = [*sides[0], *sides[1]] if backward else [side[0] for side in sides]
+    return *tensors, *call, backend
+
+
+def rectangular_checks(backend):
+    """List the checks of one backend of the attention of rows to columns."""
+    fwd, bwd = rectangular.op.mssa_rectangular_fwd, rectangular.op.mssa_rectangular_bwd
+    return {
+        f"mssa_rectangular_fwd-{backend}": (fwd, lambda: _rectangular_args(backend)),
+        f"mssa_rectangular_bwd-{backend}": (bwd, lambda: _rectangular_args(backend, backward=True)),
+    }
 
 
 def mssa_checks(backend):
@@ -168,6 +192,7 @@ OPCHECKS = {
         name: check
         for checks, found in (
             (mssa_checks, ["plain", *kernels("mssa")]),
+            (rectangular_checks, ["composite", *(k for k in kernels("mssa") if _has_rectangular(k))]),
             (tssa_checks, ["composite", *kernels("tssa")]),
             (ista_checks, ["composite", *kernels("ista")]),
         )

@@ -24,11 +24,11 @@ struct ScoreGradients {
   const float* weights;  // kTile x kTile
   const float* row_scale;
   const float* dropout;                   // null, or kTile x kTile factors
-  const float *row_ratio, *column_ratio;  // null: 1
+  const float *row_ratio, *column_ratio;  // for kRatios
   bool symmetric;                         // add by columns only
 };
 
-template <class T>
+template <class T, bool kRatios = false>
 void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
   const auto differentiate = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
@@ -41,7 +41,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
       x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
     });
-    if (s.row_ratio != nullptr) {
+    if constexpr (kRatios) {
       for_each_vector(d, [&](Vf& x, int r, int v)
                              CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
     }

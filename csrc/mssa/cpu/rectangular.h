@@ -131,7 +131,7 @@ class Mutual : Head<T> {
       g.row_scale = row_scale;
       g.row_ratio = row_ratio;
       g.column_ratio = ratio_ + j * kTile;
-      compute_gradients<T>(g, gradients_);
+      compute_gradients<T, true>(g, gradients_);
       accumulate<T, Order::rows>(out, width_, g.rows, g.columns, weights_, dout_rows_ + rows_at(j), value_factor,
                                  &gradients_, keys_rows_ + rows_at(j));
       if (head_.itself && j < own) {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,3 +57,49 @@ def mssa_loop(
         lses.append(lse)
     stacked_lse = torch.stack(lses).view(batch, nheads, seqlen) if phi in ("softmax", "threshold") else None
     return torch.stack(outs).view(w.shape), stacked_lse
+
+
+def _allowed(query: int, key: int, causal: bool, mask: Tensor | None, batch: int, place: int) -> bool:
+    """Whether the query at a place of the sequence may see the key at another; ``place`` is the key's in its mask."""
+    return (key <= query or not causal) and (mask is None or bool(mask[batch, place]))
+
+
+def rectangular_loop(
+    rows: Tensor, columns: Tensor, call: Any, keep: Callable[[int, int, int], bool] = lambda *_: True
+) -> tuple[Tensor, Tensor]:
+    """Attend from each row to the columns; ``keep(head, query's place, key's place)`` tells what dropout keeps."""
+    out, lse = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -torch.inf)
+    for b, h, i in itertools.product(*map(range, rows.shape[:3])):
+        query, weights, total = call.row_start + i, [], 0.0
+        for j in range(columns.shape[2]):
+            if _allowed(query, call.column_start + j, call.causal, call.column_mask, b, j):
+                weights.append((j, math.exp(call.scale * float(rows[b, h, i] @ columns[b, h, j]))))
+                total += weights[-1][1]
+        for j, weight in weights:
+            if keep(b * call.nheads + call.first_head + h, query, call.column_start + j):
+                out[b, h, i] += weight / total / (1 - call.dropout_p) * columns[b, h, j]
+        lse[b, h, i] = math.log(total) if weights else -math.inf
+    return out, lse
+
+
+def rectangular_gradient_loop(
+    rows: tuple[Tensor, ...],
+    columns: tuple[Tensor, ...],
+    call: Any,
+    keep: Callable[[int, int, int], bool] = lambda *_: True,
+) -> Tensor:
+    """Add what each column, as key and as query, gives to dw of each row: (w, dout, lse, delta) of both are given."""
+    (w, dout, lse, delta), (others, other_dout, other_lse, other_delta) = rows, columns
+    dw = torch.zeros_like(w)
+    for b, h, i, j in itertools.product(*map(range, (*w.shape[:3], others.shape[2]))):
+        row, column, head = call.row_start + i, call.column_start + j, b * call.nheads + call.first_head + h
+        score, mine, other = call.scale * float(w[b, h, i] @ others[b, h, j]), (b, h, i), (b, h, j)
+        if _allowed(row, column, call.causal, call.column_mask, b, j):
+            factor = keep(head, row, column) / (1 - call.dropout_p)
+            dscore = math.exp(score - lse[mine]) * (factor * float(dout[mine] @ others[other]) - float(delta[mine]))
+            dw[mine] += call.scale * dscore * others[other]
+        if _allowed(column, row, call.causal, call.row_mask, b, i):
+            factor, weight = keep(head, column, row) / (1 - call.dropout_p), math.exp(score - other_lse[other])
+            dscore = weight * (factor * float(other_dout[other] @ w[mine]) - float(other_delta[other]))
+            dw[mine] += factor * weight * other_dout[other] + call.scale * dscore * others[other]
+    return dw

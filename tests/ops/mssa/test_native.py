@@ -17,6 +17,7 @@ from crate_kernels._core import backends, operator
 from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
+from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from tests.ops.common import LEVELS, randn
 
@@ -40,7 +41,13 @@ def test_build_info_names_the_sources_and_levels():
     assert extension.cpu_capability() in info["cpu_capabilities"].split()
 
 
-OPS = {"mssa_fwd": Call, "mssa_bwd": Call, "mssa_decode": DecodeCall}
+OPS = {
+    "mssa_fwd": Call,
+    "mssa_bwd": Call,
+    "mssa_decode": DecodeCall,
+    "mssa_rectangular_fwd": rectangular.Call,
+    "mssa_rectangular_bwd": rectangular.Call,
+}
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -4,11 +4,16 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels._core import philox
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.rectangular import Call, Tokens, composite
 from tests.ops.common import EXACT
+from tests.ops.mssa.naive import rectangular_gradient_loop, rectangular_loop
+from tests.ops.mssa.rectangles import CASES as NAMED
+from tests.ops.mssa.rectangles import drawn, in_dtype
+from tests.ops.naive_philox import philox4x32_10
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 2, 11, 3
 CUTS = {
@@ -99,3 +104,42 @@ def test_half_tokens_are_added_up_in_float32():
     )
     torch.testing.assert_close(out, expected.float())
     torch.testing.assert_close(lse, expected_lse.float())
+
+
+@pytest.mark.parametrize("name", ["causal-padded-dropout", "dropout", "padded", "across", "causal-before"])
+def test_composite_is_the_loops(name):
+    """The same rows and columns around the same places, but few of them: the loops are slow."""
+    case = NAMED[name]
+    (first, last), (start, stop) = case.rows, case.columns
+    middle = (max(first, start) + min(last, stop)) // 2
+    case = case._replace(
+        rows=(max(first, middle - 4), min(last, middle + 3)), columns=(max(start, middle - 3), min(stop, middle + 5))
+    )
+    rows, columns, call = drawn(case, torch.float64)
+    rows, columns = (in_dtype(side, torch.float64) for side in (rows, columns))
+    call = call.between(rows, columns)
+
+    def keep(head, query, key):
+        return call.seed is None or philox4x32_10((key, query, head, 0), int(call.seed))[0] >= call.dropout_p * 2**32
+
+    out, lse = rectangular.forward(rows, columns, call, "composite")
+    expected, expected_lse = rectangular_loop(rows.w, columns.w, call, keep)
+    torch.testing.assert_close(out, expected, **EXACT)
+    torch.testing.assert_close(lse, expected_lse, **EXACT)
+    sides = [(side.w, *side.gradients()) for side in (rows, columns)]
+    dw = rectangular.backward(rows, columns, call, "composite")
+    torch.testing.assert_close(dw, rectangular_gradient_loop(*sides, call, keep), **EXACT)
+
+
+def test_products_are_counted():
+    """Causal ranges count what they see; all ranges of a sequence together, what one process counts."""
+    w, rest = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
+    early, late = (Tokens(start, w, None, w, rest, rest) for start in (0, 8))
+    with FlopCounterMode(display=False) as counter:
+        for rows, columns in itertools.product((early, late), (early, late)):
+            rectangular.forward(rows, columns, Call(causal=True), "composite")
+            rectangular.backward(rows, columns, Call(causal=True), "composite")
+    pairs, counts = 16 * 17 // 2, counter.get_flop_counts()["Global"]
+    ops = torch.ops.crate_kernels
+    assert counts[ops.mssa_rectangular_fwd] == 2 * 2 * 2 * 4 * pairs
+    assert counts[ops.mssa_rectangular_bwd] == 5 * 2 * 2 * 4 * pairs
