@@ -89,7 +89,11 @@ def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Put together, in the first two tensors, the results of the same rows over two sets of columns."""
-    total = torch.logaddexp(lse, more_lse)
-    safe = total.masked_fill(total == -torch.inf, 0.0)
-    out.mul_((lse - safe).exp().unsqueeze(-1)).add_(more_out * (more_lse - safe).exp().unsqueeze(-1))
-    lse.copy_(total)
+    top = torch.maximum(lse, more_lse)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    share, more = (lse - top).exp(), (more_lse - top).exp()
+    total = share + more
+    # Shares of their own sum: exp(lse - the lse of both) would give every weight of a row the rounding of that lse.
+    whole = total.clamp(min=1.0).unsqueeze(-1)  # one share is 1, unless the row has no key
+    out.mul_(share.unsqueeze(-1) / whole).add_(more_out * (more.unsqueeze(-1) / whole))
+    lse.copy_(top + total.log())
