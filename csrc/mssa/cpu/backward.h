@@ -113,15 +113,6 @@ class Backward : Head<T> {
     }
   }
 
-  void scale_staged(const float* factor, int count) {
-    const int64_t width = staging_width(p_.head_dim);
-    for (int n = 0; n < count; ++n) {
-      for (int64_t d = 0; d < width; d += kLanes) {
-        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
-      }
-    }
-  }
-
   // True if lse and out of these tokens are exact enough; `tallest` is the largest |h| in their scores.
   bool trusted(const int32_t* token, int count, float tallest) const {
     if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
@@ -240,7 +231,7 @@ class Backward : Head<T> {
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
     pack_dout(b.token, b.count, nullptr, dout_panels_, delta, dlse);
     if (!shift_rows(b, tallest, residual)) measure_rows(b, queries, residual, delta);
-    scale_staged(residual, b.count);
+    Base::scale_staged(residual, b.count);
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 

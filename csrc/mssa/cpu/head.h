@@ -171,6 +171,15 @@ class Head {
     stage(head_.keys, p_.dtype, p_.head_dim, token, count, factor, staging_width(p_.head_dim), staging_);
   }
 
+  void scale_staged(const float* factor, int count) {
+    const int64_t width = staging_width(p_.head_dim);
+    for (int n = 0; n < count; ++n) {
+      for (int64_t d = 0; d < width; d += kLanes) {
+        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
+      }
+    }
+  }
+
   // True if every query is a key: packed keys are then queries too.
   bool queries_are_keys() const { return head_.itself && keys_.count == head_.nkeys; }
 

@@ -84,16 +84,8 @@ class Mutual : Head<T> {
       delta_[first + n] = n < count ? columns_.delta[token[n]] : 0.0f;
       ratio_[first + n] = n < count ? 1.0f / ratio(columns_.lse[token[n]]) : 0.0f;
     }
-    scale_rows(ratio_ + first, count);
+    Base::scale_staged(ratio_ + first, count);
     pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(j));
-  }
-
-  void scale_rows(const float* factor, int count) {
-    const int64_t width = staging_width(p_.head_dim);
-    for (int n = 0; n < count; ++n) {
-      for (int64_t d = 0; d < width; d += kLanes)
-        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
-    }
   }
 
   void block(Block& b) {
@@ -114,7 +106,7 @@ class Mutual : Head<T> {
     }
     const int own = b.token[0] / kTile;
     if (head_.itself) {
-      scale_rows(residual, b.count);
+      Base::scale_staged(residual, b.count);
       pack_rows<T>(staging_, width, width_, b.count, own_dout_rows_);
     }
     float* const out = share_ + static_cast<int64_t>(b.token[0]) * width_;

@@ -59,9 +59,13 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     keys = columns.w.to(dtype)
     for place, chunk in _chunks(rows, columns):
         scores = _hide(call.scale * (chunk.w.to(dtype) @ keys.mT), chunk, columns, call)
-        lse[:, :, place] = scores.logsumexp(-1)
-        weights = (scores - _finite(lse[:, :, place]).unsqueeze(-1)).exp_()
-        out[:, :, place] = _times(weights, _factor(chunk, columns, call, dtype)) @ keys
+        top = _finite(scores.amax(-1, keepdim=True))
+        weights = (scores - top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        lse[:, :, place] = (top + total.log()).squeeze(-1)
+        # Shares of their own sum: exp(scores - lse) would give every weight of a row the rounding of its lse.
+        sums = _times(weights, _factor(chunk, columns, call, dtype)) @ keys
+        out[:, :, place] = sums / total.masked_fill(total == 0.0, 1.0)
     return out, lse
 
 
