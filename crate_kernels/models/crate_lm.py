@@ -168,6 +168,6 @@ def _masks(model: CRATELM) -> dict[str, Tensor]:
 Config, Model = CRATELMConfig, CRATELM
 _read = partial(official.family, Config, Model, required=("n_head",), weights=_without_masks)
 SYSTEMS = {
-    "crate_lm": _read(fixed={"overcomplete": False}, buffers=_masks),
-    "crate_lm_overcomplete": _read(fixed={"overcomplete": True}),
+    "crate_lm": _read(fixed={"overcomplete": False, "tie_word_embeddings": True}, buffers=_masks),
+    "crate_lm_overcomplete": _read(fixed={"overcomplete": True, "tie_word_embeddings": True}),
 }

@@ -101,4 +101,4 @@ class ToSTLM(LanguageModel):
 
 
 Config, Model = ToSTLMConfig, ToSTLM
-SYSTEMS = {"tost_lm": official.family(Config, Model, only={"TSSA": True})}
+SYSTEMS = {"tost_lm": official.family(Config, Model, fixed={"tie_word_embeddings": True}, only={"TSSA": True})}

@@ -10,10 +10,10 @@ from tests.models import families
 CONFIGS = {
     "crate": integration.CRATEConfig,
     "crate_alpha": integration.CRATEAlphaConfig,
+    "crate_mae_encoder": integration.CRATEMAEEncoderConfig,
     "tost": integration.ToSTConfig,
     "aot_vision": integration.AoTVisionConfig,
 }
-MAE = {"crate_mae": integration.CRATEMAEConfig}  # a classifier that ours is not
 
 
 @cache
@@ -24,9 +24,8 @@ def pair(family):
 
 
 def wrapped(ours, family, **fields):
-    model = AutoModelForImageClassification.from_config((CONFIGS | MAE)[family].of(ours.config, **fields)).eval()
-    if family in CONFIGS:
-        model.load_state_dict(ours.state_dict())
+    model = AutoModelForImageClassification.from_config(CONFIGS[family].of(ours.config, **fields)).eval()
+    model.load_state_dict(ours.state_dict())
     return model
 
 

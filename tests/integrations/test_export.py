@@ -11,7 +11,7 @@ from tests.integrations import images, language
 QUICK = ("crate_lm", "crate")  # an export takes seconds
 FAMILIES = [
     pytest.param(family, marks=[] if family in QUICK else pytest.mark.exhaustive)
-    for family in (*language.CONFIGS, *images.CONFIGS, *images.MAE)
+    for family in (*language.CONFIGS, *images.CONFIGS)
 ]
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 from crate_kernels import models
 from crate_kernels.integrations.transformers import card
 from tests.integrations import images, language
+from tests.models import families
 
 FAMILIES = {
     **{family: (language.pair, AutoModelForCausalLM, language.prompts) for family in language.CONFIGS},
@@ -69,19 +70,35 @@ def test_a_folder_of_another_number_of_classes_keeps_all_but_the_head(tmp_path):
 
 
 def test_a_pre_trained_autoencoder_becomes_a_classifier(tmp_path):
-    ours, _ = images.pair("crate_mae")
-    ours.save_pretrained(tmp_path / "ours")
+    whole = families.build("crate_mae", seed=3).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.requires_grad:  # the positions are fixed
+                parameter.add_(0.1)
+    whole.save_pretrained(tmp_path / "ours")
     load = AutoModelForImageClassification.from_pretrained
     model, report = load(tmp_path / "ours", num_labels=4, output_loading_info=True)
     assert set(report["missing_keys"]) == {"model.head.weight", "model.head.bias"}
     assert not report["unexpected_keys"]
-    assert torch.equal(model.model.blocks[0].layers[0][0].norm.weight, ours.blocks[0].layers[0][0].norm.weight)
+    example = images.images("crate_mae_encoder")
+    features = model.eval().model.forward_features(example)
+    torch.testing.assert_close(features, whole.forward_features(example), rtol=0, atol=0)
     model.save_pretrained(tmp_path / "theirs")
-    again = load(tmp_path / "theirs")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
-    with pytest.raises(ValueError, match=r"unexpected head\.weight"):
-        models.from_pretrained(tmp_path / "theirs")
+    again = models.from_pretrained(tmp_path / "theirs").eval()
+    assert isinstance(again, models.CRATEMAEEncoder)
+    torch.testing.assert_close(again(example), model(example).logits, rtol=0, atol=0)
+
+
+def test_an_untied_head_is_kept(tmp_path):
+    ours = families.drawn(families.build("crate_lm", tie_word_embeddings=False)).eval()
+    expected = ours(language.prompts())[0]
+    assert not torch.equal(ours.lm_head.weight, ours.transformer["wte"].weight)
+    ours.save_pretrained(tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    torch.testing.assert_close(model(language.prompts()).logits, expected, rtol=0, atol=0)
+    model.save_pretrained(tmp_path / "theirs")
+    torch.testing.assert_close(models.from_pretrained(tmp_path / "theirs").eval()(language.prompts())[0], expected)
 
 
 def test_half_precision_and_a_device_map(tmp_path):

@@ -1,16 +1,20 @@
 """Our image models as classifiers of transformers."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import AutoModelForImageClassification
 
 from crate_kernels.integrations import transformers as integration
-from tests.integrations.images import CONFIGS, MAE, images, pair, wrapped
+from crate_kernels.nn import MSSA
+from tests.integrations.images import CONFIGS, images, pair, wrapped
 from tests.models import families
 
 each_family = pytest.mark.parametrize("family", CONFIGS)
@@ -32,29 +36,43 @@ def test_logits_and_gradients_are_ours(family):
             torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("family", [*CONFIGS, *MAE])
+@each_family
 def test_checkpointing_is_switched_after_construction(family):
-    model = wrapped(pair(family)[0], family)
-    assert model.supports_gradient_checkpointing
-    layer = next(m for m in model.modules() if type(m).__name__ in ("Layer", "Block", "EncoderBlock"))
+    model = wrapped(pair(family)[0], family).train()
+    blocks = list(model.model._blocks()) + list(getattr(model.model, "cls_attn_blocks", []))
     calls = []
-    layer.register_forward_pre_hook(lambda *args: calls.append(1))
+    for block in blocks:
+        norm = next(module for module in block.modules() if isinstance(module, (nn.LayerNorm, MSSA)))
+        norm.register_forward_pre_hook(lambda *args: calls.append(1))
     for enable, runs in ((True, 2), (False, 1)):
         calls.clear()
-        model._set_gradient_checkpointing(enable)
+        # The public name changes with the version.
+        model._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
         model(images(family), labels=torch.tensor([0, 1])).loss.backward()
-        assert len(calls) == runs
+        assert len(calls) == runs * len(blocks)
 
 
-def test_the_encoder_of_an_autoencoder_classifies():
-    ours, _ = pair("crate_mae")
-    model = wrapped(ours, "crate_mae", num_labels=3)
-    assert model(images("crate_mae")).logits.shape == (2, 3)
-    names = {name.removeprefix("model.") for name, _ in model.named_parameters()}
-    assert names - {name for name, _ in ours.named_parameters()} == {"head.weight", "head.bias"}
-    assert not {name for name in names if "decoder" in name} - {"decoder_pos_embed"}
-    model(images("crate_mae"), labels=torch.tensor([0, 2])).loss.backward()
-    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+@each_family
+def test_hidden_states_are_the_tokens_between_the_layers(family):
+    """As many, and of the shape, as a ViT gives: before the first layer, and after each."""
+    ours, _ = pair(family)
+    model, img = wrapped(ours, family), images(family)
+    prefix = ours.num_prefix_tokens
+    taken = ours.forward_intermediates(img, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
+    after = [torch.cat(each[::-1], 1) for each in taken] if prefix else taken
+    for options in ({}, {"return_dict": False}):
+        out = model(img, output_hidden_states=True, **options)
+        states = out[1] if options else out.hidden_states
+        assert len(states) == model.config.num_hidden_layers + 1 == 3
+        torch.testing.assert_close(states[1:], tuple(after), rtol=0, atol=0)
+        torch.testing.assert_close(states[0], ours._embed(img), rtol=0, atol=0)
+        assert states[0].shape == (2, ours._embed(img).shape[1], model.config.hidden_size)
+    states[0].retain_grad()
+    out[0].sum().backward()
+    assert states[0].grad is not None
+    assert model(img).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(img).hidden_states) == 3
 
 
 @each_family
@@ -85,9 +103,14 @@ def test_regression_and_several_labels():
     torch.testing.assert_close(out.loss, F.binary_cross_entropy_with_logits(out.logits, target))
 
 
-def test_what_the_models_do_not_keep_is_refused():
-    _, model = pair("crate")
-    with pytest.raises(NotImplementedError, match="output_attentions cannot be given: the model does not keep them"):
-        model(images("crate"), output_attentions=True)
-    loss = model(images("crate"), labels=torch.tensor([0, 1]), return_dict=False)[0]
+@each_family
+def test_attention_probabilities_are_refused(family):
+    _, model = pair(family)
+    with pytest.raises(NotImplementedError, match="output_attentions cannot be given: the operators never hold the pr"):
+        model(images(family), output_attentions=True)
+
+
+def test_tuples():
+    loss, logits = pair("crate")[1](images("crate"), labels=torch.tensor([0, 1]), return_dict=False)
     assert loss.dim() == 0
+    assert logits.shape == (2, 5)

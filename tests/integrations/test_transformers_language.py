@@ -90,13 +90,37 @@ def test_the_head_and_the_embedding_are_one(family):
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert model(prompts()).logits.shape == (2, 5, 15)
     assert model.config.vocab_size == 15
-    with pytest.raises(Exception, match="tie_word_embeddings must be True"):
-        CONFIGS[family](tie_word_embeddings=False)
-    config = CONFIGS[family]()
-    config.tie_word_embeddings = False
-    with pytest.raises(ValueError, match="tie_word_embeddings must be True"):
-        AutoModelForCausalLM.from_config(config)
     assert pickle.loads(pickle.dumps(model)).lm_head.weight.shape == (15, 24)
+
+
+@each_family
+def test_the_head_may_be_untied(family):
+    ours = families.build(family, seed=5, tie_word_embeddings=False)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family].of(ours.config))
+    assert torch.equal(model.transformer.wte.weight, ours.transformer["wte"].weight)
+    assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+    assert 0.015 < model.lm_head.weight.std() < 0.025
+    assert model.num_parameters() == sum(p.numel() for p in ours.parameters())
+    model(prompts(), labels=prompts()).loss.backward()
+    assert not torch.equal(model.lm_head.weight.grad, model.transformer.wte.weight.grad)
+    model.resize_token_embeddings(15)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    assert model(prompts()).logits.shape == (2, 5, 15)
+    resized = model.lm_head.weight.clone()
+    model.post_init()
+    assert torch.equal(model.lm_head.weight, resized)
+
+
+@each_family
+def test_hidden_states_carry_gradients_through_padding(family):
+    _, model = pair(family)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    out = model(prompts(), attention_mask=mask, output_hidden_states=True)
+    plain = model(prompts(), attention_mask=mask)
+    torch.testing.assert_close(out.logits[mask.bool()], plain.logits[mask.bool()], rtol=0, atol=0)
+    first = torch.autograd.grad(out.logits[0, -1].sum(), out.hidden_states[0])[0]
+    assert (first.abs().sum(-1) > 0).tolist() == [[False, False, True, True, True], [False] * 5]
 
 
 @each_family

@@ -111,6 +111,26 @@ def test_a_checkpoint_whose_head_is_not_its_embedding_is_refused():
         models.from_official("crate_lm", state, config)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_may_be_a_matrix_of_its_own(family):
+    tied, untied = (build(family, tie_word_embeddings=tie) for tie in (True, False))
+    head, embedding = untied.lm_head.weight, untied.transformer["wte"].weight
+    assert untied.num_parameters() == tied.num_parameters() + head.numel()
+    (tokens,) = inputs(family)
+    untied(tokens, tokens)[1].backward()
+    assert not torch.equal(head.grad, embedding.grad)
+    untied.zero_grad()
+    with torch.no_grad():
+        untied.load_state_dict(tied.state_dict())
+        assert_close(untied(tokens)[0], tied(tokens)[0], rtol=0, atol=0)
+        head.zero_()
+        assert untied(tokens)[0].abs().max() == 0
+    with pytest.raises(ValueError, match="to_official: model must be of"):
+        models.to_official(untied)
+    with pytest.raises(ValueError, match="arguments must be among .*; got tie_word_embeddings"):
+        models.from_official(family, tied.state_dict(), {"n_head": 3, "tie_word_embeddings": False})
+
+
 TSSA = {"published": {"TSSA": True}, "unsaid": {}}
 
 

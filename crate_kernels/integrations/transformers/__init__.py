@@ -15,6 +15,7 @@ from crate_kernels.integrations.transformers.configs import (
     CRATEConfig,
     CRATELMConfig,
     CRATEMAEConfig,
+    CRATEMAEEncoderConfig,
     ToSTConfig,
     ToSTLMConfig,
     config,
@@ -23,7 +24,7 @@ from crate_kernels.integrations.transformers.images import (
     AoTVisionForImageClassification,
     CRATEAlphaForImageClassification,
     CRATEForImageClassification,
-    CRATEMAEForImageClassification,
+    CRATEMAEEncoderForImageClassification,
     ToSTForImageClassification,
 )
 from crate_kernels.integrations.transformers.language import (
@@ -48,8 +49,8 @@ __all__ = [
     "CRATELMConfig",
     "CRATELMForCausalLM",
     "CRATELMModel",
-    "CRATEMAEConfig",
-    "CRATEMAEForImageClassification",
+    "CRATEMAEEncoderConfig",
+    "CRATEMAEEncoderForImageClassification",
     "KeyValueLayer",
     "StatsLayer",
     "SubspaceLayer",
@@ -75,7 +76,8 @@ for _config, _head in (
     (CRATEAlphaConfig, CRATEAlphaForImageClassification),
     (ToSTConfig, ToSTForImageClassification),
     (AoTVisionConfig, AoTVisionForImageClassification),
-    (CRATEMAEConfig, CRATEMAEForImageClassification),
+    (CRATEMAEEncoderConfig, CRATEMAEEncoderForImageClassification),
 ):
     AutoConfig.register(_config.model_type, _config)
     AutoModelForImageClassification.register(_config, _head)
+AutoConfig.register(CRATEMAEConfig.model_type, CRATEMAEConfig)  # a folder of the autoencoder, read as its encoder

@@ -45,9 +45,11 @@ class Model(PreTrainedModel):
     def initialize_weights(self) -> None:
         """Draw what no checkpoint gave, as the constructor of our model draws it."""
         lacking = {
-            self._our_name(name): tensor
-            for name, tensor in [*self.named_parameters(), *self.named_buffers()]
-            if name not in self.all_tied_weights_keys and not getattr(tensor, "_is_hf_initialized", False)
+            self._our_name(f"{owner}.{name}".removeprefix(".")): tensor
+            for owner, module in self.named_modules()
+            if not getattr(module, "_is_hf_initialized", False)  # a resized head
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if f"{owner}.{name}" not in self.all_tied_weights_keys and not getattr(tensor, "_is_hf_initialized", False)
         }
         if lacking:
             fresh = self.config.network()
@@ -63,6 +65,14 @@ def _require_ours(owner: str, attention: Any) -> None:
         raise ValueError(
             f'{owner}: attn_implementation must be "eager", which is our own operators, got {attention!r}: no other '
             "computes subspace or token-statistics attention. config.backend chooses how ours is computed"
+        )
+
+
+def refuse_attentions(model: PreTrainedModel, given: bool | None) -> None:
+    """Refuse to return attention probabilities, asked for by an argument or, without one, by the config."""
+    if model.config.output_attentions if given is None else given:
+        raise NotImplementedError(
+            f"{type(model).__name__}: output_attentions cannot be given: the operators never hold the probabilities"
         )
 
 

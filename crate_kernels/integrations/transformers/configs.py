@@ -9,8 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from crate_kernels import models
-from crate_kernels.integrations.transformers.encoder import MAEEncoder
-from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, tost, tost_lm
+from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, crate_mae_encoder, tost, tost_lm
 from crate_kernels.models._shared.pretrained import Configured
 
 Config = TypeVar("Config", bound="ModelConfig")
@@ -63,7 +62,6 @@ class LanguageModelConfig(ModelConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    tie_word_embeddings: bool = True
 
     @property
     def layer_types(self) -> list[str]:
@@ -73,16 +71,9 @@ class LanguageModelConfig(ModelConfig):
     def validate_layer_type(self) -> None:
         """Accept our kinds of cache, of which transformers does not know."""
 
-    def validate_tie(self) -> None:
-        """Require the tied head that these models have."""
-        if not self.tie_word_embeddings:
-            raise ValueError(f"{type(self).__name__}: tie_word_embeddings must be True, got False: one matrix is both")
-
 
 class ImageModelConfig(ModelConfig):
     """Config of an image model: the fields of ours; ``num_classes`` is ``num_labels``, 2 by default."""
-
-    attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all values, with the number of classes under our name too."""
@@ -96,8 +87,9 @@ def _derive(base: type[ModelConfig], family: Any, **extra: Any) -> Any:
     nothing. Types are left to ``ours``, whose checks are stricter and whose messages are the package's own.
     """
     ours, first = family.Config, next(iter(family.SIZES.values()))
-    hidden = base.attribute_map if base is ImageModelConfig else {}
-    own = [field for field in fields(ours) if field.name not in hidden]
+    if base is ImageModelConfig:
+        extra["attribute_map"] = _image_names(family)
+    own = [field for field in fields(ours) if base is not ImageModelConfig or field.name != "num_classes"]
     defaults = {field.name: getattr(first, field.name) if field.default is MISSING else field.default for field in own}
     body = {
         "__annotations__": dict.fromkeys(defaults, Any),
@@ -111,6 +103,19 @@ def _derive(base: type[ModelConfig], family: Any, **extra: Any) -> Any:
     return strict(type(ours.__name__, (base,), body))
 
 
+def _image_names(family: Any) -> dict[str, str]:
+    """Map names that transformers has for the fields of an image model to ours, and our number of classes to theirs."""
+    layout, known = family.Model.layout, [field.name for field in fields(family.Config)]
+    names = {
+        "hidden_size": layout.dim,
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads" if "heads" in known else "num_heads",
+        "num_channels": layout.in_chans,
+        "image_size": layout.img_size,
+    }
+    return {"num_classes": "num_labels", **{theirs: ours for theirs, ours in names.items() if theirs != ours}}
+
+
 CRATELMConfig = _derive(LanguageModelConfig, crate_lm, state="subspace")
 ToSTLMConfig = _derive(LanguageModelConfig, tost_lm, state="token_stats")
 AoTLMConfig = _derive(
@@ -122,9 +127,22 @@ CRATEConfig = _derive(ImageModelConfig, crate)
 CRATEAlphaConfig = _derive(ImageModelConfig, crate_alpha)
 ToSTConfig = _derive(ImageModelConfig, tost)
 AoTVisionConfig = _derive(ImageModelConfig, aot.vision)
-CRATEMAEConfig = _derive(
-    ImageModelConfig, crate_mae, network=lambda config: MAEEncoder(config.ours(), config.num_labels)
-)
+CRATEMAEEncoderConfig = _derive(ImageModelConfig, crate_mae_encoder)
+
+
+class CRATEMAEConfig(PreTrainedConfig):
+    """Config in the folder of a whole CRATE-MAE, read as that of its encoder: only this is a model of transformers."""
+
+    model_type = "CRATEMAE"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config of the encoder."""
+        whole, encoder = ({field.name for field in fields(each.Config)} for each in (crate_mae, crate_mae_encoder))
+        left_out = {"model_type", "architectures", *(whole - encoder)}
+        kept = {name: value for name, value in config_dict.items() if name not in left_out}
+        return CRATEMAEEncoderConfig.from_dict(kept, **kwargs)
+
 
 _BY_MODEL = {
     each.model_type: each
@@ -136,7 +154,7 @@ _BY_MODEL = {
         CRATEAlphaConfig,
         ToSTConfig,
         AoTVisionConfig,
-        CRATEMAEConfig,
+        CRATEMAEEncoderConfig,
     )
 }
 

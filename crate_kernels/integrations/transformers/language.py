@@ -72,7 +72,10 @@ class LanguageBase(base.Model):
             NotImplementedError: ``position_ids`` or ``output_attentions``.
         """
         owner = type(self).__name__
-        _refuse(owner, kwargs)
+        base.refuse_attentions(self, kwargs.get("output_attentions"))
+        if kwargs.get("position_ids") is not None:
+            reason = "positions follow from attention_mask and the cache"
+            raise NotImplementedError(f"{owner}: position_ids cannot be given: {reason}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
@@ -89,20 +92,23 @@ class LanguageBase(base.Model):
         seen = layers[0].rows() if past else 0
         x = rows.pack(x)
         x = cast(Any, self.drop)(x + self._positions(seen, x.shape[1], x.device))
-        states = []
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] = []
         for index, block in enumerate(cast(nn.ModuleList, self.h)):
-            states.append(x)
+            if collect:
+                states.append(rows.unpack(x))
+                x = rows.pack(states[-1])  # through what is returned, for its gradient
             if past_key_values is not None:
                 x, _ = past_key_values.update(x, x, index, block, rows.keep, rows.padded)
             else:
                 x = run(self.config.grad_checkpointing, block, x, rows.keep)
         if hasattr(self, "ln_f"):
             x = cast(Any, self.ln_f)(x)
-        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x = rows.unpack(x)
         return BaseModelOutputWithPast(
-            last_hidden_state=rows.unpack(x),
+            last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(rows.unpack(state) for state in (*states, x)) if collect else None,
+            hidden_states=(*states, x) if collect else None,
         )
 
     def _positions(self, seen: int | Tensor, new: int, device: torch.device) -> Tensor:
@@ -116,15 +122,14 @@ class LanguageBase(base.Model):
         return cast(Any, self.wpe)(positions)
 
 
-class LanguageHead(base.Model, GenerationMixin):
-    """The base and the head, whose matrix is that of the embedding: ``transformer.*`` and ``lm_head.weight``."""
+class LanguageHead(base.Model):
+    """The base and the head: ``transformer.*`` and ``lm_head.weight``, the embedding's matrix if they are tied."""
 
     base_model_prefix = "transformer"
     base_class: type[LanguageBase]
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
-        config.validate_tie()
         super().__init__(config)
         self.transformer = self.base_class(config)
         self.lm_head = base.undrawn(lambda: nn.Linear(config.n_embd, config.vocab_size, bias=False))
@@ -158,7 +163,7 @@ class LanguageHead(base.Model, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            **{name: kwargs.pop(name) for name in _REFUSED if name in kwargs},
+            **{name: kwargs.pop(name) for name in ("position_ids", "output_attentions") if name in kwargs},
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden.last_hidden_state[:, kept])
@@ -171,19 +176,6 @@ class LanguageHead(base.Model, GenerationMixin):
             past_key_values=hidden.past_key_values,
             hidden_states=hidden.hidden_states,
         )
-
-
-_REFUSED = {
-    "position_ids": "positions follow from attention_mask and the cache",
-    "output_attentions": "the operators never hold the probabilities",
-}
-
-
-def _refuse(owner: str, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that these models cannot follow; False and None ask for nothing."""
-    for name, reason in _REFUSED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise NotImplementedError(f"{owner}: {name} cannot be given: {reason}")
 
 
 def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
@@ -259,7 +251,7 @@ class CRATELMModel(LanguageBase):
     config_class = configs.CRATELMConfig
 
 
-class CRATELMForCausalLM(LanguageHead):
+class CRATELMForCausalLM(LanguageHead, GenerationMixin):
     """Causal CRATE of either form."""
 
     config_class = configs.CRATELMConfig
@@ -274,7 +266,7 @@ class ToSTLMModel(LanguageBase):
     _is_stateful = True
 
 
-class ToSTLMForCausalLM(LanguageHead):
+class ToSTLMForCausalLM(LanguageHead, GenerationMixin):
     """ToST's language model. Its state cannot be shortened: assisted decoding is refused."""
 
     config_class = configs.ToSTLMConfig
@@ -289,7 +281,7 @@ class AoTLMModel(LanguageBase):
     config_class = configs.AoTLMConfig
 
 
-class AoTLMForCausalLM(LanguageHead):
+class AoTLMForCausalLM(LanguageHead, GenerationMixin):
     """The attention-only language model."""
 
     config_class = configs.AoTLMConfig

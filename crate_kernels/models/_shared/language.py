@@ -1,4 +1,4 @@
-"""Frame of the language models, that of nanoGPT: embeddings, blocks, a tied head, generation."""
+"""Frame of the language models, that of nanoGPT: embeddings, blocks, a head, generation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class LanguageConfig:
         n_layer, n_head, n_embd: layers, heads and width.
         dropout: rate in attention, after it and on the embedded tokens.
         bias: give norms and projections a bias, if the published model has the choice.
+        tie_word_embeddings: use the matrix of the embedding as the head too, as every published model does.
         grad_checkpointing: recompute each block in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -41,6 +42,7 @@ class LanguageConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True
+    tie_word_embeddings: bool = True
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -55,7 +57,8 @@ class LanguageModel(ReferenceModel):
     """Predict the next token.
 
     Parameters: ``transformer.wte`` (vocab_size, n_embd), ``transformer.wpe`` (block_size, n_embd),
-    ``transformer.h.{i}``, ``transformer.ln_f`` where there is one, and ``lm_head``, which is ``wte`` again.
+    ``transformer.h.{i}``, ``transformer.ln_f`` where there is one, and ``lm_head``, which is ``wte`` again if
+    ``tie_word_embeddings``.
 
     Args:
         config: sizes.
@@ -79,7 +82,8 @@ class LanguageModel(ReferenceModel):
             parts["ln_f"] = final_norm
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        cast(nn.Embedding, parts["wte"]).weight = self.lm_head.weight
+        if config.tie_word_embeddings:
+            cast(nn.Embedding, parts["wte"]).weight = self.lm_head.weight
         self._initialise()
 
     def _initialise(self) -> None:
@@ -92,7 +96,7 @@ class LanguageModel(ReferenceModel):
                     nn.init.zeros_(module.bias)
 
     def num_parameters(self) -> int:
-        """Count the parameters as the papers do: without positions, the tied head once."""
+        """Count the parameters as the papers do: without positions, a tied head once."""
         positions = cast(nn.Embedding, self.transformer["wpe"]).weight.numel()
         return sum(p.numel() for p in self.parameters()) - positions
 

@@ -53,7 +53,7 @@ class AoTLM(LanguageModel):
     """Predict the next token with attention alone.
 
     No code was published; the frame is that of the other language models. Parameters: ``transformer.wte``,
-    ``transformer.wpe``, ``transformer.h.{i}`` as in ``Layer``, ``transformer.ln_f``, ``lm_head``, tied to ``wte``.
+    ``transformer.wpe``, ``transformer.h.{i}`` as in ``Layer``, ``transformer.ln_f``, ``lm_head``.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
