@@ -1,11 +1,16 @@
 """One folder serves transformers and us: what one writes the other reads, sharded too."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from crate_kernels import models
@@ -157,6 +162,43 @@ def test_a_card_says_how_to_load_the_model(family, tmp_path):
     exec(code, {})
     with pytest.raises(FileExistsError, match=r"card: README.md must not exist"):
         card(tmp_path, license="mit")
+
+
+def test_a_push_keeps_the_card_that_was_uploaded(tmp_path, monkeypatch):
+    """Nothing is sent: the hub is one that has our card, and takes what transformers sends."""
+    _, model = language.pair("crate_lm")
+    model.save_pretrained(tmp_path)
+    path, sent = card(tmp_path, license="mit"), {}
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, repo_id, operations, **options):
+            sent.update({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
+    loaded = ModelCard.load(path)
+    monkeypatch.setattr("transformers.utils.hub.ModelCard.load", lambda *args, **options: loaded)
+    model.push_to_hub("user/model", tags=model.model_tags)
+    assert set(sent) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    pushed = ModelCard(sent["README.md"].decode())
+    assert pushed.data.to_dict() == loaded.data.to_dict()
+    assert (pushed.data.license, pushed.data.pipeline_tag) == ("mit", "text-generation")
+    assert "crate_kernels" in pushed.data.tags
+    assert sent["config.json"] == (tmp_path / "config.json").read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_eight_processes_load_one_folder(tmp_path):
+    """Named as torchrun names them; every one has the weights that were saved."""
+    _, model = language.pair("crate_lm")
+    model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "tests.integrations.loaded", tmp_path], check=True, cwd=root)
+    total = sum(p.double().sum().item() for p in model.parameters())
+    for rank in range(8):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [total] * 2
 
 
 def test_nothing_of_ours_needs_remote_code(tmp_path):

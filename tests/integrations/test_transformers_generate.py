@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from crate_kernels.integrations.transformers.caches import StateLayer
 from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, greedy, pair, prompts
 
 each_family = pytest.mark.parametrize("family", CONFIGS)
@@ -175,6 +176,48 @@ def test_caches_move_between_devices_and_rows(family):
     torch.testing.assert_close(result, expected)
     cache.reset()
     assert cache.get_seq_length() == 0
+
+
+class Stream:
+    """Stands in for a stream of a GPU."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+@each_family
+def test_offloaded_caches_give_the_same_tokens(family, kind, monkeypatch):
+    """Without a GPU, what is offloaded is hidden until it is fetched again: reading it too early gives NaN."""
+    ours, model = pair(family)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    away, fetched = {}, []
+
+    def offload(layer):
+        held = vars(layer.cache)
+        away[layer] = {name: t.clone() for name, t in held.items() if isinstance(t, torch.Tensor)}
+        original[0](layer)
+        layer._change(lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else -1))
+
+    def prefetch(layer):
+        if layer in away:
+            vars(layer.cache).update(away.pop(layer))
+            fetched.append(layer)
+        original[1](layer)
+
+    original = StateLayer.offload, StateLayer.prefetch
+    monkeypatch.setattr(StateLayer, "offload", offload)
+    monkeypatch.setattr(StateLayer, "prefetch", prefetch)
+    expected = ours.generate(prompts(), 8, temperature=0)
+    assert torch.equal(greedy(model, prompts(), cache_implementation=kind), expected)
+    assert len(fetched) >= 2 * 7  # both layers, for each token but the first
 
 
 def test_cropping_keeps_the_padding():

@@ -127,7 +127,7 @@ def test_the_head_may_be_a_matrix_of_its_own(family):
         assert untied(tokens)[0].abs().max() == 0
     with pytest.raises(ValueError, match="to_official: model must be of"):
         models.to_official(untied)
-    with pytest.raises(ValueError, match="arguments must be among .*; got tie_word_embeddings"):
+    with pytest.raises(ValueError, match=r"arguments must be among .*; got tie_word_embeddings"):
         models.from_official(family, tied.state_dict(), {"n_head": 3, "tie_word_embeddings": False})
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
-from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from crate_kernels._patch.api import patch, unpatch
 from tests.patch.published import Attention, FeedForward, VisionTSSA, assert_close, outcome, system, tokens
@@ -106,6 +107,36 @@ def test_a_model_in_data_parallel():
     assert set(report.replaced) == {f"module.{i}.{part}" for i in range(2) for part in ("attn", "code")}
     assert_close(outcome(model, tokens()), before, 64)
     assert unpatch(model) == tuple(report.replaced)
+
+
+def test_a_model_in_distributed_data_parallel(tmp_path):
+    """Patched before or after it is wrapped: every gradient goes through its reducer as before."""
+
+    def trained(model):
+        model(tokens()).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def reduced(count, bucket):
+        count.append(len(bucket.gradients()))
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        expected = trained(system("crate"))
+        for early in (True, False):
+            inner, gradients = system("crate"), []
+            if early:
+                patch(inner)
+            model = DistributedDataParallel(inner)
+            model.register_comm_hook(gradients, reduced)
+            replaced = set() if early else {f"module.{i}.{part}" for i in range(2) for part in ("attn", "code")}
+            assert set(patch(model).replaced) == replaced
+            assert_close(trained(model), expected, 64)
+            assert sum(gradients) == len(expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_attention_with_more_than_mssa_beside_it():
