@@ -207,6 +207,13 @@ def test_a_traced_model_computes_the_same(name):
         traced(images(channels=2))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_script_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match="torch.jit.script cannot take it; use torch.compile or torch.export"):
+        torch.jit.script(small(name))
+
+
 def test_a_backbone_compiles_in_one_graph():
     backbone = small("crate_tiny", depth=1, features_only=True, out_indices=(0,))
     compiled = torch.compile(backbone, fullgraph=True, backend="eager")

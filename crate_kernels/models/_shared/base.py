@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ class ReferenceModel(pretrained.Configured):
     """
 
     decays_vectors = False  # True if published training decays biases and norms too
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which calls this: it takes neither keyword-only arguments nor our operators."""
+        raise NotImplementedError(f"{self._name}: torch.jit.script cannot take it; use torch.compile or torch.export")
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters, other than vectors, that published training does not decay."""
