@@ -1,8 +1,5 @@
 """The image models in timm's registry, small: created, trained and taken apart by timm's own functions."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -39,12 +36,6 @@ def small(name, seed=0, **given):
 
 def images(batch=2, channels=3, size=32):
     return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(1))
-
-
-def test_importing_the_package_imports_nothing_of_timm():
-    code = "import sys, crate_kernels, crate_kernels.models; print({'timm', 'torchvision'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"
 
 
 def test_every_image_size_is_registered():
@@ -210,7 +201,7 @@ def test_a_traced_model_computes_the_same(name):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_script_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match="torch.jit.script cannot take it; use torch.compile or torch.export"):
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script cannot take it; use torch\.compile"):
         torch.jit.script(small(name))
 
 

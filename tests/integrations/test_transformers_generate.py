@@ -137,7 +137,7 @@ def test_a_streamer_hears_every_token():
     assert heard.tokens == [*result[0].tolist(), None]
 
 
-@pytest.mark.parametrize("family", ["crate_lm", "tost_lm"])
+@pytest.mark.parametrize("family", ["crate_lm", pytest.param("tost_lm", marks=pytest.mark.exhaustive)])
 def test_a_compiled_forward_changes_no_token(family):
     _, model = pair(family)
     expected = greedy(model, prompts(), 4)
