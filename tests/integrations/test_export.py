@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from crate_kernels import models
 from tests.integrations import images, language
+from tests.models import families
 
 QUICK = ("crate_lm", "crate")  # an export takes seconds
 FAMILIES = [
@@ -46,6 +48,25 @@ def test_onnx_runtime_computes_the_same(family, tmp_path):
         (logits,) = session.run(None, {name: example.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(logits), model(**{name: example}).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("family", ["crate_mae", "aot_regression"])
+def test_onnx_runtime_computes_what_transformers_has_no_class_for(family, tmp_path):
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    families.drawn(families.build(family)).save_pretrained(tmp_path)
+    model, given = models.from_pretrained(tmp_path, backend="reference").eval(), families.inputs(family)
+    program = torch.onnx.export(model, given, dynamo=True, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    tensors = [each.numpy() for each in given if each is not None]
+    found = session.run(None, {slot.name: each for slot, each in zip(session.get_inputs(), tensors, strict=True)})
+    with torch.no_grad():
+        expected = model(*given)
+    for result, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["composite", None], ids=["composite", "best"])
