@@ -85,6 +85,7 @@ def test_a_pre_trained_autoencoder_becomes_a_classifier(tmp_path):
     model, report = load(tmp_path / "ours", num_labels=4, output_loading_info=True)
     assert set(report["missing_keys"]) == {"model.head.weight", "model.head.bias"}
     assert not report["unexpected_keys"]
+    assert not {name for name in model.config.to_dict() if name.startswith(("decoder_", "mask_"))}
     example = images.images("crate_mae_encoder")
     features = model.eval().model.forward_features(example)
     torch.testing.assert_close(features, whole.forward_features(example), rtol=0, atol=0)
