@@ -10,7 +10,7 @@ from crate_kernels import models
 from tests.integrations import images, language
 from tests.models import families
 
-QUICK = ("crate_lm", "crate")  # an export takes seconds
+QUICK = ("crate",)  # an export takes seconds
 FAMILIES = [
     pytest.param(family, marks=[] if family in QUICK else pytest.mark.exhaustive)
     for family in (*language.CONFIGS, *images.CONFIGS)
@@ -34,8 +34,8 @@ def reloaded(family, folder, backend):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_onnx_runtime_computes_the_same(family, tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnxscript: pip install onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")
     model, name, examples, sizes = reloaded(family, tmp_path, "reference")
     limits = {"seqlen": torch.export.Dim("seqlen", max=model.config.block_size)} if len(sizes) == 2 else {}
     shapes = {name: {index: limits.get(size, torch.export.Dim.AUTO) for index, size in sizes.items()}}
@@ -54,8 +54,8 @@ def test_onnx_runtime_computes_the_same(family, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", ["crate_mae", "aot_regression"])
 def test_onnx_runtime_computes_what_transformers_has_no_class_for(family, tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")
     families.drawn(families.build(family)).save_pretrained(tmp_path)
     model, given = models.from_pretrained(tmp_path, backend="reference").eval(), families.inputs(family)
     program = torch.onnx.export(model, given, dynamo=True, verbose=False)
@@ -86,7 +86,7 @@ def test_torch_export_keeps_the_operators(family, backend, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_onnx_refuses_our_operators_by_name(tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnxscript: pip install onnxscript")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
     model, name, examples, _ = reloaded("crate_lm", tmp_path, "composite")
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"No ONNX function found for.*crate_kernels"):
         torch.onnx.export(model, (), kwargs={name: examples[0]}, dynamo=True, verbose=False)
