@@ -7,7 +7,7 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from tests.ops.mssa.aot import backward, decode, forward  # noqa: E402  # only where Triton compiles
+from tests.ops.mssa.aot import backward, between, decode, forward  # noqa: E402  # only where Triton compiles
 
 # name: (what makes the call, seqlen, head_dim, dtype, causal); lengths have launch-table rows of their own, and 197 a
 # narrow last block
@@ -26,6 +26,14 @@ STEPS = {
     for new in (1, 8, 512)
     for head_dim in (16, 48, 64, 72, 80, 88, 104, 112, 128, 256)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}
+# name: (whether of the backward, head_dim, dtype, causal)
+RANGES = {
+    f"between-{head_dim}-{str(dtype)[6:]}{'-causal' * causal}{'-backward' * back}": (back, head_dim, dtype, causal)
+    for back in (False, True)
+    for head_dim in (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 128)
+    for dtype in (torch.bfloat16, torch.float16)
+    for causal in (False, True)
 }
 
 
@@ -47,4 +55,12 @@ def test_kernels_compile_within_budget(name, target):
 def test_decoding_compiles_within_budget(name, target):
     new, head_dim, dtype = STEPS[name]
     kernels = harness.compiled(decode(new, head_dim, dtype), target)
+    assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []
+
+
+@pytest.mark.parametrize("target", harness.TARGETS)
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_compile_within_budget(name, target):
+    back, head_dim, dtype, causal = RANGES[name]
+    kernels = harness.compiled(between(back, 1024, head_dim, dtype, causal=causal), target)
     assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []

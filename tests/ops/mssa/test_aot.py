@@ -7,8 +7,9 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from tests.ops.mssa.aot import HALF, SINGLE, backward, decode, forward  # noqa: E402  # only where Triton compiles
+from tests.ops.mssa.aot import HALF, SINGLE, backward, between, decode, forward  # noqa: E402  # only where Triton compiles
 
+PRODUCTS = ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel", "_mssa_rectangular_bwd_kernel")
 # name: (call, targets, whether nothing may spill on harness.STRICT: 16-bit tokens, head_dim <= 128)
 ALL, NVIDIA, HOPPER = tuple(harness.TARGETS), harness.STRICT, ("sm_90",)
 COVERING = {
@@ -46,6 +47,8 @@ COVERING = {
     "backward-packed": (backward(1024, 64, packed=True), HOPPER, True),
     "backward-lse": (backward(1024, 64, dout=False, dlse=True), HOPPER, True),
     "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, True),
+    "between-64-causal": (between(False, 4096, 64, causal=True), ("sm_80", "sm_100"), True),
+    "between-64-causal-backward": (between(True, 4096, 64, causal=True), ("sm_90", "gfx942"), True),
     "decode-64": (decode(1, 64), ALL, True),
     "decode-128-padded": (decode(8, 128, padded=True), HOPPER, True),
     "decode-blocks": (decode(512, 64), HOPPER, True),
@@ -57,7 +60,7 @@ def test_kernels_compile_within_budget(name, target):
     call, _, strict = COVERING[name]
     kernels = harness.compiled(call, target)
     assert harness.over_budget(kernels, target, name, strict) == []
-    products = [k for k in kernels if k.name in ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel")]
+    products = [k for k in kernels if k.name in PRODUCTS]
     if target == "sm_90" and strict:
         assert all(k.wgmma > 0 for k in products), products
 

@@ -37,7 +37,7 @@ from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 @triton.jit
 def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
     """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head."""
-    own = load_block(inputs, start_j, scores.length, BLOCK_J, FORM, TERMS)
+    own = load_block(inputs, scores, start_j, scores.length, BLOCK_J, FORM, TERMS)
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     if TERMS.SELECT:
         # Add up selected values first: the threshold is exact as a factor of the sum, and rounded as a weight.

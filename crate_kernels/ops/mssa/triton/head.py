@@ -58,6 +58,7 @@ class Form(NamedTuple):
     PACKED: bool = False
     DROPOUT: bool = False
     NEGATIVE: bool = False  # the scale is below 0
+    APART: bool = False  # rows and keys are two ranges of a sequence: rows may precede all keys, or follow them
 
     @property
     def unmasked(self) -> Form:
@@ -77,13 +78,14 @@ class Head(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns the products of a head into weights."""
+    """What turns the products of a head into weights; places of queries and keys count from the first key."""
 
     length: tl.tensor  # number of keys
     call: Options
     head: int = 0  # number of the head, from which dropout draws
-    mask_ptr: int = 0  # padding mask of the sequence
+    mask_ptr: int = 0  # padding mask of the keys
     seed: int = 0
+    first: int = 0  # place of the first key in the sequence, from which dropout draws
 
 
 @triton.jit
@@ -139,6 +141,8 @@ def cut_anywhere(form):
 def key_range(scores, start, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return (whole, stop) of the queries [start, start + ROWS): they see every key before whole, none from stop."""
     stop = tl.minimum(start + ROWS, scores.length) if FORM.CAUSAL else scores.length
+    if FORM.APART:
+        start, stop = tl.maximum(start, -1), tl.maximum(stop, 0)
     if cut_anywhere(FORM):
         return 0, stop
     return (tl.minimum(start + 1, stop) if FORM.CAUSAL else stop) // FORM.BLOCK * FORM.BLOCK, stop
@@ -147,6 +151,7 @@ def key_range(scores, start, ROWS: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def kept(scores, queries, keys):
     """Return which weights dropout keeps."""
+    queries, keys = queries + scores.first, keys + scores.first
     return jit.keep_mask(scores.seed, scores.head, queries, keys, scores.call.drop_last)
 
 

@@ -114,7 +114,7 @@ def attend_tiles(
 
 
 @triton.jit
-def _walk(state, w_m, w, scores, start_m, PASS: tl.constexpr, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+def walk_keys(state, w_m, w, scores, start_m, PASS: tl.constexpr, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
     """Walk over all the keys of a block of rows: unmasked as far as possible, then with masks."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
     whole, stop = key_range(scores, start_m, BLOCK_M, FORM)
@@ -161,17 +161,17 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
         if tl.max(near.to(tl.int32), 0) > 0:
             COLUMNS: tl.constexpr = 1 if w.ptr.dtype.element_ty == tl.float32 else SUMS
             acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-            acc, _, sums = _walk((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
+            acc, _, sums = walk_keys((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
             finish((acc, shift * LN_2, tl.max(sums, 1)), out, lse_ptr, offs_m, near, factor, FORM)
         if tl.max(far.to(tl.int32), 0) > 0:
-            state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
+            state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
             finish(state, out, lse_ptr, offs_m, far, factor, FORM)
     elif FORM.SOFTMAX == "threshold":
-        state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
-        acc, m_i, l_i = _walk(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
+        state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
+        acc, m_i, l_i = walk_keys(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
     else:
-        state = _walk(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
+        state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
         finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)

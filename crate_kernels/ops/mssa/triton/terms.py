@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, signed_products
+from crate_kernels.ops.mssa.triton.head import Scores, allowed, cut_anywhere, kept, signed_products
 from crate_kernels.ops.mssa.triton.rows import LOG2_E
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
@@ -54,7 +54,8 @@ class Inputs(NamedTuple):
 class Block(NamedTuple):
     """The rows j that a program owns."""
 
-    offs: tl.tensor  # (BLOCK_J,)
+    scores: Scores  # of those that see them
+    offs: tl.tensor  # (BLOCK_J,), places as the scores count them
     w: tl.tuple  # (BLOCK_J, HEAD_DIM), as is g
     g: tl.tuple
     lse: tl.tensor  # (BLOCK_J,), as are delta and dlse
@@ -87,14 +88,16 @@ def _load_rows(tokens, offs, length, MASKED: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_block(inputs, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
-    """Load the rows [start_j, start_j + BLOCK_J)."""
+def load_block(
+    inputs, scores, start_j, length, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, offset=0
+):
+    """Load the rows [start_j, start_j + BLOCK_J), whose places are ``offset`` more."""
     # Beyond the end the last row again: zeros would be keys whose weights can overflow.
     offs = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)
     w = tile.load(inputs.w, offs, offs >= 0, FORM)
     g = tile.load(inputs.g, offs, offs >= 0, FORM) if TERMS.PRODUCTS else w
     lse, delta, dlse = _load_numbers(inputs, offs, length, True, False, TERMS)
-    return Block(offs=offs, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
+    return Block(scores=scores, offs=offs + offset, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
 
 @triton.jit
@@ -135,16 +138,16 @@ def _add_tiles(
         if SHARED:
             e = tl.exp2(s * (scores.call.qk_scale * LOG2_E))
         if KEY:
-            p = e * l_i[None, :] if SHARED else _probabilities(s, l_i[None, :], scores, key_i, key_j, MASKED, FORM)
+            p = e * l_i[None, :] if SHARED else _probabilities(s, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
                 g_i = _load_rows(inputs.g, offs_i, length, MASKED, FORM)
                 weights = tl.where(p > scores.call.threshold, 1.0, 0.0) if TERMS.SELECT else p
-                weights = _dropped(weights, scores, key_i, key_j, FORM)
+                weights = _dropped(weights, own.scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
             weight = (l_i * scale)[None, :] if SHARED else p * scale
             if TERMS.PRODUCTS:
                 d = tile.products(own.w, g_i, FORM)
-                d = _dropped(d, scores, key_i, key_j, FORM) - delta_i[None, :]
+                d = _dropped(d, own.scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
                 a = weight * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
             elif TERMS.HAS_DLSE:
@@ -170,11 +173,15 @@ def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM:
     """Walk over all the rows that owned rows meet, with masks only where they cut."""
     length = scores.length
     if FORM.CAUSAL:
-        after = tl.minimum(start_j + BLOCK_J, length)
+        # The rows see every place before the first number, and every place from the second on sees them.
+        before, after = start_j, tl.minimum(start_j + BLOCK_J, length)
+        if FORM.APART:
+            before = tl.minimum(tl.maximum(before, 0), length) // FORM.BLOCK * FORM.BLOCK
+            after = tl.minimum(tl.cdiv(tl.maximum(after, 0), FORM.BLOCK) * FORM.BLOCK, length)
         whole = after if cut_anywhere(FORM) else after + (length - after) // FORM.BLOCK * FORM.BLOCK
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, start_j, cut_anywhere(FORM), FORM, TERMS, KEY=False)
-        acc = _add_tiles(acc, own, inputs, scores, start_j, after, True, FORM, TERMS)
+            acc = _add_tiles(acc, own, inputs, scores, 0, before, cut_anywhere(FORM), FORM, TERMS, KEY=False)
+        acc = _add_tiles(acc, own, inputs, scores, before, after, True, FORM, TERMS)
         if not cut_anywhere(FORM):
             acc = _add_tiles(acc, own, inputs, scores, after, whole, False, FORM, TERMS, QUERY=False)
         return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS, QUERY=False)

@@ -1,0 +1,229 @@
+"""Attention of one range of a sequence to another, by the loops of the forward and the backward.
+
+``rows`` are the tokens whose results are written, ``columns`` those that they meet. Places of both count from the first
+column, so that rows may be before it. The forward takes the online softmax: a row need not be its own key. The backward
+adds up what the columns give to the rows, as keys and as queries of them: backward.py has the equations.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crate_kernels._triton import launch
+from crate_kernels.ops.mssa import call as whole
+from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.splits import cdiv
+from crate_kernels.ops.mssa.triton import tables, tile
+from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
+from crate_kernels.ops.mssa.triton.head import Scores, find_head, largest, tokens_of
+from crate_kernels.ops.mssa.triton.launch import Launch, strided
+from crate_kernels.ops.mssa.triton.rows import empty_state, finish, walk_keys
+from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
+
+
+@triton.jit
+def _scores_of_range(head, length, start, count, first_head, all_heads, mask_ptr, call, FORM: tl.constexpr):
+    """Return the scores of keys of which there are ``count``, up to place ``length``; ``start`` is the place 0.
+
+    Dropout draws from places in the sequence, and from the head's number among all heads.
+    """
+    mask_ptr = mask_ptr + head.batch.to(tl.int64) * count - (length - count) if FORM.PADDED else 0
+    seed = tl.load(call.seed_ptr) if FORM.DROPOUT else 0
+    return Scores(length, call, head.batch * all_heads + first_head + head.h, mask_ptr, seed, start)
+
+
+@triton.jit
+def _by_place(tokens, offset):
+    """Return the tokens numbered by their places, of which the first is ``offset``."""
+    return tile.Tokens(tokens.ptr - offset.to(tl.int64) * tokens.stride_s, tokens.stride_s, tokens.stride_d)
+
+
+_SIZES = ["nheads", "rows", "columns", "offset", "start", "first_head", "all_heads"]
+
+
+# Sizes vary per call: do not specialise on them.
+@triton.jit(do_not_specialize=[*_SIZES, "num_m"])
+def _mssa_rectangular_fwd_kernel(
+    w, keys, out, lse_ptr, nheads, rows, columns, offset, start, first_head, all_heads, call, num_m,
+    BLOCK_M: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of BLOCK_M rows over the columns; the first row is at place ``offset``."""
+    pid = tl.program_id(0)
+    # Causal: begin with the rows that see most.
+    pid_m = num_m - 1 - pid % num_m if FORM.CAUSAL else pid % num_m
+    head = find_head(pid // num_m, nheads, rows)
+    scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
+    start_m = offset + pid_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < offset + rows
+    w_m = tile.load(_by_place(tokens_of(head, w), offset), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+    state = empty_state(BLOCK_M, FORM)
+    state = walk_keys(state, w_m, tokens_of(head, keys), scores, start_m, "online", BLOCK_M, FORM)
+    out, lse_ptr = _by_place(tokens_of(head, out), offset), lse_ptr + (head.row - offset)
+    finish(state, out, lse_ptr, offs_m, mask_m, call.keep_factor, FORM)
+
+
+# Sizes vary per call: do not specialise on them.
+@triton.jit(do_not_specialize=[*_SIZES, "num_j", "num_m"])
+def _mssa_rectangular_bwd_kernel(
+    w, g, dw, lse_ptr, delta_ptr, row_mask_ptr,
+    others, other_g, other_lse_ptr, factor_ptr, other_delta_ptr, extent_ptr,
+    nheads, rows, columns, offset, start, first_head, all_heads, call, num_j, num_m,
+    BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Write what the columns, ``others``, add to the gradient of BLOCK_J rows; the first row is at place ``offset``."""
+    pid = tl.program_id(0)
+    start_j = pid % num_j * BLOCK_J
+    head = find_head(pid // num_j, nheads, rows)
+    at = head.row
+    own = Inputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, lse_ptr)
+    end = offset + rows
+    scores = _scores_of_range(head, end, start, rows, first_head, all_heads, row_mask_ptr, call, FORM)
+    own = load_block(own, scores, start_j, rows, BLOCK_J, FORM, TERMS, offset)
+
+    at = find_head(pid // num_j, nheads, columns).row
+    w, g = tokens_of(head, others), tokens_of(head, other_g)
+    inputs = Inputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, other_lse_ptr)
+    scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
+    extent = 0.0
+    if TERMS.DERIVED:
+        extent = tl.maximum(largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m), tl.max(tl.abs(own.lse), 0))
+    acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
+    acc = walk(acc, own, inputs, scores, extent, offset + start_j, BLOCK_J, FORM, TERMS)
+    offs_j = start_j + tl.arange(0, BLOCK_J)
+    tile.store(tokens_of(head, dw), acc, offs_j, offs_j < rows, FORM)
+
+
+def _sizes(columns: Tensor, mask: Tensor | None, call: Call, causal: bool) -> Launch:
+    """Return the sizes of a call whose sequences are the columns."""
+    options = whole.Call(mask, seed=call.seed, causal=causal, scale=call.scale, dropout_p=call.dropout_p)
+    return Launch(columns, options)
+
+
+def _arguments(sizes: Launch, rows: Tensor, call: Call) -> dict[str, Any]:
+    """Return what both kernels take: the sizes and the call."""
+    return {
+        "nheads": sizes.nheads,
+        "rows": rows.shape[2],
+        "columns": sizes.seqlen,
+        "offset": call.row_start - call.column_start,
+        "start": call.column_start,
+        "first_head": call.first_head,
+        "all_heads": call.nheads or sizes.nheads,
+        "call": sizes.arguments()["call"],
+    }
+
+
+_MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave
+
+
+def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse`` of the rows over these columns alone, in fp32."""
+    w, mask = rows.w, columns.key_padding_mask
+    out = w.new_empty(w.shape, dtype=torch.float32)
+    lse = w.new_empty(w.shape[:3], dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    causal = call.causal and rows.start < columns.stop - 1
+    sizes = _sizes(columns.w, None if mask is None else mask.contiguous(), call, causal)
+    config = dict(tables.FORWARD.config(w.device, sizes.head_dim, sizes.seqlen, causal, w.dtype))
+    for form in ("BOUNDED", "WHOLE", "PAIRS"):
+        del config[form]
+    block_n = config.pop("BLOCK_N")
+    tail_n = min(block_n if causal else sizes.tail(block_n), _MASKED_KEYS)
+    num_m = cdiv(w.shape[2], config["BLOCK_M"])
+    with launch.guard(w.device):
+        launch.run(
+            _mssa_rectangular_fwd_kernel,
+            sizes.heads * num_m,
+            **_arguments(sizes, w, call),
+            w=strided(w),
+            keys=strided(columns.w),
+            out=strided(out),
+            lse_ptr=lse,
+            num_m=num_m,
+            FORM=sizes.form(block_n, tail_n)._replace(APART=True),
+            **config,
+        )
+    return out, lse
+
+
+def _mask(tokens: Tokens) -> Tensor:
+    """Return which tokens are kept as keys."""
+    mask = tokens.key_padding_mask
+    if mask is None:
+        return tokens.w.new_ones(tokens.w.shape[0], tokens.w.shape[2], dtype=torch.bool)
+    return mask.contiguous()
+
+
+_MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout
+_EXTENT_ROWS = 32  # rows per program of delta.py
+
+
+def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+    """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32."""
+    w, (dout, lse, delta), (column_dout, column_lse, column_delta) = rows.w, rows.gradients(), columns.gradients()
+    dw = w.new_empty(w.shape, dtype=torch.float32)
+    if dw.numel() == 0:
+        return dw
+    padded = rows.key_padding_mask is not None or columns.key_padding_mask is not None
+    sizes = _sizes(columns.w, _mask(columns) if padded else None, call, call.causal)
+    config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
+    # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
+    derived = bool(config.pop("DERIVED")) and w.dtype != torch.float32 and not sizes.call.masked
+    block_i = config.pop("BLOCK_I")
+    if call.seed is not None:
+        block_i = min(block_i, _MASKED_ROWS)
+    num_j, num_m = cdiv(w.shape[2], config["BLOCK_J"]), sizes.blocks(_EXTENT_ROWS)
+    form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
+    others, column_lse = strided(columns.w), column_lse.contiguous()
+    numbers = {
+        "factor_ptr": torch.empty_like(column_lse) if derived else column_lse,
+        "extent_ptr": column_lse.new_empty(sizes.heads, num_m) if derived else column_lse,
+        "num_m": num_m,
+    }
+    with launch.guard(w.device):
+        if derived:
+            launch.run(
+                _mssa_bwd_delta_kernel,
+                sizes.heads * num_m,
+                g=others,
+                out=others,
+                w=others,
+                lse_ptr=column_lse,
+                delta_ptr=column_lse,  # not written
+                **numbers,
+                **sizes.arguments(),
+                PRODUCTS=False,
+                FORM=form.unmasked._replace(BLOCK=_EXTENT_ROWS, TAIL=_EXTENT_ROWS),
+            )
+        launch.run(
+            _mssa_rectangular_bwd_kernel,
+            sizes.heads * num_j,
+            **_arguments(sizes, w, call),
+            w=strided(w),
+            g=strided(dout),
+            dw=strided(dw),
+            lse_ptr=lse.contiguous(),
+            delta_ptr=delta.contiguous(),
+            row_mask_ptr=_mask(rows) if padded else None,
+            others=others,
+            other_g=strided(column_dout),
+            other_lse_ptr=column_lse,
+            other_delta_ptr=column_delta.contiguous(),
+            **numbers,
+            num_j=num_j,
+            FORM=form._replace(APART=True),
+            TERMS=Terms(VALUES=True, SCORES=True, PRODUCTS=True, DERIVED=derived),
+            **config,
+        )
+    return dw

@@ -1,0 +1,137 @@
+"""Ranges of a sequence, put together by a kernel, against the whole operator in float64."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from crate_kernels import mssa, testing
+from crate_kernels._core import operator
+from crate_kernels.ops.mssa import rectangular
+from tests.ops.common import randn
+
+NHEADS, HERE = 4, slice(1, 3)  # a process that has some of the heads
+
+
+class Ranges(NamedTuple):
+    """A call of the whole operator, and the ranges that it is cut into."""
+
+    cuts: tuple[tuple[int, int], ...]
+    options: dict
+    padded: bool = False
+    head_dim: int = 16
+    spread: float = 1.0  # of the tokens' norms
+
+    def drawn(self, dtype, device):
+        """Return w, dout and dlse of all heads, and the padding mask."""
+        seqlen = max(stop for _, stop in self.cuts)
+        shape = (2, seqlen, NHEADS, self.head_dim)
+        w, dout = (randn(*shape, seed=s, dtype=dtype, device=device).transpose(1, 2) for s in (0, 1))
+        dlse = randn(2, NHEADS, seqlen, seed=2, dtype=torch.float32, device=device)
+        mask = torch.arange(seqlen, device=device).add(torch.tensor([[0], [1]], device=device)) % 5 > 1
+        mask[1, : self.cuts[0][1] // 2] = False  # causal: rows without a key
+        return w * self.spread, dout, dlse, mask if self.padded else None
+
+
+THREE = ((0, 33), (33, 35), (35, 80))
+CASES = {
+    "full": Ranges(THREE, {}),
+    "causal": Ranges(THREE, {"causal": True}),
+    "padded": Ranges(THREE, {}, padded=True),
+    "causal-padded": Ranges(((0, 40), (40, 75)), {"causal": True}, padded=True),
+    "causal-dropout": Ranges(((0, 40), (40, 75)), {"causal": True, "dropout_p": 0.3}),
+    "dropout": Ranges(((0, 40), (40, 75)), {"dropout_p": 0.3}),
+    "out-of-order": Ranges(((64, 80), (0, 32), (32, 64)), {"causal": True}),
+    "empty": Ranges(((0, 6), (6, 6), (6, 41)), {"causal": True}),
+    "negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.3}),
+    "many-channels": Ranges(((0, 20), (20, 37)), {"causal": True}, head_dim=72),
+    "far-norms": Ranges(((0, 40), (40, 75)), {}, spread=4.0),
+}
+
+
+def whole(case, w, dout, dlse, mask):
+    """Return out, lse and dw of the heads that are here, by the equations."""
+    w = w.detach().requires_grad_()
+    torch.manual_seed(0)
+    out, lse = mssa(w, **case.options, key_padding_mask=mask, return_lse=True, backend="reference")
+    finite = torch.where(lse.isfinite(), lse, 0.0)
+    (dw,) = torch.autograd.grad((out, finite), w, (dout.to(w.dtype), dlse.to(lse.dtype)))
+    return {name: t.detach()[:, HERE] for name, t in (("out", out), ("lse", lse), ("dw", dw))}
+
+
+def together(case, w, dout, dlse, mask, backend):
+    """Return the same by ranges, as the processes of a group compute them."""
+    torch.manual_seed(0)
+    seed = operator.draw_seed(w.device) if "dropout_p" in case.options else None
+    options = {"scale": case.head_dim**-0.5, **case.options, "seed": seed}
+    call = rectangular.Call(**options, first_head=HERE.start, nheads=NHEADS)
+    w, dout, dlse = w[:, HERE], dout[:, HERE], dlse[:, HERE]
+
+    def ranges(*numbers):
+        tokens = rectangular.Tokens(0, w, mask, *numbers)
+        return [tokens.part(slice(*cut)) for cut in case.cuts]
+
+    out, lse = torch.zeros_like(w, dtype=torch.float32), torch.full_like(dlse, -torch.inf)
+    for rows, columns in itertools.product(ranges(), ranges()):
+        place = slice(rows.start, rows.stop)
+        results = rectangular.forward(rows, columns, call, backend)
+        assert all(t.dtype == torch.float32 and t.is_contiguous() for t in results)
+        rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
+    out = out.to(w.dtype)
+    dw = torch.zeros_like(w, dtype=torch.float32)
+    delta = (dout.float() * out.float()).sum(-1) - dlse
+    for rows, columns in itertools.product(ranges(dout, lse, delta), ranges(dout, lse, delta)):
+        dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
+    return {"out": out, "lse": lse, "dw": dw}
+
+
+def over_budget(case, dtype, backend, device):
+    """Return the errors of a case by ranges."""
+    w, *others = case.drawn(dtype, device)
+    eager, exact = (whole(case, t, *others) for t in (w, w.double()))
+    found = together(case, w, *others, backend)
+    return [m for m in testing.measure(found, eager, exact, dtype) if not m.passed]
+
+
+# name: places of the rows and of the columns
+PLACES = {
+    "same": ((7, 77), (7, 77)),
+    "rows-first": ((3, 8), (8, 140)),
+    "rows-last": ((100, 170), (3, 36)),
+    "rows-inside": ((60, 90), (3, 133)),
+    "columns-inside": ((3, 133), (60, 90)),
+    "overlapping": ((50, 120), (3, 90)),
+    "touching": ((64, 65), (0, 64)),
+    "no-columns": ((3, 70), (5, 5)),
+}
+
+
+def promoted(tokens):
+    """Return tokens in float64."""
+    floats = {
+        k: t.double() for k, t in tokens._asdict().items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+    }
+    return tokens._replace(**floats)
+
+
+def alone(place, options, padded, backend, device):
+    """Return (found, exact) of one range and another, their lse and delta being any numbers."""
+    call = rectangular.Call(scale=0.25, **options)
+
+    def tokens(start, stop, seed):
+        shape, n = (2, stop - start, 2, 16), stop - start
+        w, dout = (randn(*shape, seed=seed + s, dtype=torch.float32, device=device).transpose(1, 2) for s in (0, 1))
+        lse, delta = randn(2, 2, 2, n, seed=seed + 2, dtype=torch.float32, device=device)
+        mask = torch.arange(n, device=device).expand(2, -1) % 3 != 1 if padded else None
+        # Every other number of a tensor of both, as processes send them.
+        lse, delta = torch.stack((lse + 4, delta), -1).unbind(-1)
+        return rectangular.Tokens(start, w, mask, dout, lse, delta)
+
+    rows, columns = (tokens(*each, seed) for each, seed in zip(place, (0, 10), strict=True))
+
+    def results(backend, double):
+        sides = [promoted(rows), promoted(columns)] if double else [rows, columns]
+        out, lse = rectangular.forward(*sides, call, backend)
+        return {"out": out, "lse": lse, "dw": rectangular.backward(*sides, call, backend)}
+
+    return results(backend, False), results("composite", True)
