@@ -5,6 +5,7 @@
 #include "mma_host.cuh"
 #include "mma_pairs.cuh"
 #include "mma_shift.cuh"
+#include "rectangular.cuh"
 
 namespace crate_kernels {
 namespace {
@@ -105,17 +106,38 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   decoding::advance(problem, device);
 }
 
+// Ranges of a sequence take fp32 products in every dtype: the tensor-core kernels have no rows apart from their keys.
+void forward_between(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
+  if (out.numel() == 0) return;
+  const int32_t device = rows.get_device_index();
+  const OnDevice guard(device);
+  plain::forward(problem_of(rows, columns, call, out, lse), device);
+}
+
+void backward_between(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor columns, Tensor column_dout,
+                      Tensor column_lse, Tensor column_delta, MssaRectangularCall call, Tensor dw) {
+  if (dw.numel() == 0) return;
+  const int32_t device = rows.get_device_index();
+  const OnDevice guard(device);
+  const Side own = {rows, dout, lse, delta}, others = {columns, column_dout, column_lse, column_delta};
+  plain::backward(problem_of(own, others, call, dw), device);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("cuda_mssa_fwd(" CRATE_MSSA_FWD ") -> ()");
   m.def("cuda_mssa_bwd(" CRATE_MSSA_BWD ", Tensor(b!) delta) -> ()");
+  m.def("cuda_mssa_rectangular_fwd(" CRATE_MSSA_RECTANGULAR_FWD ") -> ()");
+  m.def("cuda_mssa_rectangular_bwd(" CRATE_MSSA_RECTANGULAR_BWD ") -> ()");
   m.def("cuda_mssa_decode(" CRATE_MSSA_DECODE ", Tensor(e!)? part, Tensor(f!)? statistics) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
   m.impl("cuda_mssa_fwd", CRATE_BOX(&forward));
   m.impl("cuda_mssa_bwd", CRATE_BOX(&backward));
+  m.impl("cuda_mssa_rectangular_fwd", CRATE_BOX(&forward_between));
+  m.impl("cuda_mssa_rectangular_bwd", CRATE_BOX(&backward_between));
   m.impl("cuda_mssa_decode", CRATE_BOX(&decode));
 }
 

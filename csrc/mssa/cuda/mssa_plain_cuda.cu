@@ -21,16 +21,25 @@ bool one_chunk(const Problem& c) {
   return c.access.head_dim <= kChunk;
 }
 
+// Whether the rows meet another range of their sequence, whose delta is known.
+bool apart(const Problem& c) {
+  return c.others.nheads > 0;
+}
+
 }  // namespace
 
 void forward(Problem c, int32_t device) {
   const Launch l = launch_rows(c, device, kForwardShared);
+  if (apart(c)) {
+    if (one_chunk(c)) return launch<mssa_plain_fwd_kernel<1, true>>(l, c);
+    return launch<mssa_plain_fwd_kernel<kMostChunks, true>>(l, c);
+  }
   if (one_chunk(c)) return launch<mssa_plain_fwd_kernel<1>>(l, c);
   launch<mssa_plain_fwd_kernel<kMostChunks>>(l, c);
 }
 
 void backward(Problem c, int32_t device) {
-  if (c.products) {
+  if (c.products && !apart(c)) {
     Launch l = launch_rows(c, device, c.seed == nullptr ? kDeltaShared : kDropoutDeltaShared);
     l.grid /= c.groups;
     if (c.seed == nullptr) {
@@ -40,6 +49,10 @@ void backward(Problem c, int32_t device) {
     }
   }
   const Launch l = launch_rows(c, device, kBackwardShared);
+  if (apart(c)) {
+    if (one_chunk(c)) return launch<mssa_plain_bwd_kernel<1, true>>(l, c);
+    return launch<mssa_plain_bwd_kernel<kMostChunks, true>>(l, c);
+  }
   if (one_chunk(c)) return launch<mssa_plain_bwd_kernel<1>>(l, c);
   launch<mssa_plain_bwd_kernel<kMostChunks>>(l, c);
 }

@@ -40,25 +40,54 @@ struct HeadRows {
   bool wide;
 };
 
+CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h, Dtype dtype) {
+  return {static_cast<char*>(t.data) + h.offset(c, t) * (dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
+}
 CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
-  return {static_cast<char*>(t.data) + h.offset(c, t) * (c.dtype == Dtype::f32 ? 4 : 2), t.row, t.channel, t.wide};
+  return rows_of(c, t, h, c.dtype);
+}
+
+// The tokens that a head's rows meet. Places of rows and of tokens are compared by masks, and draw dropout.
+struct Others {
+  int before, start;  // places of the first row and of the first token
+  int length;
+  const bool* keep;  // null: every token is a key
+  int64_t row;       // of tensors of a number per token
+};
+
+CRATE_DEVICE Others itself(const Problem& c, const Head& h) {
+  return {0, 0, h.length, h.keep(c), h.row};
+}
+CRATE_DEVICE Others another_range(const Problem& c, const Head& h) {
+  const mssa::Range& r = c.others;
+  return {r.row_start, r.start, r.count,
+          r.keep == nullptr ? nullptr : r.keep + static_cast<int64_t>(h.sequence) * r.count,
+          (static_cast<int64_t>(h.sequence) * c.nheads + h.head) * r.count};
+}
+
+// APART: the rows meet another range of their sequence. A template argument, as it would cost all others registers.
+template <bool APART>
+CRATE_DEVICE Head head_of(const Problem& c, int index) {
+  Head h(c, index);
+  if (APART) h.counter = static_cast<uint32_t>(h.sequence * c.others.nheads + c.others.first_head + h.head);
+  return h;
 }
 
 // Calls f with a zero of the element type. The dtype is not a template argument of the kernels: one branch per 16 bytes
 // instead of three times as many kernels.
 template <class F>
-CRATE_DEVICE auto typed(const Problem& c, const F& f) {
-  if (c.dtype == Dtype::f32) return f(float{});
-  if (c.dtype == Dtype::bf16) return f(bf16{});
+CRATE_DEVICE auto typed(Dtype dtype, const F& f) {
+  if (dtype == Dtype::f32) return f(float{});
+  if (dtype == Dtype::bf16) return f(bf16{});
   return f(fp16{});
 }
 
-CRATE_DEVICE float element(const Problem& c, const char* data, int64_t offset) {
-  return typed(c, [&](auto zero) { return to_float(reinterpret_cast<const decltype(zero)*>(data)[offset]); });
+CRATE_DEVICE float element(Dtype dtype, const char* data, int64_t offset) {
+  return typed(dtype, [&](auto zero) { return to_float(reinterpret_cast<const decltype(zero)*>(data)[offset]); });
 }
 
-CRATE_DEVICE void put_element(const Problem& c, char* data, int64_t offset, float v) {
-  typed(c, [&](auto zero) { reinterpret_cast<decltype(zero)*>(data)[offset] = from_float<decltype(zero)>(v); });
+CRATE_DEVICE void put_element(Dtype dtype, char* data, int64_t offset, float v) {
+  typed(dtype, [&](auto zero) { reinterpret_cast<decltype(zero)*>(data)[offset] = from_float<decltype(zero)>(v); });
 }
 
 // Converts 16 bytes of elements to floats in shared memory.
@@ -88,6 +117,7 @@ CRATE_DEVICE uint4 pack_at(const float* from, T) {
 struct Chunk {
   const Problem& c;
   const HeadRows& t;
+  Dtype dtype;
   int first, length, channel;
 
   // Calls single(row, d) for each element, or pack(row, d) for each 16 bytes; d counts from the chunk's first channel.
@@ -98,7 +128,7 @@ struct Chunk {
       for (int n = threadIdx.x; n < ROWS * kChunk; n += kThreads) single(n / kChunk, n % kChunk);
       return;
     }
-    const int shift = c.dtype == Dtype::f32 ? 4 : 3;  // 16 or 8 packs per row
+    const int shift = dtype == Dtype::f32 ? 4 : 3;  // 16 or 8 packs per row
 #pragma unroll UNROLL
     for (int n = threadIdx.x; n < ROWS << shift; n += kThreads) {
       pack(n >> shift, (n << (kChunkBits - shift)) & (kChunk - 1));
@@ -108,35 +138,35 @@ struct Chunk {
   CRATE_DEVICE int64_t offset(int row, int d) const { return (first + row) * t.row + (channel + d) * t.channel; }
   CRATE_DEVICE uint4* pack(int row, int d) const {
     const int64_t at = (first + row) * t.row + channel + d;
-    return reinterpret_cast<uint4*>(t.data + at * (c.dtype == Dtype::f32 ? 4 : 2));
+    return reinterpret_cast<uint4*>(t.data + at * (dtype == Dtype::f32 ? 4 : 2));
   }
 };
 
 // Copies a chunk of ROWS rows to shared memory; zeros past the end.
 template <int ROWS>
 CRATE_DEVICE void stage(const Problem& c, float* tile, const HeadRows& t, int first, int length, int channel) {
-  const Chunk chunk = {c, t, first, length, channel};
+  const Chunk chunk = {c, t, c.dtype, first, length, channel};
   chunk.each<ROWS, 4>(
       [&](int row, int d) {
-        tile[row * kPitch + d] = chunk.has(row, d) ? element(c, t.data, chunk.offset(row, d)) : 0.0f;
+        tile[row * kPitch + d] = chunk.has(row, d) ? element(c.dtype, t.data, chunk.offset(row, d)) : 0.0f;
       },
       [&](int row, int d) {
         const uint4 bits = chunk.has(row, d) ? *chunk.pack(row, d) : make_uint4(0, 0, 0, 0);
-        typed(c, [&](auto zero) { put_pack(tile + row * kPitch + d, bits, zero); });
+        typed(c.dtype, [&](auto zero) { put_pack(tile + row * kPitch + d, bits, zero); });
       });
 }
 
 // Copies a chunk of the owned rows from shared memory. Writes directly from the threads' registers would be 8 bytes
 // each, and three times the code of everything else.
 CRATE_DEVICE void unstage(const Problem& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
-  const Chunk chunk = {c, t, first, length, channel};
+  const Chunk chunk = {c, t, c.results, first, length, channel};
   chunk.each<kOwned, 1>(
       [&](int row, int d) {
-        if (chunk.has(row, d)) put_element(c, t.data, chunk.offset(row, d), tile[row * kPitch + d]);
+        if (chunk.has(row, d)) put_element(c.results, t.data, chunk.offset(row, d), tile[row * kPitch + d]);
       },
       [&](int row, int d) {
         if (!chunk.has(row, d)) return;
-        *chunk.pack(row, d) = typed(c, [&](auto zero) { return pack_at(tile + row * kPitch + d, zero); });
+        *chunk.pack(row, d) = typed(c.results, [&](auto zero) { return pack_at(tile + row * kPitch + d, zero); });
       });
 }
 

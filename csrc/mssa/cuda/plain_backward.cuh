@@ -16,13 +16,15 @@ struct Numbers {
   float lse, delta, dlse;
 };
 
-CRATE_DEVICE Numbers numbers_of(const Problem& c, const Head& h, int row) {
-  if (row >= h.length) return {INFINITY, 0.0f, 0.0f};
-  const int64_t n = h.row + row;
+template <bool APART, class Tokens>
+CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
+  if (row >= t.length) return {INFINITY, 0.0f, 0.0f};
+  const int64_t n = t.row + row;
+  if (APART) return {c.others.lse[n], c.others.delta[n], 0.0f};
   return {c.lse[n], c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
 }
 
-template <int CHUNKS>
+template <int CHUNKS, bool APART = false>
 __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
@@ -31,13 +33,16 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   float* const weights = tile_g + kTile * kPitch;  // (kOwned, kTile), each warp its rows
 
   const Place place = place_of(c);
-  const Head h(c, place.head);
+  const Head h = head_of<APART>(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   if (place.group == 0) clear_uncovered(c, h, place.block, c.dw, nullptr);
   if (start >= h.length) return;
   const bool* const keep = h.keep(c);
-  const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
+  const Others others = APART ? another_range(c, h) : itself(c, h);
+  const HeadRows own_w_at = rows_of(c, c.w, h), own_g_at = rows_of(c, c.g, h);
+  const HeadRows w_at = APART ? rows_of(c, c.keys, h) : own_w_at;
+  const HeadRows g_at = APART ? rows_of(c, c.others.g, h) : own_g_at;
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
@@ -45,31 +50,33 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   bool own_kept[kPart];
   unroll<kPart>([&](int n) {
     const int j = start + t.row_at(n);
-    own[n] = numbers_of(c, h, j);
+    own[n] = numbers_of<false>(c, h, j);
     own_kept[n] = j < h.length && (keep == nullptr || keep[j]);
   });
   float acc[CHUNKS][kPart][kColumns] = {};
 
   // Without a gradient of the scores, owned rows are keys only.
-  const Span partners = partners_of(c.mask, {start, start + kOwned}, h.length, c.scores);
-  const int begin = partners.first / kTile * kTile;
-  for (int first = begin; first < partners.stop; first += kTile) {
+  const int before = others.before + start;  // place of the first owned row
+  const Span partners = partners_of(c.mask, {before, before + kOwned}, others.start + others.length, c.scores);
+  const int least = APART ? max(partners.first - others.start, 0) : partners.first;
+  const int begin = least / kTile * kTile, stop = partners.stop - others.start;
+  for (int first = begin; first < stop; first += kTile) {
     // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
-    const int mine = start + t.warp_row;
-    const Span owned = {mine, mine + kWarpRows}, others = {first, first + kTile};
-    const bool as_keys = mine < h.length && meets(c.mask, others, owned);
-    const bool as_queries = c.scores && mine < h.length && meets(c.mask, owned, others);
+    const int mine = start + t.warp_row, tile = others.start + first;
+    const Span owned = {before + t.warp_row, before + t.warp_row + kWarpRows}, met = {tile, tile + kTile};
+    const bool as_keys = mine < h.length && meets(c.mask, met, owned);
+    const bool as_queries = c.scores && mine < h.length && meets(c.mask, owned, met);
     float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
     int staged = 0;
     for (; staged < chunks; ++staged) {
       const int channel = staged * kChunk, channels = channels_of(c, staged);
       __syncthreads();
       if (CHUNKS > 1 || first == begin) {
-        stage<kOwned>(c, own_w, w_at, start, h.length, channel);
-        if (c.products) stage<kOwned>(c, own_g, g_at, start, h.length, channel);
+        stage<kOwned>(c, own_w, own_w_at, start, h.length, channel);
+        if (c.products) stage<kOwned>(c, own_g, own_g_at, start, h.length, channel);
       }
-      stage<kTile>(c, tile_w, w_at, first, h.length, channel);
-      if (c.values) stage<kTile>(c, tile_g, g_at, first, h.length, channel);
+      stage<kTile>(c, tile_w, w_at, first, others.length, channel);
+      if (c.values) stage<kTile>(c, tile_g, g_at, first, others.length, channel);
       __syncthreads();
       if (!as_keys && !as_queries) continue;
       float sum[kPart][kPart] = {};
@@ -88,14 +95,14 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
 
     // s becomes the weights of g, gw the weights of w.
     if (as_keys || as_queries) {
-      const uint32_t kept_p = as_keys ? keep_bits(c, h, start + t.row, first + t.column, false) : 0;
-      const uint32_t kept_q = as_queries ? keep_bits(c, h, start + t.row, first + t.column, true) : 0;
+      const uint32_t kept_p = as_keys ? keep_bits(c, h, before + t.row, tile + t.column, false) : 0;
+      const uint32_t kept_q = as_queries ? keep_bits(c, h, before + t.row, tile + t.column, true) : 0;
       unroll<kPart>([&](int b) {
-        const int i = first + t.column_at(b);
-        const Numbers row = numbers_of(c, h, i);
-        const bool row_kept = i < h.length && (keep == nullptr || keep[i]);
+        const int n = first + t.column_at(b), i = others.start + n;
+        const Numbers row = numbers_of<APART>(c, others, n);
+        const bool row_kept = n < others.length && (others.keep == nullptr || others.keep[n]);
         unroll<kPart>([&](int a) {
-          const int j = start + t.row_at(a);
+          const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
           float p = own_kept[a] && sees(c.mask, i, j) ? expf(score - row.lse) : 0.0f;
           const float q = as_queries && row_kept && sees(c.mask, j, i) ? expf(score - own[a].lse) : 0.0f;
@@ -111,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       });
     }
 
-    const int count = min((h.length - first + 3) / 4 * 4, kTile);
+    const int count = min((others.length - first + 3) / 4 * 4, kTile);
     if (CHUNKS > 1) __syncwarp();  // `second` overwrites the owned rows that the warp has read
     put_weights(weights, s, t);
     if (CHUNKS > 1) put_weights(second, gw, t);
@@ -122,8 +129,8 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       if (chunk * kChunk >= c.access.head_dim) continue;
       if (chunk != staged) {
         __syncthreads();
-        stage<kTile>(c, tile_w, w_at, first, h.length, chunk * kChunk);
-        if (c.values) stage<kTile>(c, tile_g, g_at, first, h.length, chunk * kChunk);
+        stage<kTile>(c, tile_w, w_at, first, others.length, chunk * kChunk);
+        if (c.values) stage<kTile>(c, tile_g, g_at, first, others.length, chunk * kChunk);
         __syncthreads();
       }
       if (!as_keys && !as_queries) continue;
@@ -140,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   }
 
   const float one[kPart] = {1.0f, 1.0f, 1.0f, 1.0f};
-  write_rows(c, own_w, rows_of(c, c.dw, h), acc, one, t, start, h.length, first_chunk);
+  write_rows(c, own_w, rows_of(c, c.dw, h, c.results), acc, one, t, start, h.length, first_chunk);
 }
 
 }  // namespace crate_kernels::plain

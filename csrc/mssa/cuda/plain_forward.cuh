@@ -51,22 +51,34 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
   return shrink;
 }
 
-template <int CHUNKS>
+// The keys of a head's rows: their own sequence, a cache, or another range of their sequence.
+template <bool APART>
+CRATE_DEVICE Others keys_for(const Problem& c, const Head& h) {
+  if constexpr (APART) {
+    return another_range(c, h);
+  } else {
+    const Keys keys(c, h);
+    return {keys.before, 0, keys.length, keys.keep, 0};
+  }
+}
+
+template <int CHUNKS, bool APART = false>
 __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   float* const own = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const tile = own + kOwned * kPitch;                     // (kTile, kChunk)
   float* const weights = tile + kTile * kPitch;                  // (kOwned, kTile), each warp its rows
 
   const Place place = place_of(c);
-  const Head h(c, place.head);
+  const Head h = head_of<APART>(c, place.head);
   const int start = first_row(c, place.block, kOwned);
   if (place.group == 0) clear_uncovered(c, h, place.block, c.out, c.lse);
   if (start >= h.length) return;
 
-  const Keys keys(c, h);
+  const Others keys = keys_for<APART>(c, h);
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
-  const int before = keys.before + start;  // keys before the owned rows
-  const Span seen_keys = keys_of(c.mask, {before, before + kOwned}, keys.length);
+  const int before = keys.before + start;  // place of the first owned row
+  const Span seen = keys_of(c.mask, {before, before + kOwned}, keys.start + keys.length);
+  const Span seen_keys = {max(seen.first - keys.start, 0), seen.stop - keys.start};
   const int first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
@@ -82,7 +94,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     for (int first = begin; first < seen_keys.stop; first += kTile) {
       // Warps whose rows are absent, or see none of these keys, only help to copy.
       const Span warp_rows = {before + t.warp_row, before + t.warp_row + kWarpRows};
-      const bool active = start + t.warp_row < h.length && meets(c.mask, warp_rows, {first, first + kTile});
+      const bool active =
+          start + t.warp_row < h.length && meets(c.mask, warp_rows, {keys.start + first, keys.start + first + kTile});
       float s[kPart][kPart] = {};
       int staged = 0;
       for (; staged < chunks; ++staged) {
@@ -107,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
         });
         unroll<kPart>([&](int i) {
           unroll<kPart>([&](int j) {
-            const bool seen = kept[j] && sees(c.mask, before + t.row_at(i), first + t.column_at(j));
+            const bool seen = kept[j] && sees(c.mask, before + t.row_at(i), keys.start + first + t.column_at(j));
             s[i][j] = seen ? scaled(s[i][j], c.scale) : -INFINITY;
           });
           shrink[i] = 1.0f;
@@ -122,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       }
       if (pass < passes - 1) continue;
       if (c.seed != nullptr && active) {
-        const uint32_t kept = keep_bits(c, h, start + t.row, first + t.column, true);
+        const uint32_t kept = keep_bits(c, h, before + t.row, keys.start + first + t.column, true);
         unroll<kPart * kPart>([&](int n) {
           if ((kept >> n & 1) == 0) s[n / kPart][n % kPart] = 0.0f;
         });
@@ -157,7 +170,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       c.lse[h.row + query] = empty ? -INFINITY : row[i].largest + logf(sum);
     }
   });
-  write_rows(c, own, rows_of(c, c.out, h), acc, factor, t, start, h.length, first_chunk);
+  write_rows(c, own, rows_of(c, c.out, h, c.results), acc, factor, t, start, h.length, first_chunk);
 }
 
 }  // namespace crate_kernels::plain

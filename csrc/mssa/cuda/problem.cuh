@@ -48,6 +48,16 @@ inline int head_dim_of(const Tensor& w) {
   return static_cast<int>(head_dim);
 }
 
+// Another range of the rows' sequence, which they meet instead of themselves. Places count from the sequence's start.
+struct Range {
+  Rows g;                    // gradient of its out
+  const float *lse, *delta;  // (sequences, nheads, count)
+  const bool* keep;          // (sequences, count); null: every token is a key
+  int count, start;          // its tokens, and the place of the first
+  int row_start;             // place of the first row
+  int first_head, nheads;    // heads before those that are here, and all heads: dropout counts them
+};
+
 struct Problem {
   Rows w, keys, out, g, dw;   // keys: w, or the cache that w was appended to; g: gradient of out
   float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
@@ -67,6 +77,8 @@ struct Problem {
   Mask mask;
   bool select;                    // phi = "threshold"
   bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
+  Dtype results;                  // of out and dw
+  Range others;                   // the range whose tokens are `keys`, if it is not the rows'
 };
 
 // A cache that the tokens of a call were appended to. Its lengths do not count them yet.
@@ -96,7 +108,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
   p.nheads = static_cast<int>(w.size(1));
   p.seqlen = static_cast<int>(packed ? call.max_seqlen : w.size(2));
   p.total = static_cast<int>(w.size(packed ? 0 : 2));
-  p.dtype = dtype_of(w);
+  p.dtype = p.results = dtype_of(w);
   p.scale = static_cast<float>(call.scale);
   p.select = call.threshold.has_value();
   p.threshold = static_cast<float>(call.threshold.value_or(0.0));

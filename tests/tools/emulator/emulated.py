@@ -15,6 +15,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 
 from crate_kernels._core import backends
 from crate_kernels._native import extension, libraries, ninja_build
+from crate_kernels.ops.mssa import rectangular
 
 HERE = Path(__file__).parent
 EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
@@ -62,7 +63,8 @@ def register():
     """Register the CUDA kernels of backend "cpp" as backend "emulated" for CPU tensors."""
     floats = backends._BACKENDS["cpp"].dtypes
     backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.native", ("cpu",), floats))
-    backends._kernels |= {(op, "emulated"): on_cuda(op) for op in backends.OPS}
+    backends.add_part(rectangular.PART)
+    backends._kernels |= {(op, "emulated"): on_cuda(op) for op in (*backends.OPS, rectangular.PART)}
 
 
 def on_cuda(op):

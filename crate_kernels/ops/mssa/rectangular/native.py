@@ -1,4 +1,4 @@
-"""Attention of rows to columns by csrc/mssa: C++ for tensors on the CPU."""
+"""Attention of rows to columns by csrc/mssa: C++ for tensors on the CPU, CUDA C++ by fp32 products for those on a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
 
 def _library(w: Tensor) -> Library:
     """Return the library for the device of the tokens; refuse what it does not have."""
-    if w.device.type == "cuda":
-        raise backends.Refused("does not have rows and columns of several processes on GPUs")
     if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
         raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
     return library(w.device.type)

@@ -42,9 +42,9 @@ def _scores_of_range(head, length, start, count, first_head, all_heads, mask_ptr
 
 
 @triton.jit
-def _by_place(tokens, offset):
-    """Return the tokens numbered by their places, of which the first is ``offset``."""
-    return tile.Tokens(tokens.ptr - offset.to(tl.int64) * tokens.stride_s, tokens.stride_s, tokens.stride_d)
+def _numbered_from(first, tokens):
+    """Return tokens of which the first has the number ``first``."""
+    return tile.Tokens(tokens.ptr - first.to(tl.int64) * tokens.stride_s, tokens.stride_s, tokens.stride_d)
 
 
 _SIZES = ["nheads", "rows", "columns", "offset", "start", "first_head", "all_heads"]
@@ -62,13 +62,15 @@ def _mssa_rectangular_fwd_kernel(
     pid_m = num_m - 1 - pid % num_m if FORM.CAUSAL else pid % num_m
     head = find_head(pid // num_m, nheads, rows)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
-    start_m = offset + pid_m * BLOCK_M
+    # Rows are numbered by place only where a mask asks for it: two numberings would take registers.
+    first = offset if FORM.CAUSAL or FORM.DROPOUT else offset * 0
+    start_m = first + pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < offset + rows
-    w_m = tile.load(_by_place(tokens_of(head, w), offset), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+    mask_m = offs_m < first + rows
+    w_m = tile.load(_numbered_from(first, tokens_of(head, w)), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, FORM)
     state = walk_keys(state, w_m, tokens_of(head, keys), scores, start_m, "online", BLOCK_M, FORM)
-    out, lse_ptr = _by_place(tokens_of(head, out), offset), lse_ptr + (head.row - offset)
+    out, lse_ptr = _numbered_from(first, tokens_of(head, out)), lse_ptr + (head.row - first)
     finish(state, out, lse_ptr, offs_m, mask_m, call.keep_factor, FORM)
 
 

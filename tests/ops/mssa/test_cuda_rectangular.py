@@ -1,0 +1,37 @@
+"""The attention of ranges of a sequence to each other by the CUDA kernels, under the emulator."""
+
+import pytest
+import torch
+
+from crate_kernels._core import operator
+from crate_kernels.ops.mssa.rectangular import Call
+from tests.ops.common import DTYPES
+from tests.ops.mssa import ranges
+from tests.ops.mssa.rectangles import CASES, drawn
+from tests.ops.mssa.test_rectangular_kernels import failed, results
+
+
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_the_options_of_an_op_are_the_fields_of_the_record(name, library):
+    schema = str(getattr(library, f"cuda_mssa_rectangular_{name}").default._schema)
+    assert operator.schema_of(Call).replace("SymInt", "int") in schema
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_within_budget(case, dtype, backend):
+    assert failed(case, dtype, backend) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ranges.CASES.values(), ids=ranges.CASES)
+def test_ranges_together_are_the_whole_operator(case, dtype, backend):
+    assert ranges.over_budget(case, dtype, backend, "cpu") == []
+
+
+@pytest.mark.parametrize("name", ["causal-around", "causal-padded-dropout", "wide"])
+def test_bits_are_those_of_any_order(name, backend, device):
+    rows, columns, call = drawn(CASES[name], torch.bfloat16)
+    expected = results(rows, columns, call, backend)
+    device(descending=True)
+    torch.testing.assert_close(results(rows, columns, call, backend), expected, rtol=0, atol=0)
