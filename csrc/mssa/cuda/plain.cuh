@@ -55,8 +55,8 @@ struct Others {
   int64_t row;       // of tensors of a number per token
 };
 
-CRATE_DEVICE Others itself(const Problem& c, const Head& h) {
-  return {0, 0, h.length, h.keep(c), h.row};
+CRATE_DEVICE Others itself(const Head& h, const bool* keep) {
+  return {0, 0, h.length, keep, h.row};
 }
 CRATE_DEVICE Others another_range(const Problem& c, const Head& h) {
   const mssa::Range& r = c.others;

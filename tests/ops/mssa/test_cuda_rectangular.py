@@ -5,10 +5,16 @@ import torch
 
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa.rectangular import Call
-from tests.ops.common import DTYPES
 from tests.ops.mssa import ranges
 from tests.ops.mssa.rectangles import CASES, drawn
 from tests.ops.mssa.test_rectangular_kernels import failed, results
+
+FP16 = pytest.mark.exhaustive  # bf16 takes the same way through these kernels
+DTYPES = [
+    pytest.param(torch.float32, id="fp32"),
+    pytest.param(torch.bfloat16, id="bf16"),
+    pytest.param(torch.float16, id="fp16", marks=FP16),
+]
 
 
 @pytest.mark.parametrize("name", ["fwd", "bwd"])

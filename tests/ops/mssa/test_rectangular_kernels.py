@@ -10,17 +10,23 @@ from crate_kernels._core import backends
 from crate_kernels.ops.mssa import rectangular, reference
 from crate_kernels.ops.mssa.call import Call as Whole
 from crate_kernels.ops.mssa.rectangular import PART, Call, Tokens
-from tests.ops.common import DTYPES, KERNELS, LEVELS, home, randn
+from tests.ops.common import DTYPES, KERNELS, LEVELS, home, interpreted, randn
 from tests.ops.mssa.rectangles import CASES, drawn, in_dtype
 
+# Triton's interpreter takes minutes for these; test_triton_rectangular.py has some of them for every run.
 HERE = [
-    name
+    pytest.param(name, marks=pytest.mark.exhaustive if interpreted(name, home(name)) else ())
     for name in ("triton", "cpp")
     if name in KERNELS
     and backends.unavailable_reason(PART, name, home(name)) is None
     and home(name) in (backends.for_device(name, home(name)).devices or ())
 ]
-CPP = [pytest.param("cpp", marks=() if "cpp" in HERE else pytest.mark.skip(reason="needs the C++ extension"))]
+CPP = [
+    pytest.param(
+        "cpp",
+        marks=() if any("cpp" in each.values for each in HERE) else pytest.mark.skip(reason="needs the C++ extension"),
+    )
+]
 
 
 def results(rows, columns, call, backend):

@@ -1,4 +1,4 @@
-"""Attention of rows to columns by csrc/mssa: C++ for tensors on the CPU, CUDA C++ by fp32 products for those on a GPU."""
+"""Attention of rows to columns by csrc/mssa: C++ on the CPU, CUDA C++ with fp32 products on GPUs."""
 
 from __future__ import annotations
 
