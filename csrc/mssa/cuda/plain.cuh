@@ -65,7 +65,7 @@ CRATE_DEVICE Others another_range(const Problem& c, const Head& h) {
           (static_cast<int64_t>(h.sequence) * c.nheads + h.head) * r.count};
 }
 
-// APART: the rows meet another range of their sequence. A template argument, as it would cost all others registers.
+// APART: the rows meet another range of their sequence. Decided at run time, it would cost all other calls registers.
 template <bool APART>
 CRATE_DEVICE Head head_of(const Problem& c, int index) {
   Head h(c, index);

@@ -32,7 +32,7 @@ from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
 @triton.jit
 def _scores_of_range(head, length, start, count, first_head, all_heads, mask_ptr, call, FORM: tl.constexpr):
-    """Return the scores of keys of which there are ``count``, up to place ``length``; ``start`` is the place 0.
+    """Return the scores of ``count`` keys, the last at place ``length`` - 1; place 0 is at ``start`` in the sequence.
 
     Dropout draws from places in the sequence, and from the head's number among all heads.
     """
