@@ -62,14 +62,14 @@ def _mssa_rectangular_fwd_kernel(
     pid_m = num_m - 1 - pid % num_m if FORM.CAUSAL else pid % num_m
     head = find_head(pid // num_m, nheads, rows)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
-    # Rows are numbered by place only where a mask asks for it: two numberings would take registers.
-    first = offset if FORM.CAUSAL or FORM.DROPOUT else offset * 0
+    # Number the rows of narrow heads by place: on sm_80 two numberings spill with 48 channels, and one with 104.
+    first = offset if FORM.CAUSAL and FORM.HEAD_DIM <= 64 else offset * 0
     start_m = first + pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < first + rows
     w_m = tile.load(_numbered_from(first, tokens_of(head, w)), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
     state = empty_state(BLOCK_M, FORM)
-    state = walk_keys(state, w_m, tokens_of(head, keys), scores, start_m, "online", BLOCK_M, FORM)
+    state = walk_keys(state, w_m, tokens_of(head, keys), scores, start_m + (offset - first), "online", BLOCK_M, FORM)
     out, lse_ptr = _numbered_from(first, tokens_of(head, out)), lse_ptr + (head.row - first)
     finish(state, out, lse_ptr, offs_m, mask_m, call.keep_factor, FORM)
 
@@ -98,7 +98,8 @@ def _mssa_rectangular_bwd_kernel(
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
-        extent = tl.maximum(largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m), tl.max(tl.abs(own.lse), 0))
+        # A row's L need not be small: at least 0, as it sees itself; scores are small enough if columns' L are.
+        extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     acc = walk(acc, own, inputs, scores, extent, offset + start_j, BLOCK_J, FORM, TERMS)
     offs_j = start_j + tl.arange(0, BLOCK_J)
@@ -181,7 +182,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     sizes = _sizes(columns.w, _mask(columns) if padded else None, call, call.causal)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
-    derived = bool(config.pop("DERIVED")) and w.dtype != torch.float32 and not sizes.call.masked
+    derived = bool(config.pop("DERIVED")) and w.dtype != torch.float32 and call.scale > 0 and not sizes.call.masked
     block_i = config.pop("BLOCK_I")
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
