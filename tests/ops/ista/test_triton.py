@@ -183,3 +183,24 @@ def test_autocast_is_no_worse_than_composite(tokens, backend, device):
             y = ista(x, weight, step_size=1.0, backend=name)
         errors[name] = (y - exact).square().mean().sqrt().item()
     assert errors[backend] <= 1.05 * errors["composite"], errors
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_float32_weights_are_not_rounded_before_the_products_of_squares(dtype, backend, device):
+    """W is nearly a projection, so that W - W^T W is what two roundings of W would drown."""
+    dim = 32
+    basis = torch.linalg.qr(randn(dim, dim, dtype=torch.float64, device="cpu")).Q[:, : dim // 2]
+    weight = (basis @ basis.t()).float().to(device) + 0.01 * randn(dim, dim, dtype=torch.float32, device=device, seed=1)
+    weight.requires_grad_()
+    with torch.autocast(device, dtype=dtype):
+        y = ista(torch.eye(dim, device=device), weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
+    exact = weight.double() - weight.double().t() @ weight.double()
+    eps = torch.finfo(dtype).eps
+    off = 1 - torch.eye(dim, device=device)
+    assert ((y - exact) * off).abs().max() <= eps * exact.abs().max()
+
+    up = randn(dim, dim, dtype=torch.float32, device=device, seed=2).to(dtype).float()
+    (dweight,) = torch.autograd.grad(y, weight, up)
+    (wanted,) = torch.autograd.grad(exact, weight, (up * (y != 0)).double())
+    assert (dweight - wanted).abs().max() <= 3 * eps * wanted.abs().max()

@@ -44,6 +44,17 @@ class _Engine(steps.Engine):
     def one_product_back(self, tokens, need_dx, need_dweight):
         return _one_product(BACKWARD_FORM, tokens, 2 / 3 if need_dx and need_dweight else 1.0)
 
+    def gram(self, weight, dtype):
+        if weight.dtype == dtype:
+            return super().gram(weight, dtype)
+        return _in_halves(weight.t(), weight, weight, dtype)
+
+    def through_gram(self, dgram, weight):
+        if weight.dtype == dgram.dtype:
+            return super().through_gram(dgram, weight)
+        base = dgram.to(weight.dtype)
+        return _in_halves(weight, self.plus_transpose(base), base, dgram.dtype, weight.dtype)
+
     def step(self, left, right, base, call, out=None):
         epilogue = Epilogue(call.step_size, base, threshold=call.threshold, nonnegative=call.nonnegative)
         return product(left, right, epilogue, out, None if base is None else base.dtype)
@@ -63,6 +74,25 @@ class _Engine(steps.Engine):
 
     def add_product(self, total, left, right, scale):
         return product(left, right, Epilogue(scale, total))
+
+
+def _in_halves(
+    left: Tensor, right: Tensor, base: Tensor, half: torch.dtype, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return base - left @ right, of float32 matrices, by products of ``half`` in the tensor cores; rounded once.
+
+    A number is the sum of two halves, a + b. Of (a + b)(c + d) only b d is left out, 2^-16 of the product in bfloat16:
+    the three others are one product of three times the terms.
+    """
+    (a, b), (c, d) = (_halves(each, half) for each in (left, right))
+    rows, columns = torch.cat((a, a, b), 1), torch.cat((c, d, c), 0)
+    return product(rows, columns, Epilogue(-1.0, base.contiguous()), dtype=dtype, fused=True)
+
+
+def _halves(t: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split float32 numbers into a rounded one and the rounded rest."""
+    large = t.to(half)
+    return large, (t - large).to(half)
 
 
 def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:

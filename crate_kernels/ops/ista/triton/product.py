@@ -168,7 +168,12 @@ class Epilogue(NamedTuple):
 
 
 def product(
-    left: Tensor, right: Tensor, epilogue: Epilogue, out: Tensor | None = None, dtype: torch.dtype | None = None
+    left: Tensor,
+    right: Tensor,
+    epilogue: Epilogue,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return ``act(base + gated + scale * left @ right)``, accumulated in float32.
 
@@ -178,6 +183,7 @@ def product(
         epilogue: base, gated, scale and act.
         out: where the result is put, contiguous; allocated by default.
         dtype: of the result where ``out`` is None, right's by default.
+        fused: whether it is the fused way however long the sums are, where the library would round in between.
     """
     rows, columns, inner = left.shape[0], right.shape[1], left.shape[1]
     if out is None:
@@ -191,7 +197,7 @@ def product(
     if not even:
         config["num_warps"] = 8
     with launch.guard(left.device):
-        if config.pop("LIBRARY") or right.dtype == torch.float32:
+        if (config.pop("LIBRARY") and not fused) or right.dtype == torch.float32:
             plain = scaled(left.to(right.dtype), right, epilogue.scale, out if out.dtype == right.dtype else None)
             if plain is not out or not epilogue.only_scales:
                 _update(plain, out, epilogue._replace(scale=1.0))
