@@ -223,7 +223,7 @@ def test_launches_follow_what_was_tuned(gpu):
     library = next(c for c in ista_tables.PRODUCT.candidates if c["LIBRARY"])
     never = ista_tables.BACKWARD_FORM.candidates[-1]
     rows = {
-        "tssa_full_fwd": [Row(chunks, 384, 256, half=True)],
+        "tssa_full_forward": [Row(chunks, 384, 256, half=True)],
         "ista_product": [Row(library, 768, 1024, half=True)],
         "ista_backward_form": [Row(never, 768, 1024, half=True)],
     }

@@ -1,7 +1,6 @@
 """Every kind of kernel of tssa compiles for every kind of GPU, within its budget."""
 
 import pytest
-import triton
 
 from tests.tools.aot import harness
 
@@ -10,7 +9,7 @@ harness.needs_compiler()
 from tests.ops.tssa.aot import causal, chosen, decode, full  # noqa: E402  # only where Triton compiles
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
-LARGEST = ("DLOGIT", "DW")  # of the causal backward: twice the registers of any other step
+LARGEST = ("DMEMBERS", "DW")  # of the causal backward: twice the registers of any other step
 # name: (call, targets, what of it is compiled, all by default); ``make aot`` compiles all of it, by the same names.
 COVERING = {
     "whole-8x48-bfloat16": (full(197, 8, 48), ALL, ()),
@@ -30,18 +29,14 @@ def test_kernels_compile_within_budget(name, target):
     assert harness.over_budget(kernels, target, f"tssa-{name}", True) == []
 
 
-@pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
-    reason="Triton 3.6 shuffles in every scan (65 times a tile of DW, later versions less than 8): needs 3.7",
-)
 def test_running_sums_need_no_exchange():
     """A thread has all tokens of its channels: scans are additions, and shuffles are for sums over channels alone."""
     for launch in harness.launches(causal(1024, 16, 64, bias=False), "sm_90"):
         if launch.arguments.get("TOTALS") or launch.arguments.get("DW"):
             ptx = harness.assemble(launch, "sm_90").compiled.asm["ptx"]
             elements = launch.arguments["BLOCK_N"] * launch.arguments["BLOCK_H"] * launch.arguments["BLOCK_D"]
-            # A warp-wide scan would take two shuffles an element and more; reversed, ten more.
-            assert ptx.count("shfl.sync") * 32 * launch.options["num_warps"] < elements / 2, launch.arguments
+            # One warp-wide scan would take two shuffles an element and more; reversed, ten more. There are four.
+            assert ptx.count("shfl.sync") * 32 * launch.options["num_warps"] < 2 * elements, launch.arguments
 
 
 def test_lengths_share_kernels():

@@ -23,11 +23,14 @@ WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
 
 @contextmanager
 def going(way):
-    """Make every launch take a whole sequence, or chunks of 16 tokens in tiles of 8 (backward: 4)."""
+    """Make launches take a whole sequence, or chunks of 16 tokens in tiles of 8 (backward: 4, of one head each)."""
     whole = way == "whole"
-    full = {"TILE": 512, "CHUNK": 16, "WHOLE": 1 << 20 if whole else 0, "CROWD": 0, "STAGES": 2, "num_warps": 4}
+    full = {"TILE": 512, "CHUNK": 16, "WHOLE": 1 << 20 if whole else 0, "CROWD": 0, "STAGES": 2}
+    full |= {"LANE": 0, "num_warps": 4}
     length = 1 << 10 if whole else 16
-    forward, backward = ({"TOKENS": n, "CHUNK": length, "STAGES": 2} for n in (8, 4))
+    forward, backward = (
+        {"TOKENS": n, "CHUNK": length, "STAGES": 2, "LANE": lane} for n, lane in ((8, 64), (4, 64 if whole else 1))
+    )
     configs = {
         tables.FULL_FORWARD: full,
         tables.FULL_BACKWARD: full,

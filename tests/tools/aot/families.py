@@ -51,7 +51,7 @@ _PASSES = {
     "_tssa_fwd_kernel": {"ENERGY": 1, "MEMBERS": 1, "OUTPUT": 2},
     "_tssa_bwd_kernel": {"DGATE": 2, "DLOGIT": 1, "DW": 3},
     "_tssa_causal_fwd_kernel": {"ENERGY": 1, "MEMBERS": 1, "OUTPUT": 2},
-    "_tssa_causal_bwd_kernel": {"TOTALS": 1, "DMOMENT": 2, "DLOGIT": 2, "DW": 3},
+    "_tssa_causal_bwd_kernel": {"TOTALS": 1, "DMOMENT": 2, "DMEMBERS": 2, "DENERGY": 1, "DW": 3},
 }
 
 
@@ -67,7 +67,8 @@ def traffic(launch):
     if len(steps) != 1:  # several steps have a loop each
         return None
     tokens = arguments["BLOCK_N"] * math.prod(inner_trips(launch)[:1])  # of a trip of the outermost loop
-    return steps[0] * tokens * arguments["NHEADS"] * arguments["HEAD_DIM"] * _ITEM
+    heads = arguments.get("HEADS", arguments["NHEADS"])  # of a program
+    return steps[0] * tokens * heads * arguments["HEAD_DIM"] * _ITEM
 
 
 def inner_trips(launch):
@@ -76,7 +77,7 @@ def inner_trips(launch):
     The causal backward goes back over its marks, over the tiles of a mark, and sums what is before each tile up again.
     """
     arguments = launch.arguments
-    if launch.function.__name__ == "_tssa_causal_bwd_kernel" and (arguments["DLOGIT"] or arguments["DW"]):
+    if launch.function.__name__ == "_tssa_causal_bwd_kernel" and (arguments["DMEMBERS"] or arguments["DW"]):
         tiles = arguments["MARK"] / arguments["BLOCK_N"]
         return tiles, (tiles - 1) / 2
     return ()

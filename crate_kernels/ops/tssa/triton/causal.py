@@ -31,7 +31,7 @@ from crate_kernels._core import operator
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_causal
-from crate_kernels.ops.tssa.triton.scan import before_chunk
+from crate_kernels.ops.tssa.triton.scan import before_chunk, earlier_sums
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
 
 
@@ -90,10 +90,10 @@ def _tssa_causal_fwd_kernel(
     ``sums_1_ptr`` and ``sums_2_ptr`` have these added up to each chunk. The state of a cache, if any, comes before the
     first token; a program with the whole sequence also advances it.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(pid, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     heads = tile.heads_of(DIMS)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
@@ -104,37 +104,44 @@ def _tssa_causal_fwd_kernel(
     by_channel, by_head = index64 * (NHEADS * HEAD_DIM), index64 * NHEADS  # offsets into the state of a cache
 
     energy, moment = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    mass, keys = tl.zeros((BLOCK_H,), tl.float32), 0.0
-    before_energy, before_moment, before_mass, before_keys = energy, moment, mass, mass
+    mass, keys, before_keys = tl.zeros((BLOCK_H,), tl.float32), 0.0, tl.zeros((BLOCK_H,), tl.float32)
     position = 0
     if MEMBERS and sums_1_ptr is not None:
-        before_energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, DIMS)
+        energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, 1, DIMS)
     if OUTPUT and sums_2_ptr is not None:
-        before_moment, before_mass = before_chunk(sums_2_ptr, pid, chunk, DIMS)
+        moment, mass = before_chunk(sums_2_ptr, pid, chunk, 1, DIMS)
     if lengths_ptr is not None:
         position = tl.load(lengths_ptr + index)
         before_keys += position
-        before_energy += tile.load_channels(energy_ptr + by_channel, DIMS)
-        before_moment += tile.load_channels(weighted_ptr + by_channel, DIMS)
-        before_mass += tile.load_heads(mass_ptr + by_head, DIMS)
     temp = tile.load_heads(temp_ptr, DIMS)
+    # Running sums are carried in the scale in which their reciprocals are taken. Those of a chunk alone begin with 0.
+    if MEMBERS:
+        if lengths_ptr is not None:
+            energy += tile.load_channels(energy_ptr + by_channel, DIMS)
+        energy *= tile.SHIFT
+    if OUTPUT:
+        if lengths_ptr is not None:
+            moment += tile.load_channels(weighted_ptr + by_channel, DIMS)
+            mass += tile.load_heads(mass_ptr + by_head, DIMS)
+        moment *= tile.SHIFT
 
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = tile.load_tokens(w_at, rows, last, DIMS)
+        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
         keep = tile.kept(mask_ptr, rows, last, stride_ms)
         squares = w * w
         counted = tile.counted(squares, keep, mask_ptr)
         if MEMBERS:
-            running = before_energy[None, :, :] + (energy[None, :, :] + tl.cumsum(counted, 0))
-            inverse = tile.reciprocal(tile.floored(running * tile.SHIFT, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT
+            energy = tile.pick(running, BLOCK_N - 1)
+            inverse = tile.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
             similarity = tile.sum_over_channels(squares * inverse, DIMS) * tile.SHIFT
             if bias_ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs
                 there = (rows < last)[:, None] & (heads < NHEADS)[None, :]
                 bias = tl.load(bias_ptr + at + heads.to(tl.int64)[None, :] * stride_bh, mask=there, other=0.0)
-                similarity += HEAD_DIM * bias.to(tl.float64)
+                similarity += HEAD_DIM * bias.to(similarity.dtype)
             members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
@@ -143,23 +150,25 @@ def _tssa_causal_fwd_kernel(
             tile.store_rows(membership_at, members, rows, rows < last, DIMS)
         elif OUTPUT:
             members = tile.load_rows(membership_at, rows, last, DIMS)
-        energy += tl.sum(counted, 0)
+        else:
+            energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)
         if MEMBERS or OUTPUT:
             weights = tile.counted(members, keep, mask_ptr)
-            weighted = weights[:, :, None] * squares
             if OUTPUT:
-                masses = before_mass[None, :] + (mass[None, :] + tl.cumsum(weights, 0)) + tile.MASS_FLOOR
-                masses *= tile.SHIFT
-                moments = before_moment[None, :, :] + (moment[None, :, :] + tl.cumsum(weighted, 0))
+                weighted = (weights * tile.SHIFT)[:, :, None] * squares
+                moments = earlier_sums(moment, weighted) + weighted
+                masses = earlier_sums(mass, weights) + weights
+                moment, mass = tile.pick(moments, BLOCK_N - 1), tile.pick(masses, BLOCK_N - 1)
+                shifted = (masses + tile.MASS_FLOOR) * tile.SHIFT
                 # A = 1 / (1 + M) without the division of M.
-                inverse = tile.reciprocal(moments * tile.SHIFT + masses[:, :, None], DIMS)
-                out = w * (-members * masses)[:, :, None] * inverse
+                out = w * (-members * shifted)[:, :, None] * tile.reciprocal(moments + shifted[:, :, None], DIMS)
                 if seed_ptr is not None:
                     out = tile.dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
                 tile.store_tokens(out_at, out, rows, rows < last, DIMS)
-            moment += tl.sum(weighted, 0)
-            mass += tl.sum(weights, 0)
+            else:
+                moment += tl.sum(weights[:, :, None] * squares, 0)
+                mass += tl.sum(weights, 0)
 
     if ENERGY:
         tile.store_sums(parts_ptr, pid, energy, keys + tl.zeros((BLOCK_H,), tl.float32), DIMS)
@@ -168,9 +177,9 @@ def _tssa_causal_fwd_kernel(
     elif MEMBERS and lengths_ptr is not None:
         # Every thread reads the state before any replaces it.
         tl.debug_barrier()
-        tile.store_channels(energy_ptr + by_channel, before_energy + energy, DIMS)
-        tile.store_channels(weighted_ptr + by_channel, before_moment + moment, DIMS)
-        tile.store_heads(mass_ptr + by_head, before_mass + mass, DIMS)
+        tile.store_channels(energy_ptr + by_channel, energy / tile.SHIFT, DIMS)
+        tile.store_channels(weighted_ptr + by_channel, moment / tile.SHIFT, DIMS)
+        tile.store_heads(mass_ptr + by_head, mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
     if PACKED and OUTPUT and chunk == 0:
         out_at = Tokens(out_ptr, stride_os, stride_oh, 1)

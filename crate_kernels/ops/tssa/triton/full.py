@@ -101,10 +101,10 @@ def _tssa_fwd_kernel(
     sum Pi w^2 and sum Pi. A step stores its chunk's to ``parts_ptr``; ``sums_1_ptr`` and ``sums_2_ptr`` have the
     sequence's.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(pid, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)

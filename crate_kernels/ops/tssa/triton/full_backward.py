@@ -81,10 +81,10 @@ def _tssa_bwd_kernel(
     ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That gradient and
     its sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
+    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, count, first, last = tile.chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, count, first, last = tile.chunk_of(pid, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
     index64 = index.to(tl.int64)
     w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
     dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)

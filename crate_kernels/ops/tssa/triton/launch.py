@@ -17,6 +17,7 @@ from crate_kernels.ops.tssa.triton.tables import CAUSAL_FORWARD
 # Sizes vary per call: do not specialise on them. Triton would compile variants for 1 and for multiples of 16.
 RUNTIME = (
     "nsequences",
+    "ngroups",
     "nchunks",
     "chunk_size",
     "seqlen",
@@ -98,7 +99,7 @@ def _chunk_of_full(sizes: Launch, config: Config, tokens: int) -> int:
     size, device = sizes.seqlen * sizes.width * sizes.dtype.itemsize, launch.multiprocessors(sizes.device)
     if size <= 1024 * config["WHOLE"] or (size <= 1024 * config["CROWD"] and 2 * sizes.nsequences >= device):
         return max(sizes.seqlen, 1)
-    share = -(-sizes.nsequences * sizes.seqlen // (4 * device))
+    share = -(-sizes.nsequences * sizes.seqlen // (8 * device))
     return min(max(-(-share // tokens), 4) * tokens, config["CHUNK"])
 
 
@@ -125,15 +126,46 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
     heads, channels = power_of_two(sizes.nheads), power_of_two(sizes.head_dim)
     tokens = min(max(1, config["TILE"] // (heads * channels)), power_of_two(sizes.seqlen))
     chunk = _chunk_of_full(sizes, config, tokens)
-    nchunks = max(1, -(-sizes.seqlen // chunk))
+    nchunks, warps = max(1, -(-sizes.seqlen // chunk)), config["num_warps"]
+    if nchunks > 1 and config["LANE"]:
+        # There are many programs: each can have few warps, and a token at a time.
+        tokens, warps = 1, warps_of(sizes, config["LANE"])
     arguments |= {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"]}
-    arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": config["num_warps"]}
+    arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": warps}
     arguments |= {"sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
     with launch.guard(sizes.device):
         if nchunks == 1:
             launch.run(kernel, sizes.nsequences, **arguments, **dict.fromkeys(steps, True))
             return
         _run_steps(kernel, steps, sizes, arguments, lambda parts: parts.sum(1))
+
+
+def warps_of(sizes: Launch, lane: int) -> int:
+    """Return the warps of a program that has all heads of a token, ``lane`` numbers of it in a thread.
+
+    Few warps, of many numbers per thread: heads meet in the softmax, and within a warp that takes no barrier. Heads
+    that are nothing but padding in every lane are left out by the compiler.
+    """
+    lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
+    width = sizes.nheads * power_of_two(sizes.head_dim)
+    return min(power_of_two(-(-width // (lanes * lane))), 512 // lanes)
+
+
+def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
+    """Return the arguments that cut a token's heads into groups, a program each; no group has padding among its heads.
+
+    A thread has 16 bytes of a token, and all tokens of a tile.
+    """
+    config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
+    lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
+    channels = power_of_two(sizes.head_dim)
+    most = max(config["LANE"] * lanes // channels, 1)
+    heads = sizes.nheads
+    if heads > most:
+        heads = next(h for h in (1 << k for k in range(30, -1, -1)) if h <= most and sizes.nheads % h == 0)
+    warps = power_of_two(-(-heads * channels * sizes.dtype.itemsize // (lanes * 16)))
+    groups = {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "HEADS": heads, "BLOCK_H": power_of_two(heads)}
+    return {**groups, "num_warps": min(warps, 512 // lanes)}
 
 
 def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[str, int], int]:
@@ -143,9 +175,7 @@ def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[
     """
     config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
     heads, channels = power_of_two(sizes.nheads), power_of_two(sizes.head_dim)
-    # A thread has all tokens of its channels, 16 bytes of them, so that running sums stay within it.
-    lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
-    warps = min(max(heads * channels * sizes.dtype.itemsize // (lanes * 16), 1), 512 // lanes)
+    warps = warps_of(sizes, config["LANE"])
     chunk = config["CHUNK"]
     if alone and sizes.nsequences * warps >= 16 * launch.multiprocessors(sizes.device):
         chunk = sizes.seqlen

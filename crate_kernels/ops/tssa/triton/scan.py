@@ -20,25 +20,57 @@ _COLUMNS = 128
 
 
 @triton.jit
-def before_chunk(ptr, pid, chunk, DIMS: tl.constexpr):
-    """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one."""
-    by_channel, by_head = tile.load_sums(ptr, pid - (chunk > 0), DIMS)
+def earlier_sums(before, x):
+    """Return the sums over the tokens before each one, the first dimension, and what is ``before`` all of them.
+
+    One addition per element and no exchange where a thread has all tokens of its channels: the selections are decided
+    when this is compiled. ``tl.cumsum``, for tiles of many tokens, goes through warp shuffles in Triton 3.6, and
+    reversed in all versions.
+    """
+    if x.shape[0] > tile.APART:
+        return before[None] + (tl.cumsum(x, 0) - x)
+    else:
+        token = tile.tokens_of(x)
+        sums = tl.where(token == 0, before[None], x)
+        for at in tl.static_range(1, x.shape[0]):
+            sums = tl.where(token == at, tile.pick(sums + x, at - 1)[None], sums)
+        return sums
+
+
+@triton.jit
+def later_sums(after, x):
+    """Return the sums over the tokens after each one, and what is ``after`` all of them."""
+    LAST: tl.constexpr = x.shape[0] - 1
+    if LAST >= tile.APART:
+        return after[None] + (tl.cumsum(x, 0, reverse=True) - x)
+    else:
+        token = tile.tokens_of(x)
+        sums = tl.where(token == LAST, after[None], x)
+        for back in tl.static_range(LAST):
+            sums = tl.where(token == LAST - 1 - back, tile.pick(sums + x, LAST - back)[None], sums)
+        return sums
+
+
+@triton.jit
+def before_chunk(ptr, pid, chunk, ngroups, DIMS: tl.constexpr):
+    """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one, by ``ngroups``."""
+    by_channel, by_head = tile.load_sums(ptr, pid - (chunk > 0) * ngroups, DIMS)
     return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
 
 
 @triton.jit
-def all_before_chunk(totals_ptr, energies_ptr, pid, chunk, DIMS: tl.constexpr):
+def all_before_chunk(totals_ptr, energies_ptr, pid, chunk, ngroups, DIMS: tl.constexpr):
     """Return the sums of Pi w^2, of Pi and of w^2 over the chunks before ``chunk``."""
-    moment, mass = before_chunk(totals_ptr, pid, chunk, DIMS)
-    energy, _ = before_chunk(energies_ptr, pid, chunk, DIMS)
+    moment, mass = before_chunk(totals_ptr, pid, chunk, ngroups, DIMS)
+    energy, _ = before_chunk(energies_ptr, pid, chunk, ngroups, DIMS)
     return moment, mass, energy
 
 
 @triton.jit
-def after_chunk(ptr, pid, chunk, nchunks, DIMS: tl.constexpr):
-    """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on."""
+def after_chunk(ptr, pid, chunk, nchunks, ngroups, DIMS: tl.constexpr):
+    """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on, by ``ngroups``."""
     there = chunk + 1 < nchunks
-    by_channel, by_head = tile.load_sums(ptr, pid + there, DIMS)
+    by_channel, by_head = tile.load_sums(ptr, pid + there * ngroups, DIMS)
     return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
 
 
@@ -59,32 +91,6 @@ def store_mark(ptr, number, sums, DIMS: tl.constexpr):
 
 
 @triton.jit
-def _join_blocks(sums, totals, SIZE: tl.constexpr):
-    """Join blocks of SIZE tokens in pairs: the first of each adds the total of the second to its sums."""
-    PAIRS: tl.constexpr = totals.shape[0] // 2
-    half = tl.arange(0, 2)[None, :, None, None]
-    totals = tl.reshape(totals, (PAIRS, 2, totals.shape[1], totals.shape[2]))
-    later = tl.sum(tl.where(half == 1, totals, 0.0), 1)
-    sums = tl.reshape(sums, (PAIRS, 2, SIZE, totals.shape[2], totals.shape[3]))
-    sums += tl.where(half == 0, later[:, None, :, :], 0.0)[:, :, None, :, :]
-    return sums, tl.sum(totals, 1)
-
-
-@triton.jit
-def suffix_sums(x):
-    """Return the sums over tokens, the first of three dimensions, from each one on, by doubling blocks of tokens.
-
-    ``tl.cumsum(reverse=True)`` turns a tile around and back by ten warp shuffles per element, whatever its layout.
-    This takes none where a thread has all tokens of its channels.
-    """
-    sums, totals = x, x
-    for level in tl.static_range(10):
-        if (1 << level) < x.shape[0]:
-            sums, totals = _join_blocks(sums, totals, 1 << level)
-    return tl.reshape(sums, x.shape)
-
-
-@triton.jit
 def add_tokens(
     sums,
     w_at,
@@ -97,29 +103,40 @@ def add_tokens(
     DIMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add tokens ``first`` to ``last`` to the sums of Pi w^2, of Pi and of w^2."""
+    """Add tokens ``first`` to ``last`` to the sums of Pi w^2, of Pi and of w^2; those of squares are times SHIFT."""
     moment, mass, energy = sums
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = tile.load_tokens(w_at, rows, last, DIMS)
+        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
         keep = tile.kept(mask_ptr, rows, last, stride_ms)
         weights = tile.counted(tile.load_rows(membership_at, rows, last, DIMS), keep, mask_ptr)
-        moment += tl.sum(w * w * weights[:, :, None], 0)
+        squares = w * w
+        moment += tl.sum(squares * (weights * tile.SHIFT)[:, :, None], 0)
         mass += tl.sum(weights, 0)
-        energy += tl.sum(tile.counted(w * w, keep, mask_ptr), 0)
+        energy += tl.sum(tile.counted(squares * tile.SHIFT, keep, mask_ptr), 0)
     return moment, mass, energy
 
 
 @triton.jit
 def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
-    """Return g A, dM / s (both by element) and the terms of V (by token and head) of a tile."""
-    masses = mass[None, :] + tl.cumsum(weights, 0) + tile.MASS_FLOOR
-    moments = moment[None, :, :] + tl.cumsum(w * w * weights[:, :, None], 0)
-    shifted = masses * tile.SHIFT
-    inverse = tile.reciprocal(moments * tile.SHIFT + shifted[:, :, None], DIMS)
-    gate = g * inverse * shifted[:, :, None]
-    slope = gate * w * inverse * (members * tile.SHIFT)[:, :, None]
-    return gate, slope, -tl.sum(slope * moments, 2) / masses
+    """Return the gradients through M of a tile, and the sums of Pi w^2 and of Pi up to its end.
+
+    These are g A and g A w (both by element), dM / s (by element) and the terms of V (by token and head).
+    """
+    earlier_masses = earlier_sums(mass, weights)
+    weighted = (weights * tile.SHIFT)[:, :, None] * (w * w)
+    masses, moments = earlier_masses + weights, earlier_sums(moment, weighted) + weighted
+    floored = masses + tile.MASS_FLOOR
+    shifted = (floored * tile.SHIFT)[:, :, None]
+    # A = 1 / (1 + M) without the division of M.
+    inverse = tile.reciprocal(moments + shifted, DIMS)
+    gate = g * (inverse * shifted)
+    product = gate * w
+    per_mass = product * inverse
+    slope = per_mass * (members * tile.SHIFT)[:, :, None]
+    dmasses = -tl.sum(per_mass * moments, 2) * (members / floored)
+    LAST: tl.constexpr = w.shape[0] - 1
+    return gate, product, slope, dmasses, tile.pick(moments, LAST), tile.pick(masses, LAST)
 
 
 @triton.jit(do_not_specialize=("nchunks", "size"))

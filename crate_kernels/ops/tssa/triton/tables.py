@@ -8,6 +8,7 @@ Keyed by the channels of a token, all heads together, in the place of head_dim.
 ====== =========================================================================================================
 TILE   elements per tile; a tile of 4096 takes 16 fp32 registers of 256 threads
 TOKENS tokens per tile
+LANE   most numbers of a token per thread: many where a program has all heads, few where it has some; 0: by TILE
 CHUNK  most tokens per program, where it has not the whole sequence
 WHOLE  kB of a sequence up to which one program has it: it is done before further launches would have begun
 CROWD  the same where half of the multiprocessors get one: each keeps its own in its share of the L2 cache, which is
@@ -32,29 +33,35 @@ def _every_arch(config: Config, interpreter: Config, **others: tuple[Row, ...]) 
     return rows | {arch: (*first, *rows[arch]) for arch, first in others.items()}
 
 
-def _full(tile: int, chunk: int, stages: int, warps: int, whole: int = 256, crowd: int = 1024) -> Config:
-    return {"TILE": tile, "CHUNK": chunk, "WHOLE": whole, "CROWD": crowd, "STAGES": stages, "num_warps": warps}
+def _full(
+    tile: int, chunk: int, stages: int, warps: int, lane: int = 40, whole: int = 256, crowd: int = 1024
+) -> Config:
+    limits = {"WHOLE": whole, "CROWD": crowd, "LANE": lane}
+    return {"TILE": tile, "CHUNK": chunk, **limits, "STAGES": stages, "num_warps": warps}
 
 
-def _causal(tokens: int, chunk: int, stages: int) -> Config:
-    return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages}
+def _causal(tokens: int, chunk: int, stages: int, lane: int) -> Config:
+    return {"TOKENS": tokens, "CHUNK": chunk, "STAGES": stages, "LANE": lane}
 
 
 # One program per sequence wherever its share of the cache may hold it, or chunks always.
 _FULL_CANDIDATES = tuple(
-    _full(tile, chunk, stages, warps, whole, crowd)
-    for (whole, crowd, chunk), tile, stages, warps in itertools.product(
-        ((256, 4096, 256), (0, 0, 128), (0, 0, 256), (0, 0, 512)), (2048, 4096, 8192), (2, 3), (4, 8)
-    )
+    _full(tile, 256, stages, warps, 40, 256, 4096)
+    for tile, stages, warps in itertools.product((2048, 4096, 8192), (2, 3), (4, 8))
+) + tuple(
+    _full(4096, chunk, stages, 4, lane, 0, 0)
+    for chunk, stages, lane in itertools.product((64, 128, 256, 512), (2, 3), (0, 20, 40))
 )
-FULL_FORWARD = Table("tssa_full_fwd", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1)), _FULL_CANDIDATES)
+FULL_FORWARD = Table(
+    "tssa_full_forward", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1, lane=0)), _FULL_CANDIDATES
+)
 # Four warps: the fewest instructions a token with three or four blocks a multiprocessor.
 _FEW_WARPS, _SMALLER = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8)
 FULL_BACKWARD = Table(
-    "tssa_full_bwd",
+    "tssa_full_backward",
     _every_arch(
         _full(4096, 256, 2, 8),
-        _full(1 << 14, 64, 1, 1),
+        _full(1 << 14, 64, 1, 1, lane=0),
         sm_80=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
         sm_90=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
         sm_100=(Row(_SMALLER, half=True),),
@@ -62,18 +69,26 @@ FULL_BACKWARD = Table(
     _FULL_CANDIDATES,
 )
 
-_CAUSAL_CANDIDATES = tuple(
-    _causal(tokens, chunk, stages)
-    for tokens, chunk, stages in itertools.product((1, 2, 4, 8), (16, 32, 64, 128), (2, 3))
-)
+# Forward, one warp has a token with all its heads, and no barrier. A step of decoding is short: it takes more warps.
+_DECODING = Row(_causal(4, 64, 3, lane=8), seqlen=16)
 CAUSAL_FORWARD = Table(
-    "tssa_causal_fwd",
-    _every_arch(_causal(4, 64, 3), _causal(128, 128, 1)),
-    _CAUSAL_CANDIDATES,
+    "tssa_causal_forward",
+    _every_arch(
+        _causal(1, 64, 3, lane=40),
+        _causal(128, 128, 1, lane=1 << 20),
+        **dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (_DECODING,)),
+    ),
+    tuple(
+        _causal(tokens, chunk, stages, lane)
+        for tokens, chunk, stages, lane in itertools.product((1, 2), (32, 64, 128), (2, 3), (20, 40))
+    ),
 )
 CAUSAL_BACKWARD = Table(
-    "tssa_causal_bwd",
-    _every_arch(_causal(2, 32, 3), _causal(128, 128, 1), sm_80=(Row(_causal(2, 32, 2), half=True),)),
-    _CAUSAL_CANDIDATES,
+    "tssa_causal_backward",
+    _every_arch(_causal(4, 32, 2, lane=8), _causal(128, 128, 1, lane=1 << 20)),
+    tuple(
+        _causal(tokens, chunk, stages, lane)
+        for tokens, chunk, stages, lane in itertools.product((2, 4, 8), (16, 32, 64), (1, 2), (4, 8))
+    ),
 )
 TABLES = (FULL_FORWARD, FULL_BACKWARD, CAUSAL_FORWARD, CAUSAL_BACKWARD)

@@ -23,16 +23,19 @@ MASS_FLOOR = tl.constexpr(1e-8)
 # A power of two that keeps reciprocals of sums normal: sums from 1e-12 to 3e38 times it are in [2^-80, 2^88].
 SHIFT = tl.constexpr(2.0**-40)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Most tokens of a tile that a thread has all of. Only the interpreter has larger tiles in the causal form.
+APART = tl.constexpr(8)
 
 
 class Dims(NamedTuple):
-    """Sizes of a token and of a tile, and whether the code is PTX."""
+    """Sizes of a token and of a tile, whether the code is PTX, and whether logits are float64: for float32 tokens."""
 
     NHEADS: int
     HEAD_DIM: int
     BLOCK_H: int
     BLOCK_D: int
     PTX: bool
+    WIDE: bool = False
 
 
 class Tokens(NamedTuple):
@@ -70,13 +73,12 @@ def reciprocal(x, DIMS: tl.constexpr):
 
 
 @triton.jit
-def chunk_of(cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
-    """Return a program's sequence and chunk, the sequence's first row and length, the chunk's first token and its end.
+def chunk_of(number, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total):
+    """Return the sequence and chunk of a number, the sequence's first row and length, the chunk's first token and end.
 
     The tokens of a chunk are counted within the sequence.
     """
-    pid = tl.program_id(0)
-    index, chunk = pid // nchunks, pid % nchunks
+    index, chunk = number // nchunks, number % nchunks
     start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
     first = chunk * chunk_size
     return index, chunk, start.to(tl.int64), count, first, tl.minimum(first + chunk_size, count)
@@ -119,6 +121,86 @@ def load_tokens(at, rows, end, DIMS: tl.constexpr):
 def store_tokens(at, value, rows, there, DIMS: tl.constexpr):
     """Round a tile once and store the tokens that are ``there``."""
     tl.store(_token_places(at, rows, DIMS), value, mask=_tokens_exist(there, DIMS))
+
+
+@triton.jit
+def pick(x, at: tl.constexpr):
+    """Return one token of a tile. Adding -0.0 changes no number, so that the compiler leaves it out."""
+    return tl.sum(tl.where(tokens_of(x) == at, x, -0.0), 0)
+
+
+@triton.jit
+def tokens_of(x):
+    """Return the numbers of a tile's tokens, of as many dimensions as the tile."""
+    return tl.reshape(tl.arange(0, x.shape[0]), [x.shape[0]] + [1] * (len(x.shape) - 1))
+
+
+@triton.jit
+def first_of(is_first, initial, carried):
+    """Return ``initial`` in a loop's first trip, then ``carried``; each is two sums by channel around one by head.
+
+    What a loop begins with is laid out as memory wants it, and the whole loop would follow; selected, it is laid out as
+    the loop's own numbers are.
+    """
+    return (
+        tl.where(is_first, initial[0], carried[0]),
+        tl.where(is_first, initial[1], carried[1]),
+        tl.where(is_first, initial[2], carried[2]),
+    )
+
+
+@triton.jit
+def load_apart(at, n, end, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
+    """Load BLOCK_N tokens from ``n`` on like ``load_tokens``, but each by itself, so that a thread has all of them.
+
+    Where tokens are one dimension of a load, Triton 3.6 puts them on neighbouring lanes.
+    """
+    if BLOCK_N > APART:
+        return load_tokens(at, n + tl.arange(0, BLOCK_N), end, DIMS)
+    else:
+        parts = ()
+        for token in tl.static_range(BLOCK_N):
+            parts += (_load_token(at, n + token, end, DIMS),)
+        for _level in tl.static_range(10):
+            if len(parts) > 1:
+                parts = _join_halves(parts)
+        return tl.permute(tl.reshape(parts[0], (DIMS.BLOCK_H, DIMS.BLOCK_D, BLOCK_N)), (2, 0, 1))
+
+
+@triton.jit
+def _join_halves(parts):
+    """Join each tensor of the first half of a tuple with that of the second half, along a new last dimension."""
+    pairs = ()
+    for index in tl.static_range(len(parts) // 2):
+        pairs += (tl.join(parts[index], parts[index + len(parts) // 2]),)
+    return pairs
+
+
+@triton.jit
+def _load_token(at, n, end, DIMS: tl.constexpr):
+    """Load token ``n``, (BLOCK_H, BLOCK_D)."""
+    places, inside = _token_place(at, n, end, DIMS)
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _token_place(at, n, end, DIMS: tl.constexpr):
+    """Return pointers to token ``n``, and which of its elements exist."""
+    places = heads_of(DIMS).to(tl.int64)[:, None] * at.stride_h + channels_of(DIMS).to(tl.int64)[None, :] * at.stride_d
+    inside = (heads_of(DIMS) < DIMS.NHEADS)[:, None] & (channels_of(DIMS) < DIMS.HEAD_DIM)[None, :] & (n < end)
+    return at.ptr + tl.cast(n, tl.int64) * at.stride_s + places, inside
+
+
+@triton.jit
+def store_apart(at, value, n, end, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
+    """Store a tile as ``load_apart`` loads one, rounded once."""
+    if BLOCK_N > APART:
+        rows = n + tl.arange(0, BLOCK_N)
+        store_tokens(at, value, rows, rows < end, DIMS)
+    else:
+        for token in tl.static_range(BLOCK_N):
+            places, inside = _token_place(at, n + token, end, DIMS)
+            tl.store(places, pick(value, token), mask=inside)
 
 
 @triton.jit
@@ -218,27 +300,32 @@ def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexp
 
 @triton.jit
 def sum_over_channels(x, DIMS: tl.constexpr):
-    """Return the sums of a tile over its channels in float64, of which eight at a time are still added in float32.
+    """Return the sums of a tile over its channels in the dtype of the logits.
 
-    Eight neighbours are in one thread, and threads exchange one number per head. The few elements of one token, as in
-    decoding, are float64 from the start: they would go through shared memory to be grouped.
+    Where that is float64, eight at a time are still added in float32: eight neighbours are in one thread, and threads
+    exchange one number per head. The few elements of one token, as in decoding, are float64 from the start: they would
+    go through shared memory to be grouped.
     """
-    if x.shape[0] == 1:
+    if not DIMS.WIDE:
+        return tl.sum(x, 2)
+    elif x.shape[0] == 1:
         return tl.sum(x.to(tl.float64), 2)
-    EIGHT: tl.constexpr = 8 if DIMS.BLOCK_D > 8 else DIMS.BLOCK_D
-    x = tl.reshape(x, (x.shape[0], DIMS.BLOCK_H, DIMS.BLOCK_D // EIGHT, EIGHT))
-    return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
+    else:
+        EIGHT: tl.constexpr = 8 if DIMS.BLOCK_D > 8 else DIMS.BLOCK_D
+        x = tl.reshape(x, (x.shape[0], DIMS.BLOCK_H, DIMS.BLOCK_D // EIGHT, EIGHT))
+        return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
 
 
 @triton.jit
 def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
 
-    Logits are float64 until the largest is taken away: a token that dominates its channels has q near head_dim, and in
-    float32 the logits of all its heads would be alike. It is one number per head; log2(e) is in it, so that an
-    exponential is one instruction. Beyond the last token q is 0, and an infinite temp times 0 is no number.
+    Of float32 tokens, logits are float64 until the largest is taken away: a token that dominates its channels has q
+    near head_dim, and what tells its heads apart would be rounded off. 16-bit tokens have no such digits. log2(e) is in
+    the factor, so that an exponential is one instruction. Beyond the last token q is 0, and an infinite temp times 0 is
+    no number.
     """
-    logits = (temp.to(tl.float64) * LOG2_E)[None, :] * similarity
+    logits = (temp.to(similarity.dtype) * LOG2_E)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
     weights = tl.exp2((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
     return tl.where(there[:, None], weights * reciprocal(tl.sum(weights, 1), DIMS)[:, None], 0.0)
