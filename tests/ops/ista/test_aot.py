@@ -14,7 +14,7 @@ FORWARD, BACKWARD = slice(0, 1), slice(1, None)
 COVERING = {
     "many-768-forward": (step(12608, 768), ALL, FORWARD),
     "many-768-backward": (step(12608, 768), HOPPER, BACKWARD),
-    "many-1000-autocast-soft": (step(12608, 1000, SINGLE, HALF, nonnegative=False), HOPPER, FORWARD),
+    "many-1000-autocast-soft": (step(12608, 1000, SINGLE, HALF, nonnegative=False), HOPPER, slice(0, 2)),
     "one-768": (step(1, 768), HOPPER, FORWARD),
 }
 

@@ -193,7 +193,8 @@ def product(
     # Widths that 16-byte loads do not divide need more pointers, which fill the registers where tiles are large or
     # threads few.
     even = inner % 16 == 0 and columns % 16 == 0
-    config = dict(PRODUCT.config(left.device, inner, rows if even else min(rows, 1024), False, left.dtype))
+    terms = 0 if fused else inner
+    config = dict(PRODUCT.config(left.device, terms, rows if even else min(rows, 1024), False, left.dtype))
     if not even:
         config["num_warps"] = 8
     with launch.guard(left.device):
