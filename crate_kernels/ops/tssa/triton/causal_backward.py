@@ -294,6 +294,8 @@ def backward_causal(
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut |= head_groups(CAUSAL_BACKWARD, sizes)
     cut["MARK"] = max(cut["BLOCK_N"], 8)
+    if call.seed is not None:
+        cut["BLOCK_N"] = max(cut["BLOCK_N"] // 2, 1)  # the factors of dropout take registers
     marks = max(-(-cut["chunk_size"] // cut["MARK"]), 1) - 1
     dw, dlogit, temp_, membership = (
         operator.empty_out(w),

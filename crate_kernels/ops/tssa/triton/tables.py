@@ -85,7 +85,11 @@ CAUSAL_FORWARD = Table(
 )
 CAUSAL_BACKWARD = Table(
     "tssa_causal_backward",
-    _every_arch(_causal(4, 32, 2, lane=8), _causal(128, 128, 1, lane=1 << 20)),
+    _every_arch(
+        _causal(4, 32, 2, lane=8),
+        _causal(128, 128, 1, lane=1 << 20),
+        sm_80=(Row(_causal(4, 32, 3, lane=8), half=True),),
+    ),
     tuple(
         _causal(tokens, chunk, stages, lane)
         for tokens, chunk, stages, lane in itertools.product((2, 4, 8), (16, 32, 64), (1, 2), (4, 8))
