@@ -26,6 +26,7 @@ the way of a product are looked up in ``tables.py``, never timed in a call. The 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from crate_kernels._triton.launch import Table
