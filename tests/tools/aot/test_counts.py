@@ -46,19 +46,20 @@ def count(call):
 
 
 # Launches and PyTorch operators per call: sums over chunks, dtemp over sequences, no final cast.
+CAUSAL_BACKWARD = {"_tssa_causal_bwd_kernel": 5, "_tssa_causal_softmax_bwd_kernel": 1}
 TSSA = {
     "whole": (tssa.full(197, 8, 48), {"_tssa_fwd_kernel": 1, "_tssa_bwd_kernel": 1}, {"sum": 1}),
     "chunks": (tssa.full(4096, 8, 64, batch=4), {"_tssa_fwd_kernel": 3, "_tssa_bwd_kernel": 3}, {"sum": 5}),
     "causal": (
         tssa.causal(1024, 12, 64, bias=False),
-        {"_tssa_causal_fwd_kernel": 3, "_tssa_causal_bwd_kernel": 4, "_scan_chunks_kernel": 5},
+        {"_tssa_causal_fwd_kernel": 3, **CAUSAL_BACKWARD, "_scan_chunks_kernel": 5},
         {"sum": 1},
     ),
     "causal-bias": (
         tssa.causal(1024, 12, 64, backward=True),
         {
             "_tssa_causal_fwd_kernel": 3,
-            "_tssa_causal_bwd_kernel": 4,
+            **CAUSAL_BACKWARD,
             "_scan_chunks_kernel": 5,
             "_tssa_causal_dbias_kernel": 2,
         },
@@ -66,7 +67,7 @@ TSSA = {
     ),
     "causal-short": (
         tssa.causal(32, 12, 64, bias=False),
-        {"_tssa_causal_fwd_kernel": 1, "_tssa_causal_bwd_kernel": 4},
+        {"_tssa_causal_fwd_kernel": 1, **CAUSAL_BACKWARD},
         {"sum": 1},
     ),
     "decode": (tssa.decode(1, 12, 64), {"_tssa_causal_fwd_kernel": 1}, {}),
