@@ -62,9 +62,9 @@ def causal_with_bias(way):
 FORMS = {
     "full-whole": (full, ((1, 1), (0, 1), 0), ((2, 1), (1, 2), 0)),
     "full-chunks": (full, ((3, 1), (1, 1), 4), ((5, 1), (5, 2), 4)),
-    "causal-whole": (causal, ((1, 1), (0, 1), 0), ((7, 1), (5, 1), 13)),
-    "causal-chunks": (causal, ((3, 1), (1, 1), 8), ((7, 1), (5, 1), 22)),
-    "causal-bias-chunks": (causal_with_bias, ((3, 1), (1, 1), 8), ((7, 1), (6, 1), 22)),
+    "causal-whole": (causal, ((1, 1), (0, 1), 0), ((8, 1), (8, 2), 14)),
+    "causal-chunks": (causal, ((3, 1), (1, 1), 8), ((8, 1), (8, 2), 23)),
+    "causal-bias-chunks": (causal_with_bias, ((3, 1), (1, 1), 8), ((8, 1), (9, 2), 23)),
 }
 
 

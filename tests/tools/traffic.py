@@ -85,7 +85,8 @@ class Traffic(TorchDispatchMode):
 
     def _places(self, ptrs, mask):
         """Yield the tensor of a load or store and the indices of its elements; nothing if all are masked."""
-        addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64).ravel()
+        there = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)  # a mask of one number is an integer
+        addresses = ptrs.data[there].astype(np.int64).ravel()
         if addresses.size:
             operand = next(o for o in self._operands if o.holds(addresses[0]))
             yield operand, (addresses - operand.first) // operand.itemsize
