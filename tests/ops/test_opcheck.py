@@ -202,7 +202,13 @@ OPCHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", list(OPCHECKS))
+def marks(name):
+    """Leave to make test-all what the interpreter takes seconds for: other options of an op that it checks."""
+    more = any(f"-{option}-triton" in name for option in ("pad", "packed", "dropout", "ragged", "keep", "dx"))
+    return pytest.mark.exhaustive if more and home("triton") == "cpu" else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in OPCHECKS])
 def test_opcheck(name):
     op, make = OPCHECKS[name]
     args = make()
