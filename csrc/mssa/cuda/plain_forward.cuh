@@ -76,9 +76,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
 
   const Others keys = keys_for<APART>(c, h);
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
-  const int before = keys.before + start;  // place of the first owned row
-  const Span seen = keys_of(c.mask, {before, before + kOwned}, keys.start + keys.length);
-  const Span seen_keys = {max(seen.first - keys.start, 0), seen.stop - keys.start};
+  const int before = keys.before + start - keys.start;  // place of the first owned row, from the first key's
+  const Span seen_keys = keys_of(c.mask, {before, before + kOwned}, keys.length);
   const int first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
@@ -94,8 +93,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     for (int first = begin; first < seen_keys.stop; first += kTile) {
       // Warps whose rows are absent, or see none of these keys, only help to copy.
       const Span warp_rows = {before + t.warp_row, before + t.warp_row + kWarpRows};
-      const bool active =
-          start + t.warp_row < h.length && meets(c.mask, warp_rows, {keys.start + first, keys.start + first + kTile});
+      const bool active = start + t.warp_row < h.length && meets(c.mask, warp_rows, {first, first + kTile});
       float s[kPart][kPart] = {};
       int staged = 0;
       for (; staged < chunks; ++staged) {
@@ -120,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
         });
         unroll<kPart>([&](int i) {
           unroll<kPart>([&](int j) {
-            const bool seen = kept[j] && sees(c.mask, before + t.row_at(i), keys.start + first + t.column_at(j));
+            const bool seen = kept[j] && sees(c.mask, before + t.row_at(i), first + t.column_at(j));
             s[i][j] = seen ? scaled(s[i][j], c.scale) : -INFINITY;
           });
           shrink[i] = 1.0f;
@@ -135,7 +133,9 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       }
       if (pass < passes - 1) continue;
       if (c.seed != nullptr && active) {
-        const uint32_t kept = keep_bits(c, h, before + t.row, keys.start + first + t.column, true);
+        // Places in the sequence. Without another range that is `start`: what a cache has before it draws no dropout.
+        const int row = APART ? keys.start + before : start;
+        const uint32_t kept = keep_bits(c, h, row + t.row, keys.start + first + t.column, true);
         unroll<kPart * kPart>([&](int n) {
           if ((kept >> n & 1) == 0) s[n / kPart][n % kPart] = 0.0f;
         });
