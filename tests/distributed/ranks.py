@@ -58,6 +58,16 @@ def run(folder, size, names, modules=MODULES):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
+def failures(size, modules=MODULES):
+    """Return the fixture ``failures`` of a test file: what failed of its cases, in ``size`` processes."""
+
+    @pytest.fixture(scope="module", name="failures")
+    def failed(request, tmp_path_factory):
+        return run(tmp_path_factory.mktemp("ranks"), size, chosen(request), modules)
+
+    return failed
+
+
 def chosen(request):
     """Return the names of the cases that this run of a test file asks for."""
     return [item.callspec.params["name"] for item in request.session.items if item.path == request.path]

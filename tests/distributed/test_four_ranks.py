@@ -7,11 +7,7 @@ from tests.distributed import ranks
 pytestmark = pytest.mark.exhaustive
 MODULES = ("mesh_cases", "training_cases", "run_cases", "pair_cases")
 CASES = ranks.cases(MODULES)
-
-
-@pytest.fixture(scope="module")
-def failures(request, tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("ranks"), 4, ranks.chosen(request), MODULES)
+failures = ranks.failures(4, MODULES)
 
 
 @pytest.mark.parametrize("name", CASES)

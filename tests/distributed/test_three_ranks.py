@@ -6,11 +6,7 @@ from tests.distributed import ranks
 
 pytestmark = pytest.mark.exhaustive  # two processes take the same ways, but for a rank in the middle
 CASES = ranks.cases()
-
-
-@pytest.fixture(scope="module")
-def failures(request, tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("ranks"), 3, ranks.chosen(request))
+failures = ranks.failures(3)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -118,7 +118,7 @@ def test_half_precision_on_one_process_and_on_two(tmp_path):
 
 
 def test_images_of_a_folder(tmp_path):
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install pillow")
     for split, number in (("train", 6), ("val", 2)):
         for label, colour in enumerate(("red", "blue")):
             (tmp_path / "images" / split / colour).mkdir(parents=True)

@@ -5,11 +5,7 @@ import pytest
 from tests.distributed import ranks
 
 CASES = ranks.cases()
-
-
-@pytest.fixture(scope="module")
-def failures(request, tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("ranks"), 2, ranks.chosen(request))
+failures = ranks.failures(2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,11 +7,7 @@ from tests.distributed import ranks
 pytestmark = pytest.mark.exhaustive
 MODULES = ("run_cases",)
 CASES = ranks.cases(MODULES)
-
-
-@pytest.fixture(scope="module")
-def failures(request, tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("ranks"), 2, ranks.chosen(request), MODULES)
+failures = ranks.failures(2, MODULES)
 
 
 @pytest.mark.parametrize("name", CASES)
