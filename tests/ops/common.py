@@ -1,7 +1,6 @@
 """Shared parts of the operator tests: the backends of this machine, losses, keep masks and budgets."""
 
 import os
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -57,34 +56,6 @@ def home(backend):
 def interpreted(backend, device):
     """Return True if Triton would interpret a kernel of ``backend``."""
     return backend == "triton" and torch.device(device).type == "cpu"
-
-
-def channels_in_order(backend, device):
-    """Make the interpreter add up float32 products channel by channel, as a GPU does; elsewhere do nothing.
-
-    NumPy adds in BLAS's order, which depends on the shapes of tiles: the same score differs forward and backward.
-    With scores of 250 a gradient is then 2.8e-5 wrong. Channel by channel it is 0.8e-5 wrong, as eager's is.
-    """
-    return _channels_in_order() if interpreted(backend, device) else nullcontext()
-
-
-@contextmanager
-def _channels_in_order():
-    from triton.runtime import interpreter
-
-    product = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, d, *rest):
-        if a.data.dtype != d.data.dtype:
-            return product(self, a, b, d, *rest)
-        total = d.data.copy()
-        for channel in range(a.data.shape[1]):
-            total += a.data[:, channel, None] * b.data[channel]
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-        yield
 
 
 def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):

@@ -57,7 +57,7 @@ def arithmetic_of_gpus():
     """Let the interpreter compute bfloat16, which by itself it does wrong, and products that no machine changes."""
     from tests.tools.interpreter import bfloat16, products
 
-    with products.computed(), bfloat16.computed():
+    with bfloat16.computed(), products.computed():
         yield
 
 

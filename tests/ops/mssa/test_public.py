@@ -9,7 +9,6 @@ from tests.ops.common import (
     DTYPES,
     EXACT,
     backends,
-    channels_in_order,
     interpreted,
     keep_mask,
     offsets,
@@ -114,8 +113,7 @@ def test_second_derivatives_of_the_reference():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", testing.cases("mssa"), ids=str)
 def test_within_budget(case, dtype, backend, device):
-    with channels_in_order(backend, device):
-        assert over_budget(case, dtype, backend, device) == []
+    assert over_budget(case, dtype, backend, device) == []
 
 
 @pytest.mark.parametrize("name", ["pad-scattered", "causal-pad-row"])
@@ -156,8 +154,7 @@ def wrong(w, options, backend, mask=None):
     """Return what ``backend`` gets wrong of tokens that no case draws."""
     case, inputs = testing.Case("mssa", "own", w.shape, options), testing.Inputs({"w": w}, {"key_padding_mask": mask})
     eager, exact = (testing.run(case, one, "reference") for one in (inputs, inputs.to(torch.float64)))
-    with channels_in_order(backend, w.device):
-        actual = testing.run(case, inputs, backend)
+    actual = testing.run(case, inputs, backend)
     return [m for m in testing.measure(actual, eager, exact, w.dtype) if not m.passed]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels._triton import launch
-from tests.ops.common import channels_in_order, home, kernels, over_budget, randn
+from tests.ops.common import home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
@@ -35,7 +35,7 @@ def test_triton_pairs_of_tiles_are_within_budget(seqlen, head_dim, rows, spread,
     case = testing.Case(
         "mssa", f"pairs-{spread}-{seqlen}", (2, 2, seqlen, head_dim), {"return_lse": True}, **SPREADS[spread]
     )
-    with tiles(rows), channels_in_order("triton", DEVICE):
+    with tiles(rows):
         assert over_budget(case, dtype, "triton", DEVICE) == []
 
 
@@ -58,7 +58,7 @@ def test_triton_heads_far_from_the_range_take_the_online_softmax(spread, dtype):
 def test_triton_pairs_of_equal_tokens_of_any_norm(dtype):
     """A score and half the norms are then rounded to 64: their difference would overflow, or leave no weight."""
     w = (1e4 * randn(1, 8, 1, 64, dtype=torch.float32)).expand(1, 8, 64, 64).to(DEVICE, dtype)
-    with tiles(32), channels_in_order("triton", DEVICE):
+    with tiles(32):
         out, lse = mssa(w, return_lse=True, backend="triton")
     torch.testing.assert_close(out, w, rtol=16 * torch.finfo(dtype).eps, atol=0.0)
     exact = mssa(w.double(), return_lse=True, backend="reference")[1]

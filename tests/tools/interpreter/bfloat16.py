@@ -35,6 +35,11 @@ def decode(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def numbers(handle):
+    """Return the numbers of a tensor, of whatever dtype, as an array."""
+    return decode(handle.data) if _is_bfloat16(handle) else handle.data
+
+
 def _is_bfloat16(value):
     return isinstance(value, interpreter.TensorHandle) and value.dtype.scalar == tl.bfloat16
 

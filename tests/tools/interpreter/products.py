@@ -2,8 +2,9 @@
 
 The interpreter calls NumPy's product, whose order of addition depends on the processor, the shape and which operand
 comes first. Kernels rest on products that give a score the same bits wherever they meet it: in tiles of any shape, in
-the forward and in the backward, as s_ij and as s_ji. Here, as in mma and wgmma instructions, channels are added up in
-groups of 16, in their order, each group as if exact, and rounded to the float32 of the accumulator.
+the forward and in the backward, as s_ij and as s_ji. Here channels are added up in their order: 16-bit operands in
+groups of 16, as in mma and wgmma instructions, each group as if exact, and rounded to the float32 of the accumulator;
+float32 operands one by one, by fused multiply-adds.
 """
 
 import functools
@@ -14,15 +15,17 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
-CHANNELS = 16  # per instruction, of 16-bit operands
+from tests.tools.interpreter.bfloat16 import numbers
+
+GROUP = 16  # channels per instruction, of 16-bit operands
 
 
-def product(a, b, total):
-    """Return ``total + a b`` for float32 totals (..., M, N)."""
+def product(a, b, total, group):
+    """Return ``total + a b`` for float32 totals (..., M, N), rounded after each ``group`` of channels."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    for first in range(0, a.shape[-1], CHANNELS):
-        group = slice(first, first + CHANNELS)
-        total = (total + a[..., group] @ b[..., group, :]).astype(np.float32)
+    for first in range(0, a.shape[-1], group):
+        channels = slice(first, first + group)
+        total = (total + a[..., channels] @ b[..., channels, :]).astype(np.float32)
     return total
 
 
@@ -31,14 +34,15 @@ def _dot(method):
     def run(self, a, b, total, *rest):
         if total.dtype.scalar != tl.float32:
             return method(self, a, b, total, *rest)
-        return interpreter.TensorHandle(product(a.data, b.data, total.data), tl.float32)
+        group = 1 if a.dtype.scalar == tl.float32 == b.dtype.scalar else GROUP
+        return interpreter.TensorHandle(product(numbers(a), numbers(b), total.data, group), tl.float32)
 
     return run
 
 
 @contextmanager
 def computed():
-    """Patch the interpreter for as long as the context is open; operands of bfloat16 need bfloat16.computed too."""
+    """Patch the interpreter for as long as the context is open, inside of that of bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         builder = interpreter.InterpreterBuilder
         patch.setattr(builder, "create_dot", _dot(builder.create_dot))
