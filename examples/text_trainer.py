@@ -92,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
     generate = pipeline("text-generation", model=chosen.output)
     # Learned positions end with the window.
     room = chosen.window - len(tokenizer(chosen.prompt)["input_ids"])
-    return generate(chosen.prompt, max_new_tokens=min(chosen.tokens, room), do_sample=True, top_k=20)[0][
-        "generated_text"
-    ]
+    options = {"max_new_tokens": min(chosen.tokens, room), "do_sample": True, "top_k": 20}
+    # Padding is no character: drawn, it would be missing in the text.
+    return generate(chosen.prompt, suppress_tokens=[tokenizer.pad_token_id], **options)[0]["generated_text"]
 
 
 if __name__ == "__main__":
