@@ -2,9 +2,9 @@
 
 The interpreter calls NumPy's product, whose order of addition depends on the processor, the shape and which operand
 comes first. Kernels rest on products that give a score the same bits wherever they meet it: in tiles of any shape, in
-the forward and in the backward, as s_ij and as s_ji. Here channels are added up in their order: 16-bit operands in
-groups of 16, as in mma and wgmma instructions, each group as if exact, and rounded to the float32 of the accumulator;
-float32 operands one by one, by fused multiply-adds.
+the forward and in the backward, as s_ij and as s_ji. Here, as in mma and wgmma instructions, channels are added up in
+groups of 16, in their order, each group as if exact, and rounded to the float32 of the accumulator. A GPU rounds after
+each channel of float32, but there eager's product does so too; on a CPU it is nearer to these groups.
 """
 
 import functools
@@ -17,14 +17,14 @@ from triton.runtime import interpreter
 
 from tests.tools.interpreter.bfloat16 import numbers
 
-GROUP = 16  # channels per instruction, of 16-bit operands
+GROUP = 16  # channels
 
 
-def product(a, b, total, group):
-    """Return ``total + a b`` for float32 totals (..., M, N), rounded after each ``group`` of channels."""
+def product(a, b, total):
+    """Return ``total + a b`` for float32 totals (..., M, N)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    for first in range(0, a.shape[-1], group):
-        channels = slice(first, first + group)
+    for first in range(0, a.shape[-1], GROUP):
+        channels = slice(first, first + GROUP)
         total = (total + a[..., channels] @ b[..., channels, :]).astype(np.float32)
     return total
 
@@ -34,8 +34,7 @@ def _dot(method):
     def run(self, a, b, total, *rest):
         if total.dtype.scalar != tl.float32:
             return method(self, a, b, total, *rest)
-        group = 1 if a.dtype.scalar == tl.float32 == b.dtype.scalar else GROUP
-        return interpreter.TensorHandle(product(numbers(a), numbers(b), total.data, group), tl.float32)
+        return interpreter.TensorHandle(product(numbers(a), numbers(b), total.data), tl.float32)
 
     return run
 
