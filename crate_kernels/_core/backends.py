@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,43 +169,64 @@ def of_op(name: str, requested: str | None) -> str:
     return AUTO if requested is None and name != "composite" else name
 
 
-def chosen(op: str, backend: str, of: Tensor) -> str:
-    """Return the backend that an op's body uses for a tensor: the named one, or the best if none was named."""
-    return resolve(op, None, of.device, of.dtype) if backend == AUTO else backend
+# Takes the backends that serve a call for which none was named, the best in general first, and the arguments of the
+# kernel module's function; returns those to try, in order. A room states what it knows of its own kernels by one.
+Order = Callable[..., tuple[str, ...]]
+
+
+def first(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``names`` with ``name`` before the others, or as they are without it."""
+    return (name, *(other for other in names if other != name)) if name in names else names
+
+
+def _usable(op: str, device_type: str, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the kernel backends that None may take for such tensors, the best in general first."""
+    for name in _PREFERENCE.get(device_type, ()):
+        backend = _BACKENDS[name].for_device(device_type)
+        takes = device_type in (backend.devices or ()) and dtype in (backend.dtypes or ())
+        if takes and variant_reason(op, backend) is None:
+            yield name
 
 
 def _public(op: str, function: str) -> str:
     return PUBLIC.get((op, function), op)
 
 
-def run(op: str, function: str, backend: str, of: Tensor, *args: Any) -> Any:
-    """Call a function of the kernel module of ``backend``. Fall back to composite only if no backend was named.
+def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Order | None = None) -> Any:
+    """Call a function of the kernel module of ``backend``; without a named one, of the first that takes the case.
+
+    ``order`` is asked only if none was named. What is tried last then is composite.
 
     Raises:
         NotImplementedError: the backend was named, and its kernel refuses the shape.
         MemoryError: not enough memory for a kernel's workspace.
         RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
-    name = chosen(op, backend, of)
-    body = getattr(kernel(op, name, of.device.type), function, None)
-    if body is None:
-        here = f"{of.device.type} tensors of {of.dtype} here"
-        raise RuntimeError(
-            f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
-        )
-    try:
-        return body(*args)
-    except Refused as reason:
-        if backend != AUTO:
-            raise NotImplementedError(
-                f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
-            ) from None
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "bad_alloc" not in str(error):  # its type from PyTorch 2.15 on
-            raise
-        short = f"backend={name!r} ran out of memory for its workspace in {function}"
-        raise MemoryError(f"{_public(op, function)}: {short}") from error
-    return getattr(kernel(op, "composite"), function)(*args)
+    device_type, names = of.device.type, (backend,)
+    if backend == AUTO:
+        names = (*_usable(op, device_type, of.dtype), "composite")
+        if order is not None:
+            names = order(names, *args)
+    for name in names:
+        body = getattr(kernel(op, name, device_type), function, None)
+        if body is None:
+            continue
+        try:
+            return body(*args)
+        except Refused as reason:
+            if backend != AUTO:
+                raise NotImplementedError(
+                    f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
+                ) from None
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "bad_alloc" not in str(error):  # its type from PyTorch 2.15 on
+                raise
+            short = f"backend={name!r} ran out of memory for its workspace in {function}"
+            raise MemoryError(f"{_public(op, function)}: {short}") from error
+    here = f"{device_type} tensors of {of.dtype} here"
+    raise RuntimeError(
+        f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
+    )
 
 
 def unavailable_reason(op: str, name: str, device_type: str = "cpu") -> str | None:
@@ -225,7 +247,8 @@ def variant_reason(op: str, backend: Backend) -> str | None:
 def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype, function: str = "") -> str:
     """Choose the backend of one call on tensors of ``device`` and ``dtype``: the one requested, or the best for None.
 
-    Messages name the public ``function``, by default ``op``.
+    For None this is the best in general: the op's body may try another first (``run``). Messages name the public
+    ``function``, by default ``op``.
 
     Raises:
         TypeError: ``requested`` is neither None nor a string.
@@ -234,13 +257,7 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        device_type = device.type  # read once: three reads take a fifth of this function's time
-        for name in _PREFERENCE.get(device_type, ()):
-            backend = _BACKENDS[name].for_device(device_type)
-            usable = device_type in (backend.devices or ()) and dtype in (backend.dtypes or ())
-            if usable and variant_reason(op, backend) is None:
-                return name
-        return "composite"
+        return next(_usable(op, device.type, dtype), "composite")
     function = function or op
     if not isinstance(requested, str):
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")

@@ -46,11 +46,14 @@ def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
     return args[: -count - 1], record._make(args[-count - 1 : -1]), args[-1]
 
 
-def body(op: str, function: str, record: Any, of: int, called: str = "") -> Callable:
+def body(
+    op: str, function: str, record: Any, of: int, called: str = "", order: backends.Order | None = None
+) -> Callable:
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 
     The body runs ``function(*tensors, record)`` of the backend's kernel module, with contiguous tensors in ``record``.
     Tensor number ``of`` decides the device and dtype. Messages name the public function ``called``, by default ``op``.
+    ``order`` says which backends to try where none was named.
     """
     if called:
         backends.PUBLIC[op, function] = called
@@ -62,7 +65,7 @@ def body(op: str, function: str, record: Any, of: int, called: str = "") -> Call
             option = getattr(call, name)
             if option is not None and not option.is_contiguous():
                 call = call._replace(**{name: option.contiguous()})
-        return backends.run(op, function, backend, tensors[of], *tensors, call)
+        return backends.run(op, function, backend, tensors[of], *tensors, call, order=order)
 
     return run
 

@@ -62,6 +62,16 @@ def cuda_build_info() -> dict[str, str]:
     return _lines(torch.ops.crate_kernels_C.cuda_build_info())
 
 
+@cache
+def cuda_archs() -> frozenset[str]:
+    """Return the architectures that the CUDA library has machine code for, as "sm_90"; none if it cannot be loaded."""
+    try:
+        archs = cuda_build_info()["archs"].split("_")
+    except (ImportError, OSError):  # not built; of another PyTorch or CUDA
+        return frozenset()
+    return frozenset(f"sm_{arch.rstrip('a')}" for arch in archs if not arch.endswith("PTX"))
+
+
 def kernel_names() -> list[str]:
     """List the C++ names of all kernels of the CUDA library."""
     load_cuda()

@@ -189,6 +189,89 @@ def test_a_request_is_obeyed_where_none_would_choose_another(machine):
     assert backends.resolve("ista", "composite", CUDA, torch.float32) == "composite"
 
 
+class Module:
+    """A kernel module that says what it is asked, and refuses it or returns its own name."""
+
+    def __init__(self, name, asked, refuses):
+        self.name, self.asked, self.refuses = name, asked, refuses
+
+    def forward(self, *args):
+        self.asked.append(self.name)
+        if self.refuses:
+            raise backends.Refused("takes nothing")
+        return self.name
+
+
+@pytest.fixture
+def modules(machine, monkeypatch):
+    """Return a function that makes Triton, cpp and composite modules of which some refuse, and lists who was asked."""
+
+    def make(*refusing):
+        machine("triton", "cpp")
+        asked = []
+        for name in ("triton", "cpp", "composite"):
+            monkeypatch.setitem(backends._kernels, ("tssa", name), Module(name, asked, name in refusing))
+        return asked
+
+    return make
+
+
+ON_GPU = types.SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
+# name: (who refuses, the order's first, who is asked)
+ORDERS = {
+    "general": ((), None, ["triton"]),
+    "first": ((), "cpp", ["cpp"]),
+    "refused": (("cpp",), "cpp", ["cpp", "triton"]),
+    "both-refused": (("cpp", "triton"), "cpp", ["cpp", "triton", "composite"]),
+    "general-refused": (("triton",), None, ["triton", "cpp"]),
+    "unknown-first": ((), "extra", ["triton"]),
+}
+
+
+@pytest.mark.parametrize(("refusing", "first", "asked"), ORDERS.values(), ids=ORDERS)
+def test_where_none_is_named_backends_are_tried_in_order(refusing, first, asked, modules):
+    found = modules(*refusing)
+
+    def order(names, *args):
+        assert (names, args) == (("triton", "cpp", "composite"), ("tokens",))
+        return names if first is None else backends.first(first, names)
+
+    assert backends.run("tssa", "forward", backends.AUTO, ON_GPU, "tokens", order=order) == asked[-1]
+    assert found == asked
+
+
+def test_a_named_backend_has_no_order(modules):
+    asked = modules("triton")
+    with pytest.raises(NotImplementedError, match=r"^tssa: backend='triton' takes nothing; use backend='comp"):
+        backends.run("tssa", "forward", "triton", ON_GPU, order=pytest.fail)
+    assert asked == ["triton"]
+
+
+def test_what_no_module_has_is_an_error(modules):
+    modules()
+    with pytest.raises(RuntimeError, match=r"^tssa: no kernel takes cuda tensors of torch\.bfloat16 here; what is to"):
+        backends.run("tssa", "sideways", backends.AUTO, ON_GPU)
+
+
+# What a build says of its architectures: those that it has machine code for.
+ARCHS = {"75_80_90a_90PTX": {"sm_75", "sm_80", "sm_90"}, "80_80PTX": {"sm_80"}, "90a_90PTX": {"sm_90"}}
+
+
+@pytest.mark.parametrize(("said", "expected"), ARCHS.items(), ids=ARCHS)
+def test_the_architectures_of_the_cuda_library(said, expected, monkeypatch):
+    monkeypatch.setattr(extension, "cuda_build_info", lambda: {"archs": said})
+    assert extension.cuda_archs.__wrapped__() == expected
+
+
+@pytest.mark.parametrize("error", [ImportError("not built"), OSError("no such file")], ids=["none", "bad"])
+def test_a_cuda_library_that_cannot_be_loaded_has_no_architecture(error, monkeypatch):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(extension, "cuda_build_info", fail)
+    assert extension.cuda_archs.__wrapped__() == set()
+
+
 def test_a_registered_backend_is_offered_until_it_is_unregistered():
     before = backends.names()
     backends.register(Backend("extra", KERNELS, remedy="wait"))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator
+from crate_kernels._core import operator
+from crate_kernels.ops.mssa import order
 from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
 
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
@@ -43,21 +44,12 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     return product // 2 if call.causal else product
 
 
-# cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
-# fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
-_CPP_DECODE_TOKENS = 8
-
-
-_body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0)
+_body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.decode)
 
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Decode by the backend; if none was named, by composite where it is faster than cpp."""
-    _, call, backend = operator.split(DecodeCall, options)
-    many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
-    if many and backend == backends.AUTO and w.device.type == "cpu" and backends.chosen("mssa", backend, w) == "cpp":
-        backend = "composite"
-    return operator.with_contiguous(lambda held: _body_of_decode(w, data, held, *call, backend), lengths)
+    """Decode by the backend, with contiguous lengths."""
+    return operator.with_contiguous(lambda held: _body_of_decode(w, data, held, *options), lengths)
 
 
 mssa_fwd = operator.define(
@@ -68,7 +60,7 @@ mssa_fwd = operator.define(
 )
 mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    operator.body("mssa", "backward", Call, of=2),
+    operator.body("mssa", "backward", Call, of=2, order=order.backward),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )

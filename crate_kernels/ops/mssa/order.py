@@ -1,0 +1,59 @@
+"""Which backends a call tries where none was named: another order than the general one where a kernel is faster.
+
+On GPUs this rests on bounds from machine code (docs/gpu.md), which no GPU has confirmed: the CUDA kernels come first
+where their bound is lower by 5% or more. Every kernel reads what any other saved, so a backward need not be of its
+forward's backend. A bound is of one architecture's machine code: a library with PTX alone does not count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import backends
+from crate_kernels._native import extension
+from crate_kernels._triton import launch
+from crate_kernels.ops.mssa.call import Call, DecodeCall
+
+_HALF = (torch.bfloat16, torch.float16)  # the dtypes of the bounds
+# cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
+# fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
+_CPP_DECODE_TOKENS = 8
+# sm_90, one new token: shared memory takes Triton's kernel 1.09 of the memory's time with 64 channels, more with fewer,
+# and 0.99 with 128. The CUDA kernel keeps rows in registers; what it issues takes 0.83.
+_NARROW_HEAD = 64
+# sm_80, backward: Triton's 8 warps multiply a tile of 64 rows twice. Clocks over those of five products: 2.5; the CUDA
+# kernel's, which pads to 128 channels: 1.3. With up to 112 channels Triton has 4 warps: 1.4.
+_WIDE_HEAD = (113, 128)
+
+
+def _has_code(device: torch.device, arch: str) -> bool:
+    """Return whether a GPU is of this architecture, and the CUDA library has machine code for it."""
+    return launch.arch(device) == arch and arch in extension.cuda_archs()
+
+
+def backward(
+    names: tuple[str, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    w: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[str, ...]:
+    """Order the backends of a backward. A threshold takes its forward's: both must select the same weights."""
+    low, high = _WIDE_HEAD
+    wide = low <= w.shape[-1] <= high and w.dtype in _HALF and dout is not None and call.threshold is None
+    return backends.first("cpp", names) if wide and _has_code(w.device, "sm_80") else names
+
+
+def decode(names: tuple[str, ...], w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[str, ...]:
+    """Order the backends of a step with a cache."""
+    _, _, new, head_dim = w.shape
+    if w.device.type == "cpu":
+        many = names[0] == "cpp" and new > _CPP_DECODE_TOKENS and w.dtype != torch.float16
+        return ("composite",) if many else names
+    # The kernel reads the cache in packs of 16 bytes; other caches take its forward.
+    packs = head_dim % 8 == 0 and data.is_contiguous()
+    narrow = new == 1 and head_dim <= _NARROW_HEAD and w.dtype in _HALF and packs
+    return backends.first("cpp", names) if narrow and _has_code(w.device, "sm_90") else names
