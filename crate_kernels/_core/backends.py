@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,13 +179,16 @@ def first(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return (name, *(other for other in names if other != name)) if name in names else names
 
 
-def _usable(op: str, device_type: str, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the kernel backends that None may take for such tensors, the best in general first."""
+def _usable(op: str, device_type: str, dtype: torch.dtype) -> list[str]:
+    """List the backends that None may take for such tensors, the best in general first, and composite in the end."""
+    found = []
     for name in _PREFERENCE.get(device_type, ()):
         backend = _BACKENDS[name].for_device(device_type)
         takes = device_type in (backend.devices or ()) and dtype in (backend.dtypes or ())
         if takes and variant_reason(op, backend) is None:
-            yield name
+            found.append(name)
+    found.append("composite")
+    return found
 
 
 def _public(op: str, function: str) -> str:
@@ -204,7 +207,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
     """
     device_type, names = of.device.type, (backend,)
     if backend == AUTO:
-        names = (*_usable(op, device_type, of.dtype), "composite")
+        names = tuple(_usable(op, device_type, of.dtype))
         if order is not None:
             names = order(names, *args)
     for name in names:
@@ -257,7 +260,7 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        return next(_usable(op, device.type, dtype), "composite")
+        return _usable(op, device.type, dtype)[0]
     function = function or op
     if not isinstance(requested, str):
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")

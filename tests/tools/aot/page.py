@@ -1,15 +1,15 @@
 """Writes the tables of docs/gpu.md from figures.json: ``python -m tests.tools.aot.page``.
 
-A table stands between ``<!-- bounds TARGET -->`` and ``<!-- end -->``.
+A table stands between ``<!-- bounds TARGET -->``, or ``<!-- choice TARGET -->``, and ``<!-- end -->``.
 """
 
 import re
 from pathlib import Path
 
-from tests.tools.aot import figures
+from tests.tools.aot import choice, figures
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
-_MARKED = re.compile(r"(<!-- bounds (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (bounds|choice) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _TENSOR_PEAK = {"sm_80": 312, "sm_90": 989, "sm_100": 2250}  # TFLOP/s of bf16, as NVIDIA states it
 _PIPES = ("issue", "tensor", "mufu", "alu", "fp32", "shared")
 _HEAD = (
@@ -55,11 +55,25 @@ def render(target):
     older, newer, cuda = (every.get(compiler, {}).get(target, {}) for compiler in ("3.6", "3.7", "cuda"))
     rows = [_row(name, one, older[name], target) for name, one in sorted(newer.items())]
     rows += [_row(name, one, None, target) for name, one in sorted(cuda.items())]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (_HEAD, ["---"] * len(_HEAD), *rows))
+    return _table(_HEAD, rows)
+
+
+def render_choice(target):
+    """Return the table of the clocks over those of the work, by backend."""
+    rows = []
+    for name in choice.COMPARED:
+        costs = [f"{choice.costs(name, target)[compiler]:.2f}" for compiler in ("3.7", "3.6", "cuda")]
+        rows.append([name, *costs, "`cpp`" if choice.cuda_wins(name, target) else "`triton`"])
+    return _table(("kernel", "Triton", "Triton 3.6", "CUDA C++", "first"), rows)
+
+
+def _table(head, rows):
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, ["---"] * len(head), *rows))
 
 
 def rewritten(text):
-    return _MARKED.sub(lambda match: match[1] + render(match[2]) + match[3], text)
+    tables = {"bounds": render, "choice": render_choice}
+    return _MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
 
 if __name__ == "__main__":
