@@ -43,16 +43,15 @@ def prepared(workload, target):
     return calls[0]
 
 
-def score(call, workload, config, target):
-    """Return the bound of a configuration, relative to the work, or None if it is not to be timed.
+def score(launches, target):
+    """Return the bound of a call's launches, relative to the work, or None if they are not to be timed.
 
     For products: the largest pipe's clocks over the tensor cores', and a third of what would be left if nothing
-    overlapped. Otherwise: the largest pipe's clocks over the memory's, or the share of the bytes that should be in
-    flight. Launches of one call add up by their issue clocks.
+    overlapped, of the launch with the most of them; the others go through the tokens once. Without products: the
+    largest pipe's clocks over the memory's, or the share of the bytes that should be in flight; launches add up by
+    their issue clocks.
     """
-    with launch.forced(workload.table, config), OnMeta():
-        launches = harness.launches(call, target)
-    scores, weights = [], []
+    scores, weights, products = [], [], []
     for one in launches:
         found, _, warnings = report.examine(one, target)
         main, clocks = found.main, found.main.costs.clocks
@@ -61,26 +60,34 @@ def score(call, workload, config, target):
             return None
         if clocks["tensor"]:
             rest = clocks["issue"] + clocks["tensor"] + clocks["mufu"] - main.costs.bound
-            scores.append((main.costs.bound + max(rest, 0) / 3) / clocks["tensor"])
+            products.append((clocks["tensor"], (main.costs.bound + max(rest, 0) / 3) / clocks["tensor"]))
         elif main.memory and main.in_flight:
             scores.append(max(main.pressure, RATES[target].in_flight / main.in_flight, 1.0))
         else:
             scores.append(1.0)
         weights.append(clocks["issue"])
+    if products:
+        return max(products)[1]
     return sum(s * w for s, w in zip(scores, weights, strict=True)) / sum(weights) if weights else 1.0
 
 
 def rank(task):
     """Return a workload's name, (score, configuration) from the best on, and how many there were.
 
-    ``task`` is (operators, index of the workload, target).
+    ``task`` is (operators, index of the workload, target). Of configurations that launch the same, the first is taken.
     """
     ops, index, target = task
     workload = tune.workloads(ops)[index]
-    call, found = prepared(workload, target), []
+    call, found, known = prepared(workload, target), [], set()
     for config in workload.table.candidates:
+        with launch.forced(workload.table, config), OnMeta():
+            launches = harness.launches(call, target)
+        same = str([(one.function.__name__, one.arguments, one.options) for one in launches])
+        if same in known:
+            continue
+        known.add(same)
         try:
-            value = score(call, workload, config, target)
+            value = score(launches, target)
         except Exception:  # the compiler refuses the configuration
             value = None
         if value is not None:

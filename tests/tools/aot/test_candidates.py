@@ -1,6 +1,8 @@
 """The configurations that ``tune`` times: workloads are prepared on meta tensors, bad ones are left out."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +10,9 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from crate_kernels.cli import tune  # noqa: E402  # only where Triton compiles
+from crate_kernels._core import backends  # noqa: E402  # only where Triton compiles
+from crate_kernels._triton import launch  # noqa: E402
+from crate_kernels.cli import tune  # noqa: E402
 from tests.tools.aot import candidates  # noqa: E402
 from tests.tools.sass import kernel  # noqa: E402
 from tests.tools.sass.costs import Costs  # noqa: E402
@@ -44,26 +48,59 @@ SCORES = {
 
 @pytest.mark.parametrize(("bounds", "warnings", "score"), SCORES.values(), ids=SCORES)
 def test_what_cannot_be_fast_is_left_out(bounds, warnings, score, monkeypatch):
-    workload = tune.workloads(["mssa"])[0]
-    monkeypatch.setattr(candidates.harness, "launches", lambda call, target: ["launch"])
     monkeypatch.setattr(candidates.report, "examine", lambda launch, target: (bounds, b"", warnings))
-    value = candidates.score(None, workload, workload.table.candidates[0], "sm_90")
+    value = candidates.score(["launch"], "sm_90")
     assert value == (score if score is None else pytest.approx(score))
+
+
+def test_of_several_launches_the_one_of_the_most_products_counts(monkeypatch):
+    """A kernel that reads each row once is no reason to have the other issue more."""
+    monkeypatch.setattr(candidates.report, "examine", lambda one, target: (one, b"", []))
+    main, small = found(issue=2048.0), found(issue=300.0, tensor=64.0)
+    assert candidates.score([small, main], "sm_90") == candidates.score([main], "sm_90")
+    assert candidates.score([small, found(issue=900.0)], "sm_90") < candidates.score([main], "sm_90")
 
 
 def test_the_best_come_first(monkeypatch):
     workload = tune.workloads(["mssa"])[0]
-    configs = workload.table.candidates[:4]
+    configs = workload.table.candidates[:5]
     workload = replace(workload, table=replace(workload.table, candidates=configs))
-    scores = dict(zip(map(str, configs), (2.0, None, 1.0, "refused"), strict=True))
+    # The last launches what the first does.
+    scores = dict(zip(map(str, configs), (2.0, None, 1.0, "refused", 2.0), strict=True))
 
-    def score(call, workload, config, target):
-        if scores[str(config)] == "refused":
+    def launches(call, target):
+        value = scores[str(launch._forced[workload.table.name])]
+        return [SimpleNamespace(function=test_the_best_come_first, arguments={"value": value}, options={})]
+
+    def score(launches, target):
+        value = launches[0].arguments["value"]
+        if value == "refused":
             raise RuntimeError("the compiler refuses it")
-        return scores[str(config)]
+        return value
 
     monkeypatch.setattr(candidates.tune, "workloads", lambda ops: [workload])
     monkeypatch.setattr(candidates, "prepared", lambda workload, target: None)
+    monkeypatch.setattr(candidates.harness, "launches", launches)
     monkeypatch.setattr(candidates, "score", score)
     ranked = [(1.0, dict(configs[2])), (2.0, dict(configs[0]))]
-    assert candidates.rank((["mssa"], 0, "sm_90")) == (str(workload), ranked, 4)
+    assert candidates.rank((["mssa"], 0, "sm_90")) == (str(workload), ranked, 5)
+
+
+SHIPPED = [
+    pytest.param(path.stem, name, id=f"{path.stem}-{name}")
+    for path in sorted(tune._RANKED.glob("*.json"))
+    for name in json.loads(path.read_text())
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("target", "name"), SHIPPED)
+def test_what_is_shipped_compiles_and_fits(target, name):
+    workload = next(one for one in tune.workloads([*backends.OPS]) if str(one) == name)
+    call, wrong = candidates.prepared(workload, target), []
+    for config in json.loads((tune._RANKED / f"{target}.json").read_text())[name]:
+        with launch.forced(workload.table, config), candidates.OnMeta():
+            launches = harness.launches(call, target)
+        if candidates.score(launches, target) is None:
+            wrong.append(config)
+    assert wrong == []
