@@ -19,8 +19,8 @@ _HALF = (torch.bfloat16, torch.float16)  # the dtypes of the bounds
 # cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
 # fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
 _CPP_DECODE_TOKENS = 8
-# sm_90, one new token: with 64 channels, shared memory takes Triton's kernel longer than the GPU's own; with
-# fewer, far longer. The CUDA kernel keeps rows in registers.
+# sm_90, one new token of 64 channels: Triton's kernel needs shared memory for longer than the GPU's memory, and with
+# fewer channels for far longer. The CUDA kernel keeps rows in registers.
 _NARROW_HEAD = 64
 # sm_80, backward: with 8 warps for 64 rows, Triton's kernel makes three of its five products twice. Up to 112 channels
 # it has 4 warps. The CUDA kernel pads to 128.
