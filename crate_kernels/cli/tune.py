@@ -32,6 +32,7 @@ _STDERR = 2
 _COMPILING = 0.5  # share of the minutes
 _TIME_IS_UP = "time is up: run again to go on"
 _INCOMPLETE = 3  # exit status
+_RANKED = Path(launch.__file__).with_name("ranked")  # files of tests/tools/aot/candidates.py, by architecture
 
 
 class Log:
@@ -62,8 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--candidates",
         type=Path,
-        help="a file of the configurations to time, by workload; the others time all of theirs",
+        help="a file of the configurations to time, by workload; the others time all of theirs. By default the shipped "
+        "ranking for this architecture, if there is one",
     )
+    parser.add_argument("--every", action="store_true", help="time every configuration, ranked or not")
     parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile, before one times")
@@ -79,6 +82,12 @@ def workloads(ops: list[str]) -> list[tune.Workload]:
         if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):
             found += import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
     return found
+
+
+def ranked(device: torch.device) -> Path | None:
+    """Return the shipped file of the configurations that bounds rank best on a GPU's architecture; None without one."""
+    path = _RANKED / f"{launch.arch(device)}.json"
+    return path if path.exists() else None
 
 
 def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = None) -> list[tune.Workload]:
@@ -109,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("tune: needs a CUDA or HIP GPU, and PyTorch sees none (python -m crate_kernels info)")
         return 1
-    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = torch.cuda.get_device_name(device)
     if args.forget:
         launch.user_table(gpu).unlink(missing_ok=True)
         print(f"tune: the shipped configurations serve {gpu} again")
@@ -124,6 +134,10 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
+    if args.candidates is None and not args.every:
+        args.candidates = ranked(device)
+        if args.candidates is not None:
+            print(f"tune: of what {args.candidates.name} ranks, the best are timed; of the rest all (--every: of both)")
     try:
         log = Log(args.log)
         every = narrowed(workloads(ops), args.candidates, args.most)

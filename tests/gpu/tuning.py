@@ -1,7 +1,7 @@
 """Tuning as a part of a run: ``python -m tests.gpu.tuning --out FOLDER --seconds S --workers N``.
 
-The log of all timings is ``tuning-log.jsonl``, the tuned table ``tuned.json``. Without a file of candidates, which
-``tests.tools.aot.candidates`` ranks by their bounds, a few of each workload are timed.
+The log of all timings is ``tuning-log.jsonl``, the tuned table ``tuned.json``. Without a file of candidates, those
+of the shipped ranking are timed, and a few of each workload that it does not have.
 """
 
 import argparse

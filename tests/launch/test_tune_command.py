@@ -4,15 +4,18 @@ import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from crate_kernels import cli
+from crate_kernels._core import backends
 from crate_kernels._triton import launch as _launch
 from crate_kernels._triton import tune as _tune
 from crate_kernels._triton.launch import Row
 from crate_kernels.cli import tune
+from tests.gpu.tuning import MOST
 from tests.launch.common import CANDIDATES, CUDA, SHIPPED
 
 
@@ -83,21 +86,65 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
     assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
 
 
-def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, monkeypatch):
-    """Of the first workload one candidate is left, of the second none; the third is not named."""
-    path = tmp_path / "candidates.json"
-    path.write_text(json.dumps({str(command[0]): [CANDIDATES[0]], str(command[1]): []}))
-    tried = []
+@pytest.fixture
+def tried(command, monkeypatch):
+    """List the numbers of the configurations that are tried, workload by workload; 0 is the shipped one."""
+    numbers = []
 
     def in_process(target, *args):
         messages = Sink()
         with monkeypatch.context() as patch:
             patch.setattr(tune.signal, "signal", lambda *args: None)
             target(messages, *args)
-        tried.extend(message[1] for message in messages if message[0] == "trying")
+        numbers.extend(message[1] for message in messages if message[0] == "trying")
         yield from messages
 
     monkeypatch.setattr(_tune, "in_process", in_process)
+    return numbers
+
+
+EVERY = [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "expected"),
+    [("sm_90", [], [0, 1, *EVERY[:8]]), ("sm_90", ["--every"], EVERY), ("sm_100", [], EVERY)],
+    ids=["ranked", "every", "another-architecture"],
+)
+def test_what_is_shipped_for_the_architecture_is_timed(
+    arch, options, expected, command, tried, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "sm_90.json").write_text(json.dumps({str(command[0]): [CANDIDATES[0]]}))
+    monkeypatch.setattr(tune, "_RANKED", tmp_path)
+    monkeypatch.setattr(_launch, "arch", lambda device: arch)
+    command[0].table.rows[arch] = command[0].table.rows["sm_90"]
+    assert cli.main(["tune", *options]) == 0
+    assert tried == expected
+    assert ("sm_90.json ranks" in capsys.readouterr().out) == (expected != EVERY)
+
+
+@pytest.mark.parametrize("path", sorted(tune._RANKED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_shipped_are_configurations_of_the_kernels_as_they_are(path):
+    """If a table of candidates has changed, rank again: ``python -m tests.tools.aot.candidates``."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    assert path.stem in _launch._CUDA
+    known = {str(one): one.table.candidates for one in tune.workloads([*backends.OPS])}
+    for name, configs in json.loads(path.read_text()).items():
+        assert name in known
+        assert 1 <= len(configs) <= MOST
+        assert len({str(config) for config in configs}) == len(configs)
+        assert [config for config in configs if config not in known[name]] == []
+
+
+def test_the_ranking_of_the_first_gpu_is_in_the_package():
+    assert (tune._RANKED / "sm_90.json").exists()
+    assert '"_triton/ranked/*.json"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, tried):
+    """Of the first workload one candidate is left, of the second none; the third is not named."""
+    path = tmp_path / "candidates.json"
+    path.write_text(json.dumps({str(command[0]): [CANDIDATES[0]], str(command[1]): []}))
     assert cli.main(["tune", "--candidates", str(path)]) == 0
     assert tried == [0, 1, 0, 0, 1, 2, 3]
     assert {row.head_dim: row.config for row in _launch.user_rows(gpu)["fake"]} == {
