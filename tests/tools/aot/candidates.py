@@ -95,6 +95,15 @@ def rank(task):
     return str(workload), sorted(found, key=lambda pair: pair[0]), len(workload.table.candidates)
 
 
+def text(chosen):
+    """Return the content of a file of candidates, a configuration per line."""
+    lists = []
+    for name, configs in chosen.items():
+        lines = ",\n".join(f"  {json.dumps(config)}" for config in configs)
+        lists.append(f" {json.dumps(name)}: [\n{lines}\n ]" if configs else f" {json.dumps(name)}: []")
+    return "{\n" + ",\n".join(lists) + "\n}\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=backends.OPS, action="append", help="only this operator; may be repeated")
@@ -102,17 +111,17 @@ def main():
     parser.add_argument("--target", default="sm_90", choices=report.TARGETS)
     parser.add_argument("--most", type=int, default=4, help="configurations per workload")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write; other workloads in it stay")
     args = parser.parse_args()
     ops = args.op or [*backends.OPS]
     every = tune.workloads(ops)
     tasks = [(ops, index, args.target) for index, workload in enumerate(every) if args.part in str(workload)]
-    chosen = {}
+    chosen = json.loads(args.out.read_text()) if args.out.exists() else {}
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for name, found, count in pool.imap(rank, tasks):
             chosen[name] = [config for _, config in found[: args.most]]
             print(f"{name}: {len(chosen[name])} of {count}, " + ", ".join(f"{s:.2f}" for s, _ in found[: args.most]))
-            args.out.write_text(json.dumps(chosen, indent=1) + "\n")
+            args.out.write_text(text(chosen))
     return 0
 
 

@@ -86,6 +86,13 @@ def test_the_best_come_first(monkeypatch):
     assert candidates.rank((["mssa"], 0, "sm_90")) == (str(workload), ranked, 5)
 
 
+@pytest.mark.parametrize("path", sorted(tune._RANKED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_shipped_is_what_the_tool_writes(path):
+    chosen = json.loads(path.read_text())
+    assert path.read_text() == candidates.text(chosen)
+    assert json.loads(candidates.text({**chosen, "none left": []})) == {**chosen, "none left": []}
+
+
 SHIPPED = [
     pytest.param(path.stem, name, id=f"{path.stem}-{name}")
     for path in sorted(tune._RANKED.glob("*.json"))
