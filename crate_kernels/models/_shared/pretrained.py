@@ -7,19 +7,21 @@ sharded over several files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from crate_kernels._core import files
-from crate_kernels.models._shared import official
+from crate_kernels.models._shared import official, reading, skeleton
 from crate_kernels.nn import _heads
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # which file has which weight, of a sharded model
+_OWNER = "from_pretrained"
 _TYPE = "model_type"
 _ARCHITECTURES = "architectures"  # the class that transformers has for the model
 _OTHERS = "transformers_version"  # in every config that transformers writes
@@ -81,71 +83,84 @@ def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | Non
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the class name and the config fields in a folder."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"from_pretrained: {path} must be JSON, {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get(_TYPE), str):
-        raise ValueError(f"from_pretrained: {path} must be an object with a {_TYPE!r}")
+    path = reading.inside(_OWNER, folder, CONFIG)
+    config = reading.json_object(_OWNER, path, reading.MOST_TEXT)
+    if not isinstance(config.get(_TYPE), str):
+        raise ValueError(f"{_OWNER}: {path} must be an object with a {_TYPE!r}")
     config.pop(_ARCHITECTURES, None)
     return config.pop(_TYPE), config
 
 
-def _build(model_class: type[Model], path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Model:
-    """Build the model of a config file, with the fields in ``overrides`` changed."""
+def _build(
+    model_class: type[Model],
+    path: Path,
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    how: Callable[[Callable[[], Model]], Model],
+) -> Model:
+    """Build the model of a config file, with the fields in ``overrides`` changed, by ``how(its constructor)``."""
     known = fields(model_class.config_class)
     if _OTHERS in config:
         config = {field.name: config[field.name] for field in known if field.name in config}
     required = [field.name for field in known if field.default is MISSING]
-    given = official.arguments("from_pretrained", {**config, **overrides}, [field.name for field in known], required)
+    given = official.arguments(_OWNER, {**config, **overrides}, [field.name for field in known], required)
     try:
-        return model_class(model_class.config_class(**given))
+        return how(lambda: model_class(model_class.config_class(**given)))
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         changed = f" with {', '.join(overrides)} given" if overrides else ""
-        raise kind(f"from_pretrained: {path}{changed}: {error}") from None
+        raise kind(f"{_OWNER}: {path}{changed}: {error}") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the file of a folder's weights, or the files that its index names."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"from_pretrained: {folder} must hold {WEIGHTS} or {INDEX}")
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"from_pretrained: {folder / INDEX} must be JSON with a weight_map, {error!r}") from None
-    elsewhere = [name for name in names if Path(name).name != name]
+    if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
+        return [reading.inside(_OWNER, folder, WEIGHTS)]
+    if not (folder / INDEX).exists():
+        raise FileNotFoundError(f"{_OWNER}: {folder} must hold {WEIGHTS} or {INDEX}")
+    index = reading.inside(_OWNER, folder, INDEX)
+    places = reading.json_object(_OWNER, index, reading.MOST_HEADER).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{_OWNER}: {index} must have a weight_map from names to names of files")
+    names = sorted(set(places.values()))
+    elsewhere = [name for name in names if Path(name).name != name or name == ".." or "\0" in name]
     if elsewhere:
-        raise ValueError(
-            f"from_pretrained: weight_map must name files of the folder, got {', '.join(elsewhere)} in {folder / INDEX}"
-        )
-    missing = [name for name in names if not (folder / name).is_file()]
+        raise ValueError(f"{_OWNER}: weight_map must name files of the folder, got {', '.join(elsewhere)} in {index}")
+    missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise FileNotFoundError(f"from_pretrained: {folder} must hold {', '.join(missing)}, which {INDEX} names")
-    return [folder / name for name in names]
+        raise FileNotFoundError(f"{_OWNER}: {folder} must hold {', '.join(missing)}, which {INDEX} names")
+    return [reading.inside(_OWNER, folder, name) for name in names]
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _described(parts: list[Path]) -> dict[str, Tensor]:
+    """Return the tensors of a folder's files, without their values."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in reading.shapes(_OWNER, part).items():
+            if name in found:
+                raise ValueError(f"{_OWNER}: {part} must not have {name}, which another file has too")
+            found[name] = tensor
+    return found
 
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"from_pretrained: {path} must be a whole safetensors file, {error}") from None
+
+def _with_tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a file under all names that the model has for them."""
+    return {**state, **{name: state[first] for name, first in official.first_names(model).items() if first in state}}
 
 
 def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -> Model:
-    """Build the model of a folder, which must be a ``model_class``, and load its weights strictly."""
+    """Build the model of a folder, which must be a ``model_class``, and load its weights strictly.
+
+    Names and shapes are compared before the model is built: a config alone could ask for any amount of memory.
+    """
     name, config = read_config(folder)
     if name != model_class.__name__:
-        raise ValueError(f"from_pretrained: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
+        raise ValueError(f"{_OWNER}: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
     parts = _weight_files(folder)
-    model = _build(model_class, folder / CONFIG, config, overrides)
-    state = {name: tensor for part in parts for name, tensor in _read_weights(part).items()}
-    tied = {name: state[first] for name, first in official.first_names(model).items() if first in state}
-    return official.load(name, model, {**state, **tied}, owner="from_pretrained")
+    described = _described(parts)
+    make = partial(_build, model_class, folder / CONFIG, config, overrides)
+    bare = make(lambda build: skeleton.build(build, len(described)))
+    official.check(_OWNER, name, bare, _with_tied(bare, described))
+    model = make(lambda build: build())
+    state = {name: tensor for part in parts for name, tensor in reading.tensors(_OWNER, part)[0].items()}
+    return official.load(name, model, _with_tied(model, state), owner=_OWNER)
