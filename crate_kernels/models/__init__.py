@@ -111,7 +111,8 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
     name, _ = pretrained.read_config(Path(folder))
     classes = {family.Model.__name__: family.Model for family in _FAMILIES}
     if name not in classes:
-        raise ValueError(f"from_pretrained: model_type must be one of {', '.join(classes)}, got {name!r}")
+        path = Path(folder) / pretrained.CONFIG
+        raise ValueError(f"from_pretrained: {path}: model_type must be one of {', '.join(classes)}, got {name!r:.100}")
     return classes[name].from_pretrained(folder, **overrides)
 
 

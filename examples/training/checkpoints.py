@@ -1,7 +1,8 @@
 """Checkpoints in folders step-N, written by all processes, which any number of processes can load.
 
 A checkpoint is written aside. When all processes are done, LIST gets the size and hash of each file, and the folder its
-name. So a folder of that name was once whole; ``newest`` checks that it still is.
+name. So a folder of that name was once whole; ``newest`` checks that it still is. The files are safetensors: loading
+them unpickles nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: 
         shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while it wrote
     dist.barrier()
     weights, moments = get_state_dict(model, optimiser)
-    dcp.save({"model": weights, "optimiser": moments}, checkpoint_id=aside)
+    dcp.save(
+        {"model": weights, "optimiser": moments["state"]},
+        storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True),
+    )
     own = _own(sorted(aside.iterdir()))
     for path in own:
         _flush(path)
@@ -78,9 +82,12 @@ def newest(folder: Path) -> int | None:
 
 
 def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> None:
-    """Load the checkpoint of a step, in place."""
+    """Load the checkpoint of a step, in place: weights and moments; learning rates are the loop's."""
     weights, moments = get_state_dict(model, optimiser)
-    dcp.load({"model": weights, "optimiser": moments}, checkpoint_id=folder / f"step-{step}")
+    dcp.load(
+        {"model": weights, "optimiser": moments["state"]},
+        storage_reader=dcp.HuggingFaceStorageReader(str(folder / f"step-{step}")),
+    )
     set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
 
 
@@ -95,14 +102,18 @@ def export(folder: Path, model: Any) -> None:
 def _damage(place: Path) -> str:
     """Return what is wrong with a checkpoint, the same in all processes, each of which reads a part; "" if nothing."""
     try:
-        marks: dict[str, list[int | str]] = json.loads((place / LIST).read_text())
-    except (OSError, ValueError) as error:
+        marks = {
+            name: (int(size), str(digest)) for name, (size, digest) in json.loads((place / LIST).read_text()).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{LIST} cannot be read ({error})"
+    if others := {path.name for path in place.iterdir()} ^ {LIST, *marks}:
+        return f"{LIST} and the folder differ in {', '.join(sorted(others))}"
     wrong = {}
     for name in _own(sorted(marks)):
         path, (size, digest) = place / name, marks[name]
         if not path.is_file():
-            wrong[name] = f"{name} is missing"
+            wrong[name] = f"{name} is no file"
         elif path.stat().st_size != size:
             wrong[name] = f"{name} has {path.stat().st_size} bytes instead of {size}"
         elif _mark(path)[1] != digest:

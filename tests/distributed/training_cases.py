@@ -120,7 +120,7 @@ def damaged(group):
         before = trained(train_language, folder, args)
         assert checkpoints.newest(folder) == 4
         (last, first) = (folder / f"step-{step}" for step in (4, 2))
-        part = sorted(last.glob("*.distcp"))[-1]
+        part = sorted(last.glob("*.safetensors"))[-1]
         whole, marks = part.read_bytes(), (last / checkpoints.LIST).read_bytes()
         flipped = bytearray(whole)
         flipped[len(whole) // 2] ^= 1
@@ -128,7 +128,6 @@ def damaged(group):
             (part, whole[:-1]),
             (part, bytes(flipped)),
             (part, None),
-            (last / ".metadata", b""),
             (last / checkpoints.LIST, None),
             (last / checkpoints.LIST, marks[:20]),
         ):

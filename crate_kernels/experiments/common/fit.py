@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from crate_kernels._core.files import put
 from crate_kernels.experiments.common.trial import Trial
-from crate_kernels.models._shared.official import first_names
+from crate_kernels.models._shared import reading
+from crate_kernels.models._shared.official import check, first_names
 
 
 class Unusable(Exception):
@@ -208,25 +208,49 @@ def resume(fit: Fit, folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        with safe_open(path, framework="pt") as file:
-            run = json.loads((file.metadata() or {})["run"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-        losses, watched = (tensors[f"history.{name}"].tolist() for name in ("losses", "watched"))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        tensors, metadata = reading.tensors(fit.label, reading.inside(fit.label, folder, fit.file))
+        run = json.loads(metadata["run"])
+        mine = json.loads(json.dumps(fit.identity))  # tuples become lists, as in the file
+        differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
+        if differing:
+            raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")
+        saved = _Saved.of(fit, tensors)
+    except (OSError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise Unusable(f"{path} cannot be read ({error})") from None
-    mine = json.loads(json.dumps(fit.identity))  # tuples become lists, as in the file
-    differing = [f"{key} {run.get(key)!r}, now {mine[key]!r}" for key in mine if run.get(key) != mine[key]]
-    if differing:
-        raise Unusable(f"{path} is of a run with other settings ({'; '.join(differing)})")
-    weights = _with_prefix("model.", tensors)
-    fit.model.load_state_dict({name: weights[first] for name, first in first_names(fit.model).items()})
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in _with_prefix("optimizer.", tensors).items():
-        index, key = name.split(".")
-        state.setdefault(int(index), {})[key] = value
-    fit.optimizer.load_state_dict({**fit.optimizer.state_dict(), "state": state})
-    fit.losses, fit.watched = losses, [(int(step), value) for step, value in watched]
+    fit.model.load_state_dict(saved.weights)
+    fit.optimizer.load_state_dict({**fit.optimizer.state_dict(), "state": saved.moments})
+    fit.losses, fit.watched = saved.losses, saved.watched
     return True
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint holds of a training, checked to fit it."""
+
+    weights: dict[str, Tensor]
+    moments: dict[int, dict[str, Tensor]]
+    losses: list[float]
+    watched: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, fit: Fit, tensors: dict[str, Tensor]) -> _Saved:
+        """Sort the tensors of a checkpoint; raise ValueError or KeyError if they do not fit ``fit``."""
+        given = _with_prefix("model.", tensors)
+        weights = {name: given[first] for name, first in first_names(fit.model).items()}
+        check(fit.label, "model", fit.model, weights)
+        moments: dict[int, dict[str, Tensor]] = {}
+        parameters = [p for group in fit.optimizer.param_groups for p in group["params"]]
+        for name, value in _with_prefix("optimizer.", tensors).items():
+            index, key = name.split(".")
+            if not 0 <= int(index) < len(parameters) or value.shape not in (parameters[int(index)].shape, ()):
+                raise ValueError(f"optimizer.{name} fits no parameter, got {tuple(value.shape)}")
+            moments.setdefault(int(index), {})[key] = value
+        if len({frozenset(state) for state in moments.values()}) > 1:
+            raise ValueError("the optimizer's state must have the same parts for all parameters")
+        losses, watched = tensors["history.losses"], tensors["history.watched"]
+        if losses.dim() != 1 or len(losses) > fit.total or watched.dim() != 2 or watched.shape[1] != 2:
+            shapes = f"{tuple(losses.shape)} and {tuple(watched.shape)}"
+            raise ValueError(f"history must be of at most {fit.total} steps, got {shapes}")
+        return cls(weights, moments, losses.tolist(), [(int(step), value) for step, value in watched.tolist()])
 
 
 def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

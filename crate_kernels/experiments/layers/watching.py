@@ -45,7 +45,7 @@ def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int,
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     try:
         return {int(epoch): found for epoch, found in json.loads(path.read_text()).items()}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise Unusable(f"{path} cannot be read ({error})") from None
 
 

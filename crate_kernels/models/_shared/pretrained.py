@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import files
@@ -103,13 +104,17 @@ def _build(
     if _OTHERS in config:
         config = {field.name: config[field.name] for field in known if field.name in config}
     required = [field.name for field in known if field.default is MISSING]
-    given = official.arguments(_OWNER, {**config, **overrides}, [field.name for field in known], required)
+    names = [field.name for field in known]
+    given = official.arguments(f"{_OWNER}: {path}", {**config, **overrides}, names, required)
     try:
         return how(lambda: model_class(model_class.config_class(**given)))
-    except (TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a number that no tensor can have
         kind = TypeError if isinstance(error, TypeError) else ValueError
         changed = f" with {', '.join(overrides)} given" if overrides else ""
-        raise kind(f"{_OWNER}: {path}{changed}: {error}") from None
+        first = str(error).partition("\n")[0]  # the rest of torch's messages is a stack of C++ frames
+        raise kind(f"{_OWNER}: {path}{changed}: {first}") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -156,11 +161,11 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
     name, config = read_config(folder)
     if name != model_class.__name__:
         raise ValueError(f"{_OWNER}: {folder / CONFIG} must be of a {model_class.__name__}, got {name}")
-    parts = _weight_files(folder)
+    parts, owner = _weight_files(folder), f"{_OWNER}: {folder}"
     described = _described(parts)
     make = partial(_build, model_class, folder / CONFIG, config, overrides)
     bare = make(lambda build: skeleton.build(build, len(described)))
-    official.check(_OWNER, name, bare, _with_tied(bare, described))
+    official.check(owner, name, bare, _with_tied(bare, described))
     model = make(lambda build: build())
     state = {name: tensor for part in parts for name, tensor in reading.tensors(_OWNER, part)[0].items()}
-    return official.load(name, model, _with_tied(model, state), owner=_OWNER)
+    return official.load(name, model, _with_tied(model, state), owner)

@@ -40,7 +40,10 @@ class _Meta(TorchFunctionMode):
             self.left -= 1
             if self.left < 0:
                 raise ValueError("the config has more layers than the weights")
-            kwargs = {**kwargs, "device": "meta"}
+            try:
+                return func(*args, **{**kwargs, "device": "meta"})
+            except (RuntimeError, TypeError, OverflowError) as error:  # with a stack of C++ frames
+                raise ValueError(f"no tensor has these sizes: {str(error).splitlines()[0]}") from None
         return func(*args, **kwargs)
 
 
@@ -48,10 +51,7 @@ def build(make: Callable[[], Model], tensors: int) -> Model:
     """Return ``make()`` on the meta device, a model that is to have about as many tensors as a file.
 
     Raises:
-        ValueError: a model of far more tensors, or sizes that no tensor can have.
+        ValueError: a model of far more tensors, or of sizes that no tensor can have.
     """
-    try:
-        with torch.device("meta"), _Meta(4 * tensors + 100):
-            return make()
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"no model can have these sizes: {error}") from None
+    with torch.device("meta"), _Meta(4 * tensors + 100):
+        return make()
