@@ -38,7 +38,7 @@ def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: 
     dist.barrier()
     weights, moments = get_state_dict(model, optimiser)
     dcp.save(
-        {"model": weights, "optimiser": moments["state"]},
+        {"model": _untied(model, weights), "optimiser": moments["state"]},
         storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True),
     )
     own = _own(sorted(aside.iterdir()))
@@ -85,7 +85,7 @@ def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> Non
     """Load the checkpoint of a step, in place: weights and moments; learning rates are the loop's."""
     weights, moments = get_state_dict(model, optimiser)
     dcp.load(
-        {"model": weights, "optimiser": moments["state"]},
+        {"model": _untied(model, weights), "optimiser": moments["state"]},
         storage_reader=dcp.HuggingFaceStorageReader(str(folder / f"step-{step}")),
     )
     set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
@@ -97,6 +97,12 @@ def export(folder: Path, model: Any) -> None:
     if is_first():
         model.save_pretrained(folder, state_dict=state)
     dist.barrier()
+
+
+def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights, each under its first name: a tied head is the embedding."""
+    named = {name for names in (model.named_parameters(), model.named_buffers()) for name, _ in names}
+    return {name: weight for name, weight in weights.items() if name in named}
 
 
 def _damage(place: Path) -> str:

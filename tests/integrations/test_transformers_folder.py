@@ -134,10 +134,10 @@ BROKEN = {
     "no-shard": (lambda f, index: (f / sorted(set(index["weight_map"].values()))[0]).unlink(), FileNotFoundError,
                  r"must hold model-00001-of-\d+.safetensors, which model.safetensors.index.json names"),
     "no-map": (lambda f, index: (f / "model.safetensors.index.json").write_text("{}"), ValueError,
-               r"model.safetensors.index.json must be JSON with a weight_map"),
+               r"model.safetensors.index.json must have a weight_map"),
     "elsewhere": (
         lambda f, index: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}'),
-        ValueError, r"weight_map must name files of the folder, got \.\./a\.safetensors"),
+        ValueError, r"weight_map must name safetensors files of the folder, got '\.\./a\.safetensors'"),
 }  # fmt: skip
 
 
@@ -147,6 +147,29 @@ def test_broken_shards(spoil, error, message, tmp_path):
     spoil(tmp_path, json.loads((tmp_path / "model.safetensors.index.json").read_text()))
     with pytest.raises(error, match=message):
         models.from_pretrained(tmp_path)
+
+
+def test_transformers_does_not_leave_the_folder_either(tmp_path):
+    """Nor does it unpickle: weights that torch.save wrote are not looked for."""
+    pair = language.pair("crate_lm")[1]
+    pair.save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    sound = json.loads(index.read_text())
+    spoilt = {name: f"../model/{shard}" for name, shard in sound["weight_map"].items()}
+    index.write_text(json.dumps({**sound, "weight_map": spoilt}))
+    with pytest.raises(ValueError, match="weight_map must name safetensors files of the folder"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    index.write_text(json.dumps(sound))
+    shard = tmp_path / "model" / sorted(sound["weight_map"].values())[0]
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(ValueError, match=r"must be in its folder, is a link to .*elsewhere\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for path in (tmp_path / "model").glob("*.safetensors*"):
+        path.unlink()
+    torch.save(pair.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize("family", ["crate_lm", "tost"])

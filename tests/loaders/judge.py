@@ -17,7 +17,7 @@ from crate_kernels.experiments.common import fit
 from tests.loaders import mutations
 from tests.loaders.training import training
 
-MOST_SECONDS = 10
+MOST_SECONDS = 10  # of the processor; and ten times as long on the clock
 MOST_BYTES = 384 << 20  # of address space, beyond what the process has; the largest text that is parsed has 8 MiB
 
 
@@ -101,12 +101,18 @@ def _bounded():
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    clocks = {
+        signal.SIGPROF: (signal.ITIMER_PROF, MOST_SECONDS),
+        signal.SIGALRM: (signal.ITIMER_REAL, 10 * MOST_SECONDS),
+    }
+    before = {number: signal.signal(number, late) for number in clocks}
+    for clock, seconds in clocks.values():
+        signal.setitimer(clock, seconds)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (clock, _) in clocks.items():
+            signal.setitimer(clock, 0)
+            signal.signal(number, before[number])

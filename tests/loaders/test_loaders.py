@@ -97,9 +97,9 @@ def header(change):
 def two_shards(folder):
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    save_file(state, folder / "a")
-    save_file({"norm.weight": torch.ones(1)} if "norm.weight" in state else state, folder / "b")
-    places = {name: "ab"[number % 2] for number, name in enumerate(state)}
+    save_file(state, folder / "a.safetensors")
+    save_file({"norm.weight": torch.ones(1)} if "norm.weight" in state else state, folder / "b.safetensors")
+    places = {name: f"{'ab'[number % 2]}.safetensors" for number, name in enumerate(state)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
@@ -110,12 +110,15 @@ FOLDERS = {
     "config-a-circle": (circle, r"config.json cannot be followed|config.json must be a regular file"),
     "config-a-pipe": (pipe("config.json"), "config.json must be a regular file"),
     "weights-a-pipe": (pipe("model.safetensors"), "model.safetensors must be a regular file"),
-    "shard-above": (index({"weight_map": {"a": "../x"}}), r"weight_map must name files of the folder, got \.\./x"),
-    "shard-absolute": (index({"weight_map": {"a": "/etc/passwd"}}), "weight_map must name files of the folder, got /"),
-    "shard-the-parent": (index({"weight_map": {"a": ".."}}), r"weight_map must name files of the folder, got \.\."),
+    "shard-above": (index({"weight_map": {"a": "../x"}}), r"must name safetensors files of the folder, got '\.\./x"),
+    "shard-absolute": (index({"weight_map": {"a": "/etc/passwd"}}), "must name safetensors files of the folder"),
+    "shard-the-parent": (index({"weight_map": {"a": ".."}}), r"must name safetensors files of the folder, got '\.\."),
+    "shard-of-a-long-name": (
+        index({"weight_map": {"a": "x" * 5000 + ".safetensors"}}), "must name safetensors files of the folder, got 'xxx"
+    ),
     "shard-a-number": (index({"weight_map": {"a": 1}}), "must have a weight_map from names to names of files"),
     "shards-a-list": (index({"weight_map": ["one.safetensors"]}), "must have a weight_map from names to names"),
-    "tensor-in-two-shards": (two_shards, r"b must not have .*, which another file has too"),
+    "tensor-in-two-shards": (two_shards, r"b.safetensors must not have .*, which another file has too"),
     "deep-config": (text("[" * 10**5 + "]" * 10**5), "config.json must be JSON, nested less deeply"),
     "large-config": (text("{}" + " " * (1 << 20)), "config.json must have at most 1048576 bytes, got 1048578"),
     "key-twice": (text('{"model_type": "CRATE", "model_type": "CRATE"}'), "config.json must be JSON, 'model_type' is"),
@@ -174,6 +177,7 @@ CHECKPOINTS = {
     ),
     "moments-of-another-shape": (checkpoint(**{"optimizer.0.exp_avg": torch.ones(5)}), "0.exp_avg fits no parameter"),
     "moments-of-no-parameter": (checkpoint(**{"optimizer.99.exp_avg": torch.ones(1)}), "99.exp_avg fits no parameter"),
+    "moments-of-no-shape": (checkpoint(**{"optimizer.4.step": torch.ones(4)}), "4.step fits no parameter"),
     "moments-incomplete": (checkpoint(**{"optimizer.1.exp_avg": ...}), "must have the same parts for all parameters"),
     "too-many-steps": (checkpoint(**{"history.losses": torch.ones(5)}), "history must be of at most 4 steps"),
     "no-number-of-a-step": (checkpoint(**{"history.watched": torch.full((1, 2), torch.nan)}), "NaN"),

@@ -241,7 +241,9 @@ class _Saved(NamedTuple):
         parameters = [p for group in fit.optimizer.param_groups for p in group["params"]]
         for name, value in _with_prefix("optimizer.", tensors).items():
             index, key = name.split(".")
-            if not 0 <= int(index) < len(parameters) or value.shape not in (parameters[int(index)].shape, ()):
+            if not 0 <= int(index) < len(parameters) or value.shape != (
+                () if key == "step" else parameters[int(index)].shape
+            ):
                 raise ValueError(f"optimizer.{name} fits no parameter, got {tuple(value.shape)}")
             moments.setdefault(int(index), {})[key] = value
         if len({frozenset(state) for state in moments.values()}) > 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crate_kernels.integrations.transformers.configs import ModelConfig
+from crate_kernels.models._shared import pretrained
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -31,6 +34,23 @@ class Model(PreTrainedModel):
     def __init__(self, config: Any) -> None:
         _require_ours(type(self).__name__, config._attn_implementation)
         super().__init__(config)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, but never from a pickle.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a name on the Hub.
+            *args: as in transformers.
+            **kwargs: as in transformers; ``use_safetensors`` is True by default.
+
+        Raises:
+            ValueError: a link or the name of a shard leads out of the folder.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
+            pretrained.check_links(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse every implementation of attention but our own."""

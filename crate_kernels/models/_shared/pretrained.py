@@ -7,6 +7,7 @@ sharded over several files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import partial
@@ -22,6 +23,7 @@ from crate_kernels.nn import _heads
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # which file has which weight, of a sharded model
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 _OWNER = "from_pretrained"
 _TYPE = "model_type"
 _ARCHITECTURES = "architectures"  # the class that transformers has for the model
@@ -123,18 +125,38 @@ def _weight_files(folder: Path) -> list[Path]:
         return [reading.inside(_OWNER, folder, WEIGHTS)]
     if not (folder / INDEX).exists():
         raise FileNotFoundError(f"{_OWNER}: {folder} must hold {WEIGHTS} or {INDEX}")
-    index = reading.inside(_OWNER, folder, INDEX)
-    places = reading.json_object(_OWNER, index, reading.MOST_HEADER).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{_OWNER}: {index} must have a weight_map from names to names of files")
-    names = sorted(set(places.values()))
-    elsewhere = [name for name in names if Path(name).name != name or name == ".." or "\0" in name]
-    if elsewhere:
-        raise ValueError(f"{_OWNER}: weight_map must name files of the folder, got {', '.join(elsewhere)} in {index}")
+    names = _shards(reading.inside(_OWNER, folder, INDEX))
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise FileNotFoundError(f"{_OWNER}: {folder} must hold {', '.join(missing)}, which {INDEX} names")
     return [reading.inside(_OWNER, folder, name) for name in names]
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of files in an index of weights."""
+    places = reading.json_object(_OWNER, index, reading.MOST_HEADER).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{_OWNER}: {index} must have a weight_map from names to names of files")
+    names = sorted(set(places.values()))
+    elsewhere = [name for name in names if not _SHARD.fullmatch(name)]
+    if elsewhere:
+        raise ValueError(
+            f"{_OWNER}: weight_map must name safetensors files of the folder, got {elsewhere[0]!r:.200} in {index}"
+        )
+    return names
+
+
+def check_links(folder: Path) -> None:
+    """Refuse links and names of shards that lead out of a folder which another library will read.
+
+    Raises:
+        ValueError: there is one, or an index of weights that cannot be read.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            reading.inside(_OWNER, folder, path.name)
+        if path.name.endswith(".safetensors.index.json"):
+            _shards(path)
 
 
 def _described(parts: list[Path]) -> dict[str, Tensor]:
