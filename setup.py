@@ -2,7 +2,8 @@
 
 pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python, and complete.
 Under build isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`, or
-afterwards run `python -m crate_kernels build`. The CUDA library is left out if PyTorch has no CUDA or sees no GPU.
+afterwards run `python -m crate_kernels build`. The CUDA library is left out if PyTorch has no CUDA or sees no GPU,
+except in a wheel that asks for it: `bdist_wheel --cuda`, which `make wheel CUDA=1` passes on.
 """
 
 import shutil
@@ -24,14 +25,15 @@ build = import_module("_native.build")
 CPU, CUDA = "crate_kernels._cpu", "crate_kernels._cuda"
 
 
-def compile_cuda(target, objects):
+def compile_cuda(target, objects, anywhere):
+    """Compile the CUDA library; ``anywhere`` also without a GPU, for every architecture."""
     import torch
 
-    if torch.version.cuda is None:
+    if not anywhere and torch.version.cuda is None:
         raise build.BuildError("this PyTorch has no CUDA")
-    if not torch.cuda.is_available():
+    if not anywhere and not torch.cuda.is_available():
         raise build.BuildError("PyTorch sees no GPU; python -m crate_kernels build --cuda compiles it all the same")
-    build.compile_cuda(ROOT / "csrc", target, build.cuda_archs(), objects)
+    build.compile_cuda(ROOT / "csrc", target, build.CUDA_ARCHS if anywhere else build.cuda_archs(), objects)
 
 
 class OptionalBuild(build_ext):
@@ -43,16 +45,19 @@ class OptionalBuild(build_ext):
 
     def build_extension(self, ext):
         """Compile, or print why not."""
+        asked = ext.name == CUDA and getattr(self.distribution.get_command_obj("bdist_wheel"), "cuda", False)
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.unlink(missing_ok=True)  # a build folder may hold an older library
         objects = Path(self.build_temp).absolute()
         try:
             if ext.name == CUDA:
-                compile_cuda(target, objects)
+                compile_cuda(target, objects, asked)
             else:
                 build.compile_extension(ROOT / "csrc", target, objects)
         # Catch everything: a compiler can be missing, too old or broken, and torch has its own exceptions for it.
         except Exception as error:
+            if asked:
+                raise
             what = "the CUDA library" if ext.name == CUDA else "pure-Python install, the C++ extension"
             print(f"crate_kernels: {what} is left out: {error}")
             self.extensions.remove(ext)
@@ -65,6 +70,14 @@ class OptionalBuild(build_ext):
 
 class HonestWheel(bdist_wheel):
     """Tag the wheel by its content: for any Python, and for any machine if nothing was compiled."""
+
+    user_options = [*bdist_wheel.user_options, ("cuda", None, "compile the CUDA library too, or fail; needs no GPU")]  # noqa: RUF012
+    boolean_options = [*bdist_wheel.boolean_options, "cuda"]  # noqa: RUF012
+
+    def initialize_options(self):
+        """Leave the CUDA library to the machine."""
+        super().initialize_options()
+        self.cuda = False
 
     def run(self):
         """Compile first: the wheel is tagged for one kind of machine only if something compiled."""

@@ -1,8 +1,8 @@
 """Checkpoints in folders step-N, written by all processes, which any number of processes can load.
 
 A checkpoint is written aside. When all processes are done, LIST gets the size and hash of each file, and the folder its
-name. So a folder of that name was once whole; ``newest`` checks that it still is. The files are safetensors: loading
-them unpickles nothing.
+name. So a folder of that name was once whole; ``newest`` checks that it still is. The files are safetensors and
+JSON: loading them unpickles nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from training.processes import is_first
 
 LIST = "files.json"
+GROUPS = "groups.json"  # the optimiser's numbers, such as learning rates
 
 
 def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: int) -> None:
@@ -37,6 +38,9 @@ def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: 
         shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while it wrote
     dist.barrier()
     weights, moments = get_state_dict(model, optimiser)
+    if is_first():
+        aside.mkdir(parents=True, exist_ok=True)
+        (aside / GROUPS).write_text(json.dumps(moments["param_groups"], indent=1))
     dcp.save(
         {"model": _untied(model, weights), "optimiser": moments["state"]},
         storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True),
@@ -82,11 +86,13 @@ def newest(folder: Path) -> int | None:
 
 
 def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> None:
-    """Load the checkpoint of a step, in place: weights and moments; learning rates are the loop's."""
+    """Load the checkpoint of a step, in place."""
+    place = folder / f"step-{step}"
     weights, moments = get_state_dict(model, optimiser)
+    moments["param_groups"] = json.loads((place / GROUPS).read_text())
     dcp.load(
         {"model": _untied(model, weights), "optimiser": moments["state"]},
-        storage_reader=dcp.HuggingFaceStorageReader(str(folder / f"step-{step}")),
+        storage_reader=dcp.HuggingFaceStorageReader(str(place)),
     )
     set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
 
