@@ -48,8 +48,8 @@ def wheel(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "_native"]:  # imported from another copy
         monkeypatch.delitem(sys.modules, name)
 
-    def build(extension, library):
-        distribution = run_setup(str(tmp_path / "setup.py"), ["-q", "bdist_wheel"], stop_after="config")
+    def build(extension, library, *options):
+        distribution = run_setup(str(tmp_path / "setup.py"), ["-q", "bdist_wheel", *options], stop_after="config")
         builder = distribution.cmdclass["build_ext"].build_extension.__globals__["build"]
         monkeypatch.setattr(builder, "compile_extension", extension)
         monkeypatch.setattr(builder, "compile_cuda", library)
@@ -84,3 +84,20 @@ def test_a_wheel_is_tagged_what_it_is(extension, library, gpu, files, tag, wheel
     assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "safetensors", "ninja>=1.11"}
     assert any(re.match(r"crate-kernels\[.*\btriton\b.*\]; extra == .test.", r) for r in required)
     assert any(r.startswith("triton>=") and 'extra == "triton"' in r for r in required)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_wheel_for_gpus_is_one_or_none(wheel, monkeypatch):
+    """Asked for, the CUDA library is compiled without a GPU, for every architecture; without nvcc there is no wheel."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    given = []
+
+    def library(folder, target, archs, objects):
+        given.append(archs)
+        compiling(folder, target)
+
+    with zipfile.ZipFile(wheel(compiling, library, "--cuda")) as archive:
+        assert "crate_kernels/_cuda.so" in archive.namelist()
+    assert set(given) == {_build.CUDA_ARCHS}
+    with pytest.raises(Exception, match="no compiler"):
+        wheel(compiling, failing, "--cuda")
