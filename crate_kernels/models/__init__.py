@@ -96,6 +96,9 @@ def create(name: str, **overrides: Any) -> nn.Module:
 def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Module:
     """Build the model that a ``save_pretrained`` wrote, of any class.
 
+    The folder may come from anyone: nothing in it is executed or unpickled, no link is followed out of it, and
+    nothing is allocated before the names and shapes of its weights agree with its config.
+
     Args:
         folder: the folder that ``save_pretrained`` wrote.
         **overrides: fields of the config to change, such as ``backend`` or ``dropout``.
@@ -105,7 +108,7 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
 
     Raises:
         FileNotFoundError: the folder lacks a file.
-        ValueError: an invalid config or one of no model here, or weights that do not fit it.
+        ValueError: an invalid config or one of no model here, weights that do not fit it, or a damaged file.
         TypeError: a field of the wrong type.
     """
     name, _ = pretrained.read_config(Path(folder))
@@ -123,8 +126,8 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
         system: name of the system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, its encoder alone
             ``"crate_mae_encoder"``, ``"tost_vision"``, ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or
             an attention module alone (``"tssa_attention"``, ``"tssa_causal_attention"``).
-        state_dict: the checkpoint, as ``torch.load`` returns it. Weights may be nested under ``state_dict``,
-            ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
+        state_dict: the checkpoint, as ``torch.load(path, weights_only=True)`` returns it. Weights may be nested under
+            ``state_dict``, ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
             It is not changed, and shares no memory with the model.
         config: keyword arguments of the published class. Values that checkpoints do not hold (step sizes,
             thresholds, dropout) and our own options (``backend``) may be given too.

@@ -97,7 +97,7 @@ class ReferenceModel(pretrained.Configured):
 
         Raises:
             FileNotFoundError: the folder lacks a file.
-            ValueError: an invalid config or one of another model, or weights that do not fit it.
+            ValueError: an invalid config or one of another model, weights that do not fit it, or a damaged file.
             TypeError: a field of the wrong type.
         """
         return pretrained.load(cls, Path(folder), overrides)
