@@ -125,15 +125,7 @@ _SCALARS = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 def _nothing_intercepts(args: tuple) -> bool:
     """Return whether the dispatcher would only call the body: on tiny tensors it takes half of the time."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or _a_mode_is_active():  # pyright: ignore
         return False
     graph = torch.is_grad_enabled()
     for a in args:
@@ -143,6 +135,22 @@ def _nothing_intercepts(args: tuple) -> bool:
         if kind not in _TENSORS or (graph and a.requires_grad):  # a subclass, a symbol; autograd
             return False
     return True
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether nothing but autograd's backward wants to see a call on ``tensors``: no mode, no subclass."""
+    forward_ad: Any = torch.autograd.forward_ad
+    return forward_ad._current_level < 0 and not _a_mode_is_active() and all(type(t) in _TENSORS for t in tensors)
+
+
+def _a_mode_is_active() -> bool:
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def traced_by_autograd(function: type) -> type:

@@ -119,7 +119,7 @@ def _model(network: Network, provider: str, dtype: torch.dtype, device: torch.de
         assert network.vit is not None
         width, depth, heads = network.vit
         return VisionTransformer(embed_dim=width, depth=depth, num_heads=heads).to(device, dtype)
-    model = models.create(network.name, backend="composite" if provider == "composite" else None).to(device)
+    model = models.create(network.name, backend=None if provider == "default" else "composite").to(device)
     model = published_form(model) if provider in ("eager", "compile") else model
     return model.to(dtype)
 

@@ -25,6 +25,7 @@ from crate_kernels import nn
 from crate_kernels.models import aot, crate, crate_alpha, crate_mae_encoder, tost
 from crate_kernels.models._shared import official, vision
 from crate_kernels.models._shared.backbone import POOLS, Classifier
+from crate_kernels.nn._linear import Linear
 
 __all__: list[str] = []  # timm adds the names that it registers
 
@@ -151,5 +152,6 @@ for _name in _SIZES:
 # torch.fx cannot follow the checks of these: timm's tracers call them as they are.
 for _module in (nn.MSSA, nn.TSSA, nn.ISTA, nn.OvercompleteISTA, aot.MHSA, crate.Patchify, crate.RateGradientStep):
     register_notrace_module(_module)
+register_notrace_module(Linear)
 for _module in (tost.ClassAttention, tost.FourierPositions, tost.DropPath):
     register_notrace_module(_module)

@@ -22,6 +22,7 @@ from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack
 from crate_kernels.nn import ISTA, MSSA, _heads
+from crate_kernels.nn._linear import Linear
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Embedding(Classifier):
         self.to_patch_embedding = nn.Sequential(
             Patchify(self._name, config.channels, (ph, pw)),
             nn.LayerNorm(patch_dim),
-            nn.Linear(patch_dim, config.dim),
+            Linear(patch_dim, config.dim, backend=config.backend),
             nn.LayerNorm(config.dim),
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, rows * columns + 1, config.dim))

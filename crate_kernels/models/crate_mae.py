@@ -23,6 +23,7 @@ from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
 from crate_kernels.models.crate import Layer
 from crate_kernels.nn import ISTA, MSSA
+from crate_kernels.nn._linear import Linear
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,10 @@ class CRATEMAE(ReferenceModel):
         self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim, config.norm_eps)
-        self.decoder_embed = nn.Linear(dim, dim)
+        self.decoder_embed = Linear(dim, dim, backend=config.backend)
         self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
         self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
-        self.decoder_pred = nn.Linear(dim, patch_dim)
+        self.decoder_pred = Linear(dim, patch_dim, backend=config.backend)
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
         initialise(self)

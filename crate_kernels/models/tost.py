@@ -25,6 +25,7 @@ from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import run
 from crate_kernels.nn import TSSA, _heads
+from crate_kernels.nn._linear import Linear
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class MLP(nn.Module):
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
         hidden = int(config.embed_dim * config.mlp_ratio)
-        self.fc1 = nn.Linear(config.embed_dim, hidden)
-        self.fc2 = nn.Linear(hidden, config.embed_dim)
+        self.fc1 = Linear(config.embed_dim, hidden, backend=config.backend)
+        self.fc2 = Linear(hidden, config.embed_dim, backend=config.backend)
         self.drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,9 +214,9 @@ class ClassAttention(nn.Module):
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
         dim, self.heads, self.scale = config.embed_dim, config.num_heads, config.qk_scale
-        self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias)
+        self.qkv = Linear(dim, 3 * dim, config.qkv_bias, backend=config.backend)
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.proj = nn.Linear(dim, dim)
+        self.proj = Linear(dim, dim, backend=config.backend)
         self.proj_drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from crate_kernels.models._shared import official
 from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
 from crate_kernels.nn import CausalTSSA
+from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.tssa import TokenStatsCache
 
 
@@ -47,8 +48,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ToSTLMConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, config.bias, backend=config.backend)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, config.bias, backend=config.backend)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

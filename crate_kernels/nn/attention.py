@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.nn import _heads
+from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import tssa
 
@@ -66,7 +67,7 @@ class MSSA(nn.Module):
         self.causal = checks.flag("MSSA", "causal", causal)
         self.backend = checks.backend("MSSA", backend)
         inner = heads * dim_head
-        self.qkv = nn.Linear(dim, inner, bias=False)
+        self.qkv = Linear(dim, inner, bias=False, backend=backend)
         self.dropout = nn.Dropout(checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.to_out: nn.Module
         if tied:
@@ -74,9 +75,8 @@ class MSSA(nn.Module):
         elif heads == 1 and dim_head == dim:
             self.to_out = nn.Identity()
         else:
-            self.to_out = nn.Sequential(
-                nn.Linear(inner, dim, bias=checks.flag("MSSA", "bias_out", bias_out)), nn.Dropout(dropout)
-            )
+            bias = checks.flag("MSSA", "bias_out", bias_out)
+            self.to_out = nn.Sequential(Linear(inner, dim, bias, backend=backend), nn.Dropout(dropout))
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
@@ -183,10 +183,10 @@ class TSSA(nn.Module):
         self.dim, self.heads = dim, num_heads
         self.backend = checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
-        self.qkv = nn.Linear(dim, dim, bias=checks.flag("TSSA", "qkv_bias", qkv_bias))
+        self.qkv = Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias), backend=backend)
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
-        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
+        self.to_out = nn.Sequential(Linear(dim, dim, backend=backend), nn.Dropout(rate))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend over ``x``.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks, operator
 from crate_kernels.nn import _heads
+from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
@@ -46,8 +47,8 @@ class CausalMSSA(nn.Module):
         self.n_embd, self.n_head = n_embd, n_head
         self.scale = None if scale is None else checks.number("CausalMSSA", "scale", scale)
         self.backend = checks.backend("CausalMSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
-        self.c_proj = nn.Linear(n_embd, n_embd, bias=checks.flag("CausalMSSA", "bias", bias))
+        self.c_attn = Linear(n_embd, n_embd, bias=False, backend=backend)
+        self.c_proj = Linear(n_embd, n_embd, checks.flag("CausalMSSA", "bias", bias), backend=backend)
         self.attn_dropout = nn.Dropout(checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
 
@@ -115,8 +116,8 @@ class CausalTSSA(nn.Module):
         self.n_embd, self.n_head = n_embd, n_head
         self.block_size = checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
         self.backend = checks.backend("CausalTSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=checks.flag("CausalTSSA", "bias", bias))
-        self.c_proj = nn.Linear(n_embd, n_embd, bias=bias)
+        self.c_attn = Linear(n_embd, n_embd, checks.flag("CausalTSSA", "bias", bias), backend=backend)
+        self.c_proj = Linear(n_embd, n_embd, bias, backend=backend)
         self.attn_dropout = nn.Dropout(checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
         self.temp = nn.Parameter(torch.ones(n_head, 1))

@@ -15,6 +15,7 @@ from crate_kernels._core import checks
 from crate_kernels.models._shared import fields
 from crate_kernels.models._shared import generate as _generate
 from crate_kernels.models._shared.base import ReferenceModel, run
+from crate_kernels.nn._linear import Linear
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class LanguageModel(ReferenceModel):
         if final_norm is not None:
             parts["ln_f"] = final_norm
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, backend=config.backend)
         if config.tie_word_embeddings:
             cast(nn.Embedding, parts["wte"]).weight = self.lm_head.weight
         self._initialise()

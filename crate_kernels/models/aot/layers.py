@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA
+from crate_kernels.nn._linear import Linear
 
 _ATTENTIONS = ("mssa", "mhsa")
 
@@ -67,7 +68,8 @@ class Layer(nn.Module):
         self.mlp = None
         if mlp:
             self.norm_2 = nn.LayerNorm(dim, bias=bias)
-            wide, narrow = nn.Linear(dim, 4 * dim, bias=bias), nn.Linear(4 * dim, dim, bias=bias)
+            wide = Linear(dim, 4 * dim, bias, backend=backend)
+            narrow = Linear(4 * dim, dim, bias, backend=backend)
             self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: Any = None) -> Tensor:

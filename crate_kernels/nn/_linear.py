@@ -1,0 +1,142 @@
+"""Linear layers whose products are oneDNN's on CPUs: two thirds and more of a model's time are products.
+
+PyTorch multiplies float32 by its BLAS, which is MKL in its builds for x86, and which uses half of the width of an AMD
+processor. GFLOP/s of one thread of a Zen 5, (384, 384) by (384, 384): MKL 101, oneDNN 226.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crate_kernels._core import checks, operator
+
+_product = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
+_LEAST_WORK = 1 << 24  # multiplications; below, oneDNN's 12 us per call cost more than it spares
+
+
+def _mm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return left @ right^T + bias, for ``left`` (..., k) and ``right`` (n, k)."""
+    small = left.numel() * right.shape[0] < _LEAST_WORK
+    if _product is None or small or not torch.backends.mkldnn.enabled:  # pyright: ignore[reportAttributeAccessIssue]
+        return F.linear(left, right, bias)
+    if not (right.is_contiguous() or right.t().is_contiguous()):
+        right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
+    return _product(left, right, bias, "none", [], "")
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = dy.reshape(-1, weight.shape[0])
+    dx = _mm(g, weight.t()).view(x.shape) if need_dx else x.new_empty(0)
+    dweight = _mm(g.t(), x.reshape(-1, weight.shape[1]).t()) if need_dweight else x.new_empty(0)
+    return dx, dweight, g.sum(0) if need_dbias else x.new_empty(0)
+
+
+def _fake_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        x.new_empty(weight.shape if need_dweight else 0),
+        x.new_empty(weight.shape[0] if need_dbias else 0),
+    )
+
+
+def _flops(x_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> int:
+    return 2 * prod(x_shape) * weight_shape[0]
+
+
+_forward_op = operator.define(
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    _mm,
+    lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    flops=lambda x, weight, bias, **_: _flops(x, weight),
+)
+_backward_op = operator.define(
+    "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    flops=lambda dy, x, weight, need_dx, need_dweight, *_, **__: (need_dx + need_dweight) * _flops(x, weight),
+)
+
+
+@operator.traced_by_autograd
+class _LinearFunction(torch.autograd.Function):
+    """y = x weight^T + bias, differentiable in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = _forward_op(x, weight, bias)
+        _LinearFunction.save(ctx, (x, weight, bias), y)
+        return y
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple, y: Tensor) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = operator.saved_tensors("linear", ctx)
+        needs = ctx.needs_input_grad
+        if torch.compiler.is_compiling() or (not torch.is_grad_enabled() and operator.is_plain(dy)):
+            return tuple(
+                g if need else None for g, need in zip(_backward_op(dy, x, weight, *needs), needs, strict=True)
+            )
+        # A gradient that is differentiated again, or mapped over: PyTorch's products know how.
+        rows = dy.reshape(-1, dy.shape[-1])
+        return (
+            dy @ weight if needs[0] else None,
+            rows.mT @ x.reshape(-1, x.shape[-1]) if needs[1] else None,
+            rows.sum(0) if needs[2] else None,
+        )
+
+
+operator.functorch_twin(_LinearFunction, _forward_op)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose float32 products on a CPU are the faster library's.
+
+    Args:
+        in_features, out_features, bias: as in ``nn.Linear``.
+        backend: None or "cpp" for the faster product; any other is ``nn.Linear`` itself.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, backend: str | None = None) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.backend = checks.backend("Linear", backend)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input weight^T + bias``, (..., out_features)."""
+        weight, bias = self.weight, self.bias
+        if not self._is_ours(input, weight):
+            return super().forward(input)
+        if operator.needs_grad(input, weight, bias):
+            return operator.apply(_LinearFunction, input, weight, bias)
+        return _forward_op(input, weight, bias)
+
+    def _is_ours(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the other product is possible and pays."""
+        if (
+            not isinstance(x, Tensor)  # torch.fx passes a proxy
+            or x.dtype != torch.float32
+            or weight.dtype != torch.float32
+            or x.device.type != "cpu"
+            or weight.device.type != "cpu"
+            or self.backend not in _OURS
+            or x.dim() == 0
+            or x.shape[-1] != weight.shape[1]
+        ):
+            return False
+        if torch.compiler.is_compiling():
+            return not torch.is_autocast_enabled("cpu")
+        return x.numel() * weight.shape[0] >= _LEAST_WORK and operator.is_plain(x, weight)

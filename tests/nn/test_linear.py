@@ -1,0 +1,222 @@
+"""Linear: the values and gradients of nn.Linear by another product, and nn.Linear itself where that has no say."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+from crate_kernels.nn import _linear
+from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
+
+EPS = torch.finfo(torch.float32).eps
+IN, OUT = 48, 80
+SHAPES = {"2d": (65, IN), "3d": (2, 37, IN), "1d": (IN,), "4d": (2, 3, 5, IN), "empty": (0, 7, IN)}
+
+pytestmark = pytest.mark.skipif(_linear._product is None, reason="needs a PyTorch with oneDNN")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Take the other product at any size; list the calls of it."""
+    calls = []
+
+    def product(*args):
+        calls.append(args)
+        return given(*args)
+
+    given = _linear._product
+    monkeypatch.setattr(_linear, "_product", product)
+    monkeypatch.setattr(_linear, "_LEAST_WORK", 1)
+    return calls
+
+
+def pair(bias=True, backend=None):
+    """Return our layer and nn.Linear with the same weights."""
+    torch.manual_seed(0)
+    ours = _linear.Linear(IN, OUT, bias, backend=backend)
+    plain = nn.Linear(IN, OUT, bias)
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+def outcome(layer, x):
+    """Return the output and all gradients by name."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    named = {"x": x, **{name: p for name, p in layer.named_parameters() if p.requires_grad}}
+    grads = torch.autograd.grad(y, list(named.values()), g)
+    return {"y": y.detach(), **dict(zip(named, grads, strict=True))}
+
+
+def check(ours, plain, x):
+    actual, eager = outcome(ours, x), outcome(plain, x)
+    exact = outcome(copy.deepcopy(plain).double(), x.double())
+    assert actual.keys() == exact.keys()
+    for name, target in exact.items():
+        assert actual[name].shape == target.shape
+        if not target.numel():
+            continue
+        factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
+        size = target.abs().max()
+        budget = factor * ((eager[name].double() - target).abs().max() + EPS * size)
+        assert (actual[name].double() - target).abs().max() <= budget, name
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_linear_is_exact(taken, shape, bias):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    check(*pair(bias), x)
+    assert len(taken) == (3 if x.numel() else 0)
+
+
+@pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded"])
+def test_linear_takes_any_strides(taken, strided):
+    x = torch.randn(9, IN, 2, generator=torch.Generator().manual_seed(1))
+    view = {"transposed": x.transpose(1, 2), "sliced": x[..., 0], "expanded": x[:1, :, 0].expand(9, -1)}[strided]
+    check(*pair(), view)
+    assert taken
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_linear_leaves_out_the_gradient_of_what_is_frozen(taken, frozen):
+    ours, plain = pair()
+    for layer in (ours, plain):
+        getattr(layer, frozen).requires_grad_(False)
+    check(ours, plain, torch.randn(5, IN, generator=torch.Generator().manual_seed(1)))
+    assert len(taken) == (2 if frozen == "weight" else 3)
+
+
+def test_linear_without_gradient(taken):
+    ours, plain = pair()
+    x = torch.randn(5, IN)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), plain(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), plain(x))
+    assert len(taken) == 2
+
+
+def test_small_layers_are_plain(monkeypatch):
+    monkeypatch.setattr(_linear, "_product", None)
+    ours, plain = pair()
+    x = torch.randn(5, IN)
+    assert torch.equal(ours(x), plain(x))
+
+
+def vmapped(layer, x):
+    return torch.func.vmap(layer)(x)
+
+
+def forward_ad(layer, x):
+    return torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+
+
+def dual(layer, x):
+    with torch.autograd.forward_ad.dual_level():
+        out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+def autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x)
+
+
+def switched_off(layer, x):
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return layer(x)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def in_float64(layer, x):
+    return copy.deepcopy(layer).double()(x.double())
+
+
+@pytest.mark.parametrize("call", [vmapped, forward_ad, dual, autocast, switched_off, in_float64])
+def test_linear_is_plain_where_a_mode_wants_to_see_it(taken, call):
+    ours, plain = pair()
+    x = torch.randn(2, 5, IN, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(call(ours, x), call(plain, x))
+    assert not taken
+
+
+@pytest.mark.parametrize("backend", ["composite", "reference", "triton"])
+def test_other_backends_are_plain(taken, backend):
+    ours, plain = pair(backend=backend)
+    x = torch.randn(5, IN)
+    assert torch.equal(ours(x), plain(x))
+    assert not taken
+
+
+def test_double_backward_and_mapped_gradients(taken):
+    x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1))
+    found = []
+    for layer in pair():
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(layer(leaf).square().sum(), leaf, create_graph=True)
+        second = torch.autograd.grad(dx.square().sum(), [leaf, layer.weight])
+        mapped = torch.autograd.grad(layer(leaf), leaf, torch.ones(3, 5, OUT), is_grads_batched=True)
+        found.append((*second, *mapped))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert taken
+
+
+def test_flops_are_those_of_nn_linear(taken):
+    counts = []
+    for layer in pair():
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.ones(5, IN, requires_grad=True)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3, IN + 1), torch.tensor(1.0)], ids=["width", "scalar"])
+def test_errors_are_those_of_nn_linear(taken, x):
+    messages = []
+    for layer in pair():
+        with pytest.raises(RuntimeError) as caught:
+            layer(x)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_change_in_place_is_refused(taken):
+    ours, _ = pair()
+    x = torch.randn(5, IN)
+    y = ours(x)
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="linear: an input or output of this call was changed in place"):
+        y.sum().backward()
+
+
+def test_linear_compiles_without_a_break_or_a_second_time(taken):
+    ours, plain = pair()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (5, 70):
+        x = torch.randn(rows, IN, generator=torch.Generator().manual_seed(rows))
+        actual, expected = outcome(compiled, x), outcome(plain, x)
+        for (_, a), (_, e) in zip(actual.items(), expected.items(), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+    assert len(taken) >= 6
+
+
+def test_opcheck(taken):
+    x, weight, bias = torch.randn(5, IN, requires_grad=True), torch.randn(OUT, IN), torch.randn(OUT)
+    ops = torch.ops.crate_kernels
+    torch.library.opcheck(ops.linear_fwd.default, (x, weight, bias), test_utils=("test_schema", "test_faketensor"))
+    dy = torch.randn(5, OUT)
+    for needs in ((True, True, True), (True, False, False), (False, True, False)):
+        args = (dy, x.detach(), weight, *needs)
+        torch.library.opcheck(ops.linear_bwd.default, args, test_utils=("test_schema", "test_faketensor"))
