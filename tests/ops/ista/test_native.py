@@ -168,3 +168,22 @@ def test_arguments_that_python_should_have_caught():
         ops.ista_update(t, None, None, 1.0, 0.0, False, torch.zeros(4, 8)[:, ::2])
     with pytest.raises(RuntimeError, match="a must be float32, got scalar type"):
         ops.ista_add_transposed(t.half(), t)
+
+
+@pytest.mark.parametrize("tokens", [300, 2000])
+def test_gradients_summed_by_either_library(tokens):
+    """Of 256 columns; from 257 tokens on the sum over tokens is oneDNN's."""
+    assert failures(testing.Case("ista", "library", (1, tokens, 256)), torch.float32) == []
+    assert failures(testing.Case("ista_overcomplete", "library", (1, tokens, 128, 512)), torch.float32) == []
+
+
+def test_a_part_of_a_matrix_is_copied_for_onednn(monkeypatch):
+    """oneDNN takes a hundred times as long for a weight whose rows are further apart than they are long."""
+    seen = []
+    given = native._linear
+    monkeypatch.setattr(native, "_linear", lambda left, right, *rest: seen.append(right) or given(left, right, *rest))
+    x, wide = torch.randn(300, 240), torch.randn(240, 480)
+    for weight in (wide[:, :240], wide[:, ::2], wide[:, :240].t()):
+        torch.testing.assert_close(native._engine("cpu").mm(x, weight), x @ weight, rtol=1e-4, atol=1e-3)
+    assert len(seen) == 3
+    assert all(right.is_contiguous() or right.t().is_contiguous() for right in seen)
