@@ -134,11 +134,7 @@ def timed(request, benchmark, results, started):
 
     def run(row, measure):
         earlier = next((other for other in results.rows if other.key == row.key), None)
-        if earlier is not None and not config.getoption("--again"):
-            pytest.skip("in the file of results already")
-        minutes = config.getoption("--minutes")
-        if minutes is not None and time.monotonic() - started > 60 * minutes:
-            pytest.skip("time is up: run again to go on")
+        skip_what_is_done(config, started, earlier is not None)
         benchmark.group = " ".join(filter(None, row.group))
         measured = measure(row, device, timer)
         if earlier is not None:
@@ -153,6 +149,39 @@ def timed(request, benchmark, results, started):
             pytest.fail(measured.skipped)
         if measured.skipped:
             pytest.skip(measured.skipped)
+
+    return run
+
+
+def skip_what_is_done(config, started, in_file):
+    if in_file and not config.getoption("--again"):
+        pytest.skip("in the file of results already")
+    minutes = config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - started > 60 * minutes:
+        pytest.skip("time is up: run again to go on")
+
+
+@pytest.fixture
+def together(request, benchmark, results, started):
+    """Return a function that takes (rows, measure): it times the rows of one case in turn and keeps them."""
+    config = request.config
+
+    def run(timed_rows, measure):
+        earlier = {row.key: row for row in results.rows}
+        skip_what_is_done(config, started, all(row.key in earlier for row in timed_rows))
+        benchmark.group = " ".join(filter(None, timed_rows[0].group))
+        seconds = MOST_ROUNDS_SECONDS[config.tier]
+        benchmark.pedantic(lambda: measure(timed_rows, config.device, seconds), rounds=1, iterations=1)
+        for row in timed_rows:
+            if row.key in earlier:
+                row.seconds += earlier[row.key].seconds
+                results.rows.remove(earlier[row.key])
+        results.rows += timed_rows
+        benchmark.extra_info.update({row.provider: rows.facts(row, results) for row in timed_rows})
+        if config.results is not None:
+            rows.write(config.results, results)
+        wrong = [row.skipped for row in timed_rows if row.skipped.startswith("wrong") and row.provider in OURS]
+        assert wrong == []
 
     return run
 

@@ -55,8 +55,14 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
 
 
 def _speed(results: Results, bench: str, baselines: list[str]) -> str:
-    """Render every case of an operator: our times, and the baselines' times as multiples of ours."""
+    """Render every case of an operator: our times, and the baselines' times as multiples of ours.
+
+    Where the results have calls that were timed in turn with cold caches, there is a column of them per baseline.
+    """
     directions = ("forward", "both")
+    ops = {row.op for row in results.find(bench=bench)}
+    cold = Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
+    cold = cold if any(row.times for row in cold.rows) else None
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
     for dtype in ("fp32", "bf16"):
@@ -67,14 +73,19 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
+            if cold is not None:
+                ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in baselines]
             lines.append([f"{case} {shape}", dtype, times, *ratios])
     names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "flex": "FlexAttention, compiled"}
-    return _markdown(["case", "dtype", "ours, ms", *(names.get(b, b) for b in baselines)], lines)
+    titles = [names.get(b, b) for b in baselines]
+    in_turn = [] if cold is None else [f"{title}, in turn" for title in titles]
+    return _markdown(["case", "dtype", "ours, ms", *titles, *in_turn], lines)
 
 
 def _models(results: Results) -> str:
     """Render the models: times, rates and memory of a training step."""
     lines = []
+    has = {row.provider for row in results.find(bench="models") if row.times}
     for row in results.find(bench="models", direction="step", provider="eager"):
         ours = [_ours(results, "models", row.case, row.dtype, direction) for direction in ("forward", "step")]
         forward, step = ours
@@ -85,11 +96,30 @@ def _models(results: Results) -> str:
             for b in ("eager", "compile", "composite", "timm-vit")
         ]
         memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
+        if "default-compiled" in has:
+            pairs.append(_compiled(results, row))
+        if "products" in has:
+            pairs.append(_pair(results, "models", row.case, row.dtype, "products", ("forward", "step")))
         name = f"{row.case}, {step.amount:g} {step.unit}"
         times = f"{1e3 * forward.time:.4g} / {1e3 * step.time:.4g}"
         lines.append([name, row.dtype, times, f"{step.amount / step.time:.3g}", *pairs, memory])
     header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
-    return _markdown([*header, "ViT of timm, same size", "step, MiB: eager / ours"], lines)
+    more = [_MODEL_COLUMNS[name] for name in _MODEL_COLUMNS if name in has]
+    return _markdown([*header, "ViT of timm, same size", *more, "step, MiB: eager / ours"], lines)
+
+
+# Columns of results that have these providers.
+_MODEL_COLUMNS = {"default-compiled": "both compiled", "products": "its bare products"}
+
+
+def _compiled(results: Results, row: Row) -> str:
+    """Render the time of the compiled published model as a multiple of ours, compiled too."""
+    cells = []
+    for direction in ("forward", "step"):
+        found = results.find(bench="models", case=row.case, dtype=row.dtype, direction=direction)
+        ours = next((r for r in found if r.provider == "default-compiled" and r.times), None)
+        cells.append("-" if ours is None else _ratio(results, ours, "compile"))
+    return " / ".join(cells)
 
 
 def _rates(results: Results, bench: str, baseline: str) -> str:
@@ -107,6 +137,17 @@ def _rates(results: Results, bench: str, baseline: str) -> str:
     return _markdown(
         ["case", "dtype", "ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"], lines
     )
+
+
+def _threads(results: Results) -> str:
+    """Render a training step on few and many threads, and beside busy processes."""
+    lines = []
+    for ours in results.find(bench="threads", provider="default"):
+        load = "-" if ours.load is None else f"{ours.load:.1f}"
+        lines.append([ours.case, f"{1e3 * ours.time:.4g}", _ratio(results, ours, "eager"), load])
+    if not lines:
+        return "No results are here yet.\n"
+    return _markdown(["crate_tiny, 4 images, a step", "ours, ms", "eager", "load average"], lines)
 
 
 def _memory(results: Results) -> str:
@@ -176,6 +217,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
     "memory": _memory,
+    "threads": _threads,
     "goals": _all_goals,
 }
 

@@ -49,7 +49,7 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
         verdict = exact.check(function, row.direction != "forward")
         record_verdict(row, verdict)
         if verdict.passed:
-            record_times(row, *_timed_call(function, exact.args, row.direction), device, timer)
+            record_times(row, *timed_call(function, exact.args, row.direction), device, timer)
 
     return within_memory(row, device, check_and_time)
 
@@ -89,7 +89,7 @@ def record_times(
         row.resident_bytes = memory.resident_bytes(lambda: call(*args))
 
 
-def _timed_call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
+def timed_call(function: Function, args: list[torch.Tensor], direction: str) -> tuple[clock.Call, clock.Prepare]:
     """Return the call to time, and the untimed function that prepares its arguments."""
     if direction == "forward":
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels import models
-from crate_kernels.bench import measuring
+from crate_kernels.bench import floor, measuring
 from crate_kernels.bench.gate import Deviation, Verdict, judge
 from crate_kernels.bench.rows import DTYPES, Row
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
@@ -22,7 +22,8 @@ from crate_kernels.ops.mssa import spec as mssa
 from crate_kernels.ops.tssa import spec as tssa
 from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 
-PROVIDERS = ("eager", "compile", "timm-vit", "composite", "default")
+PROVIDERS = ("eager", "compile", "timm-vit", "composite", "products", "default-compiled", "default")
+_OURS = ("default", "default-compiled", "products")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _model(network: Network, provider: str, dtype: torch.dtype, device: torch.de
         assert network.vit is not None
         width, depth, heads = network.vit
         return VisionTransformer(embed_dim=width, depth=depth, num_heads=heads).to(device, dtype)
-    model = models.create(network.name, backend=None if provider == "default" else "composite").to(device)
+    model = models.create(network.name, backend=None if provider in _OURS else "composite").to(device)
     model = published_form(model) if provider in ("eager", "compile") else model
     return model.to(dtype)
 
@@ -215,7 +216,12 @@ def _check_and_time(
         measuring.record_verdict(row, verdict)
         if not verdict.passed:
             return
-    if row.provider == "compile":
+    if row.provider == "products":
+        work = floor.products(model, lambda model: _logits(model, x), row.direction == "step")
+        with torch.set_grad_enabled(row.direction == "step"):
+            measuring.record_times(row, work, tuple, device, timer, watch=False)
+        return
+    if row.provider in ("compile", "default-compiled"):
         torch._dynamo.reset()
         model = cast(nn.Module, torch.compile(model, dynamic=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

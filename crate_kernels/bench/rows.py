@@ -18,6 +18,8 @@ from crate_kernels import __version__
 from crate_kernels._core import files
 from crate_kernels.bench import clock
 
+# Rows of providers that were timed in turn, with cold caches.
+INTERLEAVED = "interleaved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -26,7 +28,7 @@ class Row:
     """One provider on one case, dtype and direction, or why it has no time.
 
     Attributes:
-        bench: "mssa", "tssa", "ista", "decode", "models", "generation" or "scaling".
+        bench: "mssa", "tssa", "ista", "decode", "models", "generation", "scaling", "interleaved" or "threads".
         op, case, layer, shape, options: the computation.
         sweep: the size varied in a row of "scaling"; else "".
         seconds: times of single calls on the host, synchronised.
@@ -36,6 +38,7 @@ class Row:
         peak_bytes: peak bytes of tensors, less the bytes before the call.
         resident_bytes: peak rise of the process's resident memory.
         unit, amount: results per call (tokens, images), for rates; else "" and 0.
+        load: load average of the machine after samples that were taken in turn; else None.
         skipped: why there is no time; else "".
     """
 
@@ -60,6 +63,7 @@ class Row:
     resident_bytes: int | None = None
     unit: str = ""
     amount: float = 0.0
+    load: float | None = None
     skipped: str = ""
 
     @property
@@ -86,9 +90,11 @@ class Row:
     def time(self) -> float:
         """Time for tables and figures: the device's median, or the host's minimum; nan without times.
 
-        Other work on the host, or on a shared machine, lasts longer than a row and only adds time.
+        Other work on the host, or on a shared machine, lasts longer than a row and only adds time. Providers that were
+        timed in turn share it, so theirs is the median.
         """
-        return self.median if self.device_seconds or not self.seconds else min(self.seconds)
+        in_turn = self.bench in (INTERLEAVED, "threads")
+        return self.median if self.device_seconds or in_turn or not self.seconds else min(self.seconds)
 
     def percentile(self, percent: int) -> float:
         """Return a percentile of ``times``."""

@@ -15,27 +15,27 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks, operator
 
-_product = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_library = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
 _LEAST_WORK = 1 << 24  # multiplications; below, oneDNN's 12 us per call cost more than it spares
 
 
-def _mm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left @ right^T + bias, for ``left`` (..., k) and ``right`` (n, k)."""
     small = left.numel() * right.shape[0] < _LEAST_WORK
-    if _product is None or small or not torch.backends.mkldnn.enabled:  # pyright: ignore[reportAttributeAccessIssue]
+    if _library is None or small or not torch.backends.mkldnn.enabled:  # pyright: ignore[reportAttributeAccessIssue]
         return F.linear(left, right, bias)
     if not (right.is_contiguous() or right.t().is_contiguous()):
         right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
-    return _product(left, right, bias, "none", [], "")
+    return _library(left, right, bias, "none", [], "")
 
 
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     g = dy.reshape(-1, weight.shape[0])
-    dx = _mm(g, weight.t()).view(x.shape) if need_dx else x.new_empty(0)
-    dweight = _mm(g.t(), x.reshape(-1, weight.shape[1]).t()) if need_dweight else x.new_empty(0)
+    dx = product(g, weight.t()).view(x.shape) if need_dx else x.new_empty(0)
+    dweight = product(g.t(), x.reshape(-1, weight.shape[1]).t()) if need_dweight else x.new_empty(0)
     return dx, dweight, g.sum(0) if need_dbias else x.new_empty(0)
 
 
@@ -55,7 +55,7 @@ def _flops(x_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> int:
 
 _forward_op = operator.define(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    _mm,
+    product,
     lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
     flops=lambda x, weight, bias, **_: _flops(x, weight),
 )

@@ -15,7 +15,7 @@ EPS = torch.finfo(torch.float32).eps
 IN, OUT = 48, 80
 SHAPES = {"2d": (65, IN), "3d": (2, 37, IN), "1d": (IN,), "4d": (2, 3, 5, IN), "empty": (0, 7, IN)}
 
-pytestmark = pytest.mark.skipif(_linear._product is None, reason="needs a PyTorch with oneDNN")
+pytestmark = pytest.mark.skipif(_linear._library is None, reason="needs a PyTorch with oneDNN")
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def taken(monkeypatch):
         calls.append(args)
         return given(*args)
 
-    given = _linear._product
-    monkeypatch.setattr(_linear, "_product", product)
+    given = _linear._library
+    monkeypatch.setattr(_linear, "_library", product)
     monkeypatch.setattr(_linear, "_LEAST_WORK", 1)
     return calls
 
@@ -102,7 +102,7 @@ def test_linear_without_gradient(taken):
 
 
 def test_small_layers_are_plain(monkeypatch):
-    monkeypatch.setattr(_linear, "_product", None)
+    monkeypatch.setattr(_linear, "_library", None)
     ours, plain = pair()
     x = torch.randn(5, IN)
     assert torch.equal(ours(x), plain(x))

@@ -1,0 +1,17 @@
+"""The providers of a case in turn, with cold caches, beside the warm calls of the other benchmarks."""
+
+from benchmarks import common
+from benchmarks.common import What
+from crate_kernels import testing
+from crate_kernels.bench import interleaved, providers
+
+CASES = [What(f"interleaved-{t.case.op}-{t}", t, ("cpu",), t.brief) for t in testing.TIMED_CASES if "cpu" in t.devices]
+
+
+@common.grid(CASES, interleaved.DIRECTIONS, ["all"])
+def test_interleaved(together, what, dtype, direction, provider):
+    found = providers.of(what.subject.case.op)
+    together(
+        [interleaved.blank(what.subject, dtype, direction, p.name) for p in found],
+        lambda rows, device, seconds: interleaved.measure(rows, what.subject, found, device, seconds),
+    )

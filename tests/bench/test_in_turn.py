@@ -1,0 +1,133 @@
+"""Benchmarks beside the warm ones: providers in turn, bare products, busy machines, and their columns."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import tables
+from crate_kernels import models
+from crate_kernels.bench import floor, interleaved, networks, providers, threads
+from crate_kernels.bench.rows import Results, Row
+from crate_kernels.nn import MSSA, CausalMSSA
+from crate_kernels.testing import Case, Timed
+
+CPU = torch.device("cpu")
+MACHINE = {"gpu": False}
+CASE = Timed(Case("tssa", "small", (2, 3, 70, 16)), "", ("cpu",))
+FAST = [p for p in providers.of("tssa") if p.name in ("eager", "composite")]
+
+
+@pytest.mark.parametrize("direction", interleaved.DIRECTIONS)
+def test_every_provider_is_timed_as_often(direction, monkeypatch):
+    order = []
+    once = interleaved.measuring.timed_call
+    monkeypatch.setattr(interleaved, "_BETWEEN", 64)
+
+    def noted(function, args, direction):
+        call, prepare = once(function, args, direction)
+        name = FAST[len({n for n, _ in order})].name
+        order.append((name, False))
+        return lambda: (order.append((name, True)), call()), prepare
+
+    monkeypatch.setattr(interleaved.measuring, "timed_call", noted)
+    rows = [interleaved.blank(CASE, "fp32", direction, p.name) for p in FAST]
+    interleaved.measure(rows, CASE, FAST, CPU, 0.0)
+    assert [len(row.seconds) for row in rows] == [5, 5]
+    assert all(0 < row.share <= 1 and row.load is not None for row in rows)
+    called = [name for name, timed in order if timed]
+    assert called == ["eager", "composite"] * 7  # two rounds to warm up
+
+
+def test_wrong_provider_gets_no_time_in_turn():
+    wrong = interleaved.Provider("wrong", lambda case: lambda w, temp: w)
+    rows = [interleaved.blank(CASE, "fp32", "forward", name) for name in ("eager", "wrong")]
+    interleaved.measure(rows, CASE, [FAST[0], wrong], CPU, 0.0)
+    assert rows[0].times
+    assert rows[1].skipped.startswith("wrong")
+    assert not rows[1].times
+
+
+def test_time_in_turn_is_the_median():
+    row = Row("interleaved", "tssa", "small", "fp32", "forward", "eager", seconds=[1.0, 2.0, 9.0])
+    assert row.time == 2.0
+
+
+def flops(call):
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_products_of_a_forward_are_nearly_its_flops():
+    torch.manual_seed(0)
+    model = models.create("tost_tiny_12", backend="composite").eval()
+    x = torch.randn(1, 3, 64, 64)  # few tokens: PyTorch counts its own products only
+    with torch.no_grad():
+        whole = flops(lambda: model(x))
+        alone = flops(floor.products(model, lambda m: m(x), backward=False))
+    assert 0.97 * whole < alone <= whole
+
+
+@pytest.mark.parametrize("attention", [MSSA(32, 2, 16), CausalMSSA(32, 2)], ids=["mssa", "causal"])
+def test_products_of_attention(attention):
+    x = torch.randn(3, 7, 32)
+    forward, step = (flops(floor.products(attention, lambda m: m(x), backward)) for backward in (False, True))
+    linear, scores = 2 * 2 * (21 * 32 * 32), 2 * (3 * 2 * 7 * 7 * 16)  # both projections; one product of a head
+    assert (forward, step) == (linear + 2 * scores, 3 * linear + 7 * scores)
+
+
+def test_products_of_a_step_are_three_times_those_of_a_linear_layer():
+    layer = nn.Linear(16, 32)
+    x = torch.randn(8, 16)
+    forward, step = (flops(floor.products(layer, lambda m: m(x), backward)) for backward in (False, True))
+    assert (forward, step) == (2 * 8 * 16 * 32, 3 * 2 * 8 * 16 * 32)
+
+
+def test_products_leave_no_hook():
+    layer = nn.Linear(16, 32)
+    floor.products(layer, lambda m: m(torch.randn(8, 16)), backward=False)
+    assert not layer._forward_hooks
+
+
+def test_busy_processes_end():
+    with threads.crowded(2):
+        pass
+    assert {others for _, others in threads.situations().values()} >= {0}
+
+
+def model_rows(*names):
+    found = []
+    for direction in ("forward", "step"):
+        for name in names:
+            row = Row("models", "model", "crate_small", "fp32", direction, name, unit="images", amount=8.0)
+            row.seconds = [
+                {"default": 1.0, "eager": 2.0, "compile": 3.0, "default-compiled": 1.5, "products": 0.5}[name]
+            ]
+            found.append(row)
+    return found
+
+
+def test_columns_appear_with_their_providers():
+    assert set(networks.PROVIDERS) >= {"products", "default-compiled"}
+    old = tables._models(Results(MACHINE, model_rows("eager", "compile", "default")))
+    new = tables._models(Results(MACHINE, model_rows("eager", "compile", "default-compiled", "products", "default")))
+    assert "products" not in old
+    assert "compiled" not in old
+    header, _, line = new.splitlines()
+    cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    assert cells["both compiled"] == "2.00 / 2.00"
+    assert cells["its bare products"] == "0.50 / 0.50"
+
+
+def test_columns_of_calls_in_turn():
+    found = []
+    for bench, ours in (("tssa", 1.0), ("interleaved", 2.0)):
+        for provider, seconds in (("default", ours), ("eager", 6.0)):
+            row = Row(bench, "tssa", "small", "fp32", "forward", provider, shape=[1])
+            row.seconds = [seconds]
+            found.append(row)
+    header, _, line = tables._speed(Results(MACHINE, found), "tssa", ["eager"]).splitlines()
+    assert header.endswith("| eager | eager, in turn |")
+    assert line.endswith("| 6.00 / - | 3.00 / - |")
+    assert "in turn" not in tables._speed(Results(MACHINE, found[:2]), "tssa", ["eager"])
