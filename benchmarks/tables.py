@@ -62,7 +62,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     directions = ("forward", "both")
     ops = {row.op for row in results.find(bench=bench)}
     cold = Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
-    cold = cold if any(row.times for row in cold.rows) else None
+    in_turn = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
     for dtype in ("fp32", "bf16"):
@@ -73,13 +73,11 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
-            if cold is not None:
-                ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in baselines]
+            ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in in_turn]
             lines.append([f"{case} {shape}", dtype, times, *ratios])
     names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "flex": "FlexAttention, compiled"}
-    titles = [names.get(b, b) for b in baselines]
-    in_turn = [] if cold is None else [f"{title}, in turn" for title in titles]
-    return _markdown(["case", "dtype", "ours, ms", *titles, *in_turn], lines)
+    titles = [*(names.get(b, b) for b in baselines), *(f"{names.get(b, b)}, in turn" for b in in_turn)]
+    return _markdown(["case", "dtype", "ours, ms", *titles], lines)
 
 
 def _models(results: Results) -> str:
