@@ -52,7 +52,9 @@ CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count
 }
 
 // Lane n: sum_d w_nd^2 / c_nd.
-CRATE_INLINE Vf running_dots(const Floats& w, int vectors, const float* keep, const float* before, float* local) {
+template <class T>
+CRATE_INLINE Vf running_dots(const TssaStrided<T>& w, int vectors, const float* keep, const float* before,
+                             float* local) {
   Vf acc[kLanes] = {};
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
@@ -69,10 +71,10 @@ CRATE_INLINE Vf running_dots(const Floats& w, int vectors, const float* keep, co
 }
 
 // out = -w Pi / (1 + M), with 1 / (1 + M) = s / (s + sum Pi w^2); `scale` is -Pi s.
-template <bool kDropout>
-CRATE_INLINE void running_output(const Floats& w, int vectors, const float* counted, const float* masses,
+template <bool kDropout, class T>
+CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const float* counted, const float* masses,
                                  const float* scale, const Floats& factor, const float* before, float* local,
-                                 const Floats& out) {
+                                 const TssaStrided<T>& out) {
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
@@ -82,7 +84,7 @@ CRATE_INLINE void running_output(const Floats& w, int vectors, const float* coun
       run += x * counted[n] * x;
       Vf y = x * scale[n] / (base + run + masses[n]);
       if (kDropout) y *= get(factor, n, v);
-      store(at(out, n, v), y);
+      put(out, n, v, y);
     }
     store(local + v * kLanes, run);
   }
@@ -135,44 +137,43 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   const Floats factor = {staging.rest + CausalSums::size(p), 0, p.width(), 1};
   local.clear(p);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    const Floats out = place_tile(p, s.out, first, count, staging.out);
     const int vectors = vectors_of(p);
     alignas(64) float keep[kLanes], masses[kLanes], scale[kLanes];
     store(keep, kept_tokens(s, first, count));
-    if (kMembers) {
+    with_tile(p, {s.w, {}, kOutput ? s.out : Tokens{}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      if (kMembers) {
+        for (int h = 0; h < p.nheads; ++h) {
+          const int64_t row = h * p.width();
+          Vf q = running_dots(tile.w.of_head(h), vectors, keep, before.energy + row, local.energy + row);
+          if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
+          store(staging.members + h * kLanes, q * p.temp[h]);
+        }
+        softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
+        for (int h = 0; h < p.nheads; ++h) {
+          const Vf pi = load(staging.members + h * kLanes);
+          store_some(s.membership.at(h, first), pi, count);
+          store(staging.counted + h * kLanes, pi * load(keep));
+        }
+      } else {
+        load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+      }
       for (int h = 0; h < p.nheads; ++h) {
         const int64_t row = h * p.width();
-        Vf q = running_dots(w.of_head(h), vectors, keep, before.energy + row, local.energy + row);
-        if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
-        store(staging.members + h * kLanes, q * p.temp[h]);
+        const float* const counted = staging.counted + h * kLanes;
+        running_mass(before.mass[h], counted, local.mass[h], masses);
+        if (!kOutput) {
+          add_squares(tile.w.of_head(h), vectors, counted, local.moment + row);
+          continue;
+        }
+        store(scale, -load(staging.members + h * kLanes) * load(masses));
+        if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
+        const auto output = [&](auto dropout) {
+          running_output<decltype(dropout)::value>(tile.w.of_head(h), vectors, counted, masses, scale, factor,
+                                                   before.moment + row, local.moment + row, tile.out.of_head(h));
+        };
+        p.dropout ? output(std::true_type{}) : output(std::false_type{});
       }
-      softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
-      for (int h = 0; h < p.nheads; ++h) {
-        const Vf pi = load(staging.members + h * kLanes);
-        store_some(s.membership.at(h, first), pi, count);
-        store(staging.counted + h * kLanes, pi * load(keep));
-      }
-    } else {
-      load_members(p, s, first, count, load(keep), staging.members, staging.counted);
-    }
-    for (int h = 0; h < p.nheads; ++h) {
-      const int64_t row = h * p.width();
-      const float* const counted = staging.counted + h * kLanes;
-      running_mass(before.mass[h], counted, local.mass[h], masses);
-      if (!kOutput) {
-        add_squares(w.of_head(h), vectors, counted, local.moment + row);
-        continue;
-      }
-      store(scale, -load(staging.members + h * kLanes) * load(masses));
-      if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
-      const auto output = [&](auto dropout) {
-        running_output<decltype(dropout)::value>(w.of_head(h), vectors, counted, masses, scale, factor,
-                                                 before.moment + row, local.moment + row, out.of_head(h));
-      };
-      p.dropout ? output(std::true_type{}) : output(std::false_type{});
-    }
-    if (kOutput) store_tile(p, out, s.out, first, count);
+    });
   });
   const CausalSums after = before_chunk(p, s, chunk + 1);
   if (kMembers && kOutput) add_rows(before.energy, local.energy, CausalSums::size(p), after.energy);

@@ -29,16 +29,17 @@ CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64
   int tile = 0;
   for_tiles(s, chunk, [&](int64_t first, int count) {
     visit(tile++);
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
     alignas(64) float keep[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
-    for (int h = 0; h < p.nheads; ++h) {
-      float* const counted = staging.counted + h * kLanes;
-      for (int n = 0; n < kLanes; ++n) sums.mass[h] += counted[n];
-      add_squares(w.of_head(h), vectors_of(p), keep, sums.energy + h * p.width());
-      add_squares(w.of_head(h), vectors_of(p), counted, sums.moment + h * p.width());
-    }
+    with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int h = 0; h < p.nheads; ++h) {
+        float* const counted = staging.counted + h * kLanes;
+        for (int n = 0; n < kLanes; ++n) sums.mass[h] += counted[n];
+        add_squares(tile.w.of_head(h), vectors_of(p), keep, sums.energy + h * p.width());
+        add_squares(tile.w.of_head(h), vectors_of(p), counted, sums.moment + h * p.width());
+      }
+    });
   });
 }
 
@@ -53,17 +54,30 @@ void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, 
   causal_settle<Part::moment>(p, s, 0, nullptr);
 }
 
-// One head of a tile, scalars by token.
+// One head of a tile, scalars by token. `partial` holds the terms of dw in fp32 until their sum is rounded to dw.
+template <class T>
 struct TileHead {
-  Floats w, grad, dw, factor;
+  TssaStrided<T> w, grad, dw;
+  Floats partial, factor;
   int vectors;
   const float *keep, *members, *counted, *masses, *inverse_masses;
 };
+template <class T>
+TileHead(TssaStrided<T>, TssaStrided<T>, TssaStrided<T>, Floats, Floats, int, const float*, const float*, const float*,
+         const float*, const float*) -> TileHead<T>;
 
-// Lane n: dPi without the part of later tiles in V. Adds to `dw` all terms that need no dlogit. `dmoment` is carried
+// fp32 tensors hold these terms themselves.
+CRATE_INLINE Floats place_partial(const Floats& dw, const Floats&) {
+  return dw;
+}
+CRATE_INLINE Floats place_partial(const Halves&, const Floats& staging) {
+  return staging;
+}
+
+// Lane n: dPi without the part of later tiles in V. Stores all terms of dw that need no dlogit. `dmoment` is carried
 // on.
-template <bool kDropout>
-CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float* at_tile, const float* after,
+template <bool kDropout, bool kWrite, class T>
+CRATE_INLINE Vf scan_dmoment(const TileHead<T>& t, const float* before, const float* at_tile, const float* after,
                              float* dmoment, float& v_sum) {
   Vf acc[kLanes] = {}, v_total = {};
   for (int v = 0; v < t.vectors; ++v) {
@@ -88,7 +102,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
       v_suffix -= slope * total[n] * t.inverse_masses[n];
       const Vf u = later + suffix;
       acc[n] += (u * x * x + v_suffix) * t.keep[n] - gate * x;
-      store(at(t.dw, n, v), u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
+      if (kWrite) put(t.partial, n, v, u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
     }
     store(dmoment + v * kLanes, suffix);
     v_total += v_suffix;
@@ -97,8 +111,9 @@ CRATE_INLINE Vf scan_dmoment(const TileHead& t, const float* before, const float
   return sum_each(acc);
 }
 
-// Adds the gradient through c to `dw`. Returns this tile's sum of dlogit q, without the bias.
-CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlogit, const float* before,
+// Adds the gradient through c, which completes dw. Returns this tile's sum of dlogit q, without the bias.
+template <bool kWrite, class T>
+CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* dlogit, const float* before,
                                 const float* at_tile, const float* after, float* denergy) {
   Vf dtemp = {};
   const float twice = 2.0f * temp;
@@ -123,8 +138,7 @@ CRATE_INLINE float scan_denergy(const TileHead& t, float temp, const float* dlog
       dtemp += similarity;
       // A token's own part, 1 / c - w^2 / c^2, equals the sum before it divided by c^2: this form has no cancellation.
       const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
-      float* const dw = at(t.dw, n, v);
-      store(dw, load(dw) + x * twice * (own - (later + suffix) * t.keep[n]));
+      if (kWrite) put(t.dw, n, v, get(t.partial, n, v) + x * twice * (own - (later + suffix) * t.keep[n]));
       suffix += select(above, similarity * inverse, Vf{});
     }
     store(denergy + v * kLanes, suffix);
@@ -137,13 +151,14 @@ enum class Leave { dmoment, denergy, carried, nothing };
 
 template <Leave kLeave>
 void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+  constexpr bool kWrite = kLeave == Leave::carried || kLeave == Leave::nothing;
   const Staging staging(p, memory);
   const int64_t sums_size = CausalSums::size(p);
   float* const tile_sums = staging.rest;
   float* rest = tile_sums + kTilesPerChunk * sums_size;
   const CausalSums running(p, rest), local(p, rest + sums_size);
   rest += 2 * sums_size;
-  const Floats factor = {rest, 0, p.width(), 1};
+  const Floats factor = {rest, 0, p.width(), 1}, copied = tile_at(p, staging.out);
   const CausalSums before = before_chunk(p, s, chunk), after = from_chunk(p, s, chunk + 1);
   float* const dtemp = dtemp_of_chunk(p, s, chunk);
   sum_forward(p, s, chunk, staging, running,
@@ -156,54 +171,54 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
     const int64_t first = begin + tile * kLanes;
     const int count = static_cast<int>(s.seqlen - first < kLanes ? s.seqlen - first : kLanes);
     const CausalSums at_tile(p, tile_sums + tile * sums_size);
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
-    const Floats dw = place_tile(p, s.dw, first, count, staging.out);
     alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
-    const auto head = [&](int h) {
-      return TileHead{w.of_head(h),
-                      grad.of_head(h),
-                      dw.of_head(h),
-                      factor,
-                      vectors_of(p),
-                      keep,
-                      staging.members + h * kLanes,
-                      staging.counted + h * kLanes,
-                      masses,
-                      inverse_masses};
-    };
-    for (int h = 0; h < p.nheads; ++h) {
-      const int64_t row = h * p.width();
-      const TileHead t = head(h);
-      float mass = at_tile.mass[h], v_sum;
-      running_mass(before.mass[h], t.counted, mass, masses);
-      store(inverse_masses, 1.0f / load(masses));
-      if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
-      const auto scan = [&](auto dropout) {
-        return scan_dmoment<decltype(dropout)::value>(t, before.moment + row, at_tile.moment + row, after.moment + row,
-                                                      local.moment + row, v_sum);
+    with_tile(p, {s.w, s.dout, kWrite ? s.dw : Tokens{}}, first, count, staging, [&](const auto& tokens) CRATE_LAMBDA {
+      const Floats partial = place_partial(tokens.out, copied);
+      const auto head = [&](int h) CRATE_LAMBDA {
+        return TileHead{tokens.w.of_head(h),
+                        tokens.grad.of_head(h),
+                        tokens.out.of_head(h),
+                        partial.of_head(h),
+                        factor,
+                        vectors_of(p),
+                        keep,
+                        staging.members + h * kLanes,
+                        staging.counted + h * kLanes,
+                        masses,
+                        inverse_masses};
       };
-      Vf dpi = p.dropout ? scan(std::true_type{}) : scan(std::false_type{});
-      dpi += (after.mass[h] + local.mass[h]) * load(keep);
-      local.mass[h] += v_sum;
-      if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
-      store(staging.dots + h * kLanes, dpi);
-    }
-    if (kLeave == Leave::dmoment) continue;
-    softmax_backward(p.nheads, staging.members, staging.dots);
-    for (int h = 0; h < p.nheads; ++h) {
-      const int64_t row = h * p.width();
-      const float* const dlogit = staging.dots + h * kLanes;
-      store_some(s.dlogit.at(h, first), load(dlogit), count);
-      dtemp[h] += scan_denergy(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
-                               after.energy + row, local.energy + row);
-      if (s.bias != nullptr) {
-        dtemp[h] += sum(load(dlogit) * load_bias(s, h, first, count)) * static_cast<float>(p.head_dim);
+      for (int h = 0; h < p.nheads; ++h) {
+        const int64_t row = h * p.width();
+        const auto t = head(h);
+        float mass = at_tile.mass[h], v_sum;
+        running_mass(before.mass[h], t.counted, mass, masses);
+        store(inverse_masses, 1.0f / load(masses));
+        if (p.dropout) dropout_rows(p, s.counter + h, first, factor);
+        const auto scan = [&](auto dropout) CRATE_LAMBDA {
+          return scan_dmoment<decltype(dropout)::value, kWrite>(t, before.moment + row, at_tile.moment + row,
+                                                                after.moment + row, local.moment + row, v_sum);
+        };
+        Vf dpi = p.dropout ? scan(std::true_type{}) : scan(std::false_type{});
+        dpi += (after.mass[h] + local.mass[h]) * load(keep);
+        local.mass[h] += v_sum;
+        if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
+        store(staging.dots + h * kLanes, dpi);
       }
-    }
-    if (kLeave == Leave::carried || kLeave == Leave::nothing) store_tile(p, dw, s.dw, first, count);
+      if (kLeave == Leave::dmoment) return;
+      softmax_backward(p.nheads, staging.members, staging.dots);
+      for (int h = 0; h < p.nheads; ++h) {
+        const int64_t row = h * p.width();
+        const float* const dlogit = staging.dots + h * kLanes;
+        store_some(s.dlogit.at(h, first), load(dlogit), count);
+        dtemp[h] += scan_denergy<kWrite>(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
+                                         after.energy + row, local.energy + row);
+        if (s.bias != nullptr) {
+          dtemp[h] += sum(load(dlogit) * load_bias(s, h, first, count)) * static_cast<float>(p.head_dim);
+        }
+      }
+    });
   }
 
   const CausalSums from = from_chunk(p, s, chunk);

@@ -54,21 +54,22 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   float* const masses = work.masses + chunk * p.head_size();
   work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    for (int h = 0; h < p.nheads; ++h) {
-      const Vf q = square_dots(w.of_head(h), vectors_of(p), work.inverse + h * p.width());
-      store(staging.members + h * kLanes, q * p.temp[h]);
-    }
-    softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
-    const Vf keep = kept_tokens(s, first, count);
-    for (int h = 0; h < p.nheads; ++h) {
-      float* const members = staging.members + h * kLanes;
-      const Vf pi = load(members);
-      store_some(s.membership.at(h, first), pi, count);
-      store(members, pi * keep);
-      masses[h] += sum(pi * keep);
-      add_squares(w.of_head(h), vectors_of(p), members, sums + h * p.width());
-    }
+    with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int h = 0; h < p.nheads; ++h) {
+        const Vf q = square_dots(tile.w.of_head(h), vectors_of(p), work.inverse + h * p.width());
+        store(staging.members + h * kLanes, q * p.temp[h]);
+      }
+      softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
+      const Vf keep = kept_tokens(s, first, count);
+      for (int h = 0; h < p.nheads; ++h) {
+        float* const members = staging.members + h * kLanes;
+        const Vf pi = load(members);
+        store_some(s.membership.at(h, first), pi, count);
+        store(members, pi * keep);
+        masses[h] += sum(pi * keep);
+        add_squares(tile.w.of_head(h), vectors_of(p), members, sums + h * p.width());
+      }
+    });
   });
 }
 
@@ -96,19 +97,26 @@ void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    const Floats out = place_tile(p, s.out, first, count, staging.out);
     load_members(p, s, first, count, Vf{}, staging.members, nullptr);
     // Token by token, in memory order: registers hold nothing between tokens.
-    for (int n = 0; n < kLanes; ++n) {
-      for (int h = 0; h < p.nheads; ++h) {
-        const Floats from = w.of_head(h), to = out.of_head(h);
-        const Vf pi = splat(staging.members[h * kLanes + n]);
-        const float* const gate = work.gate + h * p.width();
-        for (int v = 0; v < vectors_of(p); ++v) store(at(to, n, v), get(from, n, v) * pi * load(gate + v * kLanes));
+    const int vectors = vectors_of(p), nheads = p.nheads;
+    const int64_t width = p.width();
+    with_tile(p, {s.w, {}, s.out}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int n = 0; n < kLanes; ++n) {
+        const float* gate = work.gate;
+        for (int h = 0; h < nheads; ++h, gate += width) {
+          const auto from = tile.w.at(h, n);
+          const auto to = tile.out.at(h, n);
+          const float pi = staging.members[h * kLanes + n];
+          for_groups(vectors, [&](auto some, int v) CRATE_LAMBDA {
+#pragma GCC unroll 4
+            for (int i = v; i < v + decltype(some)::value; ++i) {
+              write(to + i * kLanes, read(from + i * kLanes) * pi * load(gate + i * kLanes));
+            }
+          });
+        }
       }
-    }
-    store_tile(p, out, s.out, first, count);
+    });
   });
 }
 

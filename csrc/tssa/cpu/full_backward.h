@@ -32,29 +32,35 @@ void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, floa
   float* const masses = work.masses + chunk * p.head_size();
   work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
     const Vf keep = kept_tokens(s, first, count);
     load_members(p, s, first, count, keep, staging.members, staging.counted);
-    for (int h = 0; h < p.nheads; ++h) {
-      const Floats x = w.of_head(h), g = grad.of_head(h);
-      const float* const members = staging.members + h * kLanes;
-      masses[h] += sum(load(staging.counted + h * kLanes));
-      Vf gated[kLanes] = {};
-      for (int v = 0; v < vectors_of(p); ++v) {
-        float* const total = sums + h * p.width() + v * kLanes;
-        const Vf gate = load(work.gate + h * p.width() + v * kLanes);
-        Vf acc = load(total);
+    with_tile(p, {s.w, s.dout, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int h = 0; h < p.nheads; ++h) {
+        const auto x = tile.w.of_head(h), g = tile.grad.of_head(h);
+        const float* const members = staging.members + h * kLanes;
+        masses[h] += sum(load(staging.counted + h * kLanes));
+        Vf gated[kLanes] = {};
+        for_groups(vectors_of(p), [&](auto some, int v) CRATE_LAMBDA {
+          constexpr int kCount = decltype(some)::value;
+          float* const total = sums + h * p.width() + v * kLanes;
+          Vf acc[kCount], gate[kCount];
+          load_group(total, acc);
+          load_group(work.gate + h * p.width() + v * kLanes, gate);
+          auto *x_token = at(x, 0, v), *g_token = at(g, 0, v);
 #pragma GCC unroll 16
-        for (int n = 0; n < kLanes; ++n) {
-          const Vf gx = get(g, n, v) * get(x, n, v);
-          acc += gx * members[n];
-          gated[n] += gx * gate;
-        }
-        store(total, acc);
+          for (int n = 0; n < kLanes; ++n, step(x, x_token), step(g, g_token)) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kCount; ++i) {
+              const Vf gx = read(g_token + i * kLanes) * read(x_token + i * kLanes);
+              acc[i] += gx * members[n];
+              gated[n] += gx * gate[i];
+            }
+          }
+          store_group(total, acc);
+        });
+        store_some(s.dlogit.at(h, first), sum_each(gated), count);
       }
-      store_some(s.dlogit.at(h, first), sum_each(gated), count);
-    }
+    });
   });
 }
 
@@ -82,21 +88,22 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   float* const sums = work.parts + chunk * p.row_size();
   work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
     const Vf keep = kept_tokens(s, first, count);
     load_members(p, s, first, count, keep, staging.members, nullptr);
-    for (int h = 0; h < p.nheads; ++h) {
-      const Vf shared = square_dots(w.of_head(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
-      Vf dpi = shared * keep - load_some(s.dlogit.at(h, first), count);
-      if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
-      store(staging.dots + h * kLanes, dpi);
-    }
-    softmax_backward(p.nheads, staging.members, staging.dots);
-    for (int h = 0; h < p.nheads; ++h) {
-      const float* const dlogit = staging.dots + h * kLanes;
-      store_some(s.dlogit.at(h, first), load(dlogit), count);
-      add_ratios(w.of_head(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
-    }
+    with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int h = 0; h < p.nheads; ++h) {
+        const Vf shared = square_dots(tile.w.of_head(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
+        Vf dpi = shared * keep - load_some(s.dlogit.at(h, first), count);
+        if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
+        store(staging.dots + h * kLanes, dpi);
+      }
+      softmax_backward(p.nheads, staging.members, staging.dots);
+      for (int h = 0; h < p.nheads; ++h) {
+        const float* const dlogit = staging.dots + h * kLanes;
+        store_some(s.dlogit.at(h, first), load(dlogit), count);
+        add_ratios(tile.w.of_head(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
+      }
+    });
   });
 }
 
@@ -124,29 +131,35 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Floats w = load_tile(p, s.w, first, count, staging.w);
-    const Floats grad = load_tile(p, s.dout, first, count, staging.grad);
-    const Floats dw = place_tile(p, s.dw, first, count, staging.out);
     alignas(64) float keep[kLanes], dlogit[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
-    for (int h = 0; h < p.nheads; ++h) {
-      const Floats x = w.of_head(h), g = grad.of_head(h), to = dw.of_head(h);
-      const float* const members = staging.members + h * kLanes;
-      const float* const counted = staging.counted + h * kLanes;
-      store(dlogit, load_some(s.dlogit.at(h, first), count));
-      for (int v = 0; v < vectors_of(p); ++v) {
-        const int64_t row = h * p.width() + v * kLanes;
-        const Vf dmoment = load(work.dmoment + row), inverse = load(work.inverse + row);
-        const Vf denergy = load(work.denergy + row), gate = load(work.gate + row);
-#pragma GCC unroll 16
-        for (int n = 0; n < kLanes; ++n) {
-          const Vf slope = dmoment * counted[n] + inverse * dlogit[n] + denergy * keep[n];
-          store(at(to, n, v), get(x, n, v) * slope - get(g, n, v) * gate * members[n]);
-        }
+    with_tile(p, {s.w, s.dout, s.dw}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
+      for (int h = 0; h < p.nheads; ++h) {
+        const auto x = tile.w.of_head(h), g = tile.grad.of_head(h), to = tile.out.of_head(h);
+        const float* const members = staging.members + h * kLanes;
+        const float* const counted = staging.counted + h * kLanes;
+        store(dlogit, load_some(s.dlogit.at(h, first), count));
+        for_groups(vectors_of(p), [&](auto some, int v) CRATE_LAMBDA {
+          constexpr int kCount = decltype(some)::value;
+          const int64_t row = h * p.width() + v * kLanes;
+          Vf dmoment[kCount], inverse[kCount], denergy[kCount], gate[kCount];
+          load_group(work.dmoment + row, dmoment);
+          load_group(work.inverse + row, inverse);
+          load_group(work.denergy + row, denergy);
+          load_group(work.gate + row, gate);
+          auto *x_token = at(x, 0, v), *g_token = at(g, 0, v), *token = at(to, 0, v);
+          for (int n = 0; n < kLanes; ++n, step(x, x_token), step(g, g_token), step(to, token)) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kCount; ++i) {
+              const Vf slope = dmoment[i] * counted[n] + inverse[i] * dlogit[n] + denergy[i] * keep[n];
+              const Vf gated = read(g_token + i * kLanes) * gate[i] * members[n];
+              write(token + i * kLanes, read(x_token + i * kLanes) * slope - gated);
+            }
+          }
+        });
       }
-    }
-    store_tile(p, dw, s.dw, first, count);
+    });
   });
 }
 
