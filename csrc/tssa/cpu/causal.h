@@ -59,9 +59,10 @@ CRATE_INLINE Vf running_dots(const TssaStrided<T>& w, int vectors, const float* 
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
+    T* token = at(w, 0, v);
 #pragma GCC unroll 16
-    for (int n = 0; n < kLanes; ++n) {
-      const Vf x = get(w, n, v);
+    for (int n = 0; n < kLanes; ++n, step(w, token)) {
+      const Vf x = read(token);
       run += x * keep[n] * x;
       acc[n] += x * x / max(splat(kCausalFloor), base + run);
     }
@@ -78,13 +79,14 @@ CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const flo
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
+    T *token = at(w, 0, v), *to = at(out, 0, v);
 #pragma GCC unroll 16
-    for (int n = 0; n < kLanes; ++n) {
-      const Vf x = get(w, n, v);
+    for (int n = 0; n < kLanes; ++n, step(w, token), step(out, to)) {
+      const Vf x = read(token);
       run += x * counted[n] * x;
       Vf y = x * scale[n] / (base + run + masses[n]);
       if (kDropout) y *= get(factor, n, v);
-      put(out, n, v, y);
+      write(to, y);
     }
     store(local + v * kLanes, run);
   }

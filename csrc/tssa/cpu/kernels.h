@@ -87,6 +87,6 @@ struct TssaKernels {
   TssaKernel forward, backward, causal_forward, causal_backward;
   int64_t (*staging_size)(const TssaProblem&);  // floats per thread
 };
-extern const TssaKernels tssa_portable, tssa_avx2, tssa_avx512;
+extern const TssaKernels tssa_portable, tssa_avx2, tssa_avx512, tssa_avx512_bf16;
 
 }  // namespace crate_kernels

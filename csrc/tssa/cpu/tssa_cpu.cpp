@@ -14,8 +14,16 @@ namespace {
 
 const TssaKernels& kernels() {
 #if CRATE_X86_LEVELS
-  if (capability() >= Capability::avx512) return tssa_avx512;
-  if (capability() == Capability::avx2) return tssa_avx2;
+  switch (capability()) {
+    case Capability::avx512_bf16:
+      return tssa_avx512_bf16;
+    case Capability::avx512:
+      return tssa_avx512;
+    case Capability::avx2:
+      return tssa_avx2;
+    case Capability::portable:
+      break;
+  }
 #endif
   return tssa_portable;
 }
