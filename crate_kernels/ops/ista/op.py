@@ -138,6 +138,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
         _, codes, residuals = outputs
         ctx.mark_non_differentiable(codes, residuals)
         operator.save(ctx, (x, weight, decoder, codes, residuals), OvercompleteCall(*options), backend)
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as many bytes as they are
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -72,9 +72,9 @@ class Engine:
         """Return a square matrix plus its transpose."""
         return square + square.t()
 
-    def mm(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left @ right by the library."""
-        return torch.mm(left, right)
+    def mm(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return left @ right by the library; ``out`` may be written, and is the result then."""
+        return torch.mm(left, right, out=out)
 
     def step(
         self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
