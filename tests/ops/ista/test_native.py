@@ -84,6 +84,16 @@ def test_a_wide_dictionary(special):
     assert failures(case, torch.float32) == []
 
 
+def test_no_gradient_is_made_for_the_codes():
+    """Autograd would fill as many zeros as there are codes, which are saved, and take no gradient."""
+    x, weight = randn(3, 33, 24, dtype=torch.float32).requires_grad_(), randn(24, 96, dtype=torch.float32)
+    out = ista_overcomplete(x, weight, backend="cpp")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        out.backward(torch.ones_like(out))
+    written = [event.input_shapes[0] for event in profile.events() if event.name in ("aten::zero_", "aten::fill_")]
+    assert [2, 99, 96] not in written
+
+
 STRIDES = {
     "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
     "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],

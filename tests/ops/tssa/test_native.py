@@ -70,6 +70,16 @@ def test_every_head_dim(dtype, causal):
     assert_together_within_budget([named(f"d{d}", (1, 2, 37, d), causal) for d in dims], dtype)
 
 
+@FORMS
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_group_of_vectors(name, causal, level):
+    """Head dims of whole vectors, read in place by groups of 1 to 4 vectors."""
+    level(name)
+    for dtype in (torch.float32, torch.bfloat16):
+        cases = [named(f"d{d}", (1, 2, 37, d), causal) for d in (8, 16, 24, 32, 40, 96, 112)]
+        assert_together_within_budget(cases, dtype)
+
+
 @pytest.mark.parametrize("padding", ["left", "scattered"])
 def test_padding_before_the_first_key(padding):
     """In the full form a padded token sees keys that come after it."""
@@ -89,14 +99,15 @@ SPLITS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("causal", "how"), SPLITS.values(), ids=SPLITS)
-def test_no_bit_depends_on_the_number_of_threads(causal, how, threads):
+def test_no_bit_depends_on_the_number_of_threads(causal, how, dtype, threads):
     """One thread goes through a sequence; five share it."""
     case = named("threads", (2, 3, 300, 32), causal, **how)
-    inputs, results = testing.make_inputs(case, torch.float32), []
+    inputs, results = testing.make_inputs(case, dtype), []
     for count in (1, 2, 5):
         threads(count)
-        assert failures(case, torch.float32) == [], count
+        assert failures(case, dtype) == [], count
         results.append(testing.run(case, inputs, "cpp"))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
