@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 
@@ -13,6 +14,7 @@ def cdiv(length: int, block: int) -> int:
 _MOST_SPLITS = 128
 
 
+@functools.lru_cache(maxsize=1024)  # counts up to 128 numbers, and a step of decoding asks in every layer
 def choose_splits(blocks: int, processors: int, tiles: int) -> int:
     """Choose the number of stretches that a sequence of ``tiles`` is split into, as FlashAttention does.
 

@@ -105,35 +105,46 @@ def _mssa_decode_kernel(
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "new", "capacity", "num_m", "splits"])
 def _mssa_combine_kernel(
-    out, lse_ptr, step, nheads, new, capacity, num_m, splits, BLOCK_M: tl.constexpr, DIMS: tl.constexpr
-):
-    """Write out and lse of BLOCK_M new tokens from those of the stretches; a sequence's first program advances it."""
+    out, lse_ptr, step, nheads, new, capacity, num_m, splits,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of BLOCK_M new tokens from those of the stretches; a sequence's first program advances it.
+
+    BLOCK_S stretches are loaded at a time: with many of them, what a program waits for is its loads.
+    """
     pid = tl.program_id(0)
     pid_m = pid % num_m
     head = find_head(pid // num_m, nheads, new)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < new
-    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for split in range(splits):
-        _, part_lse_ptr = _stretch(step, head, split, splits, new, DIMS.HEAD_DIM)
-        top = tl.maximum(top, tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")))
-    base = tl.where(top == -float("inf"), 0.0, top)
+    part, part_lse_ptr = _stretch(step, head, 0, splits, new, DIMS.HEAD_DIM)
+    # Row k of a tile is token k % BLOCK_M of stretch k // BLOCK_M.
+    numbers = tl.arange(0, BLOCK_S * BLOCK_M)
+    token = pid_m * BLOCK_M + numbers % BLOCK_M
     total = tl.zeros((BLOCK_M,), tl.float32)
+    top = total - float("inf")
     acc = tile.zeros(BLOCK_M, DIMS)  # (BLOCK_M, HEAD_DIM)
-    for split in range(splits):
-        part, part_lse_ptr = _stretch(step, head, split, splits, new, DIMS.HEAD_DIM)
-        share = tl.exp2((tl.load(part_lse_ptr + offs_m, mask=mask_m, other=-float("inf")) - base) * LOG2_E)
-        acc = tile.add(acc, tile.scale(tile.load(part, offs_m, mask_m, DIMS), share))
-        total += share
+    for first in range(0, splits, BLOCK_S):
+        split = first + numbers // BLOCK_M
+        rows, mask = split * new + token, (split < splits) & (token < new)
+        results = tile.load(part, rows, mask, DIMS)  # (BLOCK_S * BLOCK_M, HEAD_DIM)
+        lse = tl.load(part_lse_ptr + rows, mask=mask, other=-float("inf")).reshape(BLOCK_S, BLOCK_M)
+        before = top
+        top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        shrink = tl.exp2((before - base) * LOG2_E)
+        share = tl.exp2((lse - base[None, :]) * LOG2_E)
+        results = tile.scale(results, share.reshape(BLOCK_S * BLOCK_M))
+        acc = tile.add(tile.scale(acc, shrink), tile.sum_groups(results, BLOCK_S))
+        total = total * shrink + tl.sum(share, 0)
     if lse_ptr is not None:
         lse_ptr += head.row
-    finish((acc, base, total), tokens_of(head, out), lse_ptr, offs_m, mask_m, 1.0, DIMS)
+    finish((acc, top, total), tokens_of(head, out), lse_ptr, offs_m, offs_m < new, 1.0, DIMS)
     if head.h + pid_m == 0:
         length, appended = _space(step, head.batch, new, capacity)
         tl.store(step.lengths_ptr + head.batch, length + appended)
 
 
-_COMBINED_ROWS = 16  # new tokens per program of the second kernel
+_COMBINED = 32  # rows of stretches that a program of the second kernel loads at a time, of at most 16 new tokens
 
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -170,7 +181,8 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
             NEW=cached._replace(CAUSAL=True),
             **config,
         )
-        num_m = cdiv(new, _COMBINED_ROWS)
+        block_m = min(1 << (new - 1).bit_length(), 16)
+        num_m = cdiv(new, block_m)
         launch.run(
             _mssa_combine_kernel,
             heads * num_m,
@@ -178,7 +190,8 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
             out=strided(out),
             lse_ptr=lse if call.need_lse else None,
             num_m=num_m,
-            BLOCK_M=_COMBINED_ROWS,
+            BLOCK_M=block_m,
+            BLOCK_S=_COMBINED // block_m,
             DIMS=dims,
         )
     return out, lse

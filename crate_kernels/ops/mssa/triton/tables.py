@@ -152,32 +152,35 @@ def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Confi
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
 
 
-_DECODE_AMPERE = (
-    Row(_decode(16, 64, 4, 3), head_dim=64, seqlen=16, half=True),
-    Row(_decode(16, 32, 4, 4), head_dim=128, seqlen=16, half=True),
+# A warp per program: what passes from warp to warp costs a barrier, and the weights 9 of them per tile and 2 passes
+# through shared memory. Registers leave a multiprocessor 7 or 8 such programs, with 112 KB in flight or more.
+_DECODE = (
+    Row(_decode(16, 32, 1, 4, resident=12), head_dim=48, seqlen=16, half=True),
+    Row(_decode(16, 64, 1, 3, resident=8), head_dim=64, seqlen=16, half=True),
+    Row(_decode(16, 32, 4, 4), head_dim=112, seqlen=16, half=True),  # with a warp, their parts or masks spill
+    Row(_decode(16, 32, 1, 3, resident=8), head_dim=128, seqlen=16, half=True),
     Row(_decode(64, 64, 4, 2), head_dim=64, half=True),
     Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
     Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
     Row(_decode(16, 32, 4, 1)),
 )
-_DECODE_HOPPER = (Row(_decode(16, 128, 8, 3), head_dim=64, seqlen=16, half=True), *_DECODE_AMPERE)
 DECODE = Table(
     "mssa_decode",
     {
         INTERPRETER: (Row(_decode(16, 16, 4, 1, resident=16)),),
-        "sm_80": _DECODE_AMPERE,
-        "sm_89": _DECODE_AMPERE,
-        "sm_90": _DECODE_HOPPER,
-        "sm_100": _DECODE_HOPPER,
+        "sm_80": _DECODE,
+        "sm_89": _DECODE,
+        "sm_90": _DECODE,
+        "sm_100": _DECODE,
         "gfx942": (Row(_decode(16, 32, 4, 1)),),
     },
     candidates=tuple(
         _decode(16, n, warps, stages, resident)
         for n in (32, 64, 128)
-        for warps in (2, 4, 8)
+        for warps in (1, 2, 4, 8)
         for stages in (2, 3, 4)
-        for resident in (1, 2, 4)
+        for resident in ((8, 12) if warps == 1 else (1, 2, 4))
     ),
 )
 TABLES = (FORWARD, BACKWARD, DECODE)

@@ -138,6 +138,16 @@ def add(a, b):
 
 
 @triton.jit
+def sum_groups(tile, GROUPS: tl.constexpr):
+    """Return the sum of as many groups of consecutive rows as there are; a group has the rows of the result."""
+    total = ()
+    for k in tl.static_range(len(tile)):
+        parts = tile[k].reshape(GROUPS, tile[k].shape[0] // GROUPS, tile[k].shape[1])
+        total += (tl.sum(parts, 0),)
+    return total
+
+
+@triton.jit
 def products(a, b, FORM: tl.constexpr):
     """Return a b^T in fp32, the product of every row of ``a`` with every row of ``b``."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=FORM.PRECISION)
