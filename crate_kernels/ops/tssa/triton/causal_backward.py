@@ -189,7 +189,6 @@ def _tssa_causal_bwd_kernel(
         tile.store_sums(denergies_ptr, pid, denergy, tl.sum(dtemp, 1), DIMS)
 
     if DMEMBERS or DW:
-        twice = 2.0 * tile.load_heads(temp_ptr + head, DIMS)
         after_moment, after_mass = after_chunk(dmoments_ptr, pid, chunk, nchunks, ngroups, DIMS)
         after_energy = denergy
         if DW:
@@ -207,6 +206,7 @@ def _tssa_causal_bwd_kernel(
             else:
                 # Loaded here again: registers are what limits this loop.
                 marked = all_before_chunk(totals_ptr, energies_ptr, pid, chunk, ngroups, DIMS)
+            twice = 2.0 * tile.load_heads(temp_ptr + head, DIMS)  # here, so that it takes no registers from the start
             ntiles = tl.cdiv(end - begin, BLOCK_N)
             for back in tl.range(0, ntiles):
                 n = begin + (ntiles - 1 - back) * BLOCK_N
