@@ -128,6 +128,10 @@ def _add_tiles(
     length, scale = scores.length, scores.call.scale
     key_j = own.offs[:, None]
     factor_j = (shared_factor(own.lse) * scale)[:, None] if SHARED else 0.0
+    # A difference and its weight in one multiply-add. It rounds the weighted delta, where a difference that cancels
+    # would be exact: by 2^-24, and scores, which magnify it, are not beyond EXTENT here.
+    FUSED: tl.constexpr = SHARED and KEY and QUERY and TERMS.PRODUCTS and not (TERMS.HAS_DLSE or FORM.DROPOUT)
+    less_j = factor_j * own.delta[:, None] if FUSED else 0.0
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
@@ -145,7 +149,9 @@ def _add_tiles(
                 weights = _dropped(weights, own.scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
             weight = (l_i * scale)[None, :] if SHARED else p * scale
-            if TERMS.PRODUCTS:
+            if FUSED:
+                a = tile.products(own.w, g_i, FORM) * weight - weight * delta_i[None, :]
+            elif TERMS.PRODUCTS:
                 d = tile.products(own.w, g_i, FORM)
                 d = _dropped(d, own.scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
@@ -157,7 +163,9 @@ def _add_tiles(
                 weight = factor_j
             else:
                 weight = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
-            if TERMS.PRODUCTS:
+            if FUSED:
+                a += tile.products(own.g, w_i, FORM) * weight - less_j
+            elif TERMS.PRODUCTS:
                 d = tile.products(own.g, w_i, FORM)
                 d = _dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
                 a += weight * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
