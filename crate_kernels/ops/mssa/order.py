@@ -19,9 +19,6 @@ _HALF = (torch.bfloat16, torch.float16)  # the dtypes of the bounds
 # cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
 # fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
 _CPP_DECODE_TOKENS = 8
-# sm_90, one new token of 64 channels: Triton's kernel needs shared memory for longer than the GPU's memory, and with
-# fewer channels for far longer. The CUDA kernel keeps rows in registers.
-_NARROW_HEAD = 64
 # sm_80, backward: with 8 warps for 64 rows, Triton's kernel makes three of its five products twice. Up to 112 channels
 # it has 4 warps. The CUDA kernel pads to 128.
 _WIDE_HEAD = (113, 128)
@@ -49,11 +46,5 @@ def backward(
 
 def decode(names: tuple[str, ...], w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[str, ...]:
     """Order the backends of a step with a cache."""
-    _, _, new, head_dim = w.shape
-    if w.device.type == "cpu":
-        many = names[0] == "cpp" and new > _CPP_DECODE_TOKENS and w.dtype != torch.float16
-        return ("composite",) if many else names
-    # The kernel reads the cache in packs of 16 bytes; other caches take its forward.
-    packs = head_dim % 8 == 0 and data.is_contiguous()
-    narrow = new == 1 and head_dim <= _NARROW_HEAD and w.dtype in _HALF and packs
-    return backends.first("cpp", names) if narrow and _has_code(w.device, "sm_90") else names
+    many = names[0] == "cpp" and w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
+    return ("composite",) if w.device.type == "cpu" and many else names
