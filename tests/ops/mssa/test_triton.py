@@ -256,3 +256,18 @@ def test_a_head_of_a_vit_in_one_program_equals_blocks_of_it():
     w = testing.make_inputs(case, torch.float32, DEVICE).differentiable["w"].repeat(2, 1, 1, 1)
     whole, blocks = (run(w, tables.FORWARD, WHOLE=whole, PAIRS=0) for whole in (1, 0))
     torch.testing.assert_close(whole, blocks, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("magnitude", [0.6, 3.0])
+def test_the_gradient_of_out_alone_is_within_budget(dtype, magnitude):
+    """Without a gradient of lse, one multiply-add has a difference to delta and its weight."""
+    w, g = (randn(1, 2, 130, 32, dtype=dtype, seed=seed, device=DEVICE) for seed in (0, 1))
+    found = {}
+    for name, x in (("triton", w * magnitude), ("reference", w * magnitude), ("exact", (w * magnitude).double())):
+        x = x.detach().requires_grad_()
+        out = mssa(x, scale=32**-0.5, backend="triton" if name == "triton" else "reference")
+        (found[name],) = torch.autograd.grad(out, x, g.to(x.dtype))
+    exact = found["exact"]
+    budget = (found["reference"] - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (found["triton"] - exact).abs().max() <= 3 * budget
