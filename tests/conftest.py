@@ -42,6 +42,12 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """Draw the same numbers whichever tests ran before in this process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def level():
     """Return a function that forces an instruction-set level; restore the machine's own afterwards."""

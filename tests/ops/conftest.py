@@ -39,11 +39,6 @@ def poisoned_memory(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="module")
 def plain_backend():
     """Register plain PyTorch as a backend of mssa's op; mssa's composite does not go through the op."""

@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels._core import philox
 from tests.ops.common import randn
-from tests.ops.conftest import fixed_seed, poisoned_memory  # noqa: F401
+from tests.ops.conftest import poisoned_memory  # noqa: F401
 
 ORDERS = pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])
 FAULTS = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.common import randn
-from tests.ops.conftest import fixed_seed, poisoned_memory  # noqa: F401
+from tests.ops.conftest import poisoned_memory  # noqa: F401
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 LENGTH = 13  # of 16 rows
