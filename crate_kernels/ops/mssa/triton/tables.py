@@ -113,7 +113,7 @@ _BACKWARD_AMPERE = (
     Row(_backward(32, 32, 8, 1), half=True),
     *_BACKWARD_SINGLE,
 )
-_BACKWARD_NARROW = (
+_BACKWARD_HOPPER = (
     # Two stages: with three, Triton 3.6 serialises the products.
     Row(_backward(64, 64, 4, 2), head_dim=64, seqlen=256, causal=False, half=True),
     Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
@@ -121,22 +121,10 @@ _BACKWARD_NARROW = (
     Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
-)
-_BACKWARD_WIDE = (
+    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     Row(_backward(32, 32, 8, 2), half=True),
     *_BACKWARD_SINGLE,
-)
-_BACKWARD_HOPPER = (
-    *_BACKWARD_NARROW,
-    # Two programs a multiprocessor. Of 128 rows there is one, which spills with Triton 3.6.
-    Row(_backward(64, 64, 4, 2), head_dim=128, causal=False, half=True),
-    *_BACKWARD_WIDE,
-)
-_BACKWARD_BLACKWELL = (
-    *_BACKWARD_NARROW,
-    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
-    *_BACKWARD_WIDE,
 )
 BACKWARD = Table(
     "mssa_backward",
@@ -145,7 +133,7 @@ BACKWARD = Table(
         "sm_80": _BACKWARD_AMPERE,
         "sm_89": _BACKWARD_AMPERE,
         "sm_90": _BACKWARD_HOPPER,
-        "sm_100": _BACKWARD_BLACKWELL,
+        "sm_100": _BACKWARD_HOPPER,
         "gfx942": (
             Row(_backward(64, 32, 4, 1), head_dim=128, half=True),
             Row(_backward(32, 16, 4, 1)),
@@ -171,7 +159,8 @@ def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Confi
 _DECODE = (
     Row(_decode(16, 32, 1, 4, resident=12), head_dim=48, seqlen=16, half=True),
     Row(_decode(16, 64, 1, 3, resident=8), head_dim=64, seqlen=16, half=True),
-    Row(_decode(16, 32, 4, 4), head_dim=112, seqlen=16, half=True),  # with a warp, their parts or masks spill
+    Row(_decode(16, 32, 4, 4), head_dim=104, seqlen=16, half=True),  # with a warp, their parts or masks spill
+    Row(_decode(16, 32, 8, 4), head_dim=112, seqlen=16, half=True),
     Row(_decode(16, 32, 1, 3, resident=8), head_dim=128, seqlen=16, half=True),
     Row(_decode(64, 64, 4, 2), head_dim=64, half=True),
     Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
