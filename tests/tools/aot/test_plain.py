@@ -9,10 +9,10 @@ harness.needs_compiler()
 from tests.tools.aot import families, plain, report  # noqa: E402  # only where Triton compiles
 
 LEAST = 0.85  # of the plain product's speed, by the bounds of both
-TARGETS = [pytest.param(t, marks=() if t == "sm_90" else pytest.mark.exhaustive) for t in report.TARGETS]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", report.TARGETS)
 def test_a_step_is_nearly_as_fast_as_a_plain_product(target):
     every = families.launches("ista-d768", target, harness.launches)
     products = [launch for launch in every if "inner" in launch.arguments]
