@@ -17,12 +17,12 @@ KERNELS = (
 )  # emulated: tests/tools/emulator/plugin.py
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # levels of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-# Triton's interpreter is slow, and both 16-bit dtypes take the same ways through a kernel.
-_FP16 = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()
+# Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
+VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.bfloat16, id="bf16"),
-    pytest.param(torch.float16, id="fp16", marks=_FP16),
+    pytest.param(torch.float16, id="fp16", marks=VARIATION),
 ]
 
 

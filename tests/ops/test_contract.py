@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import crate_kernels
 from crate_kernels import testing
 from crate_kernels._core import backends
-from tests.ops.common import KERNELS, home, kernels, leaves, offsets, outputs_and_gradients, randn
+from tests.ops.common import KERNELS, VARIATION, home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -135,7 +135,7 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n.endswith("composite") else ()) for n in DYNAMIC]
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n.endswith("composite") else VARIATION) for n in DYNAMIC]
 )
 def test_compiles_with_every_size_a_symbol(name):
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, dynamic=True, backend="aot_eager")
@@ -179,7 +179,9 @@ def test_export(op, backend):
 
 
 @pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if c.values[0].options.get("dropout_p")])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=VARIATION)]
+)
 def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
     inputs = leaves(case, device=home(backend))
     names = list(inputs.differentiable)

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
-from tests.ops.common import backends, offsets, padding, randn
+from tests.ops.common import VARIATION, backends, offsets, padding, randn
 
 TEMP, BIAS = torch.tensor([0.8, 1.0, 1.3]), 0.1 * randn(3, 5, seed=3).float()
 WEIGHT, DICTIONARY = randn(8, 8, seed=1).float() / 3, randn(8, 12, seed=2).float() / 3
@@ -24,6 +24,7 @@ FUNCTIONS = {
     "ista": lambda w, **b: ista(w, WEIGHT.to(w.dtype), **b),
     "ista_overcomplete": lambda w, **b: ista_overcomplete(w, DICTIONARY.to(w.dtype), **b),
 }
+VARIATIONS = {"mssa-lse", "mssa-causal-pad", "mssa-packed", "tssa-pad", "tssa-membership"}
 REFERENCE = pytest.mark.parametrize("name", FUNCTIONS)
 MISSING = "is not supported.*use backend='reference'"
 # PyTorch has no batching rule for its own CPU attention, nor for our ops, and says that a loop is slow.
@@ -41,7 +42,10 @@ def params(reference, names=FUNCTIONS):
     ]
     # composite's mssa stays outside the op, whose autograd.Function every kernel shares.
     pairs += [(name, "plain") for name in names if name.startswith("mssa") and name != "mssa-relu"]
-    return [pytest.param(name, backend, id=f"{name}-{backend}") for name, backend in pairs]
+    return [
+        pytest.param(name, backend, id=f"{name}-{backend}", marks=VARIATION if name in VARIATIONS else ())
+        for name, backend in pairs
+    ]
 
 
 ALL, FUSED = (pytest.mark.parametrize(("name", "backend"), params(reference)) for reference in (True, False))
