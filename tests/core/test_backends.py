@@ -1,9 +1,6 @@
-"""Which backend a call gets, why one is unavailable, and that an import starts nothing."""
+"""Which backend a call gets, and why one is unavailable."""
 
-import re
 import runpy
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from functools import cache
@@ -11,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-import crate_kernels
 from crate_kernels._core import backends
 from crate_kernels._core.backends import Backend
 from crate_kernels._native import extension
@@ -34,20 +30,6 @@ def machine(monkeypatch):
                 monkeypatch.setitem(backends._has_kernel, (op, name), True)
 
     return pretend
-
-
-@pytest.fixture
-def registered():
-    """Return a function that registers a backend for this test alone."""
-    names = []
-
-    def register(*args, **kwargs):
-        backends.register(Backend(*args, **kwargs))
-        names.append(args[0])
-
-    yield register
-    for name in names:
-        backends.unregister(name)
 
 
 CHOICES = {
@@ -270,167 +252,3 @@ def test_a_cuda_library_that_cannot_be_loaded_has_no_architecture(error, monkeyp
 
     monkeypatch.setattr(extension, "cuda_build_info", fail)
     assert extension.cuda_archs.__wrapped__() == set()
-
-
-def test_a_registered_backend_is_offered_until_it_is_unregistered():
-    before = backends.names()
-    backends.register(Backend("extra", KERNELS, remedy="wait"))
-    try:
-        assert backends.names() == (*before, "extra")
-        assert backends.unavailable_reason("mssa", "extra") is None
-        assert backends.resolve("mssa", "extra", CPU, torch.float64) == "extra"
-        assert backends.kernel("tssa", "extra").__name__ == "crate_kernels.ops.tssa.composite"
-    finally:
-        backends.unregister("extra")
-    assert backends.names() == before
-    with pytest.raises(ValueError, match="got 'extra'"):
-        backends.resolve("mssa", "extra", CPU, torch.float32)
-
-
-def test_a_registered_backend_computes_what_is_asked_of_it(registered):
-    registered("extra", KERNELS)
-    w, temp = torch.randn(2, 3, 5, 8), torch.ones(3)
-    torch.testing.assert_close(
-        crate_kernels.tssa(w, temp, backend="extra"), crate_kernels.tssa(w, temp, backend="composite"), rtol=0, atol=0
-    )
-
-
-def test_a_backend_without_a_kernel_for_the_op_says_so(registered):
-    registered("partial", "crate_kernels.{op}")
-    assert backends.unavailable_reason("tssa", "partial") == "partial has no tssa kernel yet"
-    with pytest.raises(RuntimeError, match=r"tssa: backend='partial' is unavailable: partial has no tssa kernel yet; "):
-        crate_kernels.tssa(torch.randn(1, 1, 2, 4), torch.ones(1), backend="partial")
-
-
-def test_a_backend_that_is_missing_keeps_its_reason_and_remedy(registered):
-    registered("away", KERNELS, missing="no such driver", remedy="install the driver")
-    assert backends.unavailable_reason("ista", "away") == "no such driver"
-    with pytest.raises(RuntimeError, match=r"is unavailable: no such driver; install the driver$"):
-        backends.resolve("ista", "away", CPU, torch.float32)
-
-
-def test_registering_imports_no_kernel(registered, tmp_path, monkeypatch):
-    (tmp_path / "kernels_on_disk").mkdir()
-    (tmp_path / "kernels_on_disk" / "mssa.py").write_text("raise ImportError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    registered("disk", "kernels_on_disk.{op}")
-    assert backends.unavailable_reason("mssa", "disk") is None
-    assert backends.unavailable_reason("tssa", "disk") == "disk has no tssa kernel yet"
-    with pytest.raises(ImportError, match=r"^imported$"):
-        backends.kernel("mssa", "disk")
-
-
-def test_a_kernel_is_imported_once(registered, monkeypatch):
-    registered("once", KERNELS)
-    imported = []
-    monkeypatch.setattr(
-        backends.importlib, "import_module", lambda name: imported.append(name) or types.ModuleType(name)
-    )
-    assert backends.kernel("mssa", "once") is backends.kernel("mssa", "once")
-    assert imported == ["crate_kernels.ops.mssa.composite"]
-
-
-def test_a_name_registered_again_gets_its_own_kernel():
-    for package in ("composite", "reference"):
-        backends.register(Backend("again", f"crate_kernels.ops.{{op}}.{package}"))
-        try:
-            assert backends.kernel("mssa", "again").__name__ == f"crate_kernels.ops.mssa.{package}"
-        finally:
-            backends.unregister("again")
-
-
-USE_EVERYTHING = """
-import sys, torch
-import crate_kernels, crate_kernels.nn, crate_kernels.models, crate_kernels.testing
-assert "triton" not in sys.modules, "imported with the package"
-w = torch.randn(2, 3, 5, 8, requires_grad=True)
-out = crate_kernels.mssa(w) + crate_kernels.tssa(w, torch.ones(3)) + crate_kernels.tssa(w, torch.ones(3), causal=True)
-out = out + crate_kernels.ista(w, torch.eye(8)) + crate_kernels.ista_overcomplete(w, torch.ones(8, 9))
-out.sum().backward()
-assert w.grad.isfinite().all()
-assert "triton" not in sys.modules, "imported by a call that needs none"
-"""
-HIDE_TRITON = """
-import sys
-class Hidden:
-    def __init__(self, finder):
-        self.finder = finder
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] == "triton" else self.finder.find_spec(name, path, target)
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
-"""
-REASON = """
-import re
-from crate_kernels._core import backends
-try:
-    crate_kernels.mssa(w, backend="triton")
-except RuntimeError as error:
-    assert re.search("backend='triton' is unavailable: .*; use backend='composite'", str(error)), error
-else:
-    raise AssertionError("triton ran where there is none")
-assert backends._BACKENDS["triton"].missing == "Triton is not installed (pip install triton)"
-assert backends.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("cpp", "composite")
-"""
-
-
-def python(script, **environment):
-    """Run a script in a fresh interpreter from the root of the tree, warnings as errors."""
-    root = str(backends.Path(crate_kernels.__file__).parents[1])
-    # Importing torch may warn: only warnings after it count.
-    script = "import torch, warnings; warnings.simplefilter('error')\n" + script
-    command = [sys.executable, "-c", script]
-    path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, **environment}
-    return subprocess.run(command, env=path, capture_output=True, text=True, timeout=120)
-
-
-def test_importing_and_calling_import_no_triton():
-    result = python(USE_EVERYTHING)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == ""
-
-
-def test_everything_works_where_triton_is_not_installed():
-    result = python(HIDE_TRITON + USE_EVERYTHING + REASON)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_flop_counter_imported_later_knows_the_ops():
-    script = """
-import sys, crate_kernels
-assert "torch.utils.flop_counter" not in sys.modules, "imported with the package"
-from torch.utils.flop_counter import FlopCounterMode
-with FlopCounterMode(display=False) as counter:
-    crate_kernels.ista(torch.ones(9, 4), torch.eye(4), backend="composite")
-assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
-"""
-    result = python(HIDE_TRITON + script)  # the counter only warns without Triton
-    assert result.returncode == 0, result.stderr
-
-
-def test_no_environment_variable_steers_the_choice():
-    script = """
-import crate_kernels, torch
-from crate_kernels._core import backends
-print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
-"""
-    steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}
-    plain, steered = python(script), python(script, **steering)
-    assert plain.returncode == steered.returncode == 0, plain.stderr + steered.stderr
-    assert plain.stdout == steered.stdout
-
-
-def test_no_variable_of_the_environment_chooses_what_computes():
-    """Triton's says on which device it can run at all, and the other how many compilers run side by side."""
-    root = backends.Path(crate_kernels.__file__).parent
-    reads = [
-        f"{path.name}: {line.strip()}"
-        for path in sorted(root.rglob("*.py"))
-        for line in path.read_text().splitlines()
-        if re.search(r"(?<!\*\*)os\.(environ(?!\.setdefault)|getenv)", line)
-    ]
-    assert reads == [
-        'backends.py: _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"',
-        'ninja_build.py: asked = os.environ.get("MAX_JOBS")',
-    ]
