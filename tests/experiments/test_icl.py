@@ -39,6 +39,23 @@ def test_where_a_model_starts():
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), paired.parameters(), strict=True))
 
 
+def test_every_second_head_can_attend_to_what_is_opposite():
+    settings = replace(SETTINGS, opposite=True)
+    trial: Any = SimpleNamespace(seed=0, backend=None, device=torch.device("cpu"))
+    plain, turned = (fresh(trial, settings, name) for name in list(models(settings))[:2])
+    for ours, theirs in zip(plain.parameters(), turned.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    plain_attn, attn = plain.layers[0].attn, turned.layers[0].attn
+    x = torch.randn(2, 5, settings.dim, generator=torch.Generator().manual_seed(0))
+    w = attn.qkv(x).unflatten(-1, (settings.heads, -1)).transpose(1, 2)
+    signs = torch.tensor([-1.0, 1.0]).repeat(settings.heads // 2)[:, None, None]
+    scores = signs * attn.scale * (w @ w.mT)
+    weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = attn.to_out((weights @ w).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attn(x), expected)
+    assert not torch.allclose(plain_attn(x), expected)
+
+
 @pytest.mark.parametrize("task", ["linear", "sparse"])
 def test_prompts(task):
     xs, ys, weights = prompts.draw(SETTINGS, task, 2000, 0)

@@ -43,7 +43,8 @@ def built(verb, settings, digits) -> dict[str, Any]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_there_are_three(verb):
-    assert list(presets(verb)) == ["default", "paper", "quick"]
+    more = ["opposite"] if verb == "icl" else []
+    assert list(presets(verb)) == ["default", "paper", "quick", *more]
 
 
 @pytest.mark.parametrize("preset", ["default", "paper", "quick"])

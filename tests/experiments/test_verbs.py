@@ -41,7 +41,7 @@ def test_published_settings_are_a_preset(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([verb, "--help"])
     assert stopped.value.code == 0
-    assert "{default,paper,quick}" in capsys.readouterr().out
+    assert "{default,paper,quick" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", TRAINED)

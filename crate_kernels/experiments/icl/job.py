@@ -13,12 +13,13 @@ from crate_kernels.bench.drawing import CYCLE, GREY, axes, smoothed, whole_numbe
 from crate_kernels.experiments.common.draws import seeded
 from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
-from crate_kernels.experiments.icl import prompts
+from crate_kernels.experiments.icl import opposite, prompts
 from crate_kernels.experiments.icl.settings import Settings
 from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig, start_as_derived
 
 _TRAINING, _TESTING = 0, 1
 _REPORTED = ("losses", "seconds", "parameters")
+_OPPOSITE = "AoT-MSSA, opposite heads"
 _PAPER = {"AoT-MSSA": "near the transformer", "AoT-MHSA": "near the transformer", "least squares": "0 once solvable"}
 
 
@@ -51,11 +52,12 @@ def run(trial: Trial, settings: Settings) -> int:
 
 def models(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the arguments of each model, by name; the standard transformer has half the layers, as in the paper."""
-    return {
-        "AoT-MSSA": {"attention": "mssa", "depth": settings.depth, "eta": settings.eta},
-        "AoT-MHSA": {"attention": "mhsa", "depth": settings.depth},
-        "transformer": {"attention": "mhsa", "depth": max(1, settings.depth // 2), "mlp": True},
-    }
+    mssa = {"attention": "mssa", "depth": settings.depth, "eta": settings.eta}
+    mhsa = {"attention": "mhsa", "depth": settings.depth}
+    if settings.opposite:
+        return {"AoT-MSSA": mssa, _OPPOSITE: mssa, "AoT-MHSA": mhsa}
+    transformer = {"attention": "mhsa", "depth": max(1, settings.depth // 2), "mlp": True}
+    return {"AoT-MSSA": mssa, "AoT-MHSA": mhsa, "transformer": transformer}
 
 
 def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
@@ -78,6 +80,8 @@ def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
             pairs.copy_(pairs[:, :1] + kinds)
         if settings.derived:
             start_as_derived(model)
+    if name == _OPPOSITE:
+        opposite.turn(model)
     return model.to(trial.device)
 
 

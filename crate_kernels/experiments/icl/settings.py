@@ -11,6 +11,8 @@ class Settings:
 
     Attributes:
         tasks: ``"linear"`` (every weight drawn) and ``"sparse"`` (all but ``nonzeros`` are zero).
+        opposite: if True, compare AoT-MSSA with an AoT-MSSA of which every second head has the sign of its scores
+            turned, and with AoT-MHSA. Otherwise compare AoT-MSSA, AoT-MHSA and the standard transformer.
         dims: dimension of an example. examples: per prompt.
         dim, heads, depth: of both AoT; the standard transformer has half the layers, as in the paper.
         eta: step size of MSSA.
@@ -25,6 +27,7 @@ class Settings:
     """
 
     tasks: tuple[str, ...] = ("linear", "sparse")
+    opposite: bool = False
     dims: int = 2
     nonzeros: int = 1
     examples: int = 7
@@ -63,4 +66,5 @@ PRESETS = {
         warmup=1000,
     ),
     "quick": Settings(dims=2, examples=5, dim=16, heads=2, depth=2, steps=6, batch_size=8, warmup=2, tests=64),
+    "opposite": Settings(tasks=("linear",), opposite=True, steps=1250),
 }
