@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from crate_kernels.experiments.mae import probe
 from crate_kernels.experiments.mae.settings import PRESETS as MAE
 from crate_kernels.experiments.redunet import gaussians
 from crate_kernels.experiments.redunet.settings import PRESETS as REDUNET
+from crate_kernels.models import CRATE, CRATEConfig
 
 CPU = torch.device("cpu")
 
@@ -69,6 +71,20 @@ def test_principal_components_are_those_of_all_patches_together():
         wanted = rows @ axes[component]
         correlation = torch.corrcoef(torch.stack([colours.flatten(0, 1)[:, component], wanted]))[0, 1]
         assert abs(correlation) == pytest.approx(1)
+
+
+def test_additions_are_measured_beside_the_tokens_they_are_added_to():
+    torch.manual_seed(0)
+    model: Any = CRATE(CRATEConfig(8, 2, 2, 4, image_size=4, patch_size=2, num_classes=3, channels=1)).train()
+    images = torch.randn(5, 1, 4, 4)
+    x, wanted = model._embed(images), []
+    for layer in model.transformer.layers:
+        wanted.append((layer[0](x).std() / x.std()).item())
+        x = layer(x)
+    assert watching.added(model, images) == pytest.approx(wanted, rel=1e-5)
+    model.transformer.layers[1][0].fn.to_out[0].weight.data.mul_(3.0)
+    model.transformer.layers[1][0].fn.to_out[0].bias.data.mul_(3.0)
+    assert watching.added(model, images) == pytest.approx([wanted[0], 3 * wanted[1]], rel=1e-5)
 
 
 def test_gaussians_are_around_the_axes_of_the_sphere():

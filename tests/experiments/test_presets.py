@@ -119,6 +119,7 @@ def test_the_demos_other_settings_are_kept():
         epochs=settings.epochs,
         batch_size=settings.batch_size,
         learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
         dim=settings.dim,
         depth=settings.depth,
         heads=settings.heads,

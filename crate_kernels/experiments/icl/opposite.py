@@ -7,7 +7,7 @@ with others: the difference of the two is free of the mean of all answers (arXiv
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ def turn(model: nn.Module) -> None:
     """Turn the sign of the scores in every second head of each MSSA; the parameters stay as they are."""
     for module in model.modules():
         if isinstance(module, MSSA):
-            module._operator = _every_second_turned
+            cast(Any, module)._operator = _every_second_turned
 
 
 def _every_second_turned(w: Tensor, *, scale: float, **options: Any) -> Tensor:

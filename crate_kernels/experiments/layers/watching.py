@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crate_kernels._core import files
 from crate_kernels.experiments.common.fit import Unusable, advance, resume
@@ -26,10 +26,12 @@ def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int,
     """
     seen: dict[int, dict[str, Any]] = {}
     path, epoch = trial.folder / "seen.json", steps_per_epoch(training.settings, training.digits)
+    images = training.digits.crop(training.digits.test_images)[:250].to(trial.device)
 
     def measure() -> float:
         accuracy = training.digits.accuracy(training.model, trial.device)
         layers = whitebox.measure(training.model, training.digits, trial.device).summary()
+        layers["added_by_mssa"] = added(training.model, images)
         seen[training.done // epoch] = {**layers, "accuracy": accuracy}
         files.put(path, json.dumps(seen).encode())
         return accuracy
@@ -47,6 +49,23 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
         return {int(epoch): found for epoch, found in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise Unusable(f"{path} cannot be read ({error})") from None
+
+
+@torch.no_grad()
+def added(model: Any, images: Tensor) -> list[float]:
+    """Return, per layer, the deviation of what MSSA adds to the tokens, over that of the tokens."""
+    found: list[float] = []
+
+    def note(_module: nn.Module, args: tuple[Tensor], update: Tensor) -> None:
+        found.append((update.std() / args[0].std()).item())
+
+    hooks = [layer[0].register_forward_hook(note) for layer in model.transformer.layers]
+    try:
+        model.eval()(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 @dataclass(frozen=True, eq=False)
