@@ -16,6 +16,7 @@ SHOWN = {
     "denoise": ("theorem", "softmax"),
     "redunet": ("sphere", "turned"),
     "layers": ("epochs", "principal"),
+    "icl": ("learning", "error"),  # of its preset "opposite"
 }
 WIDTH = 900  # pixels
 COLOURS = 128

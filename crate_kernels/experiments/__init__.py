@@ -15,7 +15,7 @@ EXPERIMENTS = (
     Experiment("redunet", "networks built forward by rate reduction: three Gaussians, and digits turned by any angle",
                "30 seconds"),
     Experiment("layers", "coding rate, sparsity, subspaces and tokens of a CRATE, layer by layer, as it is trained",
-               "1 minute", _CRATE),
+               "2 minutes", _CRATE),
     Experiment("classify", "CRATE and its variants, CRATE-alpha, ToST and AoT, trained alike on real digits",
                "4 minutes", _ALL),
     Experiment("mae", "what a CRATE-MAE fills into real digits, and what a linear probe reads from it",

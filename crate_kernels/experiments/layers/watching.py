@@ -124,5 +124,5 @@ def _components(patches: Tensor) -> tuple[Tensor, float]:
 
     components: Any = PCA(3, svd_solver="full")
     rows = components.fit_transform(patches.flatten(0, 1).double().numpy())
-    scaled = torch.from_numpy(minmax_scale(rows)).unflatten(0, patches.shape[:2])
+    scaled = torch.from_numpy(minmax_scale(rows)).clamp(0, 1).unflatten(0, patches.shape[:2])
     return scaled, float(components.explained_variance_ratio_.sum())
