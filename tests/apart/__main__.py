@@ -3,6 +3,7 @@
 import argparse
 import faulthandler
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 import torch
 
 import crate_kernels
-from tests.apart.draw import ORDER, draw
+from tests.apart.draw import OPERATORS, ORDER, draw, seeds_of
 from tests.apart.judge import Verdict, judge
+from tests.apart.machines import ready
 
 OUTPUT = Path("apart-output")
 STATUSES = ("passed", "close", "refused", "limit", "failed", "broken")
@@ -28,15 +30,25 @@ def main():
     parser.add_argument("--start", type=int, default=0, help="the first seed (default %(default)s)")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
     parser.add_argument("--kind", default="", help="only classes whose name has this in it")
+    parser.add_argument("--op", choices=OPERATORS, help="as many calls of this operator alone")
+    parser.add_argument("--shard", default="1/1", help="I/N: each N-th of the seeds, from the I-th (default all)")
     parser.add_argument("--backend", help='every call on this backend; "none" leaves the choice to the package')
     parser.add_argument("--log", type=Path, help=f"log of the calls (default {OUTPUT}/<hash of the sources>.jsonl)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
-    if arguments.seed is not None:
-        return repeat(arguments.seed, arguments.backend)
+    with ready(arguments.backend):
+        if arguments.seed is not None:
+            return repeat(arguments.seed, arguments.backend)
+        return make(arguments)
+
+
+def make(arguments):
+    """Make the calls that ``arguments`` ask for; return the exit status."""
     log = arguments.log or OUTPUT / f"{digest()}{'-' + arguments.backend if arguments.backend else ''}.jsonl"
-    seeds = range(arguments.start, arguments.start + arguments.calls)
+    first, parts = map(int, arguments.shard.split("/"))
+    seeds = seeds_of(arguments.op, arguments.start) if arguments.op else itertools.count(arguments.start)
+    seeds = itertools.islice(seeds, first - 1, arguments.calls, parts)
     records = run([s for s in seeds if arguments.kind in ORDER[s % len(ORDER)][1]], log, arguments)
     return summary(records, log)
 

@@ -3,18 +3,25 @@
 import torch
 
 from tests.apart import values
-from tests.apart.call import has_cpp
+from tests.apart.call import KERNELS, has_cpp
 
-MODES = ("no_grad", "inference", "add", "double", "twice", "overwritten", "threads", "prefix")
-_ROOM = 4_000_000  # most multiply-adds per product: a call and its equations then take a few milliseconds
+MODES = (
+    "no_grad", "inference", "add", "double", "part", "second", "twice", "overwritten", "threads", "prefix",
+    "grad of grad",
+)  # fmt: skip
+IN_PLACE = ("add", "double", "part", "second")  # an output is changed before the backward
+# Most multiply-adds per product, mostly and now and then: a call and its equations then take some milliseconds.
+_ROOM = {"triton": (20_000, 60_000), "emulated": (100_000, 400_000)}
+_CPU_ROOM = (400_000, 4_000_000)
 
 
 def sizes(d, backend, quadratic):
     """Return (batch, nheads, seqlen, head_dim), small enough in all."""
     batch, nheads, seqlen, head_dim = d.pick(1, 1, 2, 3, 5), d.pick(1, 1, 2, 3, 4, 6, 8, 12), d.length(), d.channels()
     if backend == "triton":
-        seqlen, head_dim, nheads = min(seqlen, 70), min(head_dim, 32), min(nheads, 3)
-    room = _ROOM // 60 if backend == "triton" else _ROOM
+        seqlen, nheads = min(seqlen, 70), min(nheads, 3)
+    small, large = _ROOM.get(backend, _CPU_ROOM)
+    room = d.pick(small, small, small, large)
     while batch * nheads * seqlen * head_dim * (seqlen if quadratic else 16) > room:
         if batch > 1:
             batch -= 1
@@ -52,8 +59,10 @@ def modes(d, call, kind, units=0, prefix=False):
     mode = d.pick(*MODES) if kind == "modes" or d.chance(0.06) else ""
     grad = mode not in ("no_grad", "inference")
     if (
-        (mode in ("add", "double") and "out" not in call.upstream)
-        or (mode == "prefix" and not (prefix and call.backend in ("cpp", "triton")))
+        (mode in ("add", "double", "part") and "out" not in call.upstream)
+        or (mode == "second" and len(call.outputs) == 1)
+        or (mode == "grad of grad" and call.backend == "reference")  # has one, which transforms.py judges
+        or (mode == "prefix" and not (prefix and call.backend in KERNELS))
         or (not grad and call.context)
     ):
         return
@@ -77,7 +86,7 @@ def upstreams(d, outputs, shapes, dtypes):
 
 def merges(backend, laid, dtype):
     """Whether the output's heads must merge without a copy: kernels always, plain PyTorch where the input's do."""
-    kernel = backend == "cpp" or (backend is None and dtype != "float64" and has_cpp())
+    kernel = backend in ("cpp", "emulated") or (backend is None and dtype != "float64" and has_cpp())
     return kernel or (backend != "reference" and laid == "projection")
 
 

@@ -1,7 +1,9 @@
 """Drawn programs on a decoding cache: appends, ragged prompts, reorder, truncate, reset, clone, and what they leave."""
 
+import torch
+
 from tests.apart import values
-from tests.apart.call import Call, keywords
+from tests.apart.call import DTYPES, KERNELS, Call, keywords
 from tests.apart.mirror import follow
 
 
@@ -17,12 +19,12 @@ def tssa(d, seed, kind, forced):
 
 def _program(d, seed, kind, forced, op):
     backend, dtype = d.backend(forced)
-    batch, nheads, head_dim = d.integer(1, 4), d.pick(1, 2, 3, 5), min(d.channels(), 32 if backend == "triton" else 256)
+    batch, nheads, head_dim = d.integer(1, 4), d.pick(1, 2, 3, 5), min(d.channels(), 72 if backend == "triton" else 256)
     capacity = d.pick(d.integer(1, 12), d.integer(8, 40), d.pick(63, 64, 65, 100))
     call = Call(kind, seed, op, backend, dtype, outputs=("out", "lse" if op == "mssa" else "membership"))
     if op == "mssa":
         d.put(f"cache = SubspaceCache({batch}, {nheads}, {capacity}, {head_dim}, dtype=torch.{dtype})")
-        scale = d.pick(None, None, 1.0, -0.5, d.uniform(0, 0.5))
+        scale = d.pick(None, None, 1.0, -0.5, 30.0, d.uniform(0, 0.5))
         call.scale = head_dim**-0.5 if scale is None else scale
         options = {"scale": scale}
     else:
@@ -36,10 +38,11 @@ def _program(d, seed, kind, forced, op):
             wide = (nheads, 20 * capacity, 1)
             d.put(f"bias = torch.randn({wide}, generator=g) * {d.pick(0.01, 0.3)}")
             if d.chance(0.2):
-                d.put(f"bias[{d.integer(0, nheads - 1)}] = -math.inf" if nheads > 1 else "bias[0, 0] = 9.0")
+                values_ = "-math.inf", "-math.inf", f"{torch.finfo(DTYPES[dtype]).min / 2}", "1e4"
+                d.put(f"bias[{d.integer(1, nheads - 1)}] = {d.pick(*values_)}" if nheads > 1 else "bias[0, 0] = 9.0")
             values.layout(d, "bias", wide, d.pick(*beside), d.pick("contiguous", "sliced"))
         options = {"denom_bias": "bias" if biased else None}
-    if backend in ("cpp", "triton") and dtype == "float64":
+    if backend in KERNELS and dtype == "float64":
         call.refusal = NotImplementedError, "backend="
     call.setup = d.lines
     d.lines = []
@@ -64,7 +67,10 @@ def _program(d, seed, kind, forced, op):
                 d.put(f"cache.truncate({keep[0]})")
             else:
                 keep = [d.integer(-1, capacity) for _ in range(batch)]
-                d.put(f"cache.truncate(torch.tensor({keep}, dtype=torch.{d.pick('int32', 'int64')}))")
+                d.put(f"keep = torch.tensor({keep}, dtype=torch.{d.pick('int32', 'int64')})")
+                if d.chance(0.3):
+                    d.put("keep = torch.stack([keep, keep * 0 - 5], 1)[:, 0]")
+                d.put("cache.truncate(keep)")
             lengths[:] = [min(n, max(k, 0)) for n, k in zip(lengths, keep, strict=True)]
             _end(d, call, "truncate", keep=[max(k, 0) for k in keep])
         elif step == "reset":
@@ -99,15 +105,17 @@ def _append(d, call, step, lengths, shape, options):
     d.put(f"w = torch.randn({batch}, {nheads}, {new}, {head_dim}, generator=g) * {d.pick(0.3, 1.0, 1.0, 4.0)}")
     if d.chance(0.2):
         d.put(f"w[{d.integer(0, batch - 1)}] = {d.pick('math.nan', 'math.inf', '-math.inf')}")
-    values.layout(
-        d, "w", (batch, nheads, new, head_dim), call.dtype, d.pick("projection", "contiguous", "sliced", "permuted")
-    )
     kept = [new] * batch
     masked = step == "ragged" or (step == "overfull" and d.chance(0.2))
     if masked:
         kept = [d.integer(0, new) for _ in range(batch)] if step == "ragged" else kept
         d.put(f"mask = torch.arange({new}) < torch.tensor({[[n] for n in kept]})")
+        if d.chance(0.3):
+            values.far(d)
         values.stride(d, "mask", (batch, new), "bool", "True")
+    values.layout(
+        d, "w", (batch, nheads, new, head_dim), call.dtype, d.pick("projection", "contiguous", "sliced", "permuted")
+    )
     second = d.chance(0.5)
     backend = call.backend
     if not call.refusal and d.chance(0.15):
@@ -119,7 +127,9 @@ def _append(d, call, step, lengths, shape, options):
         **{"return_lse" if call.op == "mssa" else "return_membership": True if second else None},
         backend=repr(backend) if backend else None,
     )  # fmt: skip
-    d.put(f"{names} = {call.op}(w{temp}{text})")
+    context = d.pick("", "", "", "torch.no_grad()", "torch.inference_mode()")
+    line = f"{names} = {call.op}(w{temp}{text})"
+    d.put(f"with {context}:\n    {line}" if context else line)
     _end(d, call, "append", outputs=call.outputs[: 1 + second], masked=masked, full=step == "overfull")
     if step != "overfull":
         lengths[:] = [n + k for n, k in zip(lengths, kept, strict=True)]

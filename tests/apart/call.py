@@ -11,6 +11,7 @@ import crate_kernels
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALF = ("bfloat16", "float16")
+KERNELS = ("cpp", "triton", "emulated")  # emulated: CUDA C++ on the emulator of tests/tools
 HEAD = ["import math", "import torch", "from crate_kernels import *", "from crate_kernels import nn", ""]
 
 
@@ -83,7 +84,12 @@ class Call:
 
     def statements_after_the_call(self):
         """Return what is done to the output before the backward."""
-        return {"add": "out += 1", "double": "out *= 2"}.get(self.mode, "")
+        return {
+            "add": "out += 1",
+            "double": "out *= 2",
+            "part": "out[..., :1].zero_()",
+            "second": f"{self.outputs[-1]}.mul_(2)",
+        }.get(self.mode, "")
 
     def gradient_line(self):
         """Return the assignment of the gradients."""
@@ -126,7 +132,7 @@ class Draw:
         """Return a head_dim from 1 to 256: few, or around the widths of vectors."""
         return self.pick(
             self.integer(1, 9), self.integer(1, 40), self.pick(8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 64, 65),
-            self.pick(72, 80, 96, 100, 127, 128, 128, 129, 160, 192, 255, 256),
+            self.pick(72, 80, 96, 100, 112, 113, 127, 128, 128, 129, 160, 192, 255, 256),
         )  # fmt: skip
 
     def put(self, line):
@@ -145,8 +151,8 @@ class Draw:
         name = None if name == "none" else name
         if name == "triton":
             return name, self.pick("float32", "float32", "float16")
-        odds = [10, 5, 5] if name == "cpp" else [8, 4, 4]
-        if self.chance(0.02 if name == "cpp" else 0.15):
+        odds = [10, 5, 5] if name in KERNELS else [8, 4, 4]
+        if self.chance(0.02 if name in KERNELS else 0.15):
             return name, "float64"
         return name, self.random.choices(["float32", "bfloat16", "float16"], odds)[0]
 

@@ -1,5 +1,7 @@
 """The classes of calls, and the draw of one from its seed."""
 
+import itertools
+
 from tests.apart import caches, modules, mssa, refusals, sparse, transforms, tssa
 from tests.apart.call import Draw
 
@@ -9,23 +11,26 @@ SHARES = {
         "mssa plain": 6, "mssa layout": 4, "mssa padding": 5, "mssa far padding": 4, "mssa packed": 6,
         "mssa dropout": 4, "mssa saturated dropout": 4, "mssa threshold": 3,
         "mssa relu": 2, "mssa identity": 2, "mssa large norms": 4,
-        "mssa common mean": 5, "mssa tokens": 5, "mssa scale": 3, "mssa lse": 4, "mssa autocast": 2, "mssa modes": 3,
+        "mssa common mean": 5, "mssa tokens": 5, "mssa scale": 3, "mssa lse": 4, "mssa autocast": 2, "mssa modes": 6,
     },
     tssa.draw: {
-        "tssa plain": 5, "tssa layout": 4, "tssa padding": 4, "tssa packed": 5, "tssa dropout": 4, "tssa bias": 5,
-        "tssa temp": 4, "tssa tokens": 6, "tssa membership": 3, "tssa autocast": 1, "tssa modes": 2,
+        "tssa plain": 5, "tssa layout": 4, "tssa padding": 4, "tssa far padding": 3, "tssa packed": 5,
+        "tssa dropout": 4, "tssa saturated dropout": 3, "tssa bias": 5, "tssa temp": 4, "tssa tokens": 6,
+        "tssa membership": 3, "tssa autocast": 1, "tssa modes": 5,
     },
     caches.mssa: {"mssa cache": 9},
     caches.tssa: {"tssa cache": 7},
     sparse.draw: {
-        "ista plain": 5, "ista layout": 4, "ista values": 3, "ista mixed": 2, "ista autocast": 2, "ista modes": 2,
+        "ista plain": 5, "ista layout": 4, "ista values": 3, "ista mixed": 2, "ista autocast": 2, "ista modes": 3,
         "ista_overcomplete plain": 5, "ista_overcomplete layout": 3, "ista_overcomplete values": 2,
-        "ista_overcomplete mixed": 2, "ista_overcomplete autocast": 1, "ista_overcomplete modes": 1,
+        "ista_overcomplete mixed": 2, "ista_overcomplete autocast": 1, "ista_overcomplete modes": 2,
     },
     modules.draw: {
         "nn MSSA": 3, "nn TSSA": 2, "nn CausalMSSA": 2, "nn CausalTSSA": 2, "nn ISTA": 2, "nn OvercompleteISTA": 2,
     },
-    transforms.draw: {"transforms": 4},
+    transforms.draw: {
+        "mssa transforms": 2, "tssa transforms": 2, "ista transforms": 1, "ista_overcomplete transforms": 1,
+    },
     refusals.draw: {"refusals": 5},
 }  # fmt: skip
 
@@ -42,6 +47,22 @@ def _interleave():
 
 
 ORDER = _interleave()
+
+
+# A cache is an operator of its own here: mssa decodes by other kernels, and tssa makes steps.
+OPERATORS = ("mssa", "mssa cache", "tssa", "tssa cache", "ista", "ista_overcomplete")
+
+
+def operator_of(kind):
+    """Return the operator that calls of a class are of: itself, or its first word; "" for modules and refusals."""
+    found = kind if kind in OPERATORS else kind.split()[0]
+    return found if found in OPERATORS else ""
+
+
+def seeds_of(operator, start=0):
+    """Yield the seeds, from ``start``, whose calls are of one operator."""
+    kinds = [operator_of(kind) == operator for _, kind in ORDER]
+    return (seed for seed in itertools.count(start) if kinds[seed % len(kinds)])
 
 
 def draw(seed, backend=None):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.apart import philox
+from tests.apart.attention import IN_PLACE
 from tests.apart.budget import FORWARD, GRADIENT, Budget, Wrong, check, same
 from tests.apart.call import HEAD
 
@@ -69,7 +70,7 @@ def _judge(call):
         return call.check(call, space)
     tensors = {name: value for name, value in space.items() if isinstance(value, torch.Tensor)}
     before = {name: value.detach().clone() for name, value in tensors.items()}
-    torch.manual_seed(call.seed)
+    seeded(call)
     seed = philox.next_seed()
     try:
         got = run(call, space)
@@ -91,7 +92,7 @@ def _judge(call):
         torch.set_num_threads(1)
         for name, value in run(call, space).items():
             check(same(value, got[name]), f"{name} has other bits on one thread")
-    torch.manual_seed(call.seed)
+    seeded(call)
     state = torch.get_rng_state()
 
     def evaluate(tensors, cast, nudge, context):
@@ -105,7 +106,7 @@ def _judge(call):
     for name, value in got.items():
         gradient = name.startswith("d")
         if defined or not gradient:
-            budget.check_against(name, value, GRADIENT if gradient or call.kind == "transforms" else FORWARD)
+            budget.check_against(name, value, GRADIENT if gradient or call.kind.endswith("transforms") else FORWARD)
     return finished(budget)
 
 
@@ -125,9 +126,14 @@ def documented(call, error):
     raise Wrong(text.splitlines()[0]) from error
 
 
+def seeded(call):
+    """Seed the CPU's generator; torch.manual_seed does so for every device, and takes longer than a small call."""
+    torch.default_generator.manual_seed(call.seed)
+
+
 def run(call, space):
     """Make the call; return outputs and gradients by name."""
-    torch.manual_seed(call.seed)
+    seeded(call)
     exec(call.call_line(), space)
     call.last = {"out": space["out"]}
     got = {name: space[name].detach().clone() for name in call.outputs}
@@ -136,7 +142,7 @@ def run(call, space):
             not any(space[name].requires_grad for name in call.outputs),
             "an output requires a gradient without grad mode",
         )
-    if call.mode in ("add", "double"):
+    if call.mode in IN_PLACE:
         exec(call.statements_after_the_call(), space)
     if call.upstream and call.wrt:
         got.update(gradients(call, space))
@@ -159,9 +165,11 @@ def gradients(call, space):
         with torch.no_grad():
             leaves[0].mul_(3)
     try:
-        found = torch.autograd.grad(outputs, leaves, given, retain_graph=call.mode == "twice")
+        found = torch.autograd.grad(
+            outputs, leaves, given, retain_graph=call.mode == "twice", create_graph=call.mode == "grad of grad"
+        )
     except RuntimeError as error:
-        read = overwritten or (call.mode in ("add", "double") and call.op in ("mssa", "ista"))
+        read = overwritten or call.mode == "second" or (call.mode in IN_PLACE and call.op in ("mssa", "ista"))
         check(read and re.search("(chang|modifi)ed.* in[- ]?place", str(error)), str(error))
         return {}
     finally:
@@ -171,7 +179,20 @@ def gradients(call, space):
     if call.mode == "twice":
         for name, one, two in zip(names, found, torch.autograd.grad(outputs, leaves, given), strict=True):
             check(same(one, two), f"{name} has other bits when the backward is repeated")
+    if call.mode == "grad of grad":
+        no_second_gradient(found, leaves)
+        found = [gradient.detach() for gradient in found]
     return dict(zip(names, found, strict=True))
+
+
+def no_second_gradient(found, leaves):
+    """Check that gradients of gradients are refused by an error that says what has them."""
+    try:
+        torch.autograd.grad([gradient.sum() for gradient in found], leaves)
+    except NotImplementedError as error:
+        check("use backend='reference'" in str(error), str(error))
+        return
+    raise Wrong("a gradient of a gradient must be refused")
 
 
 def later_tokens(call, space, got):
@@ -192,7 +213,7 @@ def later_tokens(call, space, got):
 def layouts(call, tensors, got):
     """Check dtypes, shapes and memory of gradients and outputs; ``got`` holds contiguous copies of outputs."""
     out = call.last["out"]
-    if call.merged and call.mode not in ("add", "double"):
+    if call.merged and call.mode not in IN_PLACE:
         merged = out.transpose(1, 2).flatten(2)
         check(
             merged.untyped_storage().data_ptr() == out.untyped_storage().data_ptr(),
@@ -224,6 +245,15 @@ def separate(tensor):
     return True
 
 
+def through_changes(call, name, gradient):
+    """Return the gradient of output ``name`` from that of what statements_after_the_call() made of it."""
+    if (call.mode, name) in (("double", "out"), ("second", call.outputs[-1])):
+        return gradient * 2.0
+    if (call.mode, name) == ("part", "out"):
+        return torch.cat([torch.zeros_like(gradient[..., :1]), gradient[..., 1:]], -1)
+    return gradient
+
+
 def equations(call, tensors, seed, cast, nudge, context):
     """Evaluate the call's equations with autograd, in float64, in float32 or (None) in the dtypes of its tensors."""
     t = {"seed": seed}
@@ -235,8 +265,7 @@ def equations(call, tensors, seed, cast, nudge, context):
     result = {name: value for name, value in space["result"].items() if name in call.outputs}
     values = {name: value.detach() for name, value in result.items()}
     if call.upstream and call.wrt:
-        factor = 2.0 if call.mode == "double" else 1.0
-        given = [t[f"d{name}"].to(result[name].dtype) * (factor if name == "out" else 1.0) for name in call.upstream]
+        given = [through_changes(call, name, t[f"d{name}"].to(result[name].dtype)) for name in call.upstream]
         grads = torch.autograd.grad([result[name] for name in call.upstream], [t[name] for name in call.wrt], given)
         values.update({f"d{name}": grad for name, grad in zip(call.wrt, grads, strict=True)})
     return values

@@ -31,6 +31,9 @@ def follow(call, space):
             )
             w, kept = space["w"], _kept_tokens(space, step)
             rows = [torch.cat([row, w[b][:, kept[b]]], 1) for b, row in enumerate(rows)]
+            with torch.inference_mode():  # the cache keeps none of the memory of what went in and came out
+                for name in ("w", *step["outputs"]):
+                    space[name].fill_(-7.0)
         else:
             exec(line, space)
             if step["kind"] == "clone":

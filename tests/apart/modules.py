@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import sdpa_factor
-from tests.apart.call import Call, has_cpp, keywords
+from tests.apart.call import KERNELS, Call, has_cpp, keywords
 from tests.apart.sparse import between
 
 
@@ -62,7 +62,7 @@ def draw(d, seed, kind, forced):
         )
         call.wrt = [n for n in ("x", *parameters) if d.chance(0.8)] or ["x"]
         call.upstream = {"out": "dout"}
-    if backend in ("cpp", "triton") and dtype == "float64" and "'mm'" not in line:
+    if backend in KERNELS and dtype == "float64" and "'mm'" not in line:
         call.refusal = NotImplementedError, "backend="
 
     def equation(t, nudge):

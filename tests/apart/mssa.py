@@ -2,7 +2,7 @@
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
-from tests.apart.call import Call, has_cpp, keywords
+from tests.apart.call import KERNELS, Call, has_cpp, keywords
 
 
 def draw(d, seed, kind, forced):
@@ -39,8 +39,7 @@ def draw(d, seed, kind, forced):
             mask = True
             values.mask(d, batch, seqlen)
             if what == "far padding":
-                # Padded tokens lie far from every kept key, or far out: their scores may decide only their own rows.
-                d.put(f"w[..., 0] += torch.where(mask, {d.uniform(0, 30)}, {d.uniform(-60, 60)})[:, None]")
+                values.far(d)
         if not mask:
             values.undefined(d, d.integer(0, max(batch - 1, 0)), batch)
     laid = values.layout(d, "w", sizes_, dtype, None if what == "layout" or d.chance(0.5) else "projection", True)
@@ -64,7 +63,7 @@ def draw(d, seed, kind, forced):
     call.merged = not packed and merges(backend, laid, dtype)
     modes(d, call, what, 0 if packed else batch * nheads, causal and not packed and seqlen > 1)
     plain = phi in ("relu", "identity")
-    if backend in ("cpp", "triton") and (working == "float64" or plain or head_dim > 256):
+    if backend in KERNELS and (working == "float64" or plain or head_dim > 256):
         call.refusal = NotImplementedError, "backend="
     call.lenient = call.lenient or plain  # raw scores may overflow in the tokens' dtype
     call.jumps = phi in ("threshold", "relu")

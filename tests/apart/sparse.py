@@ -4,7 +4,7 @@ import torch
 
 from tests.apart import oracle, values
 from tests.apart.attention import modes
-from tests.apart.call import HALF, Call, keywords
+from tests.apart.call import HALF, KERNELS, Call, keywords
 
 
 def between(dtype):
@@ -104,7 +104,7 @@ def draw(d, seed, kind, forced):
         call.context = f'torch.autocast("cpu", torch.{within})'
         call.working = within if dtype == "float32" else ""  # tokens in half precision stay what they are
     modes(d, call, what)
-    if backend in ("cpp", "triton") and dtype == "float64":
+    if backend in KERNELS and dtype == "float64":
         call.refusal = NotImplementedError, "backend="
     call.jumps = True
     numbers = {

@@ -10,7 +10,8 @@ _REFUSED = NotImplementedError, "use backend='reference'"
 
 def draw(d, seed, kind, forced):
     """Draw a transformed call; every tensor is small."""
-    op = d.pick("mssa", "tssa", "causal tssa", "ista", "ista_overcomplete")
+    op = kind.removesuffix(" transforms")
+    op = d.pick("tssa", "causal tssa") if op == "tssa" else op
     backend, _ = d.backend(forced)
     backend = None if backend == "triton" and not forced else backend
     name = "tssa" if "tssa" in op else op

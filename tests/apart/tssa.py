@@ -4,7 +4,7 @@ import torch
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import merges, modes, packed_tokens, sizes, upstreams
-from tests.apart.call import DTYPES, HALF, Call, keywords
+from tests.apart.call import DTYPES, HALF, KERNELS, Call, keywords
 
 
 def draw(d, seed, kind, forced):
@@ -14,24 +14,26 @@ def draw(d, seed, kind, forced):
     call = Call(kind, seed, "tssa", backend, dtype, lenient=backend == "reference")
     what = kind.removeprefix("tssa ")
     causal = d.chance(0.9 if what == "bias" else 0.5)
-    dropout = d.pick(0.1, 0.5, 0.9, d.uniform(0, 0.99)) if what == "dropout" or d.chance(0.1) else 0.0
+    dropout = d.pick(0.1, 0.5, 0.9, d.uniform(0, 0.99)) if "dropout" in what or d.chance(0.1) else 0.0
     tokens = d.pick(*values.TOKENS) if what == "tokens" or d.chance(0.25) else "randn"
     mask = packed = False
-    if what == "packed" or (what != "padding" and d.chance(0.12)):
+    if what == "packed" or (what not in ("padding", "far padding") and d.chance(0.12)):
         packed = True
         sizes_, offsets, longest = packed_tokens(d, tokens, shape, None)
     else:
         sizes_ = shape
         values.tokens(d, tokens, shape)
-        if seqlen and (what == "padding" or d.chance(0.15)):
+        if seqlen and (what in ("padding", "far padding") or d.chance(0.15)):
             mask = True
             values.mask(d, batch, seqlen)
+            if what == "far padding":
+                values.far(d)
         else:
             values.undefined(d, d.integer(0, max(batch - 1, 0)), batch)
     wrt = [name for name in ("w", "temp", "bias") if d.chance(0.8)] or ["w"]
     laid = values.layout(d, "w", sizes_, dtype, None if what == "layout" or d.chance(0.5) else "projection", "w" in wrt)
     beside = d.pick(dtype, "float32") if dtype in HALF else dtype
-    temperatures(d, nheads, beside, what == "temp", "temp" in wrt)
+    temperatures(d, nheads, beside, what, "temp" in wrt)
     covered = max(longest if packed else seqlen, 1)
     bias = causal and (what == "bias" or d.chance(0.4))
     if bias:
@@ -58,7 +60,7 @@ def draw(d, seed, kind, forced):
     if what == "autocast" or d.chance(0.03):
         call.context = f'torch.autocast("cpu", torch.{d.half(backend)})'  # leaves tokens alone
     modes(d, call, what, 100, causal and not packed and seqlen > 1)
-    if backend in ("cpp", "triton") and dtype == "float64":
+    if backend in KERNELS and dtype == "float64":
         call.refusal = NotImplementedError, "backend="
 
     def equation(t, nudge):
@@ -78,11 +80,13 @@ def draw(d, seed, kind, forced):
     return call
 
 
-def temperatures(d, nheads, dtype, odd, grad):
+def temperatures(d, nheads, dtype, what, grad):
     """Write ``temp``, (nheads,) or (nheads, 1)."""
     sizes_ = d.pick((nheads,), (nheads, 1))
     d.put(f"temp = torch.rand({sizes_}, generator=g) * {d.pick(1.0, 2.0)} + {d.pick(0.1, 0.5, 1.0)}")
-    if odd:
+    if what == "saturated dropout":
+        d.put(f"temp = temp * {d.pick(30, 300, 3000)}")
+    elif what == "temp":
         d.put(d.pick(
             "temp = -temp", "temp = temp * 0", "temp = temp * 30", "temp = temp * 1e-3", "temp = temp.sub(1)",
             f"temp[{d.integer(0, nheads - 1)}] = 0", "temp[1:2] = -math.inf",  # with one head no logit would be left

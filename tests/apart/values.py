@@ -44,6 +44,11 @@ def tokens(d, kind, shape, scale=None):
     return kind
 
 
+def far(d):
+    """Move padded tokens far from every kept key, or far out: their scores may decide only their own rows."""
+    d.put(f"w[..., 0] += torch.where(mask, {d.uniform(0, 30)}, {d.uniform(-60, 60)})[:, None]")
+
+
 def undefined(d, dims, count):
     """Give one of ``count`` sequences tokens that are no numbers, which no other may see."""
     if count > 1 and d.chance(0.04):

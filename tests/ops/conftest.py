@@ -58,25 +58,8 @@ def arithmetic_of_gpus():
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def language_patched_once():
-    """Let the interpreter patch Triton's language once per launch, not again in every call of a helper.
+    """Let the interpreter patch Triton's language once per launch: it takes a third of the time."""
+    from tests.tools.interpreter import launches
 
-    Repeated patching takes two thirds of the time of these tests. Results do not change.
-    """
-    from triton.runtime import interpreter
-
-    patch_language, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def once(function):
-        modules = frozenset(id(m) for m in (interpreter.tl, interpreter.tl.core) if m in function.__globals__.values())
-        if modules not in patched:
-            patched.add(modules)
-            return patch_language(function)
-
-    def launched(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+    with launches.patched_once():
         yield

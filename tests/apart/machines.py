@@ -1,0 +1,51 @@
+"""What calls need around them: NaN in fresh memory, and machines that stand in for a GPU."""
+
+import os
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+FRESH = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+
+
+@contextmanager
+def ready(backend):
+    """Let calls on ``backend`` run here for as long as the context is open.
+
+    Triton's interpreter needs TRITON_INTERPRET=1 from the start of the process: without it, its calls are refused.
+    """
+    with ExitStack() as stack:
+        if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+            from tests.tools.interpreter import bfloat16, launches, products
+
+            for patched in (bfloat16.computed, products.computed, launches.patched_once):
+                stack.enter_context(patched())
+        if backend == "emulated":
+            from tests.tools.emulator import emulated
+
+            reason = emulated.unavailable_reason()
+            if reason:
+                raise SystemExit(f"the CUDA emulator {reason}")
+            emulated.load()
+            emulated.register()
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for owner, names in FRESH.items():
+            for name in names:
+                patch.setattr(owner, name, _filled(getattr(owner, name)))
+        yield
+
+
+def _filled(allocate):
+    """Wrap an allocator so that its tensors of floating-point dtype are NaN: what is not written then shows."""
+
+    def allocate_nan(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+        return tensor
+
+    return allocate_nan
