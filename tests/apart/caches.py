@@ -130,6 +130,6 @@ def _append(d, call, step, lengths, shape, options):
     context = d.pick("", "", "", "torch.no_grad()", "torch.inference_mode()")
     line = f"{names} = {call.op}(w{temp}{text})"
     d.put(f"with {context}:\n    {line}" if context else line)
-    _end(d, call, "append", outputs=call.outputs[: 1 + second], masked=masked, full=step == "overfull")
+    _end(d, call, "append", outputs=call.outputs[: 1 + second], masked=masked, full=step == "overfull", backend=backend)
     if step != "overfull":
         lengths[:] = [n + k for n, k in zip(lengths, kept, strict=True)]

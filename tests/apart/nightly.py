@@ -79,6 +79,9 @@ def table(cells, found, calls, out):
     total = Counter()
     for op, backend in cells:
         rows = list(found[op, backend].values())
+        for row in rows:
+            if row["why"].startswith("unavailable"):
+                row["status"] = "broken"  # every backend that is asked for is to be here
         count = Counter(row["status"] for row in rows)
         total += count
         worst = max(rows, key=lambda row: row["ratio"], default={"ratio": 0.0, "seed": "-"})

@@ -24,7 +24,10 @@ def mssa(w, *, causal=False, scale, factor=None, phi="softmax", threshold=None, 
     allowed = (allowed.tril() if causal else allowed)[None, None]
     if mask is not None:
         allowed = allowed & mask[:, None, None, :]
-    return attend(w, w, allowed, scale=scale, factor=factor, phi=phi, threshold=threshold, nudge=nudge)
+    out, lse = attend(w, w, allowed, scale=scale, factor=factor, phi=phi, threshold=threshold, nudge=nudge)
+    if lse is not None:  # of tokens that are no numbers it is none either, even where every score is -inf
+        lse = lse + (w * 0).sum((1, 2, 3), dtype=lse.dtype)[:, None, None]
+    return out, lse
 
 
 def attend(queries, w, allowed, *, scale, factor=None, phi="softmax", threshold=None, nudge=0.0):
@@ -41,12 +44,18 @@ def attend(queries, w, allowed, *, scale, factor=None, phi="softmax", threshold=
         lse = open_scores.logsumexp(-1).masked_fill(~some.squeeze(-1), -torch.inf)
         if phi == "threshold":
             # The rounding of a probability grows with the scores that it is made of.
-            height = threshold * (1 + nudge * (1 + open_scores.detach().abs().max())) if nudge else threshold
+            height = threshold * (1 + nudge * (1 + _largest(open_scores))) if nudge else threshold
             weights = (weights > height).to(w.dtype) * threshold
     weights = weights.masked_fill(~allowed, 0.0)
     if factor is not None:
         weights = weights * factor.to(w.dtype)
     return weights @ w, lse
+
+
+def _largest(scores):
+    """Return the largest finite score, as it is without its sign."""
+    finite = scores.detach()[scores.isfinite()].abs()
+    return finite.max() if finite.numel() else 0.0
 
 
 def _floor(value, dtype):

@@ -23,10 +23,14 @@ CRATE_INLINE float trusted_lse(Dtype dtype) {
 // Largest |w|^2 scale / 2, in bits, with which 1 / l may come from lse and delta from out. A weight that is all of its
 // row is exactly 1, its out exactly the token and its dP - delta exactly 0. A rounding error left there is multiplied
 // by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. 16-bit tokens survive the rounding of out, but
-// not with dropout, where out is a multiple of the token.
+// not with dropout, where out is a multiple of the token. In fp16 the rounding of an out that is nearly one token
+// shows.
 CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
-  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : INFINITY;
+  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : dtype == Dtype::f16 ? 12.0f : INFINITY;
 }
+
+// Up to so many keys, one weight is often all of its row, and eager's gradient exact. A rounded lse is not enough then.
+constexpr int kFewKeys = 16;
 
 template <class T>
 class Backward : Head<T> {
@@ -116,6 +120,7 @@ class Backward : Head<T> {
   // True if lse and out of these tokens are exact enough; `tallest` is the largest |h| in their scores.
   bool trusted(const int32_t* token, int count, float tallest) const {
     if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
+    if (p_.dtype == Dtype::f32 && keys_.count <= kFewKeys) return false;
     const float most = trusted_lse(p_.dtype);
     for (int n = 0; n < count; ++n) {
       if (!(fabsf(head_.lse[token[n]]) <= most) && head_.lse[token[n]] != -INFINITY) return false;
@@ -215,6 +220,18 @@ class Backward : Head<T> {
     }
   }
 
+  // Divides factor[r] by the sum of the weights of row r, which the rounding of lse keeps from being 1.
+  void divide_by_sums(Block& b, const float* queries, float* factor) {
+    alignas(64) float sums[kTile * kLanes] = {};
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
+      Scores s = Base::row_scores(b, queries, j);
+      s.exact = T::kPair == 1 ? nullptr : exact_;
+      wanted(s).row = sums;
+      compute_weights<T>(s, weights_);
+    }
+    for (int r = 0; r < kTile; ++r) factor[r] /= b.has_keys(r) ? sum(load(sums + r * kLanes)) : 1.0f;
+  }
+
   void row_block(Block& b) {
     const int64_t width = staging_width(p_.head_dim);
     const float* const queries = Base::query_panel(b);
@@ -237,6 +254,9 @@ class Backward : Head<T> {
 
     // Thresholded weights are constants: only lse depends on the scores.
     const bool scored = !p_.threshold || head_.dlse != nullptr;
+    if (p_.threshold && scored && head_.delta == nullptr && !trusted(b.token, b.count, tallest)) {
+      divide_by_sums(b, queries, residual);
+    }
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {

@@ -34,7 +34,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
-    multiply<T, kRows, kColumns, 1, kTile>(d, s.row.dout + r0, s.column.w + j0, kTile, s.words);
+    multiply_channels<T>(d, s.row.dout + r0, s.column.w + j0, s.words);
     const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
     // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
     for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
@@ -46,7 +46,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
                              CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
     }
     if (s.column.dout != nullptr) {
-      multiply<T, kRows, kColumns, 1, kTile>(d, s.row.w + r0, s.column.dout + j0, kTile, s.words);
+      multiply_channels<T>(d, s.row.w + r0, s.column.dout + j0, s.words);
       for_each_vector(
           d, [&](Vf& x, int r, int v) CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
     }
@@ -73,7 +73,7 @@ void add_deltas(const ScoreGradients& s, float* deltas) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
     const int j0 = v0 * kLanes;
     Vf d[kRows][kColumns] = {};
-    multiply<T, kRows, kColumns, 1, kTile>(d, s.row.dout + r0, s.column.w + j0, kTile, s.words);
+    multiply_channels<T>(d, s.row.dout + r0, s.column.w + j0, s.words);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       Vf total = load(deltas + (r0 + r) * kLanes);
@@ -93,9 +93,16 @@ void add_deltas(const ScoreGradients& s, float* deltas) {
 template <class T>
 void dot_columns(const float* a, const float* b, int words, int count, float* dots) {
   for (int j = 0; j < count; j += kLanes) {
-    Vf acc = {};
-    for (int k = 0; k < words; ++k) acc = T::dot(acc, load(a + k * kTile + j), load(b + k * kTile + j));
-    store(dots + j, acc);
+    Vf total = {};
+    const int part = T::kPair == 1 ? kPart : words;
+    for (int first = 0; first < words; first += part) {
+      Vf acc = {};
+      for (int k = first; k < words && k < first + part; ++k) {
+        acc = T::dot(acc, load(a + k * kTile + j), load(b + k * kTile + j));
+      }
+      total += acc;
+    }
+    store(dots + j, total);
   }
 }
 

@@ -142,6 +142,10 @@ CRATE_INLINE void for_each_vector(Vf (&vectors)[kRows][kColumns], const Body& bo
   }
 }
 
+// Words that a sum over channels adds up in one go: longer sums are made of such parts. Rounding each of 256 terms into
+// one total errs 2 to 5 times as much as eager's product does.
+constexpr int kPart = 64;
+
 // acc[r][v] += sum_k left[r * kRowStride + k * kStride] * right[k * right_stride + v * kLanes ...].
 template <class T, int kRows, int kColumns, int kRowStride, int kStride>
 CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const float* right, int64_t right_stride,
@@ -156,6 +160,18 @@ CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const 
 #pragma GCC unroll 4
       for (int v = 0; v < kColumns; ++v) acc[r][v] = T::dot(acc[r][v], a, b[v]);
     }
+  }
+}
+
+// multiply() of panels over the channels, in parts of kPart words.
+template <class T, int kRows, int kColumns>
+CRATE_INLINE void multiply_channels(Vf (&acc)[kRows][kColumns], const float* left, const float* right, int words) {
+  if (T::kPair == 2 || words <= kPart) return multiply<T, kRows, kColumns, 1, kTile>(acc, left, right, kTile, words);
+  for (int k = 0; k < words; k += kPart) {
+    Vf part[kRows][kColumns] = {};
+    multiply<T, kRows, kColumns, 1, kTile>(part, left + k * kTile, right + k * kTile, kTile,
+                                           words - k < kPart ? words - k : kPart);
+    for_each_vector(acc, [&](Vf& x, int r, int v) CRATE_LAMBDA { x += part[r][v]; });
   }
 }
 

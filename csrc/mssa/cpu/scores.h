@@ -90,7 +90,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
     constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
     const int j0 = v0 * kLanes;
     Vf e[kRows][kColumns] = {};
-    multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + j0, kTile, s.words);
+    multiply_channels<T>(e, s.query_panel + r0, s.key_panel + j0, s.words);
     exponentials<kRows, kColumns>(s, r0, j0, e);
     const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
     if (s.first != nullptr) {
@@ -120,7 +120,7 @@ void update_maxima(const Scores& s, float* maxima) {
     for_row_groups<kColumns>(0, s.rows, [&](auto rows, int r0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value;
       Vf e[kRows][kColumns] = {};
-      multiply<T, kRows, kColumns, 1, kTile>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, kTile, s.words);
+      multiply_channels<T>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, s.words);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         Vf largest = load(maxima + (r0 + r) * kLanes);

@@ -118,7 +118,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
   Vf dtemp = {};
   const float twice = 2.0f * temp;
   for (int v = 0; v < t.vectors; ++v) {
-    const Vf base = load(before + v * kLanes), later = load(after + v * kLanes);
+    const Vf base = load(before + v * kLanes), later = kWrite ? load(after + v * kLanes) : Vf{};
     Vf run = load(at_tile + v * kLanes), energy[kLanes + 1];
     energy[0] = base + run;
 #pragma GCC unroll 16
@@ -159,7 +159,10 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
   const CausalSums running(p, rest), local(p, rest + sums_size);
   rest += 2 * sums_size;
   const Floats factor = {rest, 0, p.width(), 1}, copied = tile_at(p, staging.out);
-  const CausalSums before = before_chunk(p, s, chunk), after = from_chunk(p, s, chunk + 1);
+  // Other threads write the later chunks' sums of moments in the pass that leaves them: it does without, as the last
+  // chunk does.
+  const CausalSums before = before_chunk(p, s, chunk);
+  const CausalSums after = from_chunk(p, s, kLeave == Leave::dmoment ? s.chunks : chunk + 1);
   float* const dtemp = dtemp_of_chunk(p, s, chunk);
   sum_forward(p, s, chunk, staging, running,
               [&](int tile) { memcpy(tile_sums + tile * sums_size, running.energy, sums_size * sizeof(float)); });

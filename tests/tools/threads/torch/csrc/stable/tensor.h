@@ -1,0 +1,75 @@
+// Stands in for PyTorch's header of this name: strided memory with a dtype, filled with small numbers that repeat.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace torch::stable {
+
+using torch::headeronly::ScalarType;
+
+class Tensor {
+ public:
+  Tensor(ScalarType dtype, std::vector<int64_t> sizes) : dtype_(dtype), sizes_(std::move(sizes)) {
+    strides_.resize(sizes_.size());
+    for (int64_t d = dim() - 1; d >= 0; --d) strides_[d] = d == dim() - 1 ? 1 : strides_[d + 1] * sizes_[d + 1];
+    memory_.reset(new char[numel() * element_size() + 1](), std::default_delete<char[]>());
+  }
+
+  static Tensor numbers(ScalarType dtype, std::vector<int64_t> sizes) {
+    Tensor t(dtype, std::move(sizes));
+    for (int64_t i = 0; i < t.numel(); ++i) t.set(i, static_cast<float>(i * 37 % 101 - 50) / 50.0f);
+    return t;
+  }
+  template <class T>
+  static Tensor of(ScalarType dtype, std::vector<int64_t> sizes, std::initializer_list<T> values) {
+    Tensor t(dtype, std::move(sizes));
+    std::copy(values.begin(), values.end(), static_cast<T*>(t.data_ptr()));
+    return t;
+  }
+
+  // Tokens and heads side by side in memory, as a projection leaves them.
+  Tensor transposed(int64_t a, int64_t b) const {
+    Tensor t = *this;
+    std::swap(t.sizes_[a], t.sizes_[b]);
+    std::swap(t.strides_[a], t.strides_[b]);
+    return t;
+  }
+
+  int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
+  int64_t size(int64_t d) const { return sizes_[d]; }
+  int64_t stride(int64_t d) const { return strides_[d]; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (const int64_t size : sizes_) count *= size;
+    return count;
+  }
+  bool is_contiguous() const { return true; }  // the operands that are asked are
+  size_t element_size() const {
+    return dtype_ == ScalarType::Bool ? 1 : dtype_ == ScalarType::Long ? 8 : dtype_ == ScalarType::BFloat16 ? 2 : 4;
+  }
+  ScalarType scalar_type() const { return dtype_; }
+  void* data_ptr() const { return memory_.get(); }
+
+ private:
+  void set(int64_t i, float value) {
+    if (dtype_ == ScalarType::Float) {
+      static_cast<float*>(data_ptr())[i] = value;
+    } else {
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      static_cast<uint16_t*>(data_ptr())[i] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
+
+  ScalarType dtype_;
+  std::vector<int64_t> sizes_, strides_;
+  std::shared_ptr<char> memory_;
+};
+
+}  // namespace torch::stable
