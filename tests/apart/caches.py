@@ -38,8 +38,9 @@ def _program(d, seed, kind, forced, op):
             wide = (nheads, 20 * capacity, 1)
             d.put(f"bias = torch.randn({wide}, generator=g) * {d.pick(0.01, 0.3)}")
             if d.chance(0.2):
-                values_ = "-math.inf", "-math.inf", f"{torch.finfo(DTYPES[dtype]).min / 2}", "1e4"
-                d.put(f"bias[{d.integer(1, nheads - 1)}] = {d.pick(*values_)}" if nheads > 1 else "bias[0, 0] = 9.0")
+                least = torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
+                one = d.pick("-math.inf", "-math.inf", f"{least / 2}", "1e4")
+                d.put(f"bias[{d.integer(1, nheads - 1)}] = {one}" if nheads > 1 else "bias[0, 0] = 9.0")
             values.layout(d, "bias", wide, d.pick(*beside), d.pick("contiguous", "sliced"))
         options = {"denom_bias": "bias" if biased else None}
     if backend in KERNELS and dtype == "float64":

@@ -14,7 +14,9 @@ def draw(d, seed, kind, forced):
     name = kind.removeprefix("nn ")
     backend, dtype = d.backend(forced)
     backend = None if backend == "triton" and not forced else backend
-    call = Call(kind, seed, name, backend, dtype, lenient=backend == "reference" or "ISTA" in name or dtype == "float16")
+    call = Call(
+        kind, seed, name, backend, dtype, lenient=backend == "reference" or "ISTA" in name or dtype == "float16"
+    )
     heads, head_dim = d.integer(1, 4), d.pick(1, 3, 8, 16, 31)
     dim = heads * head_dim
     batch, seqlen = d.integer(1, 3), min(d.length(), 20 if backend == "triton" else 70)

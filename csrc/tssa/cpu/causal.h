@@ -162,7 +162,8 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
       for (int h = 0; h < p.nheads; ++h) {
         const int64_t row = h * p.width();
         const float* const counted = staging.counted + h * kLanes;
-        running_mass(before.mass[h], counted, local.mass[h], masses);
+        // Without output, other threads write the masses before this chunk, and `masses` is not used.
+        running_mass(kOutput ? before.mass[h] : 0.0f, counted, local.mass[h], masses);
         if (!kOutput) {
           add_squares(tile.w.of_head(h), vectors, counted, local.moment + row);
           continue;

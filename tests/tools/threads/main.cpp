@@ -5,6 +5,8 @@
 #include <time.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <thread>
@@ -20,6 +22,20 @@ extern "C" int frozen_clock(clockid_t, timespec* time) noexcept {
   return 0;
 }
 
+// arena.cpp is compiled with this allocator: in its first task a thread waits, though not for long, for the first tasks
+// of the others. On a busy machine one thread could otherwise do all tasks, and race with none. The order of relaxed
+// numbers is no order of what the tasks write.
+namespace {
+std::atomic<int64_t> expected{0}, arrived{0};
+}
+extern "C" int patient_memalign(void** memory, size_t alignment, size_t size) noexcept {
+  arrived.fetch_add(1, std::memory_order_relaxed);
+  for (int i = 0; i < 1000 && arrived.load(std::memory_order_relaxed) < expected.load(std::memory_order_relaxed); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return posix_memalign(memory, alignment, size);
+}
+
 namespace torch::stable {
 
 int64_t get_num_threads() {
@@ -31,6 +47,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const std::function
   if (parts <= 0) return;
   const int64_t size = (end - begin + parts - 1) / parts;
   std::atomic<int64_t> missing{parts};
+  arrived = 0;
+  expected = parts;
   std::vector<std::thread> threads;
   for (int64_t first = begin; first < end; first += size) {
     threads.emplace_back([&, first] {
@@ -40,6 +58,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const std::function
   }
   missing -= parts - static_cast<int64_t>(threads.size());
   for (std::thread& thread : threads) thread.join();
+  expected = 0;
 }
 
 }  // namespace torch::stable
