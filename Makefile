@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize fuzz fuzz-apart fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -80,6 +80,14 @@ fuzz: .venv/test.stamp .venv/extension.stamp
 fuzz-apart: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m tests.apart $(ARGS)
 
+# Each of mssa, its cache, tssa, its cache, ista and ista_overcomplete on cpp, composite, reference, the emulated CUDA
+# kernels and interpreted Triton, a process a core; a log per pair has the seeds, and the same command goes on. Of CPU
+# time a call takes 5 to 15 ms, emulated 5 to 50, interpreted 40 to 350: 300,000 calls are about 4 hours of two cores, of
+# which Triton's are 3. make fuzz-nightly ARGS='--minutes 300 --backend cpp'
+## 10,000 drawn calls for each operator and backend, as fuzz-apart draws and judges them
+fuzz-nightly: .venv/test.stamp .venv/extension.stamp
+	$(BIN)/python -m tests.apart.nightly $(ARGS)
+
 # The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
 # Python itself is not compiled so: the runtimes come first by preloading.
@@ -88,9 +96,14 @@ SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fex
 ## the C++ kernels under the address and undefined-behaviour sanitizers
 test-sanitize: .venv/test.stamp
 	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
-	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
 		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
+
+# Not PyTorch's threads, whose barriers the sanitizer does not know: tests/tools/threads says how.
+## the CPU kernels on four threads under the thread sanitizer, which must also report a race that is put there
+test-threads: .venv/test.stamp
+	$(BIN)/python -m tests.tools.threads $(ARGS)
 
 # It goes on where it was stopped. make fuzz-loaders ARGS='--seed 7' repeats one of them.
 ## 10,000 spoilt model folders and checkpoints: refused by name, or loaded

@@ -130,7 +130,7 @@ ATTENTION = ANY | {
     "some outputs": some_outputs, "one token": length(1), "a tile of tokens": length(63, 64, 65),
 }  # fmt: skip
 CACHE = {
-    "strided index": strided("index"), "strided lengths": strided("keep"), "strided mask": strided("mask"),
+    "strided index": strided("index"), "strided mask": strided("mask"),
     "row without keys": whole_row_padded, "far padding": far_padding, "one token": length(1),
     "no grad": in_line("no_grad"), "inference mode": in_line("inference_mode"),
 }  # fmt: skip
@@ -140,7 +140,7 @@ BIASED = {
 }  # fmt: skip
 CLASSES = {
     "mssa": ATTENTION | {"overflow of fp16 in scores": overflow_in_scores},
-    "mssa cache": CACHE,
+    "mssa cache": CACHE | {"strided lengths": strided("keep")},
     "tssa": ATTENTION | BIASED | {"some inputs": some_inputs(2)},
     "tssa cache": CACHE | {"infinite bias": infinite_bias, "huge bias": huge_bias},
     "ista": ANY | {"some inputs": some_inputs(2), "strided weight": strided("weight")},

@@ -54,8 +54,8 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor
     membership = (temp.to(squares.dtype)[:, None] * similarity).softmax(1)
     counted = membership
     if key_padding_mask is not None:
-        # All zero where no token is left, and with it the output and every gradient.
-        membership = membership * key_padding_mask.any(1)[:, None, None]
+        # All zero where no token is left, and with it the output and every gradient; NaN times 0 would be NaN.
+        membership = membership.masked_fill(~key_padding_mask.any(1)[:, None, None], 0.0)
         counted = membership * key_padding_mask[:, None, :]
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
@@ -182,7 +182,7 @@ def _run_causal(
     if mask is not None:
         # All zero before the first kept token, and with it the output and every gradient.
         held = mask.cumsum(1) if lengths is None else lengths[:, None] + mask.cumsum(1)
-        membership = membership * (held > 0)[:, None, :]
+        membership = membership.masked_fill((held == 0)[:, None, :], 0.0)
     sums, masses = _running_moment(squares, membership, mask)
     if weighted is not None and mass is not None:
         sums += weighted.unsqueeze(2)
@@ -214,13 +214,17 @@ def backward_causal(
     denom_bias: Tensor | None,
     membership: Tensor,
     call: Call,
+    real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved."""
+    """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved.
+
+    ``real``, (batch, seqlen), marks the tokens of packed sequences; None: all are.
+    """
     if call.packed:
         where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
         saved = where.pad(w), temp, denom_bias, where.pad_rows(membership)
-        dw, dtemp, ddenom_bias = backward_causal(where.pad(dout), dmembership, *saved, batched)
+        dw, dtemp, ddenom_bias = backward_causal(where.pad(dout), dmembership, *saved, batched, where.mask)
         return where.pack(dw), dtemp, ddenom_bias
     key_padding_mask = call.key_padding_mask
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
@@ -247,6 +251,9 @@ def backward_causal(
     if dmembership is not None:
         dmembers += dmembership
     dlogit = _softmax_backward(membership, dmembers)
+    if real is not None:
+        # Behind a sequence's end, its tokens and the bias may have made something that is no number.
+        dlogit, similarity = (x.masked_fill(~real[:, None, :], 0.0) for x in (dlogit, similarity))
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
     ddenom_bias = temp.new_empty(0)

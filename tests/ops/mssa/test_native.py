@@ -244,6 +244,41 @@ def test_scores_of_every_size(magnitude, dtype, causal):
     assert failures(case, dtype) == []
 
 
+THRESHOLD = {"phi": "threshold", "threshold": 0.9, "return_lse": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "magnitude", "dtype"),
+    [
+        ((1, 2, 65, 16), {"causal": True}, 10.0, torch.float16),
+        ((2, 4, 20, 16), {"causal": True}, 10.0, torch.float16),
+        ((1, 1, 72, 63), THRESHOLD, 2.0, torch.float32),
+        ((2, 4, 40, 48), THRESHOLD, 3.0, torch.float32),
+    ],
+    ids=["rounded-out", "rounded-out-short", "threshold-lse", "threshold-lse-heads"],
+)
+def test_gradients_of_saturated_rows(shape, options, magnitude, dtype):
+    """Neither an output in fp16 nor a large lse is exact enough to take the gradient's terms from."""
+    assert failures(testing.Case("mssa", "saturated", shape, options, magnitude=magnitude), dtype) == []
+
+
+@pytest.mark.parametrize("head_dim", [26, 65, 96, 129])
+def test_a_single_token_passes_its_gradient_on(head_dim):
+    """Its weight is 1, whatever lse is rounded to: no bit of the gradient changes."""
+    w, dout = randn(8, 12, 1, head_dim, dtype=torch.float32).requires_grad_(), torch.full((8, 12, 1, head_dim), 0.3)
+    (dw,) = torch.autograd.grad(mssa(w, backend="cpp"), w, dout)
+    torch.testing.assert_close(dw, dout, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head_dim", [200, 256])
+def test_scores_of_many_channels(head_dim):
+    """Products of one sign: their sum in one go is off by 5 roundings of the largest score."""
+    w = randn(1, 1, 64, head_dim, dtype=torch.float32, seed=2).abs()
+    _, lse = mssa(w, scale=1.0, return_lse=True, backend="cpp")
+    exact = (w.double() @ w.double().mT).logsumexp(-1)
+    assert ((lse - exact).abs() <= 3 * torch.finfo(torch.float32).eps * exact).all()
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 150), st.integers(1, 80)),
