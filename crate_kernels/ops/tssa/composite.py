@@ -56,7 +56,7 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor
     if key_padding_mask is not None:
         # All zero where no token is left, and with it the output and every gradient; NaN times 0 would be NaN.
         membership = membership.masked_fill(~key_padding_mask.any(1)[:, None, None], 0.0)
-        counted = membership * key_padding_mask[:, None, :]
+        counted = membership.masked_fill(~key_padding_mask[:, None, :], 0.0)
     moment = _rows_dot(counted, squares) / (counted.sum(-1, keepdim=True) + _MASS_FLOOR)
     attention = (1 + moment).reciprocal()
     factor = call.dropout_factor(w, 1, attention.dtype)

@@ -46,3 +46,10 @@ def test_without_keys_an_infinite_temp_gives_zeros(backend, device, causal):
     )
     assert (out == 0).all()
     assert (membership == 0).all()
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_an_infinite_temp_leaves_what_packing_pads_out(backend, device):
+    w, temp, bounds = randn(5, 3, 17, dtype=torch.float32), torch.tensor([1.0, -torch.inf, 1.0]), torch.tensor([0, 5])
+    out = tssa(w, temp, cu_seqlens=bounds.int(), max_seqlen=9, backend=backend)
+    assert out.isfinite().all()
