@@ -30,63 +30,69 @@ struct ScoreGradients {
 
 template <class T, bool kRatios = false>
 void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
-  const auto differentiate = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
-    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
-    const int j0 = v0 * kLanes;
-    Vf d[kRows][kColumns] = {};
-    multiply_channels<T>(d, s.row.dout + r0, s.column.w + j0, s.words);
-    const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
-    // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
-    for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
-      if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
-      x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
-    });
-    if constexpr (kRatios) {
-      for_each_vector(d, [&](Vf& x, int r, int v)
-                             CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
-    }
-    if (s.column.dout != nullptr) {
-      multiply_channels<T>(d, s.row.w + r0, s.column.dout + j0, s.words);
-      for_each_vector(
-          d, [&](Vf& x, int r, int v) CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
-    }
-    // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
-    // be much smaller.
-    if (s.row.dlse != nullptr) {
+  by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
+    constexpr int kLong = decltype(longer)::value;
+    const auto differentiate = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+      const int j0 = v0 * kLanes;
+      Vf d[kRows][kColumns] = {};
+      multiply_channels<T, kLong>(d, s.row.dout + r0, s.column.w + j0, s.words);
+      const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
+      // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
       for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
-        x += load(s.column.u + j0 + v * kLanes) * s.row.dlse[r0 + r];
-        if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];
+        if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
+        x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
       });
-    }
-    for_each_vector(d, [&](Vf& x, int r, int v)
-                           CRATE_LAMBDA { x = T::round(x * (load(s.weights + at(r, v)) * s.row_scale[r0 + r])); });
-    gradients.template put<kRows, kColumns>(d, r0, v0);
-  };
-  for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
+      if constexpr (kRatios) {
+        for_each_vector(d, [&](Vf& x, int r, int v)
+                               CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
+      }
+      if (s.column.dout != nullptr) {
+        multiply_channels<T, kLong>(d, s.row.w + r0, s.column.dout + j0, s.words);
+        for_each_vector(d, [&](Vf& x, int r, int v)
+                               CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
+      }
+      // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
+      // be much smaller.
+      if (s.row.dlse != nullptr) {
+        for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+          x += load(s.column.u + j0 + v * kLanes) * s.row.dlse[r0 + r];
+          if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];
+        });
+      }
+      for_each_vector(d, [&](Vf& x, int r, int v)
+                             CRATE_LAMBDA { x = T::round(x * (load(s.weights + at(r, v)) * s.row_scale[r0 + r])); });
+      gradients.template put<kRows, kColumns>(d, r0, v0);
+    };
+    for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
+  });
   if (s.symmetric) gradients.mirror(s.columns);
 }
 
 // deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums per row.
 template <class T>
 void add_deltas(const ScoreGradients& s, float* deltas) {
-  const auto add = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
-    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
-    const int j0 = v0 * kLanes;
-    Vf d[kRows][kColumns] = {};
-    multiply_channels<T>(d, s.row.dout + r0, s.column.w + j0, s.words);
+  by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
+    constexpr int kLong = decltype(longer)::value;
+    const auto add = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+      const int j0 = v0 * kLanes;
+      Vf d[kRows][kColumns] = {};
+      multiply_channels<T, kLong>(d, s.row.dout + r0, s.column.w + j0, s.words);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      Vf total = load(deltas + (r0 + r) * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        Vf total = load(deltas + (r0 + r) * kLanes);
 #pragma GCC unroll 4
-      for (int v = 0; v < kColumns; ++v) {
-        const int at = (r0 + r) * kTile + j0 + v * kLanes;
-        if (s.dropout != nullptr) d[r][v] = rounded(d[r][v] * load(s.dropout + at));
-        total += load(s.weights + at) * d[r][v];
+        for (int v = 0; v < kColumns; ++v) {
+          const int at = (r0 + r) * kTile + j0 + v * kLanes;
+          if (s.dropout != nullptr) d[r][v] = rounded(d[r][v] * load(s.dropout + at));
+          total += load(s.weights + at) * d[r][v];
+        }
+        store(deltas + (r0 + r) * kLanes, total);
       }
-      store(deltas + (r0 + r) * kLanes, total);
-    }
-  };
-  for_groups<T>(s.rows, s.columns, false, add);
+    };
+    for_groups<T>(s.rows, s.columns, false, add);
+  });
 }
 
 // dots[j] = the product of column j of two panels, in the order in which tiles sum it.

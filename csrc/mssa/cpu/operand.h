@@ -163,10 +163,19 @@ CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const 
   }
 }
 
-// multiply() of panels over the channels, in parts of kPart words.
-template <class T, int kRows, int kColumns>
+// Calls body(Int<whether there are more words than kPart>): code of its own, so that short sums keep their registers.
+template <class T, class Body>
+CRATE_INLINE void by_length(int words, const Body& body) {
+  if constexpr (T::kPair == 1) {
+    if (words > kPart) return body(Int<1>());
+  }
+  body(Int<0>());
+}
+
+// multiply() of panels over the channels, in parts of kPart words if `kLong`.
+template <class T, int kLong, int kRows, int kColumns>
 CRATE_INLINE void multiply_channels(Vf (&acc)[kRows][kColumns], const float* left, const float* right, int words) {
-  if (T::kPair == 2 || words <= kPart) return multiply<T, kRows, kColumns, 1, kTile>(acc, left, right, kTile, words);
+  if constexpr (kLong == 0) return multiply<T, kRows, kColumns, 1, kTile>(acc, left, right, kTile, words);
   for (int k = 0; k < words; k += kPart) {
     Vf part[kRows][kColumns] = {};
     multiply<T, kRows, kColumns, 1, kTile>(part, left + k * kTile, right + k * kTile, kTile,

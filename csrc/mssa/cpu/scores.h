@@ -86,52 +86,59 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
 // weights = 2^(scores - shifts), their sums by row and, for the symmetric pair, by column.
 template <class T>
 void compute_weights(const Scores& s, Tile<T>& weights) {
-  const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
-    constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
-    const int j0 = v0 * kLanes;
-    Vf e[kRows][kColumns] = {};
-    multiply_channels<T>(e, s.query_panel + r0, s.key_panel + j0, s.words);
-    exponentials<kRows, kColumns>(s, r0, j0, e);
-    const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
-    if (s.first != nullptr) {
-      for_each_vector(e,
-                      [&](Vf& x, int r, int v) CRATE_LAMBDA { x = select(seen(s, r0 + r, j0 + v * kLanes), x, Vf{}); });
-    }
-    if (s.exact != nullptr) {
-      for_each_vector(e, [&](Vf& x, int r, int v) CRATE_LAMBDA { store(s.exact + at(r, v), x); });
-    }
-    // The normaliser sums rounded weights, as the products do; lse sums exact ones.
-    if constexpr (T::kPair == 2) {
-      add_sums(e, s, s.exact_sums, r0, j0);
-      for_each_vector(e, [](Vf& x, int, int) CRATE_LAMBDA { x = T::round(x); });
-    }
-    add_sums(e, s, s.sums, r0, j0);
-    weights.template put<kRows, kColumns>(e, r0, v0);
-  };
-  for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
+  by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
+    constexpr int kLong = decltype(longer)::value;
+    const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
+      const int j0 = v0 * kLanes;
+      Vf e[kRows][kColumns] = {};
+      multiply_channels<T, kLong>(e, s.query_panel + r0, s.key_panel + j0, s.words);
+      exponentials<kRows, kColumns>(s, r0, j0, e);
+      const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
+      if (s.first != nullptr) {
+        for_each_vector(
+            e, [&](Vf& x, int r, int v) CRATE_LAMBDA { x = select(seen(s, r0 + r, j0 + v * kLanes), x, Vf{}); });
+      }
+      if (s.exact != nullptr) {
+        for_each_vector(e, [&](Vf& x, int r, int v) CRATE_LAMBDA { store(s.exact + at(r, v), x); });
+      }
+      // The normaliser sums rounded weights, as the products do; lse sums exact ones.
+      if constexpr (T::kPair == 2) {
+        add_sums(e, s, s.exact_sums, r0, j0);
+        for_each_vector(e, [](Vf& x, int, int) CRATE_LAMBDA { x = T::round(x); });
+      }
+      add_sums(e, s, s.sums, r0, j0);
+      weights.template put<kRows, kColumns>(e, r0, v0);
+    };
+    for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
+  });
   if (s.symmetric) weights.mirror(s.columns);
 }
 
 // maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima per row.
 template <class T>
 void update_maxima(const Scores& s, float* maxima) {
-  for_column_groups(0, (s.columns + kLanes - 1) / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
-    constexpr int kColumns = decltype(columns)::value;
-    for_row_groups<kColumns>(0, s.rows, [&](auto rows, int r0) __attribute__((always_inline)) {
-      constexpr int kRows = decltype(rows)::value;
-      Vf e[kRows][kColumns] = {};
-      multiply_channels<T>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, s.words);
+  by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
+    constexpr int kLong = decltype(longer)::value;
+    for_column_groups(0, (s.columns + kLanes - 1) / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
+      constexpr int kColumns = decltype(columns)::value;
+      for_row_groups<kColumns>(0, s.rows, [&](auto rows, int r0) __attribute__((always_inline)) {
+        constexpr int kRows = decltype(rows)::value;
+        Vf e[kRows][kColumns] = {};
+        multiply_channels<T, kLong>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, s.words);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        Vf largest = load(maxima + (r0 + r) * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+          Vf largest = load(maxima + (r0 + r) * kLanes);
 #pragma GCC unroll 4
-        for (int v = 0; v < kColumns; ++v) {
-          const Vf score = rounded(e[r][v] * s.factor);
-          const bool masked = s.first != nullptr;
-          largest = max(largest, masked ? select(seen(s, r0 + r, (v0 + v) * kLanes), score, splat(-INFINITY)) : score);
+          for (int v = 0; v < kColumns; ++v) {
+            const Vf score = rounded(e[r][v] * s.factor);
+            const bool masked = s.first != nullptr;
+            largest =
+                max(largest, masked ? select(seen(s, r0 + r, (v0 + v) * kLanes), score, splat(-INFINITY)) : score);
+          }
+          store(maxima + (r0 + r) * kLanes, largest);
         }
-        store(maxima + (r0 + r) * kLanes, largest);
-      }
+      });
     });
   });
 }
