@@ -9,7 +9,12 @@ from __future__ import annotations
 from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
 
 
-def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
+# Registers per thread that leave a multiprocessor two programs of 8 warps. Left alone, the assembler may aim at three,
+# at 80 registers, and spill for it.
+_TWO_PROGRAMS = {"maxnreg": 128}
+
+
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> dict[str, int]:
     """Return a configuration of the forward.
 
     BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program per head. PAIRS takes the
@@ -19,19 +24,21 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
     return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
 
 
-_FORWARD_SINGLE = (
-    Row(_forward(64, 32, 8, 2, bounded=0), head_dim=64),  # products take the time, and both forms the registers
-    Row(_forward(32, 32, 8, 1), head_dim=128),
-    Row(_forward(32, 16, 8, 1)),
+_FORWARD_SINGLE = (  # products take the time, and both forms of the softmax the registers
+    Row(_forward(64, 32, 8, 2, bounded=0) | _TWO_PROGRAMS, head_dim=64),
+    Row(_forward(32, 16, 8, 1, bounded=0) | _TWO_PROGRAMS, head_dim=112),
+    Row(_forward(16, 32, 8, 1, bounded=0) | _TWO_PROGRAMS),
 )
 # head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
     Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2, bounded=0), head_dim=64, causal=True, half=True),
+    Row(_forward(128, 32, 8, 2), head_dim=48, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
     Row(_forward(128, 32, 8, 2, bounded=0), head_dim=80, half=True),
     Row(_forward(64, 32, 8, 2, bounded=0), head_dim=104, half=True),
     Row(_forward(128, 32, 8, 2, bounded=0), head_dim=128, half=True),
+    Row(_forward(64, 16, 8, 2), head_dim=255, half=True),
     Row(_forward(64, 32, 8, 2), half=True),
     *_FORWARD_SINGLE,
 )
@@ -55,6 +62,9 @@ _FORWARD_HOPPER = (
 #   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, bounded=0, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0) | _TWO_PROGRAMS, head_dim=64, half=True),
+    Row(_forward(128, 64, 8, 3, bounded=0), head_dim=96, half=True),
+    Row(_forward(128, 32, 8, 3, bounded=0), head_dim=112, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
     *_FORWARD_WIDE,
 )
@@ -97,8 +107,13 @@ def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Conf
 
 _BACKWARD_SINGLE = (
     Row(_backward(32, 16, 8, 1), head_dim=64),
-    Row(_backward(32, 16, 8, 1), head_dim=128),
-    Row(_backward(16, 16, 8, 1)),
+    Row(_backward(16, 16, 8, 1), head_dim=128),
+    Row(_backward(16, 16, 8, 2)),
+)
+# Where 256 channels are padded, masks take the registers.
+_BACKWARD_BROAD = (
+    Row(_backward(32, 16, 8, 1), head_dim=255, half=True),
+    Row(_backward(32, 32, 8, 2), half=True),
 )
 _BACKWARD_AMPERE = (
     Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
@@ -110,7 +125,7 @@ _BACKWARD_AMPERE = (
     Row(_backward(32, 16, 8, 1), head_dim=104, half=True),
     Row(_backward(64, 16, 4, 1), head_dim=112, half=True),
     Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
-    Row(_backward(32, 32, 8, 1), half=True),
+    *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_HOPPER = (
@@ -123,7 +138,7 @@ _BACKWARD_HOPPER = (
     Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
     Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
-    Row(_backward(32, 32, 8, 2), half=True),
+    *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
 BACKWARD = Table(
@@ -149,7 +164,7 @@ BACKWARD = Table(
 )
 
 
-def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Config:
+def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> dict[str, int]:
     """Return a configuration of decoding; sequences are split until a multiprocessor has RESIDENT programs."""
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
 
@@ -166,7 +181,7 @@ _DECODE = (
     Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
     Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
-    Row(_decode(16, 32, 4, 1)),
+    Row(_decode(16, 16, 8, 1) | _TWO_PROGRAMS),
 )
 DECODE = Table(
     "mssa_decode",

@@ -131,7 +131,9 @@ def _add_tiles(
     # A difference and its weight in one multiply-add. It rounds the weighted delta, where a difference that cancels
     # would be exact: by 2^-24, and scores, which magnify it, are not beyond EXTENT here.
     FUSED: tl.constexpr = SHARED and KEY and QUERY and TERMS.PRODUCTS and not (TERMS.HAS_DLSE or FORM.DROPOUT)
-    less_j = factor_j * own.delta[:, None] if FUSED else 0.0
+    # Of own rows, where registers are left for what is subtracted; wider heads wait for their products anyway.
+    FUSED_OWN: tl.constexpr = FUSED and FORM.HEAD_DIM <= 64
+    less_j = factor_j * own.delta[:, None] if FUSED_OWN else 0.0
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
@@ -163,7 +165,7 @@ def _add_tiles(
                 weight = factor_j
             else:
                 weight = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
-            if FUSED:
+            if FUSED_OWN:
                 a += tile.products(own.g, w_i, FORM) * weight - less_j
             elif TERMS.PRODUCTS:
                 d = tile.products(own.g, w_i, FORM)
