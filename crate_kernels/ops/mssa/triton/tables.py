@@ -9,12 +9,15 @@ from __future__ import annotations
 from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
 
 
-# Registers per thread that leave a multiprocessor two programs of 8 warps. Left alone, the assembler may aim at three,
-# at 80 registers, and spill for it.
-_TWO_PROGRAMS = {"maxnreg": 128}
+def _two_programs(config: Config) -> Config:
+    """Give a thread of 8 warps the registers that leave a multiprocessor two such programs.
+
+    Left alone, the assembler may aim at three, at 80 registers, and spill for it.
+    """
+    return {**config, "maxnreg": 128}
 
 
-def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> dict[str, int]:
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
     """Return a configuration of the forward.
 
     BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program per head. PAIRS takes the
@@ -25,9 +28,9 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
 
 
 _FORWARD_SINGLE = (  # products take the time, and both forms of the softmax the registers
-    Row(_forward(64, 32, 8, 2, bounded=0) | _TWO_PROGRAMS, head_dim=64),
-    Row(_forward(32, 16, 8, 1, bounded=0) | _TWO_PROGRAMS, head_dim=112),
-    Row(_forward(16, 32, 8, 1, bounded=0) | _TWO_PROGRAMS),
+    Row(_two_programs(_forward(64, 32, 8, 2, bounded=0)), head_dim=64),
+    Row(_two_programs(_forward(32, 16, 8, 1, bounded=0)), head_dim=112),
+    Row(_two_programs(_forward(16, 32, 8, 1, bounded=0))),
 )
 # head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
@@ -62,7 +65,7 @@ _FORWARD_HOPPER = (
 #   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, bounded=0, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
-    Row(_forward(128, 64, 8, 3, bounded=0) | _TWO_PROGRAMS, head_dim=64, half=True),
+    Row(_two_programs(_forward(128, 64, 8, 3, bounded=0)), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=112, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
@@ -164,7 +167,7 @@ BACKWARD = Table(
 )
 
 
-def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> dict[str, int]:
+def _decode(m: int, n: int, warps: int, stages: int, resident: int = 2) -> Config:
     """Return a configuration of decoding; sequences are split until a multiprocessor has RESIDENT programs."""
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "RESIDENT": resident}
 
@@ -181,7 +184,7 @@ _DECODE = (
     Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
     Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
-    Row(_decode(16, 16, 8, 1) | _TWO_PROGRAMS),
+    Row(_two_programs(_decode(16, 16, 8, 1))),
 )
 DECODE = Table(
     "mssa_decode",
