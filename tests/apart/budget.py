@@ -15,6 +15,7 @@ FORWARD, GRADIENT = 2.0, 3.0
 NEIGHBOURS = 32
 # A float64 call's rounding is taken as float32's, 29 bits further down: nothing more exact exists to compare with.
 _DOWN = 2.0**-29
+_MASKS = 1e6  # biases of this size take a token away
 
 
 class Wrong(Exception):
@@ -111,11 +112,13 @@ class Budget:
         """Return what float64 does not resolve of a gradient: a softmax's is a difference, which may cancel.
 
         Where one weight is all of its row, that rounding is all there is of it in float64; a kernel can be nearer.
+        Biases of _MASKS and beyond leave nothing to cancel.
         """
         tallest, given, width = 1.0, 0.0, 1
         for name, value in self._tensors.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-                height = value.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+                height = value.double().abs()
+                height = height.where(height < _MASKS, 0.0).max().item()  # NaN is not less, either
                 upstream = name in ("dout", "dlse", "dmembership")
                 given = max(given, height) if upstream else given
                 tallest *= 1.0 if upstream else max(height, 1.0)
