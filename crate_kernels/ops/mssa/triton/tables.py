@@ -9,12 +9,12 @@ from __future__ import annotations
 from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
 
 
-def _two_programs(config: Config) -> Config:
-    """Give a thread of 8 warps the registers that leave a multiprocessor two such programs.
+def _bounded_registers(config: Config, programs: int) -> Config:
+    """Give the threads of 8 warps the registers that leave a multiprocessor so many such programs.
 
-    Left alone, the assembler may aim at three, at 80 registers, and spill for it.
+    Left alone, the assembler may aim at one program more, and spill for it.
     """
-    return {**config, "maxnreg": 128}
+    return {**config, "maxnreg": {1: 255, 2: 128}[programs]}
 
 
 def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
@@ -28,9 +28,9 @@ def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: i
 
 
 _FORWARD_SINGLE = (  # products take the time, and both forms of the softmax the registers
-    Row(_two_programs(_forward(64, 32, 8, 2, bounded=0)), head_dim=64),
-    Row(_two_programs(_forward(32, 16, 8, 1, bounded=0)), head_dim=112),
-    Row(_two_programs(_forward(16, 32, 8, 1, bounded=0))),
+    Row(_bounded_registers(_forward(64, 32, 8, 2, bounded=0), programs=2), head_dim=64),
+    Row(_bounded_registers(_forward(32, 16, 8, 1, bounded=0), programs=2), head_dim=112),
+    Row(_bounded_registers(_forward(16, 32, 8, 1, bounded=0), programs=2)),
 )
 # head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
@@ -65,7 +65,7 @@ _FORWARD_HOPPER = (
 #   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
     Row(_forward(64, 64, 4, 2, bounded=0, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
-    Row(_two_programs(_forward(128, 64, 8, 3, bounded=0)), head_dim=64, half=True),
+    Row(_bounded_registers(_forward(128, 64, 8, 3, bounded=0), programs=2), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=112, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=128, half=True),
@@ -131,11 +131,14 @@ _BACKWARD_AMPERE = (
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
-_BACKWARD_HOPPER = (
+_BACKWARD_NARROW = (
     # Two stages: with three, Triton 3.6 serialises the products.
     Row(_backward(64, 64, 4, 2), head_dim=64, seqlen=256, causal=False, half=True),
     Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
     Row(_backward(128, 64, 8, 2), head_dim=64, causal=False, half=True),
+)
+_BACKWARD_HOPPER = (
+    *_BACKWARD_NARROW,
     Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
@@ -144,6 +147,11 @@ _BACKWARD_HOPPER = (
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
+_BACKWARD_BLACKWELL = (
+    *_BACKWARD_NARROW,
+    Row(_bounded_registers(_backward(128, 32, 8, 2), programs=1), head_dim=96, seqlen=256, half=True),
+    *_BACKWARD_HOPPER,
+)
 BACKWARD = Table(
     "mssa_backward",
     {
@@ -151,7 +159,7 @@ BACKWARD = Table(
         "sm_80": _BACKWARD_AMPERE,
         "sm_89": _BACKWARD_AMPERE,
         "sm_90": _BACKWARD_HOPPER,
-        "sm_100": _BACKWARD_HOPPER,
+        "sm_100": _BACKWARD_BLACKWELL,
         "gfx942": (
             Row(_backward(64, 32, 4, 1), head_dim=128, half=True),
             Row(_backward(32, 16, 4, 1)),
@@ -184,7 +192,7 @@ _DECODE = (
     Row(_decode(32, 32, 8, 2), head_dim=104, half=True),
     Row(_decode(64, 32, 8, 2), head_dim=128, half=True),
     Row(_decode(16, 32, 4, 2), half=True),
-    Row(_two_programs(_decode(16, 16, 8, 1))),
+    Row(_bounded_registers(_decode(16, 16, 8, 1), programs=2)),
 )
 DECODE = Table(
     "mssa_decode",
