@@ -110,8 +110,7 @@ def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Conf
 
 _BACKWARD_SINGLE = (
     Row(_backward(32, 16, 8, 1), head_dim=64),
-    Row(_backward(16, 16, 8, 1), head_dim=128),
-    Row(_backward(16, 16, 8, 2)),
+    Row(_backward(16, 16, 8, 1)),
 )
 # Where 256 channels are padded, masks take the registers.
 _BACKWARD_BROAD = (
