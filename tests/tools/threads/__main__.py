@@ -46,7 +46,8 @@ def run(program, *arguments):
 
 
 def build(out, levels):
-    """Compile the program for these levels; return its path."""
+    """Compile the program for these levels and the portable one, which every table falls back on; return its path."""
+    levels = ["portable", *(level for level in levels if level != "portable")]
     out.mkdir(parents=True, exist_ok=True)
     common = CSRC / "common" / "cpu"
     sources = [*HERE.glob("*.cpp"), *(common / f"{name}.cpp" for name in ("arena", "capability", "parallel"))]
@@ -64,7 +65,7 @@ def build(out, levels):
     program = out / "threads"
     # The table of a level that is not compiled is the portable one's; no case asks for it.
     absent = [(op, level) for op in OPERATORS for level in LEVELS[1:] if level not in levels and has(op, level)]
-    names = [f"-Wl,--defsym={mangled(op, level)}={mangled(op, levels[0])}" for op, level in absent]
+    names = [f"-Wl,--defsym={mangled(op, level)}={mangled(op, 'portable')}" for op, level in absent]
     subprocess.run([*compiler, "-fsanitize=thread", *objects, *names, "-o", program], check=True)
     return program.resolve()
 
