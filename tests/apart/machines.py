@@ -4,12 +4,8 @@ import os
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import torch
 
-FRESH = {
-    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
-    torch.Tensor: ("new_empty", "new_empty_strided"),
-}
+from tests.tools import fresh
 
 
 @contextmanager
@@ -33,19 +29,5 @@ def ready(backend):
             emulated.load()
             emulated.register()
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for owner, names in FRESH.items():
-            for name in names:
-                patch.setattr(owner, name, _filled(getattr(owner, name)))
+        fresh.fill(patch)
         yield
-
-
-def _filled(allocate):
-    """Wrap an allocator so that its tensors of floating-point dtype are NaN: what is not written then shows."""
-
-    def allocate_nan(*args, **kwargs):
-        tensor = allocate(*args, **kwargs)
-        if tensor.is_floating_point():
-            tensor.detach().fill_(torch.nan)
-        return tensor
-
-    return allocate_nan

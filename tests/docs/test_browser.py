@@ -42,7 +42,7 @@ def browser():
     with playwright.sync_playwright() as started:
         executable = shutil.which("chromium") or shutil.which("google-chrome")
         try:
-            opened = started.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+            opened = started.chromium.launch(executable_path=executable)
         except playwright.Error as error:
             pytest.skip(f"needs Chromium: {error.message.partition('!')[0]}")
         yield opened

@@ -7,6 +7,7 @@ import torch
 
 from crate_kernels._core import backends
 from tests.gpu import fixtures as gpu
+from tests.tools import fresh
 
 
 def pytest_ignore_collect(collection_path):
@@ -15,28 +16,10 @@ def pytest_ignore_collect(collection_path):
     return True if idle and collection_path.name == "test_gpu.py" else None
 
 
-def _poisoned(allocate):
-    """Wrap an allocator so that its tensors of floating-point dtype are NaN."""
-
-    def allocate_nan(*args, **kwargs):
-        tensor = allocate(*args, **kwargs)
-        if tensor.is_floating_point():
-            tensor.detach().fill_(torch.nan)
-        return tensor
-
-    return allocate_nan
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Patch the allocators that Python code calls: composite's and the kernels' outputs and scratch space.
-
-    PyTorch can do so below Python too, but then forbids operations without a deterministic form on a GPU.
-    """
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
-        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
+    """Fill the outputs and scratch space of composite and the kernels with NaN."""
+    fresh.fill(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,28 @@
+"""NaN in fresh memory, so that an output that is not written is seen."""
+
+import torch
+
+ALLOCATORS = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+
+
+def fill(patch):
+    """Let the allocators that Python code calls fill tensors of floating-point dtype with NaN; undone with ``patch``.
+
+    PyTorch can do so below Python too, but then forbids operations without a deterministic form on a GPU.
+    """
+    for owner, names in ALLOCATORS.items():
+        for name in names:
+            patch.setattr(owner, name, _filled(getattr(owner, name)))
+
+
+def _filled(allocate):
+    def allocate_nan(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+        return tensor
+
+    return allocate_nan
