@@ -42,12 +42,14 @@ def test_the_mask_is_that_of_every_backend(seed, p):
     assert torch.equal(out.bool(), expected)
 
 
+@pytest.mark.parametrize("widest", [64, 256])
 @pytest.mark.parametrize("head_dim", range(1, 257))
-def test_parts_are_powers_of_two_that_cover_a_head(head_dim):
-    dims = split_dims(head_dim)
+def test_parts_are_powers_of_two_that_cover_a_head(head_dim, widest):
+    dims = split_dims(head_dim, widest)
     padded = sum(dims.WIDTHS)
-    assert len(dims.WIDTHS) <= 3
-    assert all(width >= 16 and width & (width - 1) == 0 for width in dims.WIDTHS)
+    assert len(dims.WIDTHS) <= (3 if widest == 256 else 4)
+    assert all(16 <= width <= widest and width & (width - 1) == 0 for width in dims.WIDTHS)
+    assert tuple(sum(dims.WIDTHS[:k]) for k in range(len(dims.WIDTHS))) == dims.FIRST
     assert head_dim <= padded < max(head_dim, 1) + (16 if head_dim <= 128 else 32)
     assert split_dims(48) == (48, (0, 32), (32, 16))
     assert split_dims(112) == (112, (0, 64, 96), (64, 32, 16))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from crate_kernels._triton import launch
@@ -48,7 +49,9 @@ class Launch:
     def form(self, block: int, tail: int, dims: Dims | None = None, softmax: str = "online") -> Form:
         """Return the constants of the kernels that walk over tiles of ``block`` rows, of ``tail`` where masks cut."""
         call = self.call
-        parts: Dims = dims or split_dims(self.head_dim)  # pyright: ignore[reportAssignmentType]
+        # Products of fp32 hold all of a part's channels in each thread: 128 of them leave too few registers.
+        widest = 64 if self.dtype == torch.float32 else 256
+        parts: Dims = dims or split_dims(self.head_dim, widest)  # pyright: ignore[reportAssignmentType]
         return Form(
             **parts._asdict(),
             PRECISION=launch.dot_precision(self.dtype),

@@ -108,9 +108,14 @@ def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Conf
     return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
 
 
+# Left alone, the assembler keeps wide heads in 32 registers and 5 KB of stack. A second stage of the tiles that stream
+# spills less in all wide cases but these.
 _BACKWARD_SINGLE = (
     Row(_backward(32, 16, 8, 1), head_dim=64),
-    Row(_backward(16, 16, 8, 1)),
+    Row(_bounded_registers(_backward(16, 16, 8, 1), programs=1), head_dim=128),
+    Row(_bounded_registers(_backward(16, 16, 8, 2), programs=1), head_dim=160),
+    Row(_bounded_registers(_backward(16, 16, 8, 1), programs=1), causal=False),
+    Row(_bounded_registers(_backward(16, 16, 8, 2), programs=1)),
 )
 # Where 256 channels are padded, masks take the registers.
 _BACKWARD_BROAD = (

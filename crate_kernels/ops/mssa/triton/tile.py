@@ -1,7 +1,7 @@
 """Tiles of tokens, and what the kernels of mssa do with them.
 
 A tile is (rows, head_dim). Triton's widths are powers of two, and a head_dim of 48 would cost as much as 64. A tile is
-therefore a tuple of up to three parts, 48 = 32 + 16, and a product over channels is a sum over parts. A matrix product
+therefore a tuple of up to four parts, 48 = 32 + 16, and a product over channels is a sum over parts. A matrix product
 needs parts of at least 16 channels.
 
 Triton's compiler keeps a record constant only where it is assigned as ``tl.constexpr``: records of constants (Dims,
@@ -40,17 +40,17 @@ class Dims(NamedTuple):
 
 
 @triton.constexpr_function
-def split_dims(head_dim):
-    """Split head_dim, padded to a multiple of 16 (of 32 above 128), into at most three powers of two.
+def split_dims(head_dim, widest=256):
+    """Split head_dim, padded to a multiple of 16 (of 32 above 128), into powers of two up to ``widest``.
 
-    240 would need four, hence the coarser padding of wide heads; 256 is one part.
+    Three at most with the default: 240 would need four, hence the coarser padding of wide heads; 256 is one part.
     """
     step = 16 if head_dim <= 128 else 32
     left = max(-(-head_dim // step) * step, 16)
     first, widths = (), ()
     while left:
         first += (sum(widths),)
-        widths += (1 << (left.bit_length() - 1),)
+        widths += (min(1 << (left.bit_length() - 1), widest),)
         left -= widths[-1]
     return Dims(head_dim, first, widths)
 

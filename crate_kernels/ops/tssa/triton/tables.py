@@ -53,18 +53,24 @@ _FULL_CANDIDATES = tuple(
     for chunk, stages, lane in itertools.product((64, 128, 256, 512), (2, 3), (0, 20, 40))
 )
 FULL_FORWARD = Table(
-    "tssa_full_forward", _every_arch(_full(4096, 256, 3, 8), _full(1 << 14, 64, 1, 1, lane=0)), _FULL_CANDIDATES
+    "tssa_full_forward",
+    _every_arch(
+        _full(4096, 256, 3, 8),
+        _full(1 << 14, 64, 1, 1, lane=0),
+        **dict.fromkeys(("sm_90", "sm_100"), (Row(_full(2048, 256, 3, 8), half=False),)),
+    ),
+    _FULL_CANDIDATES,
 )
 # Four warps: the fewest instructions a token with three or four blocks a multiprocessor.
-_FEW_WARPS, _SMALLER = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8)
+_FEW_WARPS, _SMALLER, _SINGLE = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
 FULL_BACKWARD = Table(
     "tssa_full_backward",
     _every_arch(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
-        sm_80=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
-        sm_90=(Row(_SMALLER, half=False), Row(_FEW_WARPS, half=True)),
-        sm_100=(Row(_SMALLER, half=True),),
+        sm_80=(Row(_SINGLE, half=False), Row(_FEW_WARPS, half=True)),
+        sm_90=(Row(_SINGLE, half=False), Row(_FEW_WARPS, half=True)),
+        sm_100=(Row(_SINGLE, half=False), Row(_SMALLER, half=True)),
     ),
     _FULL_CANDIDATES,
 )
