@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crate_kernels._core.products import product
 from crate_kernels.nn import ISTA, MSSA, CausalMSSA
-from crate_kernels.nn._linear import product
 
 Work = Callable[[], object]
 

@@ -1,8 +1,4 @@
-"""Linear layers whose products are oneDNN's on CPUs: two thirds and more of a model's time are products.
-
-PyTorch multiplies float32 by its BLAS, which is MKL in its builds for x86, and which uses half of the width of an AMD
-processor. GFLOP/s of one thread of a Zen 5, (384, 384) by (384, 384): MKL 101, oneDNN 226.
-"""
+"""Linear layers whose products on CPUs are the faster ones of ``_core/products.py``."""
 
 from __future__ import annotations
 
@@ -10,24 +6,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crate_kernels._core import checks, operator
+from crate_kernels._core import checks, operator, products
+from crate_kernels._core.products import product
 
-_library = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
-_LEAST_WORK = 1 << 24  # multiplications; below, oneDNN's 12 us per call cost more than it spares
-
-
-def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left @ right^T + bias, for ``left`` (..., k) and ``right`` (n, k)."""
-    small = left.numel() * right.shape[0] < _LEAST_WORK
-    if _library is None or small or not torch.backends.mkldnn.enabled:  # pyright: ignore[reportAttributeAccessIssue]
-        return F.linear(left, right, bias)
-    if not (right.is_contiguous() or right.t().is_contiguous()):
-        right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
-    return _library(left, right, bias, "none", [], "")
 
 
 def _backward(
@@ -104,7 +88,7 @@ operator.functorch_twin(_LinearFunction, _forward_op)
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose float32 products on a CPU are the faster library's.
+    """``nn.Linear`` whose products on a CPU are the faster library's, and in 16 bits the faster dtype's.
 
     Args:
         in_features, out_features, bias: as in ``nn.Linear``.
@@ -128,8 +112,8 @@ class Linear(nn.Linear):
         """Return whether the other product is possible and pays."""
         if (
             not isinstance(x, Tensor)  # torch.fx passes a proxy
-            or x.dtype != torch.float32
-            or weight.dtype != torch.float32
+            or x.dtype != weight.dtype
+            or not products.may_pay(x.dtype)
             or x.device.type != "cpu"
             or weight.device.type != "cpu"
             or self.backend not in _OURS
@@ -139,4 +123,4 @@ class Linear(nn.Linear):
             return False
         if torch.compiler.is_compiling():
             return not torch.is_autocast_enabled("cpu")
-        return x.numel() * weight.shape[0] >= _LEAST_WORK and operator.is_plain(x, weight)
+        return products.pays(x, weight) and operator.is_plain(x, weight)

@@ -8,36 +8,43 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
+from crate_kernels._core import products
 from crate_kernels.nn import _linear
 from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 
-EPS = torch.finfo(torch.float32).eps
 IN, OUT = 48, 80
 SHAPES = {"2d": (65, IN), "3d": (2, 37, IN), "1d": (IN,), "4d": (2, 3, 5, IN), "empty": (0, 7, IN)}
 
-pytestmark = pytest.mark.skipif(_linear._library is None, reason="needs a PyTorch with oneDNN")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN")
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Take the other product at any size; list the calls of it."""
+    """Take the other product at any size, on any processor; list the calls of it."""
     calls = []
+    given = torch.ops.mkldnn._linear_pointwise.default
 
     def product(*args):
         calls.append(args)
         return given(*args)
 
-    given = _linear._library
-    monkeypatch.setattr(_linear, "_library", product)
-    monkeypatch.setattr(_linear, "_LEAST_WORK", 1)
+    monkeypatch.setattr(products, "_library", product)
+    monkeypatch.setattr(products, "_LEAST_WORK", 1)
     return calls
 
 
-def pair(bias=True, backend=None):
+@pytest.fixture
+def no_half(monkeypatch):
+    """Take the way of a processor without arithmetic in 16 bits, for matrices of any size."""
+    monkeypatch.setattr(products, "_slow", frozenset({torch.bfloat16, torch.float16}))
+    monkeypatch.setattr(products, "_LEAST_ROWS", 1)
+
+
+def pair(bias=True, backend=None, dtype=torch.float32):
     """Return our layer and nn.Linear with the same weights."""
     torch.manual_seed(0)
-    ours = _linear.Linear(IN, OUT, bias, backend=backend)
-    plain = nn.Linear(IN, OUT, bias)
+    ours = _linear.Linear(IN, OUT, bias, backend=backend).to(dtype)
+    plain = nn.Linear(IN, OUT, bias, dtype=dtype)
     plain.load_state_dict(ours.state_dict())
     return ours, plain
 
@@ -53,7 +60,7 @@ def outcome(layer, x):
 
 
 def check(ours, plain, x):
-    actual, eager = outcome(ours, x), outcome(plain, x)
+    actual, eager, eps = outcome(ours, x), outcome(plain, x), torch.finfo(x.dtype).eps
     exact = outcome(copy.deepcopy(plain).double(), x.double())
     assert actual.keys() == exact.keys()
     for name, target in exact.items():
@@ -62,7 +69,7 @@ def check(ours, plain, x):
             continue
         factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
         size = target.abs().max()
-        budget = factor * ((eager[name].double() - target).abs().max() + EPS * size)
+        budget = factor * ((eager[name].double() - target).abs().max() + eps * size)
         assert (actual[name].double() - target).abs().max() <= budget, name
 
 
@@ -72,6 +79,38 @@ def test_linear_is_exact(taken, shape, bias):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     check(*pair(bias), x)
     assert len(taken) == (3 if x.numel() else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_16_bits_are_multiplied_in_float32_and_rounded_once(no_half, shape, bias, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ours, plain = pair(bias, dtype=dtype)
+    check(ours, plain, x)
+    exact = copy.deepcopy(plain).float()(x.float())
+    assert torch.equal(ours(x), exact.to(dtype))
+    assert ours(x).dtype == dtype
+
+
+def test_few_rows_of_16_bits_are_not_converted(no_half, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_ROWS", 8)
+    few, enough = torch.randn(7, IN, dtype=torch.bfloat16), torch.randn(8, IN, dtype=torch.bfloat16)
+    right = torch.randn(OUT, IN, dtype=torch.bfloat16)
+    assert not products.pays(few, right)
+    assert products.pays(enough, right)
+    monkeypatch.setattr(products, "_LARGE", OUT * IN)
+    assert not products.pays(enough, right)
+    assert products.pays(torch.cat([enough] * 4), right)
+    assert not products.pays(enough, right.float())
+
+
+def test_a_processor_that_multiplies_16_bits_is_left_to_it(monkeypatch):
+    monkeypatch.setattr(products, "_slow", frozenset())
+    x = torch.randn(65, IN, dtype=torch.bfloat16)
+    ours, plain = pair(dtype=torch.bfloat16)
+    assert torch.equal(ours(x), plain(x))
+    assert products.fast_dtype(torch.bfloat16) == torch.bfloat16
 
 
 @pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded"])
@@ -86,7 +125,7 @@ def test_a_part_of_a_matrix_is_copied(taken):
     """oneDNN takes a hundred times as long for one whose rows are further apart than they are long."""
     x, wide = torch.randn(5, IN), torch.randn(OUT, 2 * IN)
     for right in (wide[:, :IN], wide[:, ::2]):
-        torch.testing.assert_close(_linear.product(x, right), x @ right.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(products.product(x, right), x @ right.t(), rtol=1e-4, atol=1e-4)
     assert [right.is_contiguous() for _, right, *_ in taken] == [True, True]
 
 
@@ -110,7 +149,7 @@ def test_linear_without_gradient(taken):
 
 
 def test_small_layers_are_plain(monkeypatch):
-    monkeypatch.setattr(_linear, "_library", None)
+    monkeypatch.setattr(products, "_library", None)
     ours, plain = pair()
     x = torch.randn(5, IN)
     assert torch.equal(ours(x), plain(x))

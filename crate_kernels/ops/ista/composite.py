@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
 
@@ -61,7 +62,23 @@ def _add(tokens: Tensor, product: Tensor, scale: float, out: Tensor | None = Non
     return torch.add(tokens, product, alpha=scale, out=out)
 
 
-_engine, _overcomplete = _Engine(), _OvercompleteEngine()
+class _OnCpu:
+    """Products on a CPU."""
+
+    def product_dtype(self, compute):
+        return products.fast_dtype(compute)
+
+
+class _CpuEngine(_OnCpu, _Engine):
+    pass
+
+
+class _CpuOvercompleteEngine(_OnCpu, _OvercompleteEngine):
+    pass
+
+
+_STEP = {True: _CpuEngine(), False: _Engine()}
+_OVERCOMPLETE = {True: _CpuOvercompleteEngine(), False: _OvercompleteEngine()}
 forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(
-    lambda x: _engine, lambda x: _overcomplete
+    lambda x: _STEP[x.device.type == "cpu"], lambda x: _OVERCOMPLETE[x.device.type == "cpu"]
 )

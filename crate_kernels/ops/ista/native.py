@@ -25,12 +25,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from crate_kernels._core import products
 from crate_kernels._native.extension import Library, library
 from crate_kernels.ops.ista import steps
 
-_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-# Where the processor has no float16 arithmetic, PyTorch's float16 product takes 30 times as long as float32's.
-_FAST_FLOAT16 = _linear is not None and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
 # _LEAST_DIM their calls cost more than they spare.
 _PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
@@ -54,7 +52,7 @@ class _Cpu(_Native):
     scales_late, sum_dtype = True, torch.float32
 
     def product_dtype(self, compute):
-        return torch.float32 if compute == torch.float16 and not _FAST_FLOAT16 else compute
+        return products.fast_dtype(compute)
 
     def one_product(self, tokens):
         count, dim = tokens.shape
@@ -95,12 +93,8 @@ class _Cpu(_Native):
         return dweight
 
     def mm(self, left, right, out=None):
-        # In float32 oneDNN takes 0.45-0.9 of the BLAS's time on AMD's Zen 4 and 5 where rows are many, and costs 12 us
-        # more per call; it has no `out`. In half precision PyTorch takes it anyhow.
-        if left.dtype == torch.float32 and _linear is not None and left.shape[0] * right.numel() >= 1 << 24:
-            if not (right.is_contiguous() or right.t().is_contiguous()):
-                right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
-            return _linear(left, right.t(), None, "none", [], "")
+        if products.pays(left, right.t()):  # which has no `out`
+            return products.product(left, right.t())
         return torch.mm(left, right, out=out)
 
     def product(self, left, right, base=None, scale=1.0, gate=None, out=None):

@@ -61,12 +61,14 @@ class Engine:
 
     def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return K = W - W^T W, formed in weight's dtype or better and rounded once."""
+        weight = cast(weight, self.product_dtype(weight.dtype))
         return cast(torch.addmm(weight, weight.t(), weight, alpha=-1), dtype)
 
     def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of W from that of K: dK - W (dK + dK^T)."""
-        dgram = cast(dgram, weight.dtype)
-        return torch.addmm(dgram, weight, self.plus_transpose(dgram), alpha=-1)
+        dtype = self.product_dtype(weight.dtype)
+        dgram = cast(dgram, dtype)
+        return cast(torch.addmm(dgram, cast(weight, dtype), self.plus_transpose(dgram), alpha=-1), weight.dtype)
 
     def plus_transpose(self, square: Tensor) -> Tensor:
         """Return a square matrix plus its transpose."""

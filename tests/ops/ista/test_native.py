@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels._core import products
 from crate_kernels._native import extension
 from tests.ops.common import LEVELS, randn
 
@@ -18,11 +19,26 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-def failures(case, dtype):
+# Of the two libraries of float32 products, and of 16-bit arithmetic, what a processor may have.
+PROCESSORS = {"blas": (False, ()), "onednn": (True, ()), "float32-alone": (False, (torch.bfloat16, torch.float16))}
+
+
+@pytest.fixture(params=PROCESSORS.values(), ids=PROCESSORS)
+def processor(request, monkeypatch):
+    """Take the products of another processor, of any size."""
+    onednn, slow = request.param
+    if onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("needs a PyTorch with oneDNN")
+    monkeypatch.setattr(products, "_library", torch.ops.mkldnn._linear_pointwise.default if onednn else None)
+    monkeypatch.setattr(products, "_slow", frozenset(slow))
+    monkeypatch.setattr(products, "_LEAST_WORK", 1)
+
+
+def failures(case, dtype, backend="cpp"):
     inputs = testing.make_inputs(case, dtype)
     eager = testing.run(case, inputs, "reference")
     exact = testing.run(case, inputs.to(torch.float64), "reference")
-    return [m for m in testing.measure(testing.run(case, inputs, "cpp"), eager, exact, dtype) if not m.passed]
+    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, dtype) if not m.passed]
 
 
 @EVERY_DTYPE
@@ -44,11 +60,18 @@ def test_every_width(name, level):
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("backend", ["cpp", "composite"])
 @pytest.mark.parametrize("tokens", [40, 300])
 @pytest.mark.parametrize("dim", [96, 240])
-def test_either_library(dim, tokens, dtype):
-    """300 tokens of 240 are enough for oneDNN's product."""
-    assert failures(testing.Case("ista", "library", (1, tokens, dim)), dtype) == []
+def test_the_products_of_every_processor(dim, tokens, backend, dtype, processor):
+    assert failures(testing.Case("ista", "library", (1, tokens, dim)), dtype, backend) == []
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("backend", ["cpp", "composite"])
+def test_the_overcomplete_products_of_every_processor(backend, dtype, processor):
+    case = testing.Case("ista_overcomplete", "library", (1, 70, 24, 96), {"steps": 2})
+    assert failures(case, dtype, backend) == []
 
 
 WIDE = (257, 272, 273, 288, 300, 513)  # wide enough for panels, around multiples of bands, panels and segments
@@ -78,7 +101,7 @@ def test_of_the_symmetric_product_the_upper_half_is_read(name, level):
 
 
 @pytest.mark.parametrize("special", ["", "tied"])
-def test_a_wide_dictionary(special):
+def test_a_wide_dictionary(special, processor):
     """Enough for oneDNN's product; in half precision no token that wide is clear of every threshold."""
     case = testing.Case("ista_overcomplete", "wide", (1, 200, 150, 600), {"steps": 3}, special=special)
     assert failures(case, torch.float32) == []
@@ -181,17 +204,22 @@ def test_arguments_that_python_should_have_caught():
 
 
 @pytest.mark.parametrize("tokens", [300, 2000])
-def test_gradients_summed_by_either_library(tokens):
+def test_gradients_summed_by_every_library(tokens, processor):
     """Of 256 columns; from 257 tokens on the sum over tokens is oneDNN's."""
     assert failures(testing.Case("ista", "library", (1, tokens, 256)), torch.float32) == []
     assert failures(testing.Case("ista_overcomplete", "library", (1, tokens, 128, 512)), torch.float32) == []
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN")
 def test_a_part_of_a_matrix_is_copied_for_onednn(monkeypatch):
     """oneDNN takes a hundred times as long for a weight whose rows are further apart than they are long."""
-    seen = []
-    given = native._linear
-    monkeypatch.setattr(native, "_linear", lambda left, right, *rest: seen.append(right) or given(left, right, *rest))
+    seen, given = [], torch.ops.mkldnn._linear_pointwise.default
+
+    def library(left, right, *rest):
+        seen.append(right)
+        return given(left, right, *rest)
+
+    monkeypatch.setattr(products, "_library", library)
     x, wide = torch.randn(300, 240), torch.randn(240, 480)
     for weight in (wide[:, :240], wide[:, ::2], wide[:, :240].t()):
         torch.testing.assert_close(native._engine("cpu").mm(x, weight), x @ weight, rtol=1e-4, atol=1e-3)
