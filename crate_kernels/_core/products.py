@@ -10,7 +10,7 @@ processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via fl
 ============================= ==== ======= ==================== ========================
 AMD Zen 5 (AVX512-BF16)       101  226     not measured         not taken
 AMD Zen 3 (AVX2)              68   51-60   2-23                 70-104
-Intel Sapphire Rapids (AMX)   197  164-194 1310-1420            not taken
+Intel Granite Rapids (AMX)    197  164-194 1310-1420            not taken
 ============================= ==== ======= ==================== ========================
 """
 
