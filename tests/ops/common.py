@@ -15,7 +15,7 @@ KERNELS = (
     "cpp",
     "emulated",
 )  # emulated: tests/tools/emulator/plugin.py
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # levels of the extension, ascending
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # levels of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
 VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()

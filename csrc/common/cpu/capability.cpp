@@ -6,10 +6,27 @@
 
 #include "isa.h"
 
+#if CRATE_X86_LEVELS && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace crate_kernels {
 namespace {
 
-const char* const kNames[kCapabilities] = {"portable", "avx2", "avx512", "avx512_bf16"};
+const char* const kNames[kCapabilities] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
+
+#if CRATE_X86_LEVELS
+// Asks Linux for the registers of AMX, as every process must. The answer holds for all of its threads.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 Capability detect() {
 #if CRATE_X86_LEVELS
@@ -21,7 +38,8 @@ Capability detect() {
         __builtin_cpu_supports("avx512vl"))) {
     return Capability::avx2;
   }
-  return __builtin_cpu_supports("avx512bf16") ? Capability::avx512_bf16 : Capability::avx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return Capability::avx512;
+  return __builtin_cpu_supports("amx-bf16") && may_use_tiles() ? Capability::amx : Capability::avx512_bf16;
 #else
   return Capability::portable;
 #endif

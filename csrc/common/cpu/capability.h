@@ -7,8 +7,8 @@
 namespace crate_kernels {
 
 // In rising order: a machine that has one level has all before it.
-enum class Capability : int { portable, avx2, avx512, avx512_bf16 };
-constexpr int kCapabilities = 4;
+enum class Capability : int { portable, avx2, avx512, avx512_bf16, amx };
+constexpr int kCapabilities = 5;
 
 // The highest compiled level that this machine has.
 Capability detected_capability();

@@ -7,3 +7,4 @@
 #define CRATE_LANES 8
 #define CRATE_MAX_COLUMNS 2
 #define CRATE_BF16_DOT 0
+#define CRATE_AMX 0

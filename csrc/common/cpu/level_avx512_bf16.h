@@ -7,3 +7,4 @@
 #define CRATE_LANES 16
 #define CRATE_MAX_COLUMNS 4
 #define CRATE_BF16_DOT 1
+#define CRATE_AMX 0

@@ -6,3 +6,4 @@
 #define CRATE_LANES 4
 #define CRATE_MAX_COLUMNS 2  // width of a micro-kernel, in vectors
 #define CRATE_BF16_DOT 0
+#define CRATE_AMX 0

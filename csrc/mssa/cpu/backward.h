@@ -307,6 +307,7 @@ class Backward : Head<T> {
 
 template <class T>
 void mssa_backward(const MssaProblem& p, const MssaHead& head, int part, int parts, Arena& arena, float* partial) {
+  [[maybe_unused]] const typename T::Registers registers;
   Backward<T>(p, head, part, parts).run(arena, partial);
 }
 

@@ -212,6 +212,7 @@ class Forward : Head<T> {
 
 template <class T>
 void mssa_forward(const MssaProblem& p, const MssaHead& head, int part, int parts, Arena& arena) {
+  [[maybe_unused]] const typename T::Registers registers;
   Forward<T>(p, head, part, parts).run(arena);
 }
 

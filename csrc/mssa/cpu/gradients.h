@@ -30,13 +30,15 @@ struct ScoreGradients {
 
 template <class T, bool kRatios = false>
 void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
+  const ChannelProducts<T> by_row(s.row.dout, s.column.w, s.words, s.rows, s.columns);
+  const ChannelProducts<T> by_column(s.row.w, s.column.dout, s.column.dout == nullptr ? 0 : s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
     const auto differentiate = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
       const int j0 = v0 * kLanes;
       Vf d[kRows][kColumns] = {};
-      multiply_channels<T, kLong>(d, s.row.dout + r0, s.column.w + j0, s.words);
+      by_row.template add<kLong>(d, r0, j0);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
       for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
@@ -48,7 +50,7 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
                                CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
       }
       if (s.column.dout != nullptr) {
-        multiply_channels<T, kLong>(d, s.row.w + r0, s.column.dout + j0, s.words);
+        by_column.template add<kLong>(d, r0, j0);
         for_each_vector(d, [&](Vf& x, int r, int v)
                                CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
       }
@@ -66,19 +68,20 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
     };
     for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
   });
-  if (s.symmetric) gradients.mirror(s.columns);
+  gradients.complete(s.rows, s.columns, s.symmetric);
 }
 
 // deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums per row.
 template <class T>
 void add_deltas(const ScoreGradients& s, float* deltas) {
+  const ChannelProducts<T> products(s.row.dout, s.column.w, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
     const auto add = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
       const int j0 = v0 * kLanes;
       Vf d[kRows][kColumns] = {};
-      multiply_channels<T, kLong>(d, s.row.dout + r0, s.column.w + j0, s.words);
+      products.template add<kLong>(d, r0, j0);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         Vf total = load(deltas + (r0 + r) * kLanes);
@@ -98,6 +101,16 @@ void add_deltas(const ScoreGradients& s, float* deltas) {
 // dots[j] = the product of column j of two panels, in the order in which tiles sum it.
 template <class T>
 void dot_columns(const float* a, const float* b, int words, int count, float* dots) {
+  if constexpr (T::kMatrix) {  // the diagonal of each block
+    const int64_t line = line_words(words);
+    alignas(64) float block[kLanes * kLanes];
+    for (int j = 0; j < count; j += kLanes) {
+      const Factors factors = {a + lines_at(words) + j * line, b + j, line, kTile, static_cast<int>(line / kLanes)};
+      T::multiply(factors, kLanes, kLanes, block, kLanes);
+      for (int n = 0; n < kLanes; ++n) dots[j + n] = block[n * kLanes + n];
+    }
+    return;
+  }
   for (int j = 0; j < count; j += kLanes) {
     Vf total = {};
     const int part = T::kPair == 1 ? kPart : words;

@@ -88,7 +88,7 @@ struct MssaTables {
   const MssaKernels* f32;   // any dtype, converted to fp32
   const MssaKernels* bf16;  // bf16 products; softmax without dropout only
 };
-extern const MssaTables mssa_portable, mssa_avx2, mssa_avx512, mssa_avx512_bf16;
+extern const MssaTables mssa_portable, mssa_avx2, mssa_avx512, mssa_avx512_bf16, mssa_amx;
 
 // Floats that one part of a cache leaves for one new token: out before the division, largest score, sum.
 static inline int64_t mssa_decode_size(int head_dim) {

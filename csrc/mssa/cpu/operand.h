@@ -17,7 +17,9 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 }
 
 struct Float32 {
-  static constexpr int kPair = 1;  // elements per word
+  static constexpr int kPair = 1;         // elements per word
+  static constexpr bool kMatrix = false;  // multiplied by tiles: matrix.h
+  struct Registers {};                    // what a thread holds to multiply
   static CRATE_INLINE Vf broadcast(const float* word) { return splat(*word); }
   static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return acc + a * b; }
   static CRATE_INLINE Vf round(Vf v) { return v; }
@@ -32,6 +34,8 @@ struct Float32 {
 #if CRATE_BF16_DOT
 struct BFloat16 {
   static constexpr int kPair = 2;
+  static constexpr bool kMatrix = false;
+  struct Registers {};
   static CRATE_INLINE Vf broadcast(const float* word) {
     int32_t bits;
     memcpy(&bits, word, 4);
@@ -62,7 +66,14 @@ constexpr int channel_words(int head_dim) {
 }
 template <class T>
 constexpr int64_t panel_size(int head_dim) {
-  return round_up(channel_words<T>(head_dim), kLanes) * kTile;
+  return round_up(channel_words<T>(head_dim), kLanes) * kTile * (T::kMatrix ? 2 : 1);
+}
+// Behind the panel, T::kMatrix has the tokens in lines, side by side.
+CRATE_INLINE int64_t line_words(int words) {
+  return round_up(words, kLanes);
+}
+CRATE_INLINE int64_t lines_at(int words) {
+  return line_words(words) * kTile;
 }
 
 CRATE_INLINE int padded_dim(int head_dim) {
@@ -99,7 +110,7 @@ CRATE_INLINE void transpose_block(const float* in, int64_t in_stride, float* out
 }
 
 // Packs the first `count` of kTile rows of floats, `stride` apart, as a panel: word k of token j at panel[k * kTile +
-// j]. Channels beyond head_dim are zero. Whole vectors of tokens are packed.
+// j]. Channels beyond head_dim are zero. Whole vectors of tokens are packed, for T::kMatrix in lines too.
 template <class T>
 void pack_panel(const float* rows, int64_t stride, int head_dim, int count, float* panel) {
   const int words = static_cast<int>(round_up(channel_words<T>(head_dim), kLanes));
@@ -108,7 +119,10 @@ void pack_panel(const float* rows, int64_t stride, int head_dim, int count, floa
     const float* source = rows + j * stride;
     int64_t source_stride = stride;
     if (T::kPair == 2) {
-      for (int r = 0; r < kLanes; ++r) T::pack(source + r * stride, words, packed[r]);
+      for (int r = 0; r < kLanes; ++r) {
+        T::pack(source + r * stride, words, packed[r]);
+        if (T::kMatrix) memcpy(panel + lines_at(words) + (j + r) * words, packed[r], words * sizeof(float));
+      }
       source = packed[0];
       source_stride = 256;
     }
@@ -119,11 +133,15 @@ void pack_panel(const float* rows, int64_t stride, int head_dim, int count, floa
 }
 
 // Packs `count` rows of `width` floats as the right operand of a sum over tokens: token j, channel d in word (j /
-// kPair) * width + d.
+// kPair) * width + d. For T::kMatrix, zeros follow to whole registers.
 template <class T>
 void pack_rows(const float* rows, int64_t stride, int width, int count, float* out) {
   for (int j = 0; j < count; j += T::kPair) {
     T::interleave(rows + j * stride, rows + (j + T::kPair - 1) * stride, width, out + j / T::kPair * width);
+  }
+  if (T::kMatrix) {
+    const int64_t packed = round_up(count, 2) / 2, whole = round_up(count, 2 * kLanes) / 2;
+    memset(out + packed * width, 0, (whole - packed) * width * sizeof(float));
   }
 }
 

@@ -151,6 +151,7 @@ class Mutual : Head<T> {
 template <class T>
 void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const MssaHead& columns, int part, int parts,
                                Arena& arena, float* partial) {
+  [[maybe_unused]] const typename T::Registers registers;
   const int64_t size = crate_kernels::mssa_partial_size(rows.seqlen, p.head_dim);
   const MssaShares share = shares(p, rows.seqlen, partial + part * size);
   memset(share.as_key, 0, size * sizeof(float));

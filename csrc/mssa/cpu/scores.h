@@ -86,13 +86,14 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
 // weights = 2^(scores - shifts), their sums by row and, for the symmetric pair, by column.
 template <class T>
 void compute_weights(const Scores& s, Tile<T>& weights) {
+  const ChannelProducts<T> products(s.query_panel, s.key_panel, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
     const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
       const int j0 = v0 * kLanes;
       Vf e[kRows][kColumns] = {};
-      multiply_channels<T, kLong>(e, s.query_panel + r0, s.key_panel + j0, s.words);
+      products.template add<kLong>(e, r0, j0);
       exponentials<kRows, kColumns>(s, r0, j0, e);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       if (s.first != nullptr) {
@@ -112,12 +113,13 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
     };
     for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
   });
-  if (s.symmetric) weights.mirror(s.columns);
+  weights.complete(s.rows, s.columns, s.symmetric);
 }
 
 // maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima per row.
 template <class T>
 void update_maxima(const Scores& s, float* maxima) {
+  const ChannelProducts<T> products(s.query_panel, s.key_panel, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
     for_column_groups(0, (s.columns + kLanes - 1) / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
@@ -125,7 +127,7 @@ void update_maxima(const Scores& s, float* maxima) {
       for_row_groups<kColumns>(0, s.rows, [&](auto rows, int r0) __attribute__((always_inline)) {
         constexpr int kRows = decltype(rows)::value;
         Vf e[kRows][kColumns] = {};
-        multiply_channels<T, kLong>(e, s.query_panel + r0, s.key_panel + v0 * kLanes, s.words);
+        products.template add<kLong>(e, r0, v0 * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           Vf largest = load(maxima + (r0 + r) * kLanes);

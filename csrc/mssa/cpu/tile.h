@@ -1,7 +1,7 @@
 // One 64 x 64 tile of weights, and the products with it on the left.
 #pragma once
 
-#include "operand.h"
+#include "matrix.h"
 
 namespace {
 
@@ -37,6 +37,32 @@ struct Tile {
     }
   }
 
+  // Completes a tile whose weights have been put: a symmetric one by its columns only, and for T::kMatrix with zeros
+  // along both sums, to whole registers.
+  void complete(int rows, int columns, bool symmetric) {
+    if (symmetric) mirror(columns);
+    if constexpr (T::kMatrix) {
+      const int whole_rows = round_up(rows, 2), whole_columns = round_up(columns, kLanes);
+      if (whole_columns % (2 * kLanes) != 0) {
+        for (int r = 0; r < rows; ++r) {
+          memset(by_row + r * kRowWords + whole_columns / 2, 0, kLanes / 2 * sizeof(float));
+        }
+      }
+      const int64_t more = round_up(rows, 2 * kLanes) - whole_rows;
+      memset(by_column + whole_rows / 2 * kTile, 0, more / 2 * kTile * sizeof(float));
+    }
+  }
+
+  // The columns in lines, as the left operand of matrix.h.
+  CRATE_INLINE void column_lines(int rows, int columns, float* lines) const {
+    for (int c = 0; c < columns; c += kLanes) {
+      for (int k = 0; k < (rows + 1) / 2; k += kLanes) {
+        transpose_block(by_column + k * kTile + c, kTile, lines + c * kRowWords + k, kRowWords);
+      }
+    }
+  }
+
+ private:
   // Completes the columns of a symmetric tile from its rows, which are there from the diagonal on. Rows are not
   // completed.
   void mirror(int columns) {
@@ -50,7 +76,6 @@ struct Tile {
     }
   }
 
- private:
   static CRATE_INLINE void put_half(float* out, Vu low) {
 #if CRATE_BF16_DOT
     const __m256i half = _mm512_cvtepi32_epi16((__m512i)low);
@@ -83,6 +108,67 @@ CRATE_INLINE void for_groups(int rows, int columns, bool symmetric, const Body& 
   }
 }
 
+// The products of the channels of a tile's rows and columns: of panels, which have lines for T::kMatrix.
+template <class T>
+class ChannelProducts {
+ public:
+  CRATE_INLINE ChannelProducts(const float* left, const float* right, int words, int rows, int columns)
+      : left_(left), right_(right), words_(words) {
+    if constexpr (T::kMatrix) {
+      const int64_t line = line_words(words);
+      const Factors factors = {left + lines_at(words), right, line, kTile, static_cast<int>(line / kLanes)};
+      T::multiply(factors, rows, columns, products_, kTile);
+    }
+  }
+
+  // Adds the products of rows r0.. and columns j0.. to acc.
+  template <int kLong, int kRows, int kColumns>
+  CRATE_INLINE void add(Vf (&acc)[kRows][kColumns], int r0, int j0) const {
+    if constexpr (T::kMatrix) {
+      for_each_vector(acc, [&](Vf& x, int r, int v)
+                               CRATE_LAMBDA { x += load(products_ + (r0 + r) * kTile + j0 + v * kLanes); });
+    } else {
+      multiply_channels<T, kLong>(acc, left_ + r0, right_ + j0, words_);
+    }
+  }
+
+ private:
+  const float *left_, *right_;
+  const int words_;
+  alignas(64) float products_[T::kMatrix ? kTile * kTile : 1];
+};
+
+// accumulate() by AMX.
+template <class T, Order kOrder>
+CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, const Tile<T>& left_a,
+                                   const float* right_a, const float* row_factor, const Tile<T>* left_b,
+                                   const float* right_b) {
+  constexpr int kWide = 2 * kLanes, kLine = Tile<T>::kRowWords;
+  alignas(64) float lines_a[kTile * kLine], lines_b[kTile * kLine], sum_a[kTile * kWide], sum_b[kTile * kWide];
+  const float *a = left_a.by_row, *b = left_b == nullptr ? nullptr : left_b->by_row;
+  if constexpr (kOrder == Order::columns) {
+    left_a.column_lines(tokens, rows, lines_a);
+    a = lines_a;
+    if (b != nullptr) left_b->column_lines(tokens, rows, lines_b);
+    b = b == nullptr ? nullptr : lines_b;
+  }
+  const int depth = static_cast<int>(round_up(tokens, kWide) / kWide);
+  for (int d = 0; d < width; d += kWide) {
+    const int columns = width - d < kWide ? width - d : kWide;
+    T::multiply({a, right_a + d, kLine, width, depth}, rows, columns, sum_a, kWide);
+    if (b != nullptr) T::multiply({b, right_b + d, kLine, width, depth}, rows, columns, sum_b, kWide);
+    for (int r = 0; r < rows; ++r) {
+      for (int c = 0; c < columns; c += kLanes) {
+        Vf x = load(sum_a + r * kWide + c);
+        if (row_factor != nullptr) x *= row_factor[r];
+        if (b != nullptr) x += load(sum_b + r * kWide + c);
+        float* const p = out + r * static_cast<int64_t>(width) + d + c;
+        store(p, load(p) + x);
+      }
+    }
+  }
+}
+
 // out[r] += row_factor[r] * (left_a right_a)[r] + (left_b right_b)[r], summed over `tokens` tokens.
 //
 // Sum a tile's product from zero, then add it: accumulating in the output has four times the error.
@@ -90,6 +176,9 @@ template <class T, Order kOrder>
 void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left_a, const float* right_a,
                 const float* row_factor, const Tile<T>* left_b, const float* right_b) {
   constexpr bool kByRow = kOrder == Order::rows;
+  if constexpr (T::kMatrix) {
+    return accumulate_tiles<T, kOrder>(out, width, rows, tokens, left_a, right_a, row_factor, left_b, right_b);
+  }
   constexpr int kRow = kByRow ? kTile / T::kPair : 1, kWord = kByRow ? 1 : kTile;  // strides in words
   const auto words_of = [](const Tile<T>& tile) { return kByRow || T::kPair == 1 ? tile.by_row : tile.by_column; };
   const int words = (tokens + T::kPair - 1) / T::kPair;

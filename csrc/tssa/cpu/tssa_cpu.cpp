@@ -15,6 +15,7 @@ namespace {
 const TssaKernels& kernels() {
 #if CRATE_X86_LEVELS
   switch (capability()) {
+    case Capability::amx:
     case Capability::avx512_bf16:
       return tssa_avx512_bf16;
     case Capability::avx512:

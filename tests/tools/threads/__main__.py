@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 OPERATORS = ("mssa", "tssa", "ista")
 FLAGS = (
     "-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
