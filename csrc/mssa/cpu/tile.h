@@ -125,8 +125,8 @@ class ChannelProducts {
   template <int kLong, int kRows, int kColumns>
   CRATE_INLINE void add(Vf (&acc)[kRows][kColumns], int r0, int j0) const {
     if constexpr (T::kMatrix) {
-      for_each_vector(acc, [&](Vf& x, int r, int v)
-                               CRATE_LAMBDA { x += load(products_ + (r0 + r) * kTile + j0 + v * kLanes); });
+      for_each_vector(
+          acc, [&](Vf& x, int r, int v) CRATE_LAMBDA { x += load(products_ + (r0 + r) * kTile + j0 + v * kLanes); });
     } else {
       multiply_channels<T, kLong>(acc, left_ + r0, right_ + j0, words_);
     }
