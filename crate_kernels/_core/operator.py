@@ -120,21 +120,16 @@ def _without_base(t: Tensor) -> Tensor:
 # Set by autograd.grad(is_grads_batched=True), which is no functorch transform. PyTorch's stubs lack its type.
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _TENSORS = (Tensor, torch.nn.Parameter)
-_SCALARS = frozenset((type(None), bool, int, float, str, torch.dtype))
+_PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str, torch.dtype))
 
 
 def _nothing_intercepts(args: tuple) -> bool:
     """Return whether the dispatcher would only call the body: on tiny tensors it takes half of the time."""
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or _a_mode_is_active():  # pyright: ignore
         return False
-    graph = torch.is_grad_enabled()
-    for a in args:
-        kind = type(a)
-        if kind in _SCALARS:
-            continue
-        if kind not in _TENSORS or (graph and a.requires_grad):  # a subclass, a symbol; autograd
-            return False
-    return True
+    if not _PLAIN.issuperset(map(type, args)):  # a subclass, a symbol
+        return False
+    return not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args))
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -267,6 +262,8 @@ def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tenso
 
 def with_contiguous(body: Callable, *written: Tensor) -> Any:
     """Call ``body`` with contiguous copies of the small tensors it writes; copy back those that were not contiguous."""
+    if all(t.is_contiguous() for t in written):
+        return body(*written)
     given = [t.contiguous() for t in written]
     result = body(*given)
     for t, changed in zip(written, given, strict=True):

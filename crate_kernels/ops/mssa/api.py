@@ -162,6 +162,8 @@ def mssa(
 
 def _cast_by_autocast(w: Tensor) -> Tensor:
     """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
+    if not torch._C._is_any_autocast_enabled():
+        return w
     dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w.device.type)
     return w if dtype is None else w.to(dtype)
 
@@ -176,8 +178,7 @@ def _choose_backend(w: Tensor, phi: str, requested: str | None) -> str:
         lacking = f"head_dim > {_MAX_HEAD_DIM}, got {w.shape[-1]}" if w.shape[-1] else "head_dim = 0"
     if lacking is None:
         # The thresholded kernels compute every score twice: composite takes 0.8-1.0 of their time in wide heads.
-        wide = phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM
-        slow = name == "cpp" and w.device.type == "cpu" and wide
+        slow = phi == "threshold" and w.shape[-1] > _CPP_THRESHOLD_HEAD_DIM and name == "cpp" and w.device.type == "cpu"
         return "composite" if slow and requested is None else name
     if requested is not None:
         raise NotImplementedError(f"mssa: backend={name!r} does not have {lacking}; use backend='composite'")

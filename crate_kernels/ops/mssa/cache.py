@@ -100,11 +100,11 @@ class SubspaceCache:
 
     def _check_space(self, w: Tensor) -> None:
         """Refuse new tokens that do not fit this cache; nothing is written."""
-        batch, nheads, _, head_dim = self.data.shape
+        batch, nheads, capacity, head_dim = self.data.shape
         checks.cache_matches("mssa", w, (batch, nheads, None, head_dim), self.data.device, self.data.dtype)
-        if self._bound + w.shape[2] > self.max_seqlen:
+        if self._bound + w.shape[2] > capacity:
             raise ValueError(
-                f"mssa: cache is full: its capacity is {self.max_seqlen} tokens a sequence, "
+                f"mssa: cache is full: its capacity is {capacity} tokens a sequence, "
                 f"up to {self._bound} are held and {w.shape[2]} more came"
             )
 

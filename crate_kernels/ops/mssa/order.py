@@ -46,5 +46,5 @@ def backward(
 
 def decode(names: tuple[str, ...], w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[str, ...]:
     """Order the backends of a step with a cache."""
-    many = names[0] == "cpp" and w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
-    return ("composite",) if w.device.type == "cpu" and many else names
+    many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
+    return ("composite",) if many and names[0] == "cpp" and w.device.type == "cpu" else names

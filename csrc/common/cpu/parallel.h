@@ -1,6 +1,7 @@
 // Shares work among PyTorch's threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -44,13 +45,14 @@ class Waiting {
   std::atomic<int64_t> longest_{0};
 };
 
-// Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, each with its own arena.
+// Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, and at most `most`, each
+// with its own arena.
 //
 // A free thread takes the next task: sequences differ in length and cores in load. Results do not depend on the thread
 // that runs a task, as long as each task writes only its own part.
 template <class Task>
-void for_each_task(int64_t count, const Task& task) {
-  const int64_t threads = count <= 1 ? 1 : region_threads();
+void for_each_task(int64_t count, const Task& task, int64_t most = INT64_MAX) {
+  const int64_t useful = std::min(count, most), threads = useful <= 1 ? 1 : std::min(useful, region_threads());
   if (threads <= 1) {
     Arena arena;
     for (int64_t i = 0; i < count; ++i) task(i, arena);
@@ -62,7 +64,7 @@ void for_each_task(int64_t count, const Task& task) {
   Waiting region;
   std::atomic<bool> failed{false};
   std::exception_ptr failure;  // of the first thread that fails: the stable interface does not pass it on
-  torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     const Waiting::Thread thread(region);
     try {
       Arena arena;

@@ -77,6 +77,27 @@ CRATE_INLINE float sum(Vf v) {
   for (int distance = kLanes / 2; distance > 0; distance /= 2) v += exchange(v, distance);
   return v[0];
 }
+// Lane n is the sum of v[n]. Overwrites v.
+CRATE_INLINE Vf sums(Vf (&v)[kLanes]) {
+#if CRATE_X86_LEVELS
+  const Vi lane = iota();
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    // Where the bit `half` of a lane is set it serves v[n + half], elsewhere v[n]. Each adds its own two halves.
+    const Vi second = (lane & half) != 0;
+#pragma GCC unroll 8
+    for (int n = 0; n < half; ++n) {
+      v[n] = __builtin_shuffle(v[n], v[n + half], second ? lane + kLanes : lane) +
+             __builtin_shuffle(v[n], v[n + half], second ? lane - half + kLanes : lane + half);
+    }
+  }
+  return v[0];
+#else
+  Vf found;
+  for (int n = 0; n < kLanes; ++n) found[n] = sum(v[n]);
+  return found;
+#endif
+}
 CRATE_INLINE float max(Vf v) {
 #pragma GCC unroll 4
   for (int distance = kLanes / 2; distance > 0; distance /= 2) v = max(v, exchange(v, distance));

@@ -10,10 +10,30 @@ namespace crate_kernels {
 namespace {
 
 constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a task costs more than it saves
+// Numbers of the cache per thread: waking a second one costs as much as reading these.
+constexpr int64_t kLeastShare = 1 << 16;
 
 struct Sequence {
   int64_t start;     // cached tokens before the new ones
   const bool* keep;  // the new tokens that are kept; null: all
+};
+
+// The heads of a tensor. Reading strides from a tensor is a call into PyTorch: once, not for every head.
+class Heads {
+ public:
+  explicit Heads(const Tensor& t)
+      : first_(view(t, false, 0, 0, 0)),
+        batch_bytes_(t.stride(0) * static_cast<int64_t>(t.element_size())),
+        head_bytes_(t.stride(1) * static_cast<int64_t>(t.element_size())) {}
+
+  MssaView at(int64_t batch, int64_t head) const {
+    char* const data = static_cast<char*>(first_.data) + batch * batch_bytes_ + head * head_bytes_;
+    return {data, first_.token_stride, first_.dim_stride};
+  }
+
+ private:
+  MssaView first_;
+  int64_t batch_bytes_, head_bytes_;
 };
 
 void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,
@@ -59,29 +79,33 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   const int64_t partial_size = tokens * mssa_decode_size(p.head_dim);  // of one part of one head
   const auto partial = allocate_parts(parts == 1 ? 0 : heads * parts * partial_size);
 
+  const Heads new_heads(w), cached_heads(data), out_heads(out);
+  float* const all_lse = call.need_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
   const auto head = [&](int64_t i) {
     const int64_t b = i / nheads, h = i % nheads;
     MssaDecode d = {};
-    d.w = view(w, false, b, h, 0);
-    d.keys = view(data, false, b, h, 0);
-    d.out = view(out, false, b, h, 0);
+    d.w = new_heads.at(b, h);
+    d.keys = cached_heads.at(b, h);
+    d.out = out_heads.at(b, h);
     d.new_tokens = tokens;
     d.visible = visible.data() + b * tokens;
-    d.lse = call.need_lse ? static_cast<float*>(lse.data_ptr()) + i * tokens : nullptr;
+    d.lse = all_lse == nullptr ? nullptr : all_lse + i * tokens;
     d.partial = partial.get() + i * parts * partial_size;
     d.per_part = (longest + parts - 1) / parts;
     return d;
   };
   const MssaKernels& k = kernels(p);
   const auto append_to = [&](int64_t i) {
-    const MssaDecode d = head(i);
-    append(sequences[i / nheads], d.w, d.keys, tokens, capacity, p);
+    const int64_t b = i / nheads, h = i % nheads;
+    append(sequences[b], new_heads.at(b, h), cached_heads.at(b, h), tokens, capacity, p);
   };
+  const int64_t numbers = heads * longest * p.head_dim * tokens;
   for (int64_t i = 0; parts > 1 && i < heads; ++i) append_to(i);
-  for_each_task(heads * parts, [&](int64_t i, Arena&) {
+  const auto task = [&](int64_t i, Arena&) {
     if (parts == 1) append_to(i);
     k.decode(p, head(i / parts), static_cast<int>(i % parts), static_cast<int>(parts));
-  });
+  };
+  for_each_task(heads * parts, task, 1 + numbers / kLeastShare);
   for (int64_t i = 0; parts > 1 && i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
 }
 

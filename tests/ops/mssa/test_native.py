@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crate_kernels import SubspaceCache, ista, ista_overcomplete, mssa, testing, tssa
+from crate_kernels import ista, ista_overcomplete, mssa, testing, tssa
 from crate_kernels._core import backends, operator
 from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
@@ -101,35 +101,6 @@ def test_more_threads_than_heads(name, options, threads):
         threads(count)
         assert failures(case, torch.float32) == [], count
         torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_a_cache_is_read_in_parts_by_more_threads_than_heads(count, dtype, threads):
-    threads(count)
-    # The second sequence has no token in the later parts; the third has none at all, nor a new one that is kept.
-    lengths, new = torch.tensor([900, 100, 0], dtype=torch.int32), 3
-    held, w = randn(3, 1, 1024, 40, dtype=dtype), randn(3, 1, new, 40, seed=1, dtype=dtype)
-    keep = torch.tensor([[True] * new, [True, False, False], [False] * new])
-
-    def decode(backend, dtype):
-        cache = SubspaceCache(3, 1, 1024, 40, dtype=dtype)
-        cache.data.copy_(held)
-        cache.lengths.copy_(lengths)
-        cache._refresh_bound()
-        return (
-            *mssa(w.to(dtype), causal=True, cache=cache, key_padding_mask=keep, return_lse=True, backend=backend),
-            cache.data,
-            cache.lengths,
-        )
-
-    out, lse, data, after = decode("cpp", dtype)
-    eager, exact = decode("reference", dtype), decode("reference", torch.float64)
-    results = [{"out": o, "lse": torch.where(n == -torch.inf, 0.0, n)} for o, n in ((out, lse), eager[:2], exact[:2])]
-    assert [m for m in testing.measure(*results, dtype) if not m.passed] == []
-    assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)
-    assert torch.equal(data, eager[2])
-    assert torch.equal(after, eager[3])
 
 
 def test_heads_do_not_depend_on_the_number_of_threads(threads):
