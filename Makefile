@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
+.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -87,6 +87,11 @@ fuzz-apart: .venv/test.stamp .venv/extension.stamp
 ## 10,000 drawn calls for each operator and backend, as fuzz-apart draws and judges them
 fuzz-nightly: .venv/test.stamp .venv/extension.stamp
 	$(BIN)/python -m tests.apart.nightly $(ARGS)
+
+# Debian has what it takes: apt install g++-aarch64-linux-gnu qemu-user
+## every operator test on the CPU kernels compiled for aarch64, which an emulator runs
+test-aarch64: .venv/test.stamp
+	$(BIN)/python -m pytest -p tests.tools.aarch64.plugin $(SPREAD) tests/ops -k aarch64 $(ARGS)
 
 # The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.

@@ -12,6 +12,7 @@ from benchmarks import worth
 from crate_kernels.bench import clock, load, memory, rows
 from crate_kernels.bench.providers import OURS
 from crate_kernels.bench.rows import Results
+from tests.integrations import vision_schemas  # noqa: F401 (timm imports torchvision)
 
 MOST_ROUNDS_SECONDS = {"brief": 0.2, "full": 0.4}
 COLUMNS = ["min", "median", "iqr", "rounds"]
@@ -115,10 +116,7 @@ def timed(request, benchmark, results, started):
     device, path = config.device, config.results
 
     def timer(call, prepare):
-        if clock.once(call, prepare, device) > clock.LONG:
-            rounds = 1
-        else:
-            rounds = clock.rounds_for(clock.once(call, prepare, device), MOST_ROUNDS_SECONDS[config.tier])
+        rounds = clock.warm_rounds(call, prepare, device, MOST_ROUNDS_SECONDS[config.tier])
 
         def setup():
             args = prepare()

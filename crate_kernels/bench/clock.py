@@ -36,11 +36,15 @@ def once(call: Call, prepare: Prepare, device: torch.device) -> float:
 
 
 def host_seconds(call: Call, prepare: Prepare, device: torch.device, budget: float) -> list[float]:
-    """Time calls on the host after two warm-up calls; if the first is longer than ``LONG``, time only one more."""
-    if once(call, prepare, device) > LONG:
-        return [once(call, prepare, device)]
-    rounds = rounds_for(once(call, prepare, device), budget)
-    return [once(call, prepare, device) for _ in range(rounds)]
+    """Time calls on the host after two warm-up calls; if the second is longer than ``LONG``, time only one more."""
+    return [once(call, prepare, device) for _ in range(warm_rounds(call, prepare, device, budget))]
+
+
+def warm_rounds(call: Call, prepare: Prepare, device: torch.device, budget: float) -> int:
+    """Make two warm-up calls, of which the first may compile; return how many calls to time."""
+    once(call, prepare, device)
+    seconds = once(call, prepare, device)
+    return 1 if seconds > LONG else rounds_for(seconds, budget)
 
 
 def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: int) -> list[float] | None:

@@ -125,8 +125,8 @@ def _model(network: Network, provider: str, dtype: torch.dtype, device: torch.de
     return model.to(dtype)
 
 
-def _batch(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+def _batch(network: Network, dtype: torch.dtype, device: torch.device, draw: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1 + draw)
     size = network.cpu_batch if device.type == "cpu" else network.gpu_batch
     assert size is not None
     if network.seqlen:
@@ -158,32 +158,52 @@ def _logits_and_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor
     return [logits.detach().double(), torch.cat(flat).double()]
 
 
-_last: dict[tuple[Network, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+_Outcomes = tuple[list[Tensor], list[Tensor]]
+_last: dict[tuple[Network, torch.dtype, torch.device], dict[int, _Outcomes]] = {}
 
 
-def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the published form's outcomes in float64 and in ``dtype``; the last pair is kept, for all providers."""
-    if (network, dtype, device) not in _last:
+def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device, draw: int) -> _Outcomes:
+    """Return the published form's outcomes in float64 and in ``dtype``; the last are kept, for all providers."""
+    key = network, dtype, device
+    if key not in _last:
         _last.clear()
-        x, y = _two_samples(network, dtype, device)
+        _last[key] = {}
+    if draw not in _last[key]:
+        x, y = _two_samples(network, dtype, device, draw)
         exact = x.double() if x.is_floating_point() else x
-        _last[network, dtype, device] = (
+        _last[key][draw] = (
             _logits_and_gradients(_model(network, "eager", torch.float64, device), exact, y),
             _logits_and_gradients(_model(network, "eager", dtype, device), x, y),
         )
-    return _last[network, dtype, device]
+    return _last[key][draw]
 
 
-def _two_samples(network: Network, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _two_samples(network: Network, dtype: torch.dtype, device: torch.device, draw: int) -> tuple[Tensor, Tensor]:
     """Return two samples of a batch; of texts, their first tokens."""
-    x, y = _batch(network, dtype, device)
+    x, y = _batch(network, dtype, device, draw)
     return (x[:2, :128], y[:2, :128]) if network.seqlen else (x[:2], y[:2])
 
 
+_DRAWS = 5
+
+
 def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Compare a model with the published form in float64: on two samples and, if these do not pass, by the median draw.
+
+    A rounding that opens or shuts a gate of sparse coding makes a gradient jump: by 30 times its other error in one
+    draw of four, in eager form too.
+    """
+    first = _verdict_on(0, network, model, dtype, device)
+    if first.passed:
+        return first
+    verdicts = [first, *(_verdict_on(draw, network, model, dtype, device) for draw in range(1, _DRAWS))]
+    return sorted(verdicts, key=lambda verdict: verdict.share)[_DRAWS // 2]
+
+
+def _verdict_on(draw: int, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Compare logits and gradients of two samples with the published form in float64, by norm."""
-    exact, eager = _exact_and_eager(network, dtype, device)
-    actual = _logits_and_gradients(model, *_two_samples(network, dtype, device))
+    exact, eager = _exact_and_eager(network, dtype, device, draw)
+    actual = _logits_and_gradients(model, *_two_samples(network, dtype, device, draw))
     found = []
     names = (("logits", FORWARD_FACTOR), ("gradients", GRADIENT_FACTOR))
     for (name, factor), a, e, t in zip(names, actual, eager, exact, strict=True):

@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 
+from tests.apart import judge as judges
 from tests.apart.__main__ import quiet
+from tests.apart.budget import Wrong
 from tests.apart.draw import draw, seeds_of
 from tests.apart.judge import judge
 from tests.apart.philox import philox
@@ -26,21 +28,21 @@ def test_drawn_calls_of_every_class_pass(start):
     assert not {seed: v for seed, v in verdicts.items() if v.status in ("failed", "broken")}
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("out = out * (1 + 1e-4)", "budgets: out"),
-        ("out = out + (w - w.detach()).sum() * 1e-2", "budgets: dw"),
-        ("out = out / 0", "out is not finite"),
-        ("out = out.detach()", "does not require grad"),
-        ("w.data.add_(1)", "w was written to"),
-        ("out = out + next(noise)", "other bits"),
-        ("out = w", "out shares memory with w"),
-        ("out = out[..., :1].expand_as(out)", r"out(.transpose.* copies| overlaps itself)"),
-        ("raise ValueError('mssa: w must be something else')", "ValueError: mssa"),
-    ],
-    ids=["value", "gradient", "infinite", "detached", "written", "repeated", "aliased", "overlapping", "refused"],
-)
+MISTAKES = {
+    "value": ("out = out * (1 + 1e-4)", "budgets: out"),
+    "bias": ("out = out + 1e-6 * out.abs().max().detach()", "[12][.0-9]* budgets: out"),
+    "gradient": ("out = out + (w - w.detach()).sum() * 1e-2", "budgets: dw"),
+    "infinite": ("out = out / 0", "out is not finite"),
+    "detached": ("out = out.detach()", "does not require grad"),
+    "written": ("w.data.add_(1)", "w was written to"),
+    "repeated": ("out = out + next(noise)", "other bits"),
+    "aliased": ("out = w", "out shares memory with w"),
+    "overlapping": ("out = out[..., :1].expand_as(out)", r"out(.transpose.* copies| overlaps itself)"),
+    "refused": ("raise ValueError('mssa: w must be something else')", "ValueError: mssa"),
+}
+
+
+@pytest.mark.parametrize(("line", "why"), MISTAKES.values(), ids=MISTAKES)
 def test_the_judge_sees(line, why):
     calls = (draw(seed, "composite") for seed in seeds_of("mssa"))
     call = next(call for call in calls if plain(call) and judge(call).status == "passed")
@@ -49,6 +51,27 @@ def test_the_judge_sees(line, why):
     verdict = judge(call)
     assert verdict.status == "failed"
     assert re.search(why, verdict.why), verdict.why
+
+
+@pytest.mark.parametrize(
+    ("ratio", "over", "luck"),
+    [(2.0, 7, True), (2.0, 8, False), (3.1, 0, False), (0.0, 0, False)],
+    ids=["some", "most", "far", "no budget"],
+)
+def test_luck_is_what_most_other_numbers_do_not_have(ratio, over, luck, monkeypatch):
+    call = draw(next(seeds_of("mssa")), "composite")
+    shares = {turn: 1.1 if turn <= over else 0.9 for turn in range(1, judges.REDRAWN + 1)}
+    drawn = {judges.redrawn(call, turn).seed: share for turn, share in shares.items()}
+    monkeypatch.setattr(judges, "share", lambda other: drawn[other.seed])
+    assert judges.by_luck(call, Wrong("", ratio)) == luck
+
+
+def test_a_call_with_other_numbers_differs_in_its_seed_alone():
+    call = draw(1234, "composite")
+    other = judges.redrawn(call, 1)
+    assert other.setup != call.setup
+    assert [line.replace(str(other.seed), "1234") for line in other.setup] == call.setup
+    assert other.line == call.line
 
 
 def plain(call):

@@ -10,11 +10,8 @@ from crate_kernels._core import backends as _backend
 from crate_kernels._core import operator
 from tests.ops.naive_philox import philox4x32_10
 
-KERNELS = (
-    "triton",
-    "cpp",
-    "emulated",
-)  # emulated: tests/tools/emulator/plugin.py
+EMULATED = ("emulated", "aarch64")  # plugins of tests/tools/emulator and tests/tools/aarch64
+KERNELS = ("triton", "cpp", *EMULATED)
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # levels of the extension, ascending
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import crate_kernels
 from crate_kernels import testing
 from crate_kernels._core import backends
-from tests.ops.common import KERNELS, VARIATION, home, kernels, leaves, offsets, outputs_and_gradients, randn
+from tests.ops.common import EMULATED, KERNELS, VARIATION, home, kernels, leaves, offsets, outputs_and_gradients, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -341,10 +341,10 @@ def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     room, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
     module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
-    # PyTorch imports modules by name while it traces; the emulator's is a copy without a name.
-    copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] == "emulated"}
+    # PyTorch imports modules by name while it traces; an emulator's is a copy without a name.
+    copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] in EMULATED}
     monkeypatch.setattr(backends, "_kernels", copies)
-    monkeypatch.delitem(sys.modules, module, raising=backend != "emulated")
+    monkeypatch.delitem(sys.modules, module, raising=backend not in EMULATED)
     w, longer = (randn(1, 2, n, 16, dtype=torch.float32, device=device) for n in (3, 70))
     traced = torch.jit.trace(lambda w: function(w), w)  # trace needs a __name__, which a partial lacks
     assert any(node.kind().startswith("crate_kernels::") for node in traced.graph.nodes())

@@ -1,9 +1,11 @@
 // AVX-512 with the bf16 dot product, and matrices of bf16. Include first, before any other header.
 #pragma once
 
+#include "isa.h"
+#if CRATE_X86_LEVELS
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 #pragma GCC target("prefer-vector-width=512")
-#include "isa.h"
+#endif
 
 #define CRATE_LANES 16
 #define CRATE_MAX_COLUMNS 4

@@ -1,8 +1,10 @@
 // AVX2 with FMA: 16 registers of 8 floats. Include first, before any other header.
 #pragma once
 
-#pragma GCC target("avx2,fma,f16c")
 #include "isa.h"
+#if CRATE_X86_LEVELS
+#pragma GCC target("avx2,fma,f16c")
+#endif
 
 #define CRATE_LANES 8
 #define CRATE_MAX_COLUMNS 2

@@ -1,8 +1,10 @@
 // AVX-512 with the bf16 dot product. Include first, before any other header.
 #pragma once
 
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
 #include "isa.h"
+#if CRATE_X86_LEVELS
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#endif
 
 #define CRATE_LANES 16
 #define CRATE_MAX_COLUMNS 4

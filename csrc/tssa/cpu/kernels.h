@@ -73,13 +73,14 @@ struct TssaStep {
   enum Kind { whole, chunks, ascending, descending } kind;
 };
 
-// A kernel: its steps for one thread per sequence, its steps for several threads per sequence, and the floats of `work`
-// that it needs per sequence.
+// A kernel: its steps for one thread per sequence, its steps for several threads per sequence, the time of these on one
+// thread as a multiple of the time of those, and the floats of `work` that it needs per sequence.
 struct TssaKernel {
   const TssaStep* alone;
   int alone_steps;
   const TssaStep* shared;
   int shared_steps;
+  int shared_cost;
   int64_t (*work_size)(const TssaProblem&, int64_t chunks);
 };
 

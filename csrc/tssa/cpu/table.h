@@ -8,16 +8,16 @@ namespace {
 namespace tssa {
 
 template <int kAlone, int kShared>
-constexpr TssaKernel tssa_kernel(const TssaStep (&alone)[kAlone], const TssaStep (&shared)[kShared],
+constexpr TssaKernel tssa_kernel(const TssaStep (&alone)[kAlone], const TssaStep (&shared)[kShared], int shared_cost,
                                  int64_t (*work_size)(const TssaProblem&, int64_t)) {
-  return {alone, kAlone, shared, kShared, work_size};
+  return {alone, kAlone, shared, kShared, shared_cost, work_size};
 }
 
 constexpr crate_kernels::TssaKernels kKernels = {
-    tssa_kernel(kFullForward, kFullForward, FullWork::size),
-    tssa_kernel(kFullBackward, kFullBackward, FullWork::size),
-    tssa_kernel(kCausalForwardAlone, kCausalForwardShared, causal_work_size),
-    tssa_kernel(kCausalBackwardAlone, kCausalBackwardShared, causal_backward_work_size),
+    tssa_kernel(kFullForward, kFullForward, 1, FullWork::size),
+    tssa_kernel(kFullBackward, kFullBackward, 1, FullWork::size),
+    tssa_kernel(kCausalForwardAlone, kCausalForwardShared, 1, causal_work_size),
+    tssa_kernel(kCausalBackwardAlone, kCausalBackwardShared, 2, causal_backward_work_size),
     Staging::size,
 };
 

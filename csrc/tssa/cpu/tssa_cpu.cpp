@@ -101,10 +101,11 @@ void run_steps(const TssaProblem& p, const TssaSequence& s, const TssaKernel& ke
   }
 }
 
-// A thread takes whole sequences, which then stay in its cache, unless there are fewer sequences than threads.
+// A thread takes whole sequences, which then stay in its cache, unless there are so few sequences that more threads
+// make up for what sharing them costs.
 void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaKernel& kernel) {
   const int64_t count = static_cast<int64_t>(sequences.size()), staging_size = kernels().staging_size(p);
-  if (count >= torch::stable::get_num_threads()) {
+  if (kernel.shared_cost * count >= torch::stable::get_num_threads()) {
     for_each_task(count, [&](int64_t i, Arena& arena) {
       TssaSequence s = sequences[i];
       float* const staging =

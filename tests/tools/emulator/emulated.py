@@ -8,14 +8,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
-from crate_kernels._core import backends
 from crate_kernels._native import extension, libraries, ninja_build
-from crate_kernels.ops.mssa import rectangular
+from tests.tools import natives
 
 HERE = Path(__file__).parent
 EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
@@ -61,19 +59,16 @@ def load():
 
 def register():
     """Register the CUDA kernels of backend "cpp" as backend "emulated" for CPU tensors."""
-    floats = backends._BACKENDS["cpp"].dtypes
-    backends.register(backends.Backend("emulated", "crate_kernels.ops.{op}.native", ("cpu",), floats))
-    backends.add_part(rectangular.PART)
-    backends._kernels |= {(op, "emulated"): on_cuda(op) for op in (*backends.OPS, rectangular.PART)}
+    natives.register("emulated", _cuda)
 
 
 def on_cuda(op):
     """Import the native module of an operator a second time; this copy treats every tensor as a CUDA tensor."""
-    spec = find_spec(f"crate_kernels.ops.{op}.native")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.library = lambda device_type: extension.library("cuda")
-    return module
+    return natives.native(op, _cuda)
+
+
+def _cuda(device_type):
+    return extension.library("cuda")
 
 
 def build(folder):

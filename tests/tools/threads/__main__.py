@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+STANDIN = HERE.parent / "standin"  # headers in place of PyTorch's
 CSRC = HERE.parents[2] / "csrc"
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 OPERATORS = ("mssa", "tssa", "ista")
 FLAGS = (
     "-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
-    "-Wno-ignored-attributes", "-DTORCH_TARGET_VERSION=0", f"-I{HERE}",
+    "-Wno-ignored-attributes", "-DTORCH_TARGET_VERSION=0", f"-I{STANDIN}",
 )  # fmt: skip
 REPLACED = {"parallel": "-Dclock_gettime=frozen_clock", "arena": "-Dposix_memalign=patient_memalign"}  # by main.cpp
 REPORT = "WARNING: ThreadSanitizer: data race"

@@ -21,6 +21,10 @@ class Tensor {
     memory_.reset(new char[numel() * element_size() + 1](), std::default_delete<char[]>());
   }
 
+  // Memory of somebody else's.
+  Tensor(ScalarType dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, std::shared_ptr<char> memory)
+      : dtype_(dtype), sizes_(std::move(sizes)), strides_(std::move(strides)), memory_(std::move(memory)) {}
+
   static Tensor numbers(ScalarType dtype, std::vector<int64_t> sizes) {
     Tensor t(dtype, std::move(sizes));
     for (int64_t i = 0; i < t.numel(); ++i) t.set(i, static_cast<float>(i * 37 % 101 - 50) / 50.0f);
@@ -49,9 +53,25 @@ class Tensor {
     for (const int64_t size : sizes_) count *= size;
     return count;
   }
-  bool is_contiguous() const { return true; }  // the operands that are asked are
+  bool is_contiguous() const {
+    int64_t expected = 1;
+    for (int64_t d = dim() - 1; d >= 0; expected *= sizes_[d--]) {
+      if (sizes_[d] != 1 && strides_[d] != expected && numel() > 0) return false;
+    }
+    return true;
+  }
   size_t element_size() const {
-    return dtype_ == ScalarType::Bool ? 1 : dtype_ == ScalarType::Long ? 8 : dtype_ == ScalarType::BFloat16 ? 2 : 4;
+    switch (dtype_) {
+      case ScalarType::Bool:
+        return 1;
+      case ScalarType::BFloat16:
+      case ScalarType::Half:
+        return 2;
+      case ScalarType::Long:
+        return 8;
+      default:
+        return 4;
+    }
   }
   ScalarType scalar_type() const { return dtype_; }
   void* data_ptr() const { return memory_.get(); }
