@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -12,6 +13,7 @@ import torch
 Prepare = Callable[[], tuple[Any, ...]]
 Call = Callable[..., object]
 LONG = 5.0
+_LONG_ENOUGH = 0.1
 
 
 def synchronize(device: torch.device) -> None:
@@ -95,10 +97,21 @@ def _capture_graph(call: Call, prepare: Prepare, device: torch.device) -> Callab
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of a large square product by PyTorch's library in this run."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * size**3 / _median_seconds(lambda: torch.mm(a, b), device)
+    """Return the FLOP/s of a large square product by PyTorch's library in this run.
+
+    On a CPU the product grows until it takes long enough to time: one without arithmetic in 16 bits would take minutes
+    for the largest.
+    """
+    size = 8192 if device.type == "cuda" else 256
+    multiply = _product(size, dtype, device)
+    while size < 2048 and once(multiply, tuple, device) < _LONG_ENOUGH:
+        size *= 2
+        multiply = _product(size, dtype, device)
+    return 2.0 * size**3 / _median_seconds(multiply, device)
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Call:
+    return functools.partial(torch.mm, *(torch.randn(size, size, device=device, dtype=dtype) for _ in range(2)))
 
 
 def copy_bytes(device: torch.device) -> float:
