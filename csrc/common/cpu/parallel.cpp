@@ -9,10 +9,11 @@ namespace {
 
 // Waking a thread takes a tenth of this on a free core. A thread whose core runs another process takes longer than
 // this.
-constexpr int64_t kLongWait = 1000 * 1000;  // ns
+constexpr int64_t kLongWait = 1000 * 1000;  // ns, of a region less what its threads ran together
 constexpr int kMostAlone = 64;
 
-// Regions still to run on the calling thread alone, and the number of those after the next long wait.
+// Regions still to run on the calling thread alone, and the number of those after the next region that was slower
+// shared.
 std::atomic<int> alone{0}, next_alone{1};
 
 int64_t nanoseconds(clockid_t clock) {
@@ -32,10 +33,11 @@ int64_t region_threads() {
   return threads;
 }
 
-Waiting::Waiting() : start_(nanoseconds(CLOCK_MONOTONIC)) {}
+Shared::Shared() : start_(nanoseconds(CLOCK_MONOTONIC)) {}
 
-Waiting::~Waiting() {
-  if (longest_.load() < kLongWait) {
+Shared::~Shared() {
+  const int64_t took = nanoseconds(CLOCK_MONOTONIC) - start_;
+  if (took - ran_.load() < kLongWait) {
     next_alone.store(1, std::memory_order_relaxed);
     return;
   }
@@ -44,14 +46,10 @@ Waiting::~Waiting() {
   next_alone.store(std::min(2 * regions, kMostAlone), std::memory_order_relaxed);
 }
 
-Waiting::Thread::Thread(Waiting& region) : region_(region), ran_before_(nanoseconds(CLOCK_THREAD_CPUTIME_ID)) {}
+Shared::Thread::Thread(Shared& region) : region_(region), ran_before_(nanoseconds(CLOCK_THREAD_CPUTIME_ID)) {}
 
-Waiting::Thread::~Thread() {
-  const int64_t ran = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - ran_before_;
-  const int64_t waited = nanoseconds(CLOCK_MONOTONIC) - region_.start_ - ran;
-  int64_t longest = region_.longest_.load();
-  while (waited > longest && !region_.longest_.compare_exchange_weak(longest, waited)) {
-  }
+Shared::Thread::~Thread() {
+  region_.ran_ += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - ran_before_;
 }
 
 }  // namespace crate_kernels

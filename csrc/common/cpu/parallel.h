@@ -12,37 +12,38 @@
 
 namespace crate_kernels {
 
-// Number of threads for the next region: PyTorch's number, or one for a while after a long wait.
+// Number of threads for the next region: PyTorch's number, or one for a while after a region that was slower shared.
 //
 // A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. On a machine whose cores
-// others use, two threads then take longer than one. So after a region in which a thread waited for a core, the calling
-// thread runs the next regions alone. Each further long wait doubles their number.
+// others use, two threads then take longer than one. After a region that took longer than its threads ran together, one
+// thread would have been faster, so the calling thread runs the next regions alone. Each further such region doubles
+// their number. A wait that is short beside the region costs less than a thread, and changes nothing.
 int64_t region_threads();
 
-// Finds the longest wait in a shared region: the time in which one of its threads did not run.
-class Waiting {
+// Compares the time of a shared region with the time that its threads ran.
+class Shared {
  public:
-  Waiting();
-  ~Waiting();
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
+  Shared();
+  ~Shared();
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
 
   // Lives on each thread of the region while that thread has tasks.
   class Thread {
    public:
-    explicit Thread(Waiting& region);
+    explicit Thread(Shared& region);
     ~Thread();
     Thread(const Thread&) = delete;
     Thread& operator=(const Thread&) = delete;
 
    private:
-    Waiting& region_;
+    Shared& region_;
     int64_t ran_before_;  // ns
   };
 
  private:
-  int64_t start_;  // ns
-  std::atomic<int64_t> longest_{0};
+  int64_t start_;                // ns
+  std::atomic<int64_t> ran_{0};  // ns, of all threads
 };
 
 // Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, and at most `most`, each
@@ -61,11 +62,11 @@ void for_each_task(int64_t count, const Task& task, int64_t most = INT64_MAX) {
   std::atomic<int64_t> next{0};
   // Relaxed: tasks do not wait for one another, so a race between two of them is one on every machine.
   const auto take = [&next] { return next.fetch_add(1, std::memory_order_relaxed); };
-  Waiting region;
+  Shared region;
   std::atomic<bool> failed{false};
   std::exception_ptr failure;  // of the first thread that fails: the stable interface does not pass it on
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Waiting::Thread thread(region);
+    const Shared::Thread thread(region);
     try {
       Arena arena;
       for (int64_t i = take(); i < count; i = take()) task(i, arena);

@@ -6,38 +6,21 @@
 //   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products per pair of tiles.
 // Row form: P_ij = 2^(S_ij - lse_i), A_ij = scale P_ij (R_ij dout_i . w_j - delta_i + dlse_i),
 //   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products per tile.
-// delta_i = dout_i . out_i is as exact as out. Where that is not enough, one product more gives
-// delta_i = sum_j P_ij R_ij dout_i . w_j.
+// 1 / l and delta: measure.h.
 #pragma once
 
-#include "gradients.h"
+#include "measure.h"
 #include "shares.h"
 
 namespace {
 
-// Largest |lse| whose rounding is small beside the dtype's: the rounding of lse is the relative error of 1 / l.
-CRATE_INLINE float trusted_lse(Dtype dtype) {
-  return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
-}
-
-// Largest |w|^2 scale / 2, in bits, with which 1 / l may come from lse and delta from out. A weight that is all of its
-// row is exactly 1, its out exactly the token and its dP - delta exactly 0. A rounding error left there is multiplied
-// by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. 16-bit tokens survive the rounding of out, but
-// not with dropout, where out is a multiple of the token. In fp16 the rounding of an out that is nearly one token
-// shows.
-CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
-  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : dtype == Dtype::f16 ? 12.0f : INFINITY;
-}
-
-// Up to so many keys, one weight is often all of its row, and eager's gradient exact. A rounded lse is not enough then.
-constexpr int kFewKeys = 16;
-
 template <class T>
-class Backward : Head<T> {
-  using Base = Head<T>;
-  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_;
-  using Base::panel_at, Base::rows_at;
+class Backward : Measure<T> {
+  using Base = Measure<T>;
+  using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_;
+  using Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_, Base::panel_at;
+  using Base::rows_at, Base::dout_panels_, Base::given_, Base::exact_, Base::exact, Base::weights_;
+  using Base::shift_, Base::sum_, Base::delta_;
 
  public:
   using Base::Base;
@@ -54,7 +37,7 @@ class Backward : Head<T> {
     find_keys();
     const Extent extent(half_norm_, keys_.count);
     if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
-    const bool paired = Base::pairs_allowed(extent) && trusted(keys_.token, keys_.count, tallest_);
+    const bool paired = Base::pairs_allowed(extent) && pairs_given();
     if (paired) pairs(extent.most);
     if (!paired || !Base::queries_are_keys()) rows(paired);
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
@@ -76,24 +59,27 @@ class Backward : Head<T> {
 
   void cut(Scratch& s) {
     const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
-    Base::cut(s);
+    Base::cut(s, padded / kTile);
     mass_panels_ = s.floats(padded / kTile * panel);
-    dout_panels_ = s.floats(padded / kTile * panel);
     keys_rows_ = s.floats(padded / T::kPair * width_);
     dout_rows_ = s.floats(padded / T::kPair * width_);
-    out_panel_ = s.floats(panel);
     query_rows_ = s.floats(kTile / T::kPair * width_);
-    delta_ = s.floats(padded);
-    dlse_ = s.floats(padded);
-    other_ = s.floats(kTile * staging_width(p_.head_dim));
-    exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
+    untrusted_ = s.ints(kTile);
+    inverse_ = s.floats(padded);
+    terms_ = {s.floats(padded), s.floats(padded), s.floats(padded)};
+    sums_ = {s.floats(padded * kLanes), s.floats(padded)};
   }
 
   float* key_share(int block) const { return shares_.as_key + static_cast<int64_t>(block) * kTile * width_; }
 
-  // Packs dout of up to kTile tokens as a panel, and leaves it in staging_. Computes delta = dout . out and dlse. If
-  // factor is given, all three are multiplied by factor[n].
-  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, float* delta, float* dlse) {
+  // The terms of up to kTile tokens that are subtracted from products with dout, and added.
+  struct Terms {
+    float *delta, *rest, *dlse;
+  };
+
+  // Packs dout of up to kTile tokens as a panel, and leaves it in staging_. Computes the sum delta + rest = dout . out,
+  // and dlse. If factor is given, all are multiplied by factor[n].
+  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, const Terms& terms) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
       memset(staging_, 0, round_up(count, kLanes) * width * sizeof(float));
@@ -102,47 +88,85 @@ class Backward : Head<T> {
     }
     pack_panel<T>(staging_, width, p_.head_dim, count, panel);
     // Thresholded weights are constants: only lse has a gradient with respect to the scores.
-    if (head_.dout.data == nullptr || p_.threshold) {
-      for (int n = 0; n < kTile; ++n) delta[n] = 0.0f;
-    } else if (head_.delta != nullptr) {
-      for (int n = 0; n < kTile; ++n) delta[n] = n < count ? head_.delta[token[n]] : 0.0f;
-    } else {
-      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, other_);
-      pack_panel<T>(other_, width, p_.head_dim, count, out_panel_);
-      dot_columns<T>(panel, out_panel_, words_, count, delta);
-    }
-    for (int n = 0; head_.dlse != nullptr && n < kTile; ++n) {
-      dlse[n] = n < count ? head_.dlse[token[n]] : 0.0f;
-      if (factor != nullptr) dlse[n] *= factor[n];
+    const bool computed = head_.dout.data != nullptr && !p_.threshold && head_.delta == nullptr;
+    if (computed) Base::deltas_from_out(token, count, panel, terms.delta, terms.rest);
+    for (int n = 0; n < kTile; ++n) {
+      const bool given = n < count && head_.delta != nullptr;
+      if (!computed) terms.delta[n] = given ? head_.delta[token[n]] : 0.0f;
+      if (!computed) terms.rest[n] = 0.0f;
+      terms.dlse[n] = n < count && head_.dlse != nullptr ? head_.dlse[token[n]] : 0.0f;
+      if (factor != nullptr) terms.dlse[n] *= factor[n];
     }
   }
 
-  // True if lse and out of these tokens are exact enough; `tallest` is the largest |h| in their scores.
-  bool trusted(const int32_t* token, int count, float tallest) const {
-    if (tallest > trusted_height(p_.dtype, p_.dropout)) return false;
-    if (p_.dtype == Dtype::f32 && keys_.count <= kFewKeys) return false;
-    const float most = trusted_lse(p_.dtype);
-    for (int n = 0; n < count; ++n) {
-      if (!(fabsf(head_.lse[token[n]]) <= most) && head_.lse[token[n]] != -INFINITY) return false;
+  // Finds what each key is given. True if the pair form serves.
+  bool pairs_given() {
+    int untrusted = 0;
+    for (int k = 0; k < keys_.count; ++k) {
+      const int32_t token = keys_.token[k];
+      given_[token] = Base::given(token, keys_.count, tallest_);
+      untrusted += given_[token] != Given::both;
     }
-    return true;
+    // Each part would measure the rows of all. Of tall heads rows are more exact: their weights are divided first.
+    return untrusted == 0 || (p_.dtype == Dtype::f32 && parts_ == 1 && tallest_ <= kTallestPairs);
   }
 
-  // Sums of exact weights, where they are summed anew.
-  Sums& wanted(Scores& s) const { return T::kPair == 1 ? s.sums : s.exact_sums; }
+  // Collects the rows that are given nothing, and measures them by blocks.
+  template <class Measure>
+  void collect(int32_t token, const Measure& measure) {
+    if (given_[token] != Given::nothing) return;
+    untrusted_[untrusted_count_++] = token;
+    if (untrusted_count_ == kTile) measure_collected(measure);
+  }
+  template <class Measure>
+  void measure_collected(const Measure& measure) {
+    if (untrusted_count_ > 0) measure(untrusted_, untrusted_count_);
+    untrusted_count_ = 0;
+  }
+
+  // 2^(h + largest - shift) / sum of a key, the factor of its dout in the pair form.
+  float inverse_of(int32_t token, float largest, double shift, double sum) const {
+    return static_cast<float>(::exp2(half_norm_[keys_.rank[token]] + largest - shift) / sum);
+  }
+
+  void find_inverses(float largest) {
+    bool sums = false;
+    for (int k = 0; k < keys_.count; ++k) sums = sums || given_[keys_.token[k]] == Given::delta;
+    if (sums) sum_pairs(largest);
+    Base::unit_masses();
+    const auto inverse = [&](int32_t t) { return inverse_of(t, largest, shift_[t], sum_[t]); };
+    const auto measure = [&](const int32_t* token, int count) { Base::measure(token, count, inverse); };
+    for (int k = 0; k < keys_.count; ++k) collect(keys_.token[k], measure);
+    measure_collected(measure);
+    for (int k = 0; k < keys_.count; ++k) {
+      const int32_t t = keys_.token[k];
+      inverse_[k] = given_[t] == Given::nothing ? inverse(t)
+                    : given_[t] == Given::delta ? 1.0f / total_of(sums_, k)
+                                                : inverse_of(t, largest, head_.lse[t] * kLog2e, 1.0);
+    }
+  }
+
+  void sum_pairs(float largest) {
+    Base::pair_masses(largest);
+    clear(sums_, keys_.blocks * kTile);
+    Base::for_each_pair([this](int i, int j) {
+      Scores s = Base::pair_scores(i, j);
+      alignas(64) float column[kTile] = {};
+      s.sums = sums_at(sums_, i, column);
+      compute_weights<T>(s, weights_);
+      add_columns(sums_, j, column);
+    });
+  }
 
   void pairs(float largest) {
     const int64_t width = staging_width(p_.head_dim);
+    find_inverses(largest);
     Base::pair_masses(largest);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b), first = b * kTile;
-      alignas(64) float inverse[kTile] = {};
-      for (int n = 0; n < kTile; ++n) {
-        const int k = first + n;
-        if (n >= count) continue;
-        inverse[n] = exp2f(static_cast<float>(half_norm_[k] + largest - head_.lse[keys_.token[k]] * kLog2e));
-      }
-      pack_dout(keys_.token + first, count, inverse, dout_panels_ + panel_at(b), delta_ + first, dlse_ + first);
+      const Terms terms = {terms_.delta + first, terms_.rest + first, terms_.dlse + first};
+      pack_dout(keys_.token + first, count, inverse_ + first, dout_panels_ + panel_at(b), terms);
+      for (int n = 0; n < count; ++n) use_measured(keys_.token[first + n], n, terms);
       pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
       Base::stage_keys(b, count, mass_ + first);
       pack_panel<T>(staging_, width, p_.head_dim, count, mass_panels_ + panel_at(b));
@@ -153,12 +177,20 @@ class Backward : Head<T> {
     });
   }
 
-  float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
+  void use_measured(int32_t token, int n, const Terms& terms) const {
+    if (given_[token] != Given::nothing) return;
+    terms.delta[n] = delta_[token];
+    terms.rest[n] = 0.0f;
+  }
 
   GradientSide side(int block) const {
     const int first = block * kTile;
-    return {dout_panels_ + panel_at(block), mass_panels_ + panel_at(block), delta_ + first,
-            head_.dlse == nullptr ? nullptr : dlse_ + first, mass_ + first};
+    return {dout_panels_ + panel_at(block),
+            mass_panels_ + panel_at(block),
+            terms_.delta + first,
+            head_.dlse == nullptr ? nullptr : terms_.dlse + first,
+            mass_ + first,
+            terms_.rest + first};
   }
 
   void pair(int i, int j) {
@@ -185,87 +217,85 @@ class Backward : Head<T> {
 
   void rows(bool padded_only) {
     Base::unit_masses();
+    if (head_.delta == nullptr) {
+      const auto measure = [this](const int32_t* token, int count) { Base::measure(token, count); };
+      Base::for_each_query_block(padded_only, [&](Block& b) {
+        for (int r = 0; r < b.count; ++r) {
+          given_[b.token[r]] = Base::given(b.token[r], b.stop[r] - b.first[r], tallest_);
+          if (!p_.threshold) collect(b.token[r], measure);
+        }
+      });
+      measure_collected(measure);
+    }
     Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
   }
 
-  // Computes from lse the shifts of a block, and the factors that make its weights probabilities. True if the weights
-  // and `delta` are as exact as the dtype.
-  bool shift_rows(Block& b, float tallest, float* residual) const {
+  // Finds shifts of a block, the factors that make its weights probabilities, and the deltas of measured rows. True if
+  // the weights must be summed to make probabilities of them.
+  bool shift_rows(Block& b, float* residual, const Terms& terms) const {
+    bool sums = false;
     for (int r = 0; r < kTile; ++r) {
+      const int32_t t = b.token[r];
       const bool real = b.has_keys(r);
-      const double lse = head_.lse[b.token[r]] * kLog2e;
+      const Given given = real && head_.delta == nullptr ? given_[t] : Given::both;
+      if (given == Given::nothing && !p_.threshold) {
+        b.shift[r] = shift_[t];
+        residual[r] = 1.0f / sum_[t];
+        use_measured(t, r, terms);
+        continue;
+      }
+      const double lse = head_.lse[t] * kLog2e;
       b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
-      // The factor is the rounding error of the shift. With a threshold the weights themselves are compared.
-      residual[r] = real && !p_.threshold ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
+      // The factor is the rounding error of the shift, unless sums of the weights have it. With a threshold the weights
+      // themselves are compared.
+      const bool exact = real && given == Given::both && !p_.threshold;
+      residual[r] = exact ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
+      sums = sums || given != Given::both;
     }
-    return p_.threshold || head_.delta != nullptr || trusted(b.token, b.count, tallest);
+    return sums;
   }
 
-  // Computes shifts, factors and delta from the scores: delta sums the same weights that it is subtracted from.
-  void measure_rows(Block& b, const float* queries, float* residual, float* delta) {
-    for (int r = 0; r < kTile; ++r) b.shift[r] = NAN;
-    Base::shift_by_maxima(b, queries);
-    alignas(64) float sums[kTile * kLanes] = {}, deltas[kTile * kLanes] = {};
-    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
-      Scores s = Base::row_scores(b, queries, j);
-      s.exact = T::kPair == 1 ? nullptr : exact_;
-      wanted(s).row = sums;
-      compute_weights<T>(s, weights_);
-      add_deltas<T>(score_gradients(b, j), deltas);
+  // Divides the factors of rows that are not measured by the sums of their weights, which the rounding of lse keeps
+  // from being 1.
+  void divide_by_sums(const Block& b, const float* queries, float* factor) {
+    alignas(64) float sums[kTile];
+    Base::weigh(b, queries, sums, nullptr);
+    for (int r = 0; r < b.count; ++r) {
+      if (p_.threshold || given_[b.token[r]] != Given::nothing) factor[r] /= sums[r];
     }
-    for (int r = 0; r < kTile; ++r) {
-      const bool real = b.has_keys(r);
-      residual[r] = real ? 1.0f / sum(load(sums + r * kLanes)) : 1.0f;
-      delta[r] = real ? residual[r] * sum(load(deltas + r * kLanes)) : 0.0f;
-    }
-  }
-
-  // Divides factor[r] by the sum of the weights of row r, which the rounding of lse keeps from being 1.
-  void divide_by_sums(Block& b, const float* queries, float* factor) {
-    alignas(64) float sums[kTile * kLanes] = {};
-    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
-      Scores s = Base::row_scores(b, queries, j);
-      s.exact = T::kPair == 1 ? nullptr : exact_;
-      wanted(s).row = sums;
-      compute_weights<T>(s, weights_);
-    }
-    for (int r = 0; r < kTile; ++r) factor[r] /= b.has_keys(r) ? sum(load(sums + r * kLanes)) : 1.0f;
   }
 
   void row_block(Block& b) {
     const int64_t width = staging_width(p_.head_dim);
     const float* const queries = Base::query_panel(b);
     const float* query_rows = keys_rows_ + rows_at(b.token[0] / kTile);
-    float tallest = tallest_;
     if (!Base::queries_are_keys()) {  // packed keys do not have these tokens side by side
       query_rows = query_rows_;
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
-      for (int n = 0; n < b.count; ++n) {
-        tallest = fmaxf(tallest, fabsf(half_norm(staging_ + n * width, width, factor_)));
-      }
     }
-    alignas(64) float residual[kTile], delta[kTile], dlse[kTile];
+    alignas(64) float residual[kTile], delta[kTile], rest[kTile], dlse[kTile];
+    const Terms terms = {delta, rest, dlse};
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
-    pack_dout(b.token, b.count, nullptr, dout_panels_, delta, dlse);
-    if (!shift_rows(b, tallest, residual)) measure_rows(b, queries, residual, delta);
+    pack_dout(b.token, b.count, nullptr, dout_panels_, terms);
+    const bool sums = shift_rows(b, residual, terms);
+    if (sums && !p_.threshold) divide_by_sums(b, queries, residual);
     Base::scale_staged(residual, b.count);
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 
     // Thresholded weights are constants: only lse depends on the scores.
     const bool scored = !p_.threshold || head_.dlse != nullptr;
-    if (p_.threshold && scored && head_.delta == nullptr && !trusted(b.token, b.count, tallest)) {
-      divide_by_sums(b, queries, residual);
-    }
+    if (sums && p_.threshold && scored) divide_by_sums(b, queries, residual);
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       Scores s = Base::row_scores(b, queries, j);
       s.exact = T::kPair == 1 ? nullptr : exact_;
       compute_weights<T>(s, weights_);
-      ScoreGradients g = score_gradients(b, j);
+      ScoreGradients g = Base::score_gradients(b, j);
       g.row_scale = residual;
       g.row.delta = delta;
+      g.row.rest = rest;
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
@@ -283,26 +313,15 @@ class Backward : Head<T> {
     }
   }
 
-  // The terms of tile j's gradients that do not depend on the rows' sums; `weights_` holds the tile's weights.
-  ScoreGradients score_gradients(const Block& b, int j) {
-    if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
-    ScoreGradients g = {};
-    g.row.dout = dout_panels_;
-    g.column.w = key_panels_ + panel_at(j);
-    g.column.u = mass_ + j * kTile;
-    g.words = p_.threshold ? 0 : words_;
-    g.rows = b.count;
-    g.columns = b.columns(j);
-    g.weights = exact();
-    g.dropout = p_.dropout ? dropout_ : nullptr;
-    return g;
-  }
-
   MssaShares shares_;
-  float *mass_panels_, *dout_panels_, *keys_rows_, *dout_rows_, *out_panel_, *query_rows_, *delta_, *dlse_, *other_,
-      *exact_;
+  float *mass_panels_, *keys_rows_, *dout_rows_, *query_rows_;
+  float* inverse_;  // by key, as are the terms
+  Terms terms_;
+  Sums sums_ = {};      // of the pairs' weights
+  int32_t* untrusted_;  // tokens
+  int untrusted_count_ = 0;
   float tallest_ = 0.0f;  // the largest |half_norm|
-  Tile<T> weights_, gradients_;
+  Tile<T> gradients_;
 };
 
 template <class T>

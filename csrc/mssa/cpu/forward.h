@@ -74,8 +74,8 @@ class Forward : Head<T> {
   void pair(int i, int j) {
     Scores s = Base::pair_scores(i, j);
     alignas(64) float column[kTile] = {}, exact_column[kTile] = {};
-    s.sums = at(sums_, i, column);
-    if (T::kPair == 2) s.exact_sums = at(exact_sums_, i, exact_column);
+    s.sums = sums_at(sums_, i, column);
+    if (T::kPair == 2) s.exact_sums = sums_at(exact_sums_, i, exact_column);
     compute_weights<T>(s, tile_);
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
@@ -85,23 +85,6 @@ class Forward : Head<T> {
       accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, s.rows, s.columns, tile_,
                                  values_ + rows_at(j), nullptr, nullptr, nullptr);
     }
-  }
-
-  static void clear(const Sums& sums, int64_t count) {
-    memset(sums.row, 0, count * kLanes * sizeof(float));
-    memset(sums.column, 0, count * sizeof(float));
-  }
-  static float total_of(const Sums& sums, int64_t n) { return sum(load(sums.row + n * kLanes)) + sums.column[n]; }
-  // Returns the destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for
-  // add_columns.
-  static Sums at(const Sums& sums, int i, float* column) {
-    return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
-  }
-  // Sum the columns of a tile first, then add to the total. Adding each weight to the total would round the weight to
-  // the total's precision: four times eager's error at 8192 tokens.
-  static void add_columns(const Sums& sums, int j, const float* tile) {
-    float* const total = sums.column + j * kTile;
-    for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
   }
 
   void rows(bool padded_only) {

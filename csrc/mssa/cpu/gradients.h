@@ -9,14 +9,15 @@ namespace {
 struct GradientSide {
   const float *dout, *w;  // panels: of the gradient of out, and of w
   const float *delta, *dlse;
-  const float* u;  // factor of the other side's delta and dlse
+  const float* u;     // factor of the other side's delta and dlse
+  const float* rest;  // what delta lacks
 };
 
 // The gradient of the products w_i . w_j of rows i and columns j:
 //   row_scale_i * weight * (dropout factor * dout_i . w_j - u_j delta_i + w_i . dout_j - u_i delta_j
 //                           + u_j dlse_i + u_i dlse_j).
-// Without column.dout, the terms with delta_j and dlse_j are absent too. With ratios, the first difference is
-// multiplied by row_ratio_i * column_ratio_j.
+// delta is the sum of two numbers, delta and rest. Without column.dout, the terms with delta_j and dlse_j are absent
+// too. With ratios, the first difference is multiplied by row_ratio_i * column_ratio_j.
 struct ScoreGradients {
   GradientSide row, column;
   int words;  // of a panel; 0: no product at all
@@ -41,9 +42,11 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       by_row.template add<kLong>(d, r0, j0);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       // Subtract each delta before the next product: where one weight is all of its row, the two are equal to the bit.
+      // Subtract its rest apart: rounded into delta, it would err by an ulp of what has cancelled.
       for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
         if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
         x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
+        if (s.row.rest != nullptr) x -= load(s.column.u + j0 + v * kLanes) * s.row.rest[r0 + r];
       });
       if constexpr (kRatios) {
         for_each_vector(d, [&](Vf& x, int r, int v)
@@ -51,8 +54,10 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       }
       if (s.column.dout != nullptr) {
         by_column.template add<kLong>(d, r0, j0);
-        for_each_vector(d, [&](Vf& x, int r, int v)
-                               CRATE_LAMBDA { x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r]; });
+        for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+          x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r];
+          if (s.column.rest != nullptr) x -= load(s.column.rest + j0 + v * kLanes) * s.row.u[r0 + r];
+        });
       }
       // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
       // be much smaller.

@@ -11,6 +11,24 @@ struct Sums {
   float* column;
 };
 
+CRATE_INLINE void clear(const Sums& sums, int64_t tokens) {
+  memset(sums.row, 0, tokens * kLanes * sizeof(float));
+  memset(sums.column, 0, tokens * sizeof(float));
+}
+CRATE_INLINE float total_of(const Sums& sums, int64_t token) {
+  return sum(load(sums.row + token * kLanes)) + sums.column[token];
+}
+// The destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for add_columns.
+CRATE_INLINE Sums sums_at(const Sums& sums, int i, float* column) {
+  return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
+}
+// Sums the columns of a tile first, then adds to the total. Adding each weight to the total would round the weight to
+// the total's precision: four times eager's error at 8192 tokens.
+CRATE_INLINE void add_columns(const Sums& sums, int j, const float* tile) {
+  float* const total = sums.column + j * kTile;
+  for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
+}
+
 // Inputs of the tile of query block i and key block j; arrays start at the tile's tokens.
 struct Scores {
   const float *query_panel, *key_panel;

@@ -1,0 +1,231 @@
+// 1 / l and delta of each row of a backward: from the forward's results, or summed anew where these are not exact
+// enough.
+//
+// delta_i = dout_i . out_i is as exact as out. Where a row's own weight is half of it or more,
+// delta_i - dout_i . w_i = dout_i . (out_i - w_i) is small, and exact in itself. Where another weight may be, sums over
+// the row's weights give l and delta_i = sum_j P_ij R_ij dout_i . w_j.
+#pragma once
+
+#include "gradients.h"
+#include "head.h"
+
+namespace {
+
+// Largest |lse| whose rounding is small beside the dtype's: the rounding of lse is the relative error of 1 / l.
+CRATE_INLINE float trusted_lse(Dtype dtype) {
+  return dtype == Dtype::f32 ? 16.0f : dtype == Dtype::f16 ? 1024.0f : 8192.0f;
+}
+
+// Largest |w|^2 scale / 2, in bits, with which delta may come from out, whatever the row. A weight that is all of its
+// row is exactly 1, its out exactly the token and its dP - delta exactly 0. A rounding error left there is multiplied
+// by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. 16-bit tokens survive the rounding of out, but
+// not with dropout, where out is a multiple of the token. In fp16 the rounding of an out that is nearly one token
+// shows.
+CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
+  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : dtype == Dtype::f16 ? 12.0f : INFINITY;
+}
+
+// Up to so many keys, one weight is often all of its row, and eager's gradient exact. A rounded lse is not enough then.
+constexpr int kFewKeys = 16;
+
+// Above that height a row of fp32 may take delta from out as well if one weight is not nearly all of it, or is its own,
+// and a difference below an ulp is the rounding of out. Tall rows and short sequences are measured all the same:
+// eager's gradient is often exact there, and they cost little.
+constexpr float kMostlyOwn = -1.0f;  // least weight, in bits, of a row that is mostly its own token
+constexpr float kMostScore = 32.0f;  // largest |w|^2 scale, in bits
+constexpr int kLeastKeys = 128;
+constexpr float kUlp = 0x1p-23f;
+// Largest |w|^2 scale / 2, in bits, of a pair form with measured rows.
+constexpr float kTallestPairs = 12.0f;
+
+// What a row may take from the forward's results: l from lse and delta from out, delta alone, or nothing.
+enum class Given : int32_t { both, delta, nothing };
+
+template <class T>
+class Measure : public Head<T> {
+  using Base = Head<T>;
+
+ protected:
+  using Base::key_panels_, Base::query_panel_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_,
+      Base::keys_, Base::words_, Base::factor_, Base::panel_at;
+
+  using Base::Base;
+
+  void cut(Scratch& s, int64_t dout_panels) {
+    const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
+    Base::cut(s);
+    dout_panels_ = s.floats(dout_panels * panel);
+    out_panel_ = s.floats(panel);
+    out_ = s.floats(kTile * staging_width(p_.head_dim));
+    tokens_ = s.floats(kTile * staging_width(p_.head_dim));
+    given_ = reinterpret_cast<Given*>(s.ints(padded));
+    shift_ = s.floats(padded);
+    sum_ = s.floats(padded);
+    delta_ = s.floats(padded);
+    exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
+  }
+
+  // Says what a token that sees `keys` keys may take; `tallest` is the largest |h| of the keys.
+  //
+  // In fp32 it may take delta if no other token has half of its weight. The entropy of a row is lse - scale w . out,
+  // and with a half on one key at most that of a half spread over all.
+  Given given(int32_t token, int keys, float tallest) const {
+    const float lse = head_.lse[token], limit = trusted_height(p_.dtype, p_.dropout);
+    if (lse == -INFINITY) return Given::both;
+    const bool is_f32 = p_.dtype == Dtype::f32, sum = fabsf(lse) <= trusted_lse(p_.dtype);
+    if (!(fabsf(lse) < INFINITY) || (is_f32 ? keys_.count <= kFewKeys : !sum)) return Given::nothing;
+    if (limit == INFINITY) return Given::both;
+    const int64_t width = staging_width(p_.head_dim);
+    read(head_.w, token, tokens_);
+    const float score = factor_ * row_dot(tokens_, tokens_, width);
+    bool delta = fmaxf(tallest, 0.5f * fabsf(score)) <= limit;
+    const bool low = fabsf(score) <= kMostScore && keys_.count >= kLeastKeys;
+    if (!delta && low && is_f32 && !p_.dropout && !p_.threshold) {
+      read(head_.out, token, out_);
+      const float entropy = bits(lse) - factor_ * row_dot(tokens_, out_, width);
+      delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(keys));
+    }
+    return !delta ? Given::nothing : sum ? Given::both : Given::delta;
+  }
+
+  // delta + rest = dout . out for a panel of dout. Where a row is mostly its own token, delta is dout . w.
+  void deltas_from_out(const int32_t* token, int count, const float* panel, float* delta, float* rest) {
+    const int64_t width = staging_width(p_.head_dim);
+    bool own[kTile] = {};
+    stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, out_);
+    if (p_.dtype == Dtype::f32 && !p_.dropout) {
+      stage(head_.w, p_.dtype, p_.head_dim, token, count, nullptr, width, tokens_);
+      pack_panel<T>(tokens_, width, p_.head_dim, count, out_panel_);
+      dot_columns<T>(panel, out_panel_, words_, count, delta);
+      for (int n = 0; n < count; ++n) {
+        float* const out = out_ + n * width;
+        const float* const w = tokens_ + n * width;
+        const float square = row_dot(w, w, width);
+        own[n] = mostly_own(token[n], factor_ * square);
+        if (!own[n]) continue;
+        for (int64_t d = 0; d < width; d += kLanes) store(out + d, load(out + d) - load(w + d));
+        // Below an ulp the difference is the rounding of out.
+        if (row_dot(out, out, width) <= kUlp * kUlp * square) memset(out, 0, width * sizeof(float));
+      }
+    }
+    pack_panel<T>(out_, width, p_.head_dim, count, out_panel_);
+    dot_columns<T>(panel, out_panel_, words_, count, rest);
+    for (int n = 0; n < kTile; ++n) {
+      if (n < count && own[n]) continue;
+      delta[n] = n < count ? rest[n] : 0.0f;
+      rest[n] = 0.0f;
+    }
+  }
+
+  // Measures rows that are given nothing: shift_, sum_ and delta_.
+  void measure(const int32_t* token, int count) {
+    Block b;
+    start(b, token, count);
+    alignas(64) float sums[kTile], deltas[kTile];
+    stage_dout(b, nullptr);
+    weigh(b, query_panel_, sums, deltas);
+    keep(b, sums, deltas);
+  }
+
+  // The same for a dout that is multiplied by factor_of(token), which reads shift_ and sum_.
+  template <class Factor>
+  void measure(const int32_t* token, int count, const Factor& factor_of) {
+    Block b;
+    start(b, token, count);
+    alignas(64) float sums[kTile], deltas[kTile] = {}, factor[kTile];
+    weigh(b, query_panel_, sums, nullptr);
+    keep(b, sums, deltas);
+    for (int r = 0; r < count; ++r) factor[r] = factor_of(token[r]);
+    stage_dout(b, factor);
+    weigh(b, query_panel_, nullptr, deltas);
+    keep(b, sums, deltas);
+  }
+
+  // Sums the weights of the rows of a block, and their deltas for the panel of dout at dout_panels_; null: not wanted.
+  void weigh(const Block& b, const float* queries, float* sums, float* deltas) {
+    alignas(64) float row_sums[kTile * kLanes] = {}, row_deltas[kTile * kLanes] = {};
+    for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
+      Scores s = Base::row_scores(b, queries, j);
+      s.exact = T::kPair == 1 ? nullptr : exact_;
+      wanted(s).row = sums == nullptr ? nullptr : row_sums;
+      compute_weights<T>(s, weights_);
+      if (deltas != nullptr) add_deltas<T>(score_gradients(b, j), row_deltas);
+    }
+    for (int r = 0; r < kTile; ++r) {
+      const bool real = b.has_keys(r);
+      if (sums != nullptr) sums[r] = real ? sum(load(row_sums + r * kLanes)) : 1.0f;
+      if (deltas != nullptr) deltas[r] = real ? sum(load(row_deltas + r * kLanes)) : 0.0f;
+    }
+  }
+
+  // Sums of exact weights, where they are summed anew.
+  static Sums& wanted(Scores& s) { return T::kPair == 1 ? s.sums : s.exact_sums; }
+
+  float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
+
+  // The terms of tile j's gradients that do not depend on the rows' sums; `weights_` holds the tile's weights.
+  ScoreGradients score_gradients(const Block& b, int j) {
+    if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
+    ScoreGradients g = {};
+    g.row.dout = dout_panels_;
+    g.column.w = key_panels_ + panel_at(j);
+    g.column.u = mass_ + j * kTile;
+    g.words = p_.threshold ? 0 : words_;
+    g.rows = b.count;
+    g.columns = b.columns(j);
+    g.weights = exact();
+    g.dropout = p_.dropout ? dropout_ : nullptr;
+    return g;
+  }
+
+  static float bits(float nats) { return nats * static_cast<float>(kLog2e); }
+
+  float *dout_panels_, *out_panel_;
+  Given* given_;                  // by token, as are the next three, of rows that are given nothing
+  float *shift_, *sum_, *delta_;  // sum_: of the weights that are shifted so
+  float *out_, *tokens_, *exact_;
+  Tile<T> weights_;
+
+ private:
+  // True if a token's weight for itself is half of its row or more; `score` is its score with itself, in bits.
+  bool mostly_own(int32_t token, float score) const {
+    return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
+  }
+
+  void start(Block& b, const int32_t* token, int count) {
+    b.count = count;
+    memcpy(b.token, token, count * sizeof(int32_t));
+    Base::find_bounds(b);
+    for (float& shift : b.shift) shift = NAN;
+    const int64_t width = staging_width(p_.head_dim);
+    stage(head_.w, p_.dtype, p_.head_dim, b.token, count, nullptr, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, count, query_panel_);
+    Base::shift_by_maxima(b, query_panel_);
+  }
+
+  void stage_dout(const Block& b, const float* factor) {
+    const int64_t width = staging_width(p_.head_dim);
+    if (head_.dout.data == nullptr) {
+      memset(dout_panels_, 0, panel_size<T>(p_.head_dim) * sizeof(float));
+      return;
+    }
+    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, factor, width, staging_);
+    pack_panel<T>(staging_, width, p_.head_dim, b.count, dout_panels_);
+  }
+
+  // delta sums the very weights and products that it is subtracted from.
+  void keep(const Block& b, const float* sums, const float* deltas) {
+    for (int r = 0; r < b.count; ++r) {
+      shift_[b.token[r]] = b.shift[r];
+      sum_[b.token[r]] = sums[r];
+      delta_[b.token[r]] = deltas[r] / sums[r];
+    }
+  }
+
+  void read(const MssaView& view, int32_t token, float* row) const {
+    read_row(element(view, token, p_.dtype), p_.dtype, view.dim_stride, p_.head_dim, row);
+    for (int64_t d = p_.head_dim; d < staging_width(p_.head_dim); ++d) row[d] = 0.0f;
+  }
+};
+
+}  // namespace
