@@ -113,22 +113,28 @@ def timed(
 ) -> list[Timed]:
     """Return a case at its (CPU, GPU) batch; it is not timed on a device whose batch is None.
 
-    The keywords ``brief`` and ``axes`` go to ``Timed``; the others are options of the call.
+    The keywords ``brief`` and ``axes`` go to ``Timed``, ``magnitude`` to its case; the others are options of the call.
     """
     own = {key: kwargs.pop(key) for key in ("brief", "axes") if key in kwargs}
     return [
-        Timed(Case(op, name, (batch, *shape), kwargs), layer, (device,), **own)
+        Timed(Case.of(op, name, batch, *shape, **kwargs), layer, (device,), **own)
         for device, batch in zip(("cpu", "cuda"), batches, strict=True)
         if batch is not None
     ]
 
 
 def timed_attention(
-    op: str, name: str, layer: str, shape: tuple[int, int, int], batches: tuple[int | None, int | None], brief: str = ""
+    op: str,
+    name: str,
+    layer: str,
+    shape: tuple[int, int, int],
+    batches: tuple[int | None, int | None],
+    brief: str = "",
+    **own: Any,
 ) -> list[Timed]:
     """Return the full and the causal form of a case; ``brief`` names the form that the default run times."""
-    full = timed(op, name, layer, shape, batches, brief=brief == "full")
-    return full + timed(op, f"{name}-causal", layer, shape, batches, brief=brief == "causal", causal=True)
+    full = timed(op, name, layer, shape, batches, brief=brief == "full", **own)
+    return full + timed(op, f"{name}-causal", layer, shape, batches, brief=brief == "causal", causal=True, **own)
 
 
 def never(*_: Any) -> None:

@@ -183,6 +183,9 @@ class Backward : Measure<T> {
     terms.rest[n] = 0.0f;
   }
 
+  // 16-bit tokens leave no rest.
+  const float* rested(const float* rest) const { return p_.dtype == Dtype::f32 ? rest : nullptr; }
+
   GradientSide side(int block) const {
     const int first = block * kTile;
     return {dout_panels_ + panel_at(block),
@@ -190,7 +193,7 @@ class Backward : Measure<T> {
             terms_.delta + first,
             head_.dlse == nullptr ? nullptr : terms_.dlse + first,
             mass_ + first,
-            terms_.rest + first};
+            rested(terms_.rest + first)};
   }
 
   void pair(int i, int j) {
@@ -295,7 +298,7 @@ class Backward : Measure<T> {
       ScoreGradients g = Base::score_gradients(b, j);
       g.row_scale = residual;
       g.row.delta = delta;
-      g.row.rest = rest;
+      g.row.rest = rested(rest);
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
