@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/performance.md from benchmarks/results/.
+"""Writes the tables of README.md and docs/ from benchmarks/results/.
 
     python -m benchmarks.tables            # rewrites what stands between the markers
     python -m benchmarks.tables --check    # exit status 1 if a page says something else
 
-A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``.
+A table stands between ``<!-- table MACHINE-NAME -->`` and ``<!-- end -->``, with a machine of ``CPUS`` or "gpu".
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/cpu.md")
+PAGES = ("README.md", "docs/performance.md", "docs/performance-avx512.md")
+# Folders of results by the names that tables have for them.
+CPUS = {"avx2": "amd-epyc-avx2-2-threads", "avx512": "amd-epyc-avx512-2-threads"}
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,9 +30,11 @@ def load() -> dict[str, Results]:
     return {folder.name: rows.read_all(sorted(folder.glob("*.json"))) for folder in folders}
 
 
-def _on(kind: str, results: dict[str, Results]) -> Results | None:
-    """Return the first results of a CPU or of a GPU."""
-    return next((r for r in results.values() if r.machine["gpu"] == (kind == "gpu")), None)
+def _on(machine: str, results: dict[str, Results]) -> Results | None:
+    """Return the results of a CPU by its name, or the first of a GPU."""
+    if machine == "gpu":
+        return next((r for r in results.values() if r.machine["gpu"]), None)
+    return results.get(CPUS[machine])
 
 
 def _markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -55,11 +59,12 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
 
 
 def _speed(results: Results, bench: str, baselines: list[str]) -> str:
-    """Render every case of an operator: our times, and the baselines' times as multiples of ours.
+    """Render every case of an operator: our times, and those of baselines that the results have as multiples of ours.
 
     Where the results have calls that were timed in turn with cold caches, there is a column of them per baseline.
     """
     directions = ("forward", "both")
+    baselines = [b for b in baselines if any(row.times for row in results.find(bench=bench, provider=b))]
     ops = {row.op for row in results.find(bench=bench)}
     cold = Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
     in_turn = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
@@ -91,7 +96,7 @@ def _models(results: Results) -> str:
             continue
         pairs = [
             _pair(results, "models", row.case, row.dtype, b, ("forward", "step"))
-            for b in ("eager", "compile", "composite", "timm-vit")
+            for b in ("eager", "compile", "composite")
         ]
         memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
         if "default-compiled" in has:
@@ -103,7 +108,7 @@ def _models(results: Results) -> str:
         lines.append([name, row.dtype, times, f"{step.amount / step.time:.3g}", *pairs, memory])
     header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
     more = [_MODEL_COLUMNS[name] for name in _MODEL_COLUMNS if name in has]
-    return _markdown([*header, "ViT of timm, same size", *more, "step, MiB: eager / ours"], lines)
+    return _markdown([*header, *more, "step, MiB: eager / ours"], lines)
 
 
 # Columns of results that have these providers.
@@ -208,9 +213,9 @@ _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of on
 _TABLES: dict[str, Callable[[Results], str]] = {
     "machine": _machine,
     "speed": _readme,
-    "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa", "flex"]),
-    "tssa": lambda r: _speed(r, "tssa", ["eager", "compile"]),
-    "ista": lambda r: _speed(r, "ista", ["eager", "compile"]),
+    "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa", "flex", "composite"]),
+    "tssa": lambda r: _speed(r, "tssa", ["eager", "compile", "composite"]),
+    "ista": lambda r: _speed(r, "ista", ["eager", "compile", "composite"]),
     "models": _models,
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
@@ -221,17 +226,17 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def render(name: str, results: dict[str, Results]) -> str:
-    """Render a table by its name, such as ``cpu-speed``.
+    """Render a table by its name, such as ``avx2-speed``.
 
     Raises:
-        KeyError: there is no such table.
+        KeyError: there is no such table or machine.
     """
-    kind, _, table = name.partition("-")
-    if name == "gpu-goals" and _on(kind, results) is None:
+    machine, _, table = name.partition("-")
+    found = _on(machine, results)
+    if name == "gpu-goals" and found is None:
         return _markdown(["goal", "measured"], [[goal, "no GPU has run it"] for goal in goals.GPU_GOALS])
-    found = _on(kind, results)
     if found is None:
-        return _GPU_MISSING if kind == "gpu" else "No results are here yet.\n"
+        return _GPU_MISSING if machine == "gpu" else "No results are here yet.\n"
     return _TABLES[table](found)
 
 

@@ -16,8 +16,8 @@ namespace crate_kernels {
 //
 // A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. On a machine whose cores
 // others use, two threads then take longer than one. After a region that took longer than its threads ran together, one
-// thread would have been faster, so the calling thread runs the next regions alone. Each further such region doubles
-// their number. A wait that is short beside the region costs less than a thread, and changes nothing.
+// thread would have been faster: the calling thread works alone for a time in proportion to what was lost. A wait that
+// is short beside the region costs less than a thread, and changes nothing.
 int64_t region_threads();
 
 // Compares the time of a shared region with the time that its threads ran.
