@@ -32,7 +32,7 @@ from crate_kernels.ops.ista import steps
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
 # _LEAST_DIM their calls cost more than they spare.
 _PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
-_FEW = 1 << 16  # up to this many elements, one call costs more than one pass
+_FEW = 1 << 17  # up to this many elements, one call costs more than one pass
 
 
 class _Native(steps.Engine):
