@@ -12,7 +12,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
-		/^[a-z-]+:/ { if (text) printf "  make %-15s %s\n", substr($$1, 1, length($$1) - 1), text; text = "" }' $(MAKEFILE_LIST)
+		/^[a-z0-9-]+:/ { if (text) printf "  make %-15s %s\n", substr($$1, 1, length($$1) - 1), text; text = "" }' $(MAKEFILE_LIST)
 	@echo; echo "ARGS is passed on: make test ARGS='-k tssa'"
 
 ##@ Use

@@ -5,6 +5,7 @@ import torch
 
 import crate_kernels
 from crate_kernels._core import backends as _backend
+from crate_kernels._core import products
 from tests.ops.common import backends, outputs_and_gradients, randn
 from tests.ops.decoding import attend, new_cache, tokens
 
@@ -107,7 +108,9 @@ def test_where_none_is_named_composite_takes_what_it_is_faster_at(ran):
     for seqlen in (1, 10):
         attend("mssa", tokens(seqlen), None, cache)
     names = [(name.rpartition(".")[2], function) for name, function in ran]
-    assert names == [("native", "forward"), ("composite", "backward"), ("native", "decode"), ("composite", "decode")]
+    converted = products.fast_dtype(torch.bfloat16) != torch.bfloat16  # then cpp converts in fewer passes
+    backward = "native" if converted else "composite"
+    assert names == [("native", "forward"), (backward, "backward"), ("native", "decode"), ("composite", "decode")]
 
 
 @pytest.mark.parametrize(("form", "backend", "device"), CALLS)

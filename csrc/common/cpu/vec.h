@@ -116,10 +116,11 @@ CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
 #else
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds, with the integer in the low bits
 CRATE_INLINE Vf round_to_integer(Vf x) {
-  return (max(x, splat(-126.0f)) + kMagic) - kMagic;
+  return (x + kMagic) - kMagic;
 }
 CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected.
+  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected. NaN stays NaN: shifted
+  // so far, nothing is left of it.
   return select(x < -126.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
 }
 #endif

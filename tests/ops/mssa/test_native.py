@@ -75,6 +75,21 @@ def test_every_level_is_within_budget(name, dtype, level):
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_not_a_number_stays_one(name, level):
+    level(name)
+    w, g = (randn(1, 2, 70, 16).float() for _ in range(2))
+    w[0, 0, 40] = torch.nan
+    for options in ({}, {"causal": True}, {"causal": True, "phi": "threshold", "threshold": 0.6}):
+        found = {}
+        for backend in ("reference", "cpp"):
+            leaf = w.clone().requires_grad_()
+            out, lse = mssa(leaf, return_lse=True, backend=backend, **options)
+            found[backend] = [t.isnan() for t in (out, lse, *torch.autograd.grad(out, leaf, g))]
+        for one, other in zip(*found.values(), strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_row_tail(name, causal, level):
