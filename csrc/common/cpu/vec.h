@@ -119,8 +119,8 @@ CRATE_INLINE Vf round_to_integer(Vf x) {
   return (x + kMagic) - kMagic;
 }
 CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected. NaN stays NaN: shifted
-  // so far, nothing is left of it.
+  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected. NaN stays NaN: the
+  // low 9 bits of whole + kMagic are then 0, and nothing is added to p.
   return select(x < -126.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
 }
 #endif
