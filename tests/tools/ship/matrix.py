@@ -63,7 +63,8 @@ class Cell:
 CELLS = (
     Cell("3.10", "2.11.0", "3.6.0"),
     *(Cell(python, "2.13.0", "3.7.1") for python in ("3.10", "3.11", "3.12", "3.13", "3.14")),
-    *(Cell("3.12", torch) for torch in ("2.11.0", "2.12.1", "2.14.1", "2.15.0")),
+    Cell("3.12", "2.11.0", "3.6.0"),
+    *(Cell("3.12", torch) for torch in ("2.12.1", "2.14.1", "2.15.0")),
     Cell("3.11", "2.13.0", "3.6.0"),
     Cell("3.11", "2.13.0", "3.7.1", "clang++"),
 )
@@ -107,6 +108,13 @@ def interpreter(version: str) -> list[str]:
     raise Missing(f"there is no python{version}, and no uv to bring one")
 
 
+def installer(python: Path) -> list[str]:
+    """Return the command that installs packages: uv where it is, whose environments share what they have in common."""
+    if shutil.which("uv"):
+        return ["uv", "pip", "install", "-q", "--python", str(python)]
+    return [str(python), "-m", "pip", "install", "-q"]
+
+
 def environment(cell: Cell, folder: Path) -> Path:
     """Make the environment of a cell where it is not there yet; return its Python."""
     python = folder / "bin" / "python"
@@ -116,13 +124,10 @@ def environment(cell: Cell, folder: Path) -> Path:
     if not shutil.which(cell.compiler):
         raise Missing(f"there is no {cell.compiler}")
     shutil.rmtree(folder, ignore_errors=True)
-    steps = [
-        [*interpreter(cell.python), str(folder)],
-        [str(python), "-m", "pip", "install", "-q", f"torch=={cell.torch}", *TOOLS],
-    ]
+    steps = [[*interpreter(cell.python), str(folder)], [*installer(python), f"torch=={cell.torch}", *TOOLS]]
     if cell.triton:  # after PyTorch, whose CUDA build asks for its own
         numpy = ["numpy<2.4"] if cell.triton < "3.7" else []  # the interpreter of Triton 3.6 needs it
-        steps.append([str(python), "-m", "pip", "install", "-q", f"triton=={cell.triton}", *numpy])
+        steps.append([*installer(python), f"triton=={cell.triton}", *numpy])
     for step in steps:
         result = subprocess.run(step, capture_output=True, text=True)
         if result.returncode:

@@ -1,6 +1,7 @@
 """The table of supported versions: what is run, remembered, and said where it cannot be had."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,14 @@ def test_what_cannot_be_had_says_why(cells, monkeypatch):
     result = matrix.run(matrix.Cell("3.99", "2.13.0"), "smoke", "1")
     assert result == {"passed": None, "said": "there is no python3.99, and no uv to bring one"}
     assert matrix.run(matrix.Cell("3.11", "2.13.0", compiler="clang++"), "smoke", "1")["said"] == "there is no clang++"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_packages_are_shared_where_uv_is(there, monkeypatch):
+    monkeypatch.setattr(matrix.shutil, "which", lambda name: f"/bin/{name}" if there else None)
+    command = matrix.installer(Path("of-a-cell/bin/python"))
+    assert (command[0] == "uv") == there
+    assert "of-a-cell/bin/python" in command
 
 
 def test_the_summary_is_pytests():
