@@ -53,12 +53,16 @@ class Call(NamedTuple):
         """Whether a token may not see itself, so that it may see none."""
         return self.padded
 
-    def allowed(self, seqlen: int, device: torch.device, rows: slice = slice(None)) -> Tensor | None:
-        """Return the keys that some rows of a batch may see, (batch or 1, 1, rows or 1, seqlen); None for all."""
+    def allowed(self, seqlen: int, device: torch.device, rows: slice | None = None) -> Tensor | None:
+        """Return the keys that rows of a batch may see, all rows or some: (batch or 1, 1, rows or 1, seqlen).
+
+        None if every key may be seen.
+        """
         mask = None if self.key_padding_mask is None else self.key_padding_mask[:, None, None, :]
         if self.causal:
             position = torch.arange(seqlen, device=device)
-            past = (position <= position[rows, None])[None, None]
+            queries = position if rows is None else position[rows]
+            past = (position <= queries[:, None])[None, None]
             mask = past if mask is None else mask & past
         return mask
 
