@@ -138,6 +138,12 @@ def is_plain(*tensors: Tensor) -> bool:
     return forward_ad._current_level < 0 and not _a_mode_is_active() and all(type(t) in _TENSORS for t in tensors)
 
 
+def is_traced() -> bool:
+    """Return whether torch.compile traces this call, of a forward or of a backward."""
+    # In the trace of a backward, PyTorch 2.11 says only this.
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
 def _a_mode_is_active() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0

@@ -71,7 +71,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = operator.saved_tensors("linear", ctx)
         needs = ctx.needs_input_grad
-        if torch.compiler.is_compiling() or (not torch.is_grad_enabled() and operator.is_plain(dy)):
+        if operator.is_traced() or (not torch.is_grad_enabled() and operator.is_plain(dy)):
             return tuple(
                 g if need else None for g, need in zip(_backward_op(dy, x, weight, *needs), needs, strict=True)
             )

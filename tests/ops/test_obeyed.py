@@ -40,7 +40,8 @@ def call(form, backend):
         return lambda w: function(w, *([torch.ones(3).to(w)] if form != "mssa" else []), **own, backend=backend)
     width = 8 if form == "ista" else 16
     function = getattr(crate_kernels, form)
-    return lambda w: function(w, randn(8, width, dtype=w.dtype, device=w.device, seed=3) * 8**-0.5, backend=backend)
+    weight = randn(8, width, dtype=torch.float64, seed=3) * 8**-0.5
+    return lambda w: function(w, weight.to(w), backend=backend)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Form(NamedTuple):
     TAIL: int = 0  # rows of such a tile where masks cut
     SOFTMAX: str = "online"  # or "bounded", or "threshold"
     CAUSAL: bool = False
-    PADDED: bool = False
+    PADDED: bool = False  # a mask may cut any tile, or leave a row without keys
     PACKED: bool = False
     DROPOUT: bool = False
     NEGATIVE: bool = False  # the scale is below 0
@@ -131,19 +131,13 @@ def allowed(scores, queries, keys, FORM: tl.constexpr):
     return seen
 
 
-@triton.constexpr_function
-def cut_anywhere(form):
-    """Return whether masks other than the causal diagonal and the end may cut any tile, or leave a row without keys."""
-    return form.PADDED
-
-
 @triton.jit
 def key_range(scores, start, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return (whole, stop) of the queries [start, start + ROWS): they see every key before whole, none from stop."""
     stop = tl.minimum(start + ROWS, scores.length) if FORM.CAUSAL else scores.length
     if FORM.APART:
         start, stop = tl.maximum(start, -1), tl.maximum(stop, 0)
-    if cut_anywhere(FORM):
+    if FORM.PADDED:
         return 0, stop
     return (tl.minimum(start + 1, stop) if FORM.CAUSAL else stop) // FORM.BLOCK * FORM.BLOCK, stop
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import allowed, cut_anywhere, kept, key_range, signed_products
+from crate_kernels.ops.mssa.triton.head import allowed, kept, key_range, signed_products
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SUMS = tl.constexpr(8)  # columns: the narrowest product
@@ -118,7 +118,7 @@ def walk_keys(state, w_m, w, scores, start_m, PASS: tl.constexpr, BLOCK_M: tl.co
     """Walk over all the keys of a block of rows: unmasked as far as possible, then with masks."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
     whole, stop = key_range(scores, start_m, BLOCK_M, FORM)
-    if not cut_anywhere(FORM):
+    if not FORM.PADDED:
         state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, PASS, False, FORM)
     return attend_tiles(state, w_m, w, scores, offs_m, whole, stop, PASS, True, FORM)
 

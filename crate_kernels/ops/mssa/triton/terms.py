@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import Scores, allowed, cut_anywhere, kept, signed_products
+from crate_kernels.ops.mssa.triton.head import Scores, allowed, kept, signed_products
 from crate_kernels.ops.mssa.triton.rows import LOG2_E
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
@@ -188,18 +188,18 @@ def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM:
         if FORM.APART:
             before = tl.minimum(tl.maximum(before, 0), length) // FORM.BLOCK * FORM.BLOCK
             after = tl.minimum(tl.cdiv(tl.maximum(after, 0), FORM.BLOCK) * FORM.BLOCK, length)
-        whole = after if cut_anywhere(FORM) else after + (length - after) // FORM.BLOCK * FORM.BLOCK
+        whole = after if FORM.PADDED else after + (length - after) // FORM.BLOCK * FORM.BLOCK
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, before, cut_anywhere(FORM), FORM, TERMS, KEY=False)
+            acc = _add_tiles(acc, own, inputs, scores, 0, before, FORM.PADDED, FORM, TERMS, KEY=False)
         acc = _add_tiles(acc, own, inputs, scores, before, after, True, FORM, TERMS)
-        if not cut_anywhere(FORM):
+        if not FORM.PADDED:
             acc = _add_tiles(acc, own, inputs, scores, after, whole, False, FORM, TERMS, QUERY=False)
         return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS, QUERY=False)
     else:
-        whole = 0 if cut_anywhere(FORM) else length // FORM.BLOCK * FORM.BLOCK
+        whole = 0 if FORM.PADDED else length // FORM.BLOCK * FORM.BLOCK
         if TERMS.DERIVED:
             # Larger L are rare: they take the masked loop from the start instead of a third one.
             whole = tl.where(extent <= EXTENT, whole, 0)
-        if not cut_anywhere(FORM):
+        if not FORM.PADDED:
             acc = _add_tiles(acc, own, inputs, scores, 0, whole, False, FORM, TERMS)
         return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS)

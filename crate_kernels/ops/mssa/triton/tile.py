@@ -76,10 +76,13 @@ def _real(k: tl.constexpr, DIMS: tl.constexpr):
     return (DIMS.FIRST[k] + tl.arange(0, DIMS.WIDTHS[k]) < DIMS.HEAD_DIM)[None, :]
 
 
-@triton.constexpr_function
-def _padded(k, dims):
-    """Return whether part ``k`` has channels that do not exist."""
-    return dims.FIRST[k] + dims.WIDTHS[k] > dims.HEAD_DIM
+@triton.jit
+def _inside(mask, k: tl.constexpr, DIMS: tl.constexpr):
+    """Return which numbers of part ``k`` exist: (rows, WIDTH), or (rows, 1) where all of its channels do."""
+    if DIMS.FIRST[k] + DIMS.WIDTHS[k] > DIMS.HEAD_DIM:
+        return mask[:, None] & _real(k, DIMS)
+    else:
+        return mask[:, None]
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def load(tokens, rows, mask, DIMS: tl.constexpr):
     """Load a tile; rows outside ``mask`` and channels beyond head_dim are 0."""
     tile = ()
     for k in tl.static_range(len(DIMS.WIDTHS)):
-        inside = mask[:, None] & _real(k, DIMS) if _padded(k, DIMS) else mask[:, None]
+        inside = _inside(mask, k, DIMS)
         tile += (tl.load(_pointers(tokens, rows, k, DIMS), mask=inside, other=0.0),)
     return tile
 
@@ -98,7 +101,10 @@ def load_whole(tokens, rows, DIMS: tl.constexpr):
     tile = ()
     for k in tl.static_range(len(DIMS.WIDTHS)):
         at = _pointers(tokens, rows, k, DIMS)
-        tile += (tl.load(at, mask=_real(k, DIMS), other=0.0) if _padded(k, DIMS) else tl.load(at),)
+        if DIMS.FIRST[k] + DIMS.WIDTHS[k] > DIMS.HEAD_DIM:
+            tile += (tl.load(at, mask=_real(k, DIMS), other=0.0),)
+        else:
+            tile += (tl.load(at),)
     return tile
 
 
@@ -106,7 +112,7 @@ def load_whole(tokens, rows, DIMS: tl.constexpr):
 def store(tokens, tile, rows, mask, DIMS: tl.constexpr):
     """Store a tile in the dtype of the pointer; rows outside ``mask`` are left alone."""
     for k in tl.static_range(len(tile)):
-        inside = mask[:, None] & _real(k, DIMS) if _padded(k, DIMS) else mask[:, None]
+        inside = _inside(mask, k, DIMS)
         tl.store(_pointers(tokens, rows, k, DIMS), tile[k].to(tokens.ptr.dtype.element_ty), mask=inside)
 
 
