@@ -32,10 +32,10 @@ def plain_backend():
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def arithmetic_of_gpus():
-    """Let the interpreter compute bfloat16, which by itself it does wrong, and products that no machine changes."""
-    from tests.tools.interpreter import bfloat16, products
+    """Let the interpreter compute bfloat16 and masks, which by itself it does wrong, and products alike everywhere."""
+    from tests.tools.interpreter import bfloat16, masks, products
 
-    with bfloat16.computed(), products.computed():
+    with bfloat16.computed(), masks.spread(), products.computed():
         yield
 
 

@@ -55,7 +55,7 @@ def _unary_kernel(x_ptr, out_ptr, OP: tl.constexpr, N: tl.constexpr):
     elif OP == "maximum":
         tl.store(out_ptr + at, tl.max(x, 0) + tl.zeros((N,), tl.float32))
     elif OP == "running-sum":
-        tl.store(out_ptr + at, tl.cumsum(x, 0))
+        tl.store(out_ptr + at, tl.cumsum(x.to(tl.float32), 0))
     elif OP == "masked":
         tl.store(out_ptr + at, tl.load(x_ptr + at, at < 7, other=0.3))
 
