@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from crate_kernels._core import backends, imports
 
@@ -141,7 +142,7 @@ def is_plain(*tensors: Tensor) -> bool:
 def is_traced() -> bool:
     """Return whether torch.compile traces this call, of a forward or of a backward."""
     # In the trace of a backward, PyTorch 2.11 says only this.
-    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def _a_mode_is_active() -> bool:

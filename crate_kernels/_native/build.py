@@ -7,12 +7,13 @@ without the rest of the package: its modules import each other relatively, and P
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ from .ninja_build import Recipe, Show
 # Turing, Ampere (Ada runs Ampere code), Hopper; Hopper's PTX for newer GPUs.
 CUDA_ARCHS = ("75", "80", "90a", "90+PTX")
 _LEAST_NVCC = (12, 0)  # the first version with sm_90a
+
+# clang's options for files of one level, isa/<operator>_<level>.cpp. GCC reads the same in csrc/common/cpu/level_*.h.
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")), "-mprefer-vector-width=512")
+_LEVELS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
 
 
 def show_nothing(line: str) -> None:
@@ -89,14 +100,26 @@ def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_
     version = _run([*compiler, "--version"])
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     with ninja_build.open_objects(root, "cpu", folder, torch_version, *compiler, version) as objects:
+        sources = _relative(objects.sources, "*.cpp", lambda path: (path.parent.name != "isa", path))
         recipe = Recipe(
-            sources=_relative(objects.sources, "*.cpp", lambda path: (path.parent.name != "isa", path)),
+            sources=sources,
             compile=[*compiler, *FLAGS, *(f"-isystem{path}" for path in cpp_extension.include_paths()), *options],
             link=[*compiler, "-shared", *options, *undefined],
             libraries=[*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu"],
-            extra={"library.cpp": [f"-DCRATE_SOURCES={libraries.source_hash(objects.sources)}"]},
+            extra={
+                "library.cpp": [f"-DCRATE_SOURCES={libraries.source_hash(objects.sources)}"],
+                **_level_options(sources, version),
+            },
         )
         ninja_build.build(objects, recipe, target, show)
+
+
+def _level_options(sources: Sequence[str], version: str) -> dict[str, Sequence[str]]:
+    """Return the options of the files of one level, for the compiler that calls itself ``version``."""
+    if "clang" not in version or platform.machine() != "x86_64":
+        return {}
+    levels = {source: Path(source).stem.partition("_")[2] for source in sources if Path(source).parent.name == "isa"}
+    return {source: _LEVELS[level] for source, level in levels.items() if level in _LEVELS}
 
 
 def compile_cuda(

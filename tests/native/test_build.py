@@ -1,15 +1,19 @@
 """Building the extension: built once, with a reason if it fails, from PyTorch's stable headers only."""
 
 import os
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from torch.utils.cpp_extension import include_paths
 
+from crate_kernels._native import build as build_module
 from crate_kernels._native import libraries as _libraries
 from crate_kernels._native import ninja_build
 from tests.native.common import SOURCES, assert_one_of_three_builds, files_left, needs_sources
+from tests.ops.common import LEVELS
 
 pytestmark = needs_sources
 
@@ -35,6 +39,20 @@ def test_a_missing_compiler_is_said_to_be_missing(tmp_path, build):
     assert status == 1
     assert "no C++ compiler" in said
     assert "CXX" in said
+
+
+def test_clang_is_told_the_level_of_each_file_as_gcc_reads_it(monkeypatch):
+    sources = [path.relative_to(_libraries.source_folder()) for path in _libraries.source_folder().rglob("*.cpp")]
+    monkeypatch.setattr(build_module.platform, "machine", lambda: "x86_64")
+    options = build_module._level_options([str(path) for path in sources], "Debian clang version 14.0.6")
+    assert {Path(source).stem.partition("_")[2] for source in options} == set(LEVELS) - {"portable"}
+    for source, flags in options.items():
+        header = _libraries.source_folder() / f"common/cpu/level_{Path(source).stem.partition('_')[2]}.h"
+        targets = ",".join(re.findall(r'#pragma GCC target\("(.*)"\)', header.read_text()))
+        assert set(targets.split(",")) == {flag.removeprefix("-m") for flag in flags}, source
+    assert build_module._level_options([str(path) for path in sources], "g++ (Debian 12.2.0) 12.2.0") == {}
+    monkeypatch.setattr(build_module.platform, "machine", lambda: "aarch64")
+    assert build_module._level_options([str(path) for path in sources], "Debian clang version 14.0.6") == {}
 
 
 COMPILERS = {

@@ -6,6 +6,9 @@
 
 #include "isa.h"
 
+#if CRATE_X86_LEVELS
+#include <cpuid.h>
+#endif
 #if CRATE_X86_LEVELS && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,6 +20,17 @@ namespace {
 const char* const kNames[kCapabilities] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
 
 #if CRATE_X86_LEVELS
+// clang's __builtin_cpu_supports does not know every name of these two.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+bool has_amx_bf16() {
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmxBf16);
+}
+
 // Asks Linux for the registers of AMX, as every process must. The answer holds for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__)
@@ -31,7 +45,7 @@ bool may_use_tiles() {
 Capability detect() {
 #if CRATE_X86_LEVELS
   __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) {
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())) {
     return Capability::portable;
   }
   if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -39,7 +53,7 @@ Capability detect() {
     return Capability::avx2;
   }
   if (!__builtin_cpu_supports("avx512bf16")) return Capability::avx512;
-  return __builtin_cpu_supports("amx-bf16") && may_use_tiles() ? Capability::amx : Capability::avx512_bf16;
+  return has_amx_bf16() && may_use_tiles() ? Capability::amx : Capability::avx512_bf16;
 #else
   return Capability::portable;
 #endif

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "isa.h"
-#if CRATE_X86_LEVELS
+#if CRATE_X86_LEVELS && !defined(__clang__)
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 #pragma GCC target("prefer-vector-width=512")
 #endif

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "isa.h"
-#if CRATE_X86_LEVELS
+#if CRATE_X86_LEVELS && !defined(__clang__)
 #pragma GCC target("avx2,fma,f16c")
 #endif
 

@@ -62,10 +62,22 @@ CRATE_INLINE Vf rounded(Vf v) {
   return v;
 }
 
+// Lane i takes lane[i] of a, or lane[i] - kLanes of b. Lanes must be known to the compiler.
+CRATE_INLINE Vf shuffle(Vf a, Vf b, Vi lane) {
+#if defined(__clang__)
+  Vf v;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) v[i] = lane[i] < kLanes ? a[lane[i]] : b[lane[i] - kLanes];
+  return v;
+#else
+  return __builtin_shuffle(a, b, lane);
+#endif
+}
+
 // Lane i takes lane i ^ distance.
 CRATE_INLINE Vf exchange(Vf v, int distance) {
 #if CRATE_X86_LEVELS
-  return __builtin_shuffle(v, iota() ^ distance);
+  return shuffle(v, v, iota() ^ distance);
 #else
   Vf swapped;
   for (int i = 0; i < kLanes; ++i) swapped[i] = v[i ^ distance];
@@ -87,8 +99,8 @@ CRATE_INLINE Vf sums(Vf (&v)[kLanes]) {
     const Vi second = (lane & half) != 0;
 #pragma GCC unroll 8
     for (int n = 0; n < half; ++n) {
-      v[n] = __builtin_shuffle(v[n], v[n + half], second ? lane + kLanes : lane) +
-             __builtin_shuffle(v[n], v[n + half], second ? lane - half + kLanes : lane + half);
+      v[n] = shuffle(v[n], v[n + half], second ? lane + kLanes : lane) +
+             shuffle(v[n], v[n + half], second ? lane - half + kLanes : lane + half);
     }
   }
   return v[0];

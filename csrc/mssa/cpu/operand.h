@@ -96,8 +96,8 @@ CRATE_INLINE void transpose_block(const float* in, int64_t in_stride, float* out
     for (int r = 0; r < kLanes; ++r) {
       if ((r & half) == 0) {
         const Vf a = row[r], b = row[r + half];
-        row[r] = __builtin_shuffle(a, b, upper);
-        row[r + half] = __builtin_shuffle(a, b, lower);
+        row[r] = shuffle(a, b, upper);
+        row[r + half] = shuffle(a, b, lower);
       }
     }
   }

@@ -44,8 +44,9 @@ def unavailable_reason():
         return "needs the CUDA sources: run from a checkout"
     if not sys.platform.startswith("linux"):
         return "needs Linux, for which the emulator is written"
-    if shutil.which(shlex.split(get_cxx_compiler())[0]) is None:
-        return "needs a C++ compiler: install g++ or set CXX"
+    compiler = shlex.split(get_cxx_compiler())[0]
+    if shutil.which(compiler) is None or "clang" in compiler:
+        return f"needs g++, not {compiler}: install it or set CXX"
     if extension.CUDA_PATHS:
         return "needs no CUDA library, which has the same operators: make test-gpu runs it"
     return None
