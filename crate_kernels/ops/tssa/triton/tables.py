@@ -61,9 +61,8 @@ FULL_FORWARD = Table(
     ),
     _FULL_CANDIDATES,
 )
-# Four warps: the fewest instructions a token with three or four blocks a multiprocessor. A tile of 4096 spills with
-# Triton 3.6.
-_FEW_WARPS, _SMALLER, _SINGLE = _full(2048, 256, 3, 4), _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
+# Four warps: the fewest instructions a token with three or four blocks a multiprocessor.
+_FEW_WARPS, _SMALLER, _SINGLE = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
 FULL_BACKWARD = Table(
     "tssa_full_backward",
     _every_arch(
