@@ -141,7 +141,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Return whether torch.compile traces this call, of a forward or of a backward."""
-    # In the trace of a backward, PyTorch 2.11 says only this.
+    # In the trace of a backward, PyTorch 2.11 and 2.12 say only the second.
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 

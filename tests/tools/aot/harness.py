@@ -33,8 +33,7 @@ TARGETS = {
 ADA = {"sm_89": GPUTarget("cuda", 89, 32)}  # sm_80's code with little shared memory
 STRICT = ("sm_80", "sm_90")  # where 16-bit kernels with head_dim <= 128 may not spill at all
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# Known spills, in bytes of stack per thread, with the Triton they are known of; they may shrink, never grow.
-KNOWN_COMPILER = "3.7"
+# Known spills, in bytes of stack per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
 
 
@@ -166,16 +165,12 @@ def compiled(call, target):
 
 
 def over_budget(kernels, target, case, strict):
-    """List the faults: shared memory beyond the device's, any spill if ``strict``, else spills beyond the record.
-
-    Another version of Triton may spill elsewhere: its main kernels are held by figures.json, if it has records of it.
-    """
+    """List the faults: shared memory beyond the device's, any spill if ``strict``, else spills beyond the record."""
     recorded = json.loads(RECORDED.read_text())
-    known = triton.__version__.startswith(KNOWN_COMPILER)
     wrong = []
     for kernel in kernels:
         allowed = 0 if strict and target in STRICT else recorded.get(f"{case} {target} {kernel.name}", 0)
-        if known and kernel.stack > allowed:
+        if kernel.stack > allowed:
             wrong.append(f"{kernel}: {kernel.stack} bytes of stack, {allowed} allowed")
         if kernel.shared > SHARED_LIMIT[target]:
             wrong.append(f"{kernel}: {kernel.shared} bytes of shared memory, {SHARED_LIMIT[target]} there are")

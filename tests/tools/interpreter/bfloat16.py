@@ -131,7 +131,7 @@ def computed():
     with pytest.MonkeyPatch.context() as patch:
         for name, wrapper in wrappers.items():
             method = getattr(builder, f"create_{name}", None)
-            if method is not None:  # fneg is from Triton 3.8 or 3.9 on
+            if method is not None:  # fneg is there from Triton 3.8 on
                 patch.setattr(builder, f"create_{name}", wrapper(method))
         patch.setattr(builder, "get_bf16", _constant, raising=False)
         for scan in (interpreter.ReduceOps, interpreter.ScanOps):
