@@ -217,7 +217,6 @@ def test_training_goes_on_with_the_same_optimizer():
     assert train(system("crate"), 4) == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", ["crate", "lm-overcomplete", "tost"])
 def test_a_trace_is_the_published_forwards(name):
     model = system(name).eval()
@@ -227,7 +226,6 @@ def test_a_trace_is_the_published_forwards(name):
     torch.testing.assert_close(traced(2.0 * tokens()), model(2.0 * tokens()))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_script_is_refused_with_advice():
     model = nn.Sequential(Attention(), nn.GELU())
     patch(model)

@@ -66,7 +66,6 @@ def test_an_exported_model_is_left():
     assert patch(model).left == {"": f"a graph of torch.fx or torch.export: {BEFORE}"}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.(trace|script):DeprecationWarning")
 def test_a_script_is_left():
     model = torch.jit.trace(plain(), tokens())
     report = patch(nn.Sequential(model, FeedForward()))
