@@ -61,15 +61,17 @@ FULL_FORWARD = Table(
     ),
     _FULL_CANDIDATES,
 )
-# Four warps: the fewest instructions a token with three or four blocks a multiprocessor.
-_FEW_WARPS, _SMALLER, _SINGLE = _full(4096, 256, 3, 4), _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
+# Four warps: the fewest instructions a token. Tiles of 4096 make the fewest chunks, but a short sequence, which one
+# program has, is in every step of the kernel at once: with 2048 three blocks fit a multiprocessor, and nothing spills.
+_FEW_WARPS, _SHORT = _full(4096, 256, 3, 4), Row(_full(2048, 256, 3, 4), head_dim=1024, seqlen=256, half=True)
+_SMALLER, _SINGLE = _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
 FULL_BACKWARD = Table(
     "tssa_full_backward",
     _every_arch(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
-        sm_80=(Row(_SINGLE, half=False), Row(_FEW_WARPS, half=True)),
-        sm_90=(Row(_SINGLE, half=False), Row(_FEW_WARPS, half=True)),
+        sm_80=(Row(_SINGLE, half=False), _SHORT, Row(_FEW_WARPS, half=True)),
+        sm_90=(Row(_SINGLE, half=False), _SHORT, Row(_FEW_WARPS, half=True)),
         sm_100=(Row(_SINGLE, half=False), Row(_SMALLER, half=True)),
     ),
     _FULL_CANDIDATES,
