@@ -23,6 +23,7 @@ from torch import Tensor
 from crate_kernels._native import extension
 
 OPS = ("mssa", "tssa", "ista")
+_CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # The interpreter runs Triton kernels on CPU tensors. The variable is read once, as Triton reads it.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,6 +120,11 @@ _has_kernel = {
 }
 
 
+def type_of(device: torch.device) -> str:
+    """Return the type of a device. PyTorch writes the word anew each time, which takes longer than to compare."""
+    return "cpu" if device == _CPU else device.type
+
+
 def add_part(part: str) -> None:
     """Let a part of an operator, "<op>.<part>", have kernel modules of its own: ops/<op>/<part>/<backend>.py."""
     for variant in (v for b in _BACKENDS.values() for v in b.variants()):
@@ -205,13 +211,13 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
         MemoryError: not enough memory for a kernel's workspace.
         RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
-    device_type, names = of.device.type, (backend,)
+    kind, names = type_of(of.device), (backend,)
     if backend == AUTO:
-        names = tuple(_usable(op, device_type, of.dtype))
+        names = tuple(_usable(op, kind, of.dtype))
         if order is not None:
             names = order(names, *args)
     for name in names:
-        body = getattr(kernel(op, name, device_type), function, None)
+        body = getattr(kernel(op, name, kind), function, None)
         if body is None:
             continue
         try:
@@ -226,7 +232,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
                 raise
             short = f"backend={name!r} ran out of memory for its workspace in {function}"
             raise MemoryError(f"{_public(op, function)}: {short}") from error
-    here = f"{device_type} tensors of {of.dtype} here"
+    here = f"{kind} tensors of {of.dtype} here"
     raise RuntimeError(
         f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
     )
@@ -260,7 +266,7 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        return _usable(op, device.type, dtype)[0]
+        return _usable(op, type_of(device), dtype)[0]
     function = function or op
     if not isinstance(requested, str):
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")

@@ -170,13 +170,13 @@ def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
 
 
 def cache_matches(
-    op: str, w: Tensor, expected: tuple[int | None, ...], device: torch.device, dtype: torch.dtype | None
+    op: str, w: Tensor, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Require new tokens of the cache's sizes (None = any), device and, unless None, dtype."""
-    for want, got in zip(expected, w.shape, strict=True):  # any() of a generator takes three times as long
-        if want is not None and want != got:
-            wanted = ", ".join("seqlen" if size is None else str(size) for size in expected)
-            raise ValueError(f"{op}: w must match the cache, ({wanted}), got {tuple(w.shape)}")
+    """Require new tokens of the cache's batch, nheads and head_dim, of its device and, unless None, of its dtype."""
+    batch, nheads, _, head_dim = w.shape
+    if (batch, nheads, head_dim) != sizes:
+        wanted = "{}, {}, seqlen, {}".format(*sizes)
+        raise ValueError(f"{op}: w must match the cache, ({wanted}), got {tuple(w.shape)}")
     if w.device != device:
         raise ValueError(f"{op}: w must be on the cache's device {device}, got {w.device}")
     if dtype is not None and w.dtype != dtype:
@@ -185,8 +185,10 @@ def cache_matches(
 
 def inference_only(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors that require a gradient, in a call with a cache."""
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{op}: {name} must not require a gradient with a cache: wrap the call in torch.no_grad()")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -80,20 +81,21 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     name = schema.partition("(")[0]
     arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    pick = itemgetter(*written) if written else None
 
     def run(*args: Any) -> Any:
         result = body(*args)
-        if written:
+        if pick is not None:
             # Autograd refuses a saved tensor whose version changed. Kernels write to addresses: raise it here.
-            torch.autograd.graph.increment_version([args[i] for i in written])
+            torch.autograd.graph.increment_version(pick(args))
         return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
 
     def guarded(*args: Any) -> Any:
         # Autograd and autocast fall through to this function: switch both off here.
         with torch.no_grad():
-            device_type = next(a.device.type for a in args if isinstance(a, Tensor))
-            if autocast_dtype(device_type) is not None:
-                with torch.autocast(device_type, enabled=False):
+            first = next(a for a in args if isinstance(a, Tensor))
+            if autocast_dtype(first) is not None:
+                with torch.autocast(first.device.type, enabled=False):
                     return run(*args)
             return run(*args)
 
@@ -292,10 +294,11 @@ def merged_layout(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return autocast's dtype if autocast is on, else None. Meta and some other devices have no autocast."""
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """Return autocast's dtype if autocast is on for a tensor's device, else None. Meta tensors have no autocast."""
     if not torch._C._is_any_autocast_enabled():  # takes a quarter of the time of the query for one device
         return None
+    device_type = t.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

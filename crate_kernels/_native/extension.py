@@ -107,9 +107,9 @@ class Library:
 
 
 @cache
-def library(device_type: str) -> Library:
-    """Return the operators for one type of device. Their library is loaded at the first call."""
-    return Library(device_type == "cuda")
+def library(device: torch.device) -> Library:
+    """Return the operators for tensors on a device. Their library is loaded at the first call."""
+    return Library(device.type == "cuda")
 
 
 def _lines(text: str) -> dict[str, str]:

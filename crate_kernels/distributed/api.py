@@ -112,7 +112,7 @@ def mssa(
         checks.padding_mask("mssa", key_padding_mask, w)
     _check_phi(phi, threshold, return_lse)
     if w.dtype != torch.float64:
-        w = w.to(operator.autocast_dtype(w.device.type) or w.dtype)
+        w = w.to(operator.autocast_dtype(w) or w.dtype)
     name = "" if form == "heads" else _of_rows(w, form, phi, backend)
     where = ranks.layout("mssa", w.shape[2], balanced, seqlen, w.device)
     masks = None

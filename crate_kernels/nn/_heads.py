@@ -99,5 +99,5 @@ def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: in
     weight = projection.weight
     dtype = weight.dtype
     if dtype != torch.float64:
-        dtype = operator.autocast_dtype(weight.device.type) or dtype
+        dtype = operator.autocast_dtype(weight) or dtype
     return SubspaceCache(batch, heads, max_seqlen, projection.out_features // heads, dtype, weight.device)

@@ -7,7 +7,7 @@ from crate_kernels.ops.mssa import rectangular
 
 
 def register(name, library):
-    """Register a backend ``name`` for CPU tensors. Its modules take their ops from ``library(device type)``."""
+    """Register a backend ``name`` for CPU tensors. Its modules take their ops from ``library(device)``."""
     floats = backends._BACKENDS["cpp"].dtypes
     backends.register(backends.Backend(name, "crate_kernels.ops.{op}.native", ("cpu",), floats))
     backends.add_part(rectangular.PART)

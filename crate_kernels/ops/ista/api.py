@@ -128,7 +128,7 @@ def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of the products: autocast's for float32 ``x``, else x's own."""
-    dtype = operator.autocast_dtype(x.device.type) if x.dtype == torch.float32 else None
+    dtype = operator.autocast_dtype(x) if x.dtype == torch.float32 else None
     return x.dtype if dtype is None else dtype
 
 

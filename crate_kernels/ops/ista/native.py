@@ -181,9 +181,9 @@ def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _engine(device_type: str) -> steps.Engine:
-    lib = library(device_type)
+def _engine(device: torch.device) -> steps.Engine:
+    lib = library(device)
     return _Cuda(lib) if lib.cuda else _Cpu(lib)
 
 
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine(x.device.type))
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine(x.device))

@@ -162,9 +162,7 @@ def mssa(
 
 def _cast_by_autocast(w: Tensor) -> Tensor:
     """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
-    if not torch._C._is_any_autocast_enabled():
-        return w
-    dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w.device.type)
+    dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w)
     return w if dtype is None else w.to(dtype)
 
 

@@ -100,5 +100,6 @@ def empty_lse(w: Tensor) -> Tensor:
 
 def empty_decoded(w: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of the new tokens ``w``."""
-    lse = w.new_empty(w.shape[:3] if call.need_lse else (0,), dtype=operator.stat_dtype(w.dtype))
-    return operator.empty_out(w), lse
+    # Without its numbers, lse is allocated as out has just been: that code is warm.
+    out = operator.empty_out(w)
+    return out, empty_lse(w) if call.need_lse else w.new_empty_strided((0,), (1,), dtype=operator.stat_dtype(w.dtype))

@@ -60,7 +60,7 @@ def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
 
 def _without_autocast(w: Tensor) -> AbstractContextManager:
     """Keep autocast from casting fp32 back to 16 bits."""
-    on = operator.autocast_dtype(w.device.type) is not None
+    on = operator.autocast_dtype(w) is not None
     return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
 
 

@@ -24,7 +24,7 @@ _RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
 
 def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
-    lib = library(w.device.type)
+    lib = library(w.device)
     out, lse = operator.empty_out(w), empty_lse(w)
     if call.packed and not lib.cuda:  # CUDA kernels clear what no sequence covers
         packing.clear_uncovered(out, call.cu_seqlens, 0)
@@ -35,7 +35,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
-    lib = library(w.device.type)
+    lib = library(w.device)
     dw, lse = operator.empty_out(w), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     if lib.cuda:
@@ -48,7 +48,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
-    lib = library(w.device.type)
+    lib = library(w.device)
     out, lse = empty_decoded(w, call)
     if not lib.cuda:
         lib.mssa_decode(w, data, lengths, *call, out, lse)

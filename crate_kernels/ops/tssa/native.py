@@ -75,7 +75,7 @@ def _run_forward(
 
     ``state`` is advanced, except its lengths; where a sequence is cut, the sums are what replaces its other tensors.
     """
-    lib = library(w.device.type)
+    lib = library(w.device)
     nchunks = _nchunks(lib, w, None, call, causal)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
@@ -90,7 +90,7 @@ def _run_backward(
     dout: Tensor, dmembership: Tensor | None, saved: _Saved, call: Call, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    w, temp, lib = saved.w, saved.temp, library(saved.w.device.type)
+    w, temp, lib = saved.w, saved.temp, library(saved.w.device)
     nchunks = _nchunks(lib, w, dout, call, causal)
     dw, bias = operator.empty_out(w), _plain(saved.denom_bias)
     _clear(lib, call, dw)
@@ -170,6 +170,6 @@ def decode(
         state.energy.copy_(by_energy[:, :channels].view_as(state.energy))
         state.weighted.copy_(by_moment[:, :channels].view_as(state.weighted))
         state.mass.copy_(by_moment[:, channels:])
-    if sums or not library(w.device.type).cuda:  # a step on a GPU counts its tokens itself
+    if sums or not library(w.device).cuda:  # a step on a GPU counts its tokens itself
         state.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))
     return out, membership

@@ -82,7 +82,7 @@ WIDE = (257, 272, 273, 288, 300, 513)  # wide enough for panels, around multiple
 def test_panels_of_the_symmetric_product(dim, dtype):
     weight = randn(dim, dim, dtype=torch.float32) * dim**-0.5
     exact = weight.double() - weight.double().T @ weight.double()
-    actual, eager = native._engine("cpu").gram(weight, dtype), (weight - weight.T @ weight).to(dtype)
+    actual, eager = native._engine(torch.device("cpu")).gram(weight, dtype), (weight - weight.T @ weight).to(dtype)
     assert actual.dtype == dtype
     measured = testing.measure({"out": actual}, {"out": eager}, {"out": exact}, dtype)
     assert [m for m in measured if not m.passed] == []
@@ -222,6 +222,6 @@ def test_a_part_of_a_matrix_is_copied_for_onednn(monkeypatch):
     monkeypatch.setattr(products, "_library", library)
     x, wide = torch.randn(300, 240), torch.randn(240, 480)
     for weight in (wide[:, :240], wide[:, ::2], wide[:, :240].t()):
-        torch.testing.assert_close(native._engine("cpu").mm(x, weight), x @ weight, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(native._engine(torch.device("cpu")).mm(x, weight), x @ weight, rtol=1e-4, atol=1e-3)
     assert len(seen) == 3
     assert all(right.is_contiguous() or right.t().is_contiguous() for right in seen)

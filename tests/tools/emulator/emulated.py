@@ -10,6 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
 from crate_kernels._native import extension, libraries, ninja_build
@@ -68,8 +69,8 @@ def on_cuda(op):
     return natives.native(op, _cuda)
 
 
-def _cuda(device_type):
-    return extension.library("cuda")
+def _cuda(device):
+    return extension.library(torch.device("cuda"))
 
 
 def build(folder):

@@ -16,7 +16,7 @@ def _library(w: Tensor) -> Library:
     """Return the library for the device of the tokens; refuse what it does not have."""
     if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
         raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
-    return library(w.device.type)
+    return library(w.device)
 
 
 def _contiguous(call: Call) -> Call:
