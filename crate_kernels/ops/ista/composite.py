@@ -18,6 +18,9 @@ from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
 
+_TERM_BY_TERM = 3  # up to this many rows, MKL adds term by term to what addmm is given
+
+
 class _Engine(steps.Engine):
     def rows(self, t):
         return steps.flat(t)  # the library takes any strides
@@ -62,11 +65,32 @@ def _add(tokens: Tensor, product: Tensor, scale: float, out: Tensor | None = Non
     return torch.add(tokens, product, alpha=scale, out=out)
 
 
-class _OnCpu:
+def _term_by_term(left: Tensor) -> bool:
+    """Return whether MKL adds term by term."""
+    return left.shape[0] <= _TERM_BY_TERM and left.dtype == torch.float32
+
+
+class _OnCpu(steps.Engine):
     """Products on a CPU."""
 
     def product_dtype(self, compute):
         return products.fast_dtype(compute)
+
+    # Few rows are added to a whole product: MKL would round at the size of what it adds to, once per term.
+
+    def step(self, left, right, base, call, out=None):
+        if not (call.nonnegative and _term_by_term(left)):
+            return super().step(left, right, base, call, out)
+        product = (left @ right).sub_(call.lambd)
+        if base is None:
+            return torch.mul(product, call.step_size, out=out).relu_()
+        return _add(base, product, call.step_size, out).relu_()
+
+    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
+        if base is None or not _term_by_term(left):
+            return super().product(left, right, base, scale, gate, out)
+        result = _add(base, super().product(left, right), scale, out)
+        return result if gate is None else torch.ops.aten.threshold_backward(result, gate, 0)
 
 
 class _CpuEngine(_OnCpu, _Engine):
@@ -80,5 +104,5 @@ class _CpuOvercompleteEngine(_OnCpu, _OvercompleteEngine):
 _STEP = {True: _CpuEngine(), False: _Engine()}
 _OVERCOMPLETE = {True: _CpuOvercompleteEngine(), False: _OvercompleteEngine()}
 forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(
-    lambda x: _STEP[x.device.type == "cpu"], lambda x: _OVERCOMPLETE[x.device.type == "cpu"]
+    lambda x: _STEP[x.is_cpu], lambda x: _OVERCOMPLETE[x.is_cpu]
 )

@@ -94,6 +94,20 @@ def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+def test_few_tokens_are_as_exact_as_the_published_step(backend, device, tokens):
+    single = {"dtype": torch.float32, "device": device}
+    x, weight = randn(20, tokens, 256, **single) * 0.1, randn(20, 256, 256, **single) * 0.02
+
+    def error(backend):  # the median of 20 draws: a library may add term by term to the threshold, at its size
+        made = [ista(*pair, lambd=0.5, backend=backend) for pair in zip(x, weight, strict=True)]
+        exact = [ista(*pair, lambd=0.5, backend="reference") for pair in zip(x.double(), weight.double(), strict=True)]
+        return (torch.stack(made).double() - torch.stack(exact)).abs().amax((1, 2)).median()
+
+    assert error(backend) <= 2 * error("reference")
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
 @pytest.mark.parametrize("chunk", [5, 9, 13, 40])
