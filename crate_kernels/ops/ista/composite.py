@@ -17,7 +17,6 @@ from torch import Tensor
 from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
-
 _TERM_BY_TERM = 3  # up to this many rows, MKL adds term by term to what addmm is given
 
 

@@ -150,6 +150,19 @@ def test_very_different_norms_are_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
 
+# NumPy, which the interpreter adds up a tile by, adds one number after the other.
+@FORMS
+@pytest.mark.parametrize(("backend", "device"), [param for param in FUSED if param.values != ("triton", "cpu")])
+def test_rounding_does_not_grow_with_the_sequence(backend, device, causal):
+    w, temp = randn(1, 2, 16384, 4, device=device), torch.ones(2, dtype=torch.float64, device=device)
+    exact = tssa(w, temp, causal=causal, backend="reference")
+
+    def error(backend):
+        return (tssa(w.float(), temp.float(), causal=causal, backend=backend).double() - exact).abs().max()
+
+    assert error(backend) <= 3 * error("reference")  # nine times, if all are added one after the other
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @FORMS
 def test_half_precision_survives_squares_that_overflow(causal, backend, device):
