@@ -76,10 +76,11 @@ struct DecodeQuery {
     }
     total = total * rescale + sum(added);
     for_column_groups(0, width / kLanes, [&](auto columns, int first) CRATE_LAMBDA {
-      Vf even[columns.value] = {}, odd[columns.value] = {};
-      const auto add = [&](Vf(&acc)[columns.value], int row) CRATE_LAMBDA {
+      constexpr int kCount = columns.value;  // gcc 16 takes no parameter of a lambda for the type of another's
+      Vf even[kCount] = {}, odd[kCount] = {};
+      const auto add = [&](Vf(&acc)[kCount], int row) CRATE_LAMBDA {
 #pragma GCC unroll 4
-        for (int v = 0; v < columns.value; ++v) {
+        for (int v = 0; v < kCount; ++v) {
           acc[v] += weights[row] * rows.at(row, (first + v) * kLanes);
           rows.fetch(row + kDecodeBlock, (first + v) * kLanes);
         }
@@ -90,7 +91,7 @@ struct DecodeQuery {
       }
       if (count % 2) add(even, count - 1);
 #pragma GCC unroll 4
-      for (int v = 0; v < columns.value; ++v) {
+      for (int v = 0; v < kCount; ++v) {
         float* const channels = out + (first + v) * kLanes;
         store(channels, load(channels) * rescale + (even[v] + odd[v]));
       }
