@@ -169,9 +169,7 @@ def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
         raise ValueError(f"{op}: index must be of sequences 0 to {len(index) - 1}, got {index.tolist()}")
 
 
-def cache_matches(
-    op: str, w: Tensor, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype | None
-) -> None:
+def cache_matches(op: str, w: Tensor, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None) -> None:
     """Require new tokens of the cache's batch, nheads and head_dim, of its device and, unless None, of its dtype."""
     batch, nheads, _, head_dim = w.shape
     if (batch, nheads, head_dim) != sizes:

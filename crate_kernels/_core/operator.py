@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -81,13 +80,12 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     name = schema.partition("(")[0]
     arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    pick = itemgetter(*written) if written else None
 
     def run(*args: Any) -> Any:
         result = body(*args)
-        if pick is not None:
+        if written:
             # Autograd refuses a saved tensor whose version changed. Kernels write to addresses: raise it here.
-            torch.autograd.graph.increment_version(pick(args))
+            torch.autograd.graph.increment_version([args[i] for i in written])
         return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
 
     def guarded(*args: Any) -> Any:
@@ -271,7 +269,7 @@ def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tenso
 
 def with_contiguous(body: Callable, *written: Tensor) -> Any:
     """Call ``body`` with contiguous copies of the small tensors it writes; copy back those that were not contiguous."""
-    if all(t.is_contiguous() for t in written):
+    if all(map(Tensor.is_contiguous, written)):
         return body(*written)
     given = [t.contiguous() for t in written]
     result = body(*given)

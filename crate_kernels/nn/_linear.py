@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crate_kernels._core import backends, checks, operator, products
+from crate_kernels._core import checks, operator, products
 from crate_kernels._core.products import product
 
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
@@ -114,8 +114,7 @@ class Linear(nn.Linear):
             not isinstance(x, Tensor)  # torch.fx passes a proxy
             or x.dtype != weight.dtype
             or not products.may_pay(x.dtype)
-            or x.device != weight.device
-            or backends.type_of(x.device) != "cpu"
+            or not (x.is_cpu and weight.is_cpu)
             or self.backend not in _OURS
             or x.dim() == 0
             or x.shape[-1] != weight.shape[1]

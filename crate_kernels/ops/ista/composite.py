@@ -17,7 +17,7 @@ from torch import Tensor
 from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
-_TERM_BY_TERM = 3  # up to this many rows, MKL adds term by term to what addmm is given
+_TERM_BY_TERM = 3  # rows up to which MKL adds to addmm's input term by term, and rounds at its size each time
 
 
 class _Engine(steps.Engine):
@@ -30,12 +30,12 @@ class _Engine(steps.Engine):
             return F.softshrink(_add(base, left @ right, call.step_size), call.threshold)
         bias = right.new_full((), -call.lambd)
         if base is None:
-            return torch.addmm(bias, left, right, beta=call.step_size, alpha=call.step_size, out=out).relu_()
-        return _add(base, torch.addmm(bias, left, right), call.step_size, out).relu_()
+            return _addmm(bias, left, right, call.step_size, call.step_size, out).relu_()
+        return _add(base, _addmm(bias, left, right), call.step_size, out).relu_()
 
     def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         if base is not None:
-            result = torch.addmm(base, left, right, alpha=scale, out=out)
+            result = _addmm(base, left, right, alpha=scale, out=out)
         else:
             result = torch.mm(left, right, out=out)
             if scale != 1.0:
@@ -48,7 +48,7 @@ class _Engine(steps.Engine):
         return torch.where(y != 0, dy, 0)
 
     def input_gradient(self, upstream, left, right, scale, base=None):
-        product = left @ right if base is None else torch.addmm(base, left, right, alpha=-1)
+        product = left @ right if base is None else _addmm(base, left, right, alpha=-1.0)
         return _add(upstream.masked, product, scale)
 
 
@@ -64,32 +64,20 @@ def _add(tokens: Tensor, product: Tensor, scale: float, out: Tensor | None = Non
     return torch.add(tokens, product, alpha=scale, out=out)
 
 
-def _term_by_term(left: Tensor) -> bool:
-    """Return whether MKL adds term by term."""
-    return left.shape[0] <= _TERM_BY_TERM and left.dtype == torch.float32
+def _addmm(
+    base: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """Return beta * base + alpha * left @ right, rounded once; few rows on a CPU are added to a whole product."""
+    if left.is_cpu and left.dtype == torch.float32 and left.shape[0] <= _TERM_BY_TERM:
+        return torch.add(base if beta == 1.0 else beta * base, left @ right, alpha=alpha, out=out)
+    return torch.addmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
-class _OnCpu(steps.Engine):
+class _OnCpu:
     """Products on a CPU."""
 
     def product_dtype(self, compute):
         return products.fast_dtype(compute)
-
-    # Few rows are added to a whole product: MKL would round at the size of what it adds to, once per term.
-
-    def step(self, left, right, base, call, out=None):
-        if not (call.nonnegative and _term_by_term(left)):
-            return super().step(left, right, base, call, out)
-        product = (left @ right).sub_(call.lambd)
-        if base is None:
-            return torch.mul(product, call.step_size, out=out).relu_()
-        return _add(base, product, call.step_size, out).relu_()
-
-    def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
-        if base is None or not _term_by_term(left):
-            return super().product(left, right, base, scale, gate, out)
-        result = _add(base, super().product(left, right), scale, out)
-        return result if gate is None else torch.ops.aten.threshold_backward(result, gate, 0)
 
 
 class _CpuEngine(_OnCpu, _Engine):

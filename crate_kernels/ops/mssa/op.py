@@ -49,8 +49,6 @@ _body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Decode by the backend, with contiguous lengths."""
-    if lengths.is_contiguous():  # a step is short
-        return _body_of_decode(w, data, lengths, *options)
     return operator.with_contiguous(lambda held: _body_of_decode(w, data, held, *options), lengths)
 
 

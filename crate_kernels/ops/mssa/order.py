@@ -46,6 +46,5 @@ def backward(
 
 def decode(names: tuple[str, ...], w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[str, ...]:
     """Order the backends of a step with a cache."""
-    if w.shape[2] <= _CPP_DECODE_TOKENS or w.dtype == torch.float16:
-        return names
-    return ("composite",) if names[0] == "cpp" and w.device.type == "cpu" else names
+    many = w.shape[2] > _CPP_DECODE_TOKENS and w.dtype != torch.float16
+    return ("composite",) if many and names[0] == "cpp" and w.device.type == "cpu" else names

@@ -203,8 +203,7 @@ def _check_cache(
     if dropout_p:
         raise ValueError(f"tssa: dropout_p must be 0 with a cache, got {dropout_p}")
     checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
-    batch, nheads, head_dim = cache.energy.shape
-    checks.cache_matches("tssa", w, (batch, nheads, head_dim), cache.energy.device, None)
+    checks.cache_matches("tssa", w, cache.energy.shape, cache.energy.device, None)
     if cache.energy.dtype != operator.stat_dtype(w.dtype):
         wanted = operator.stat_dtype(w.dtype)
         raise ValueError(f"tssa: cache must be {wanted} for {w.dtype} tokens, got {cache.energy.dtype}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="compares its kernels' figures: pip install triton")
 
 from crate_kernels._native import extension  # only where the launch tables can be read
 from crate_kernels._triton import launch
