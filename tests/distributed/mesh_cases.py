@@ -4,6 +4,7 @@ For 4 processes. Each way of cutting is also tested with recomputed activations.
 """
 
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,10 @@ from tests.sharded.cases import BLOCKS
 BATCH = 8  # two a process: of one image, PyTorch's batch norm takes a transposed gradient for another on CPUs
 
 
-def mesh(*names):
+@functools.cache  # each has groups, and each group threads that wake a hundred times a second
+def mesh(*names, shape=None):
     """Two dimensions of 2, or one of 4."""
-    return init_device_mesh("cpu", (4,) if len(names) == 1 else (2,) * len(names), mesh_dim_names=names)
+    return init_device_mesh("cpu", shape or ((4,) if len(names) == 1 else (2, 2)), mesh_dim_names=names)
 
 
 def shard(model, family, on, policy):
@@ -93,7 +95,7 @@ def ddp_sequence(model, family, policy):
 
 def ddp_tensor(model, family, policy):
     """DistributedDataParallel takes no DTensors: replicas of one shard do the same."""
-    both = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "shard", "tensor"))
+    both = mesh("replica", "shard", "tensor", shape=(2, 1, 2))
     tensor_parallel(model, both["tensor"])
     shard(model, family, both["replica", "shard"], policy)
     return model, both["replica"].get_local_rank(), 2

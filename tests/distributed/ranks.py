@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -44,10 +45,12 @@ def work(rank, folder, size, names, modules):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 # A group per case: where one process fails, another may wait for it in vain, in this group alone.
-                cases(modules)[name](dist.new_group(timeout=timedelta(seconds=15)))
+                group = dist.new_group(timeout=timedelta(seconds=15))
+                cases(modules)[name](group)
         except (Exception, SystemExit, pytest.fail.Exception):
             failed[name] = traceback.format_exc()
         dist.barrier()
+        dist.destroy_process_group(group)  # its threads wake a hundred times a second
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(failed))
 
@@ -58,12 +61,31 @@ def run(folder, size, names, modules=MODULES):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
+def run_once(folder, *what):
+    """The same for all of pytest's processes that have a part of the cases: one runs them, the others read what failed."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        while not (folder / "ended").exists():
+            time.sleep(0.2)
+        return json.loads((folder / "failed.json").read_text())
+    try:
+        failed = run(folder, *what)
+        (folder / "failed.json").write_text(json.dumps(failed))
+    finally:
+        (folder / "ended").touch()
+    return failed
+
+
 def failures(size, modules=MODULES):
     """Return the fixture ``failures`` of a test file: what failed of its cases, in ``size`` processes."""
 
     @pytest.fixture(scope="module", name="failures")
     def failed(request, tmp_path_factory):
-        return run(tmp_path_factory.mktemp("ranks"), size, chosen(request), modules)
+        folder = tmp_path_factory.getbasetemp()
+        if hasattr(request.config, "workerinput"):  # of xdist: the folder of all its processes is around its own
+            folder = folder.parent
+        return run_once(folder / request.path.stem, size, chosen(request), modules)
 
     return failed
 
