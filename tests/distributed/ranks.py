@@ -62,7 +62,7 @@ def run(folder, size, names, modules=MODULES):
 
 
 def run_once(folder, *what):
-    """The same for all of pytest's processes that have a part of the cases: one runs them, the others read what failed."""
+    """Of the processes of pytest that have a part of the cases, one runs them, and the others read what failed."""
     try:
         folder.mkdir()
     except FileExistsError:
