@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -201,6 +201,36 @@ def _public(op: str, function: str) -> str:
     return PUBLIC.get((op, function), op)
 
 
+def candidates(
+    op: str, function: str, backend: str, of: Tensor, *args: Any, order: Order | None = None
+) -> Iterator[tuple[str, Callable]]:
+    """Go through the backends that ``run`` tries, in turn: name, and function of the kernel module."""
+    kind, names = type_of(of.device), (backend,)
+    if backend == AUTO:
+        names = tuple(_usable(op, kind, of.dtype))
+        if order is not None:
+            names = order(names, *args)
+    for name in names:
+        body = getattr(kernel(op, name, kind), function, None)
+        if body is not None:
+            yield name, body
+
+
+def attempt(op: str, function: str, name: str, body: Callable, *args: Any) -> Any:
+    """Call a function of a kernel module of the backend ``name``; Refused passes.
+
+    Raises:
+        MemoryError: not enough memory for the kernel's workspace.
+    """
+    try:
+        return body(*args)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "bad_alloc" not in str(error):  # its type from PyTorch 2.15 on
+            raise
+        short = f"backend={name!r} ran out of memory for its workspace in {function}"
+        raise MemoryError(f"{_public(op, function)}: {short}") from error
+
+
 def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Order | None = None) -> Any:
     """Call a function of the kernel module of ``backend``; without a named one, of the first that takes the case.
 
@@ -211,28 +241,15 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
         MemoryError: not enough memory for a kernel's workspace.
         RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
-    kind, names = type_of(of.device), (backend,)
-    if backend == AUTO:
-        names = tuple(_usable(op, kind, of.dtype))
-        if order is not None:
-            names = order(names, *args)
-    for name in names:
-        body = getattr(kernel(op, name, kind), function, None)
-        if body is None:
-            continue
+    for name, body in candidates(op, function, backend, of, *args, order=order):
         try:
-            return body(*args)
+            return attempt(op, function, name, body, *args)
         except Refused as reason:
             if backend != AUTO:
                 raise NotImplementedError(
                     f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
                 ) from None
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "bad_alloc" not in str(error):  # its type from PyTorch 2.15 on
-                raise
-            short = f"backend={name!r} ran out of memory for its workspace in {function}"
-            raise MemoryError(f"{_public(op, function)}: {short}") from error
-    here = f"{kind} tensors of {of.dtype} here"
+    here = f"{type_of(of.device)} tensors of {of.dtype} here"
     raise RuntimeError(
         f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
     )

@@ -98,7 +98,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
             return run(*args)
 
     def call(*args: Any) -> Any:
-        return run(*args) if _nothing_intercepts(args) else overload(*args)
+        return run(*args) if nothing_intercepts(args) else overload(*args)
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
@@ -124,7 +124,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str, torch.dtype))
 
 
-def _nothing_intercepts(args: tuple) -> bool:
+def nothing_intercepts(args: tuple) -> bool:
     """Return whether the dispatcher would only call the body: on tiny tensors it takes half of the time."""
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or _a_mode_is_active():  # pyright: ignore
         return False

