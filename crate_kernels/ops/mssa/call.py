@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -100,6 +101,10 @@ def empty_lse(w: Tensor) -> Tensor:
 
 def empty_decoded(w: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of the new tokens ``w``."""
-    # Without its numbers, lse is allocated as out has just been: that code is warm.
-    out = operator.empty_out(w)
-    return out, empty_lse(w) if call.need_lse else w.new_empty_strided((0,), (1,), dtype=operator.stat_dtype(w.dtype))
+    return operator.empty_out(w), empty_lse(w) if call.need_lse else w.new_empty(0, dtype=operator.stat_dtype(w.dtype))
+
+
+@cache
+def no_lse(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the lse of steps that compute none, for tokens of ``dtype``: a call takes longer to allocate it."""
+    return torch.empty(0, dtype=operator.stat_dtype(dtype), device=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from crate_kernels._core import operator, packing
 from crate_kernels._native.extension import library
 from crate_kernels._triton import launch
-from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
+from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_lse, no_lse
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _GROUP = 4  # new tokens that share a reading of the cache: kGroup of decode_cuda.cu
@@ -49,7 +49,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
     lib = library(w.device)
-    out, lse = empty_decoded(w, call)
+    out, lse = operator.empty_out(w), empty_lse(w) if call.need_lse else no_lse(w.device, w.dtype)
     if not lib.cuda:
         lib.mssa_decode(w, data, lengths, *call, out, lse)
     elif out.numel():
