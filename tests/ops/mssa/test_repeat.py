@@ -223,3 +223,10 @@ def test_a_kernel_that_refuses_leaves_the_step_to_the_others(monkeypatch):
 
 def test_reference_is_not_repeated():
     assert warm_cache(backend="reference")._last is None
+
+
+def test_steps_of_inference_mode_and_others_do_not_meet():
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            cache = warm_cache(3)
+            assert cache.lengths.tolist() == [3, 3]
