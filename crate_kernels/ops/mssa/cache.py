@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
 
-if TYPE_CHECKING:
-    from crate_kernels.ops.mssa.repeat import Step
+
+class Repeatable(NamedTuple):
+    """A step that succeeded, for repeat.py.
+
+    Attributes:
+        options: the arguments beside the tokens and the cache. The next step must have the same objects: equal ones
+            may be of a type that is refused, as 1 for True.
+        kind: shape, dtype and device of the tokens.
+        data, lengths: the tensors of the cache; the next step must have the same objects.
+        capacity: tokens that a sequence of the cache has room for.
+        scale: factor of the scores.
+        need_lse: whether lse is returned too.
+        kernel: name and function of the backend that was chosen.
+    """
+
+    options: tuple[Any, ...]
+    kind: tuple[torch.Size, torch.dtype, torch.device]
+    data: Tensor
+    lengths: Tensor
+    capacity: int
+    scale: float
+    need_lse: bool
+    kernel: tuple[str, Callable]
 
 
 class SubspaceCache:
@@ -54,7 +76,7 @@ class SubspaceCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # upper bound of the lengths
         self._uniform = True  # every sequence has exactly _bound tokens
-        self._last: Step | None = None  # the step before, for repeat.py
+        self._last: Repeatable | None = None  # the step before
 
     @property
     def max_seqlen(self) -> int:

@@ -5,42 +5,17 @@ They were checked then, and a kernel chosen. Where few tokens are cached, checks
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from crate_kernels._core import backends, operator
-from crate_kernels.ops.mssa.cache import SubspaceCache
+from crate_kernels.ops.mssa.cache import Repeatable, SubspaceCache
 from crate_kernels.ops.mssa.call import DecodeCall
 from crate_kernels.ops.mssa.op import choose_decode
-
-
-class Step(NamedTuple):
-    """A step that succeeded.
-
-    Attributes:
-        options: the arguments beside the tokens and the cache. The next step must have the same objects: equal ones
-            may be of a type that is refused, as 1 for True.
-        kind: shape, dtype and device of the tokens.
-        data, lengths: the tensors of the cache; the next step must have the same objects.
-        capacity: tokens that a sequence of the cache has room for.
-        scale: factor of the scores.
-        need_lse: whether lse is returned too.
-        kernel: name and function of the backend that was chosen.
-    """
-
-    options: tuple[Any, ...]
-    kind: tuple[torch.Size, torch.dtype, torch.device]
-    data: Tensor
-    lengths: Tensor
-    capacity: int
-    scale: float
-    need_lse: bool
-    kernel: tuple[str, Callable]
 
 
 def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, options: tuple[Any, ...]) -> None:
@@ -49,7 +24,7 @@ def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, op
     if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
         kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
         kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, cache.max_seqlen)
-        cache._last = Step(options, kind, *held, call.scale, call.need_lse, kernel)
+        cache._last = Repeatable(options, kind, *held, call.scale, call.need_lse, kernel)
 
 
 def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
