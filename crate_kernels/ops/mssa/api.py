@@ -147,9 +147,10 @@ def mssa(
         # Without a token there is nothing to append, and the plain call returns the same empty result.
         if w.shape[2] > 0:
             step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
-            result = _decode(w, cache, step, backends.of_op(name, backend))
+            named = backends.of_op(name, backend)
+            result = _decode(w, cache, step, named)
             if name != "reference":
-                remember(w, cache, step, backends.of_op(name, backend), options)
+                remember(w, cache, step, named, options)
             return result
 
     # PyTorch's own attention draws from the generator itself.

@@ -57,11 +57,8 @@ def test_a_repeated_step_is_a_first_one(monkeypatch, backend, device, return_lse
 
 @EACH
 def test_ragged_lengths_are_those_of_the_step(monkeypatch, backend, device):
-    mask, cache, calls = (
-        torch.tensor([[True], [False]], device=device),
-        warm_cache(0, device=device),
-        checked(monkeypatch),
-    )
+    mask, cache = torch.tensor([[True], [False]], device=device), warm_cache(0, device=device)
+    calls = checked(monkeypatch)
     for _ in range(2):  # the values of a mask are checked each time
         mssa(token(device=device), causal=True, cache=cache, key_padding_mask=mask, backend=backend)
     mssa(token(2, device=device), causal=True, cache=cache, backend=backend)
