@@ -59,7 +59,7 @@ def level():
         extension.set_cpu_capability(name)
 
     yield force
-    extension.set_cpu_capability(best)
+    extension.set_cpu_capability()
 
 
 @pytest.fixture

@@ -2,14 +2,17 @@
 
 PyTorch multiplies float32 by its BLAS, MKL in its builds for x86, which leaves half of the width of an AMD processor
 with AVX-512 unused; oneDNN does not, and is slower elsewhere. In 16 bits, where the processor has no arithmetic for
-them, PyTorch multiplies number by number, and it pays to convert. GFLOP/s of a product of (384, 384) matrices by one
-thread, and of two threads for 16 bits:
+them, PyTorch multiplies number by number, and it pays to convert. So it does, by less, on an Intel processor that has
+AVX512-BF16 and not AMX: a dot product of bfloat16 pairs starts every second clock there, two float32 multiply-adds start
+in each. GFLOP/s of a product of (384, 384) matrices by one thread, and of two threads for 16 bits:
 
 ============================= ==== ======= ==================== ========================
 processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via float32
 ============================= ==== ======= ==================== ========================
 AMD Zen 5 (AVX512-BF16)       101  226     not measured         not taken
 AMD Zen 3 (AVX2)              68   51-60   2-23                 70-104
+Intel Emerald Rapids, no AMX  160  not     165                  180-310
+                                   taken
 Intel Granite Rapids (AMX)    197  164-194 1310-1420            not taken
 ============================= ==== ======= ==================== ========================
 """
@@ -19,38 +22,59 @@ from __future__ import annotations
 import platform
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def _is_amd() -> bool:
-    """Tell whether the processor is AMD's: by Linux, and elsewhere by Python."""
+class Detour(NamedTuple):
+    """Rows of tokens from which products of 16 bits are faster in float32, conversions included."""
+
+    rows: int  # of one product
+    rows_of_large: int  # of one with a matrix that has to be fetched from the system
+    rows_of_pass: int  # of an operator that converts once for several products
+
+
+NUMBER_BY_NUMBER, HALF_RATE = Detour(8, 32, 1), Detour(64, 64, 64)
+
+
+def _is_made_by(vendor: str) -> bool:
+    """Tell whether the processor is of this vendor, as cpuid names it: by Linux, and elsewhere by Python."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
-        return "AuthenticAMD" in platform.processor()
+        return vendor in platform.processor()
     with info.open() as lines:
-        return any("AuthenticAMD" in line for line in islice(lines, 10))  # of the first core
+        return any(vendor in line for line in islice(lines, 10))  # of the first core
+
+
+def _detours() -> dict[torch.dtype, Detour]:
+    """Return the dtypes of 16 bits that this processor multiplies more slowly than float32."""
+    found = {}
+    if not (_HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        found[torch.bfloat16] = NUMBER_BY_NUMBER
+    elif torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
+        if _is_made_by("GenuineIntel"):
+            found[torch.bfloat16] = HALF_RATE
+    if not (_HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported()):
+        found[torch.float16] = NUMBER_BY_NUMBER
+    return found
 
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_FASTER = _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+_FASTER = _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_made_by("AuthenticAMD")
 _library = torch.ops.mkldnn._linear_pointwise.default if _FASTER else None
-_slow = frozenset(
-    {
-        *(() if _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.bfloat16,)),
-        *(() if _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported() else (torch.float16,)),
-    }
-)
+_slow = _detours()
 _LEAST_WORK = 1 << 24  # multiplications; below, oneDNN's 12 us per call cost more than it spares
-# Rows for which it pays to convert a matrix, and one that has to be fetched from the system first.
-_LEAST_ROWS, _LEAST_ROWS_OF_LARGE, _LARGE = 8, 32, 1 << 23
+_LARGE = 1 << 23  # elements of a matrix that has to be fetched from the system before it is converted
+_AT_ONCE = 1024  # rows that are converted at a time: more leave the caches before they are multiplied
 
 
-def fast_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which this processor multiplies ``dtype`` best: itself, or float32."""
-    return torch.float32 if dtype in _slow else dtype
+def fast_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
+    """Return the dtype in which this processor best multiplies ``rows`` of ``dtype``: itself, or float32."""
+    detour = _slow.get(dtype)
+    return dtype if detour is None or rows < detour.rows_of_pass else torch.float32
 
 
 def may_pay(dtype: torch.dtype) -> bool:
@@ -62,9 +86,9 @@ def pays(left: Tensor, right: Tensor) -> bool:
     """Tell whether ``product`` is faster than ``F.linear``."""
     if left.dtype != right.dtype:
         return False
-    if left.dtype in _slow:
-        least = _LEAST_ROWS if right.numel() < _LARGE else _LEAST_ROWS_OF_LARGE
-        return left.numel() >= least * right.shape[1]
+    detour = _slow.get(left.dtype)
+    if detour is not None:
+        return left.numel() >= right.shape[1] * (detour.rows if right.numel() < _LARGE else detour.rows_of_large)
     enabled = bool(torch.backends.mkldnn.enabled)  # pyright: ignore[reportAttributeAccessIssue]
     return enabled and may_pay(left.dtype) and left.numel() * right.shape[0] >= _LEAST_WORK
 
@@ -74,9 +98,19 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if not pays(left, right):
         return F.linear(left, right, bias)
     if left.dtype in _slow:
-        bias = None if bias is None else bias.float()
-        return product(left.float(), right.float(), bias).to(left.dtype)
+        return _in_float32(left, right.float(), None if bias is None else bias.float())
     if not (right.is_contiguous() or right.t().is_contiguous()):
         right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
     assert _library is not None
     return _library(left, right, bias, "none", [], "")
+
+
+def _in_float32(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """Return left @ right^T + bias of 16-bit ``left``, multiplied in float32 and rounded once."""
+    rows = left.reshape(-1, left.shape[-1])
+    if rows.shape[0] < 2 * _AT_ONCE:
+        return product(left.float(), right, bias).to(left.dtype)
+    out = left.new_empty((rows.shape[0], right.shape[0]))
+    for part, its_out in zip(rows.split(_AT_ONCE), out.split(_AT_ONCE), strict=True):
+        its_out.copy_(product(part.float(), right, bias))
+    return out.view(*left.shape[:-1], right.shape[0])

@@ -37,8 +37,8 @@ def cpu_capability() -> str:
     return torch.ops.crate_kernels_C.cpu_capability()
 
 
-def set_cpu_capability(level: str) -> None:
-    """Switch to another level that this machine supports. For tests."""
+def set_cpu_capability(level: str = "") -> None:
+    """Switch to another level that this machine supports, by default to the machine's own choice. For tests."""
     load()
     torch.ops.crate_kernels_C.set_cpu_capability(level)
 

@@ -36,8 +36,7 @@ def taken(monkeypatch):
 @pytest.fixture
 def no_half(monkeypatch):
     """Take the way of a processor without arithmetic in 16 bits, for matrices of any size."""
-    monkeypatch.setattr(products, "_slow", frozenset({torch.bfloat16, torch.float16}))
-    monkeypatch.setattr(products, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(products, "_slow", dict.fromkeys((torch.bfloat16, torch.float16), products.Detour(1, 1, 1)))
 
 
 def pair(bias=True, backend=None, dtype=torch.float32):
@@ -93,24 +92,62 @@ def test_16_bits_are_multiplied_in_float32_and_rounded_once(no_half, shape, bias
     assert ours(x).dtype == dtype
 
 
-def test_few_rows_of_16_bits_are_not_converted(no_half, monkeypatch):
-    monkeypatch.setattr(products, "_LEAST_ROWS", 8)
-    few, enough = torch.randn(7, IN, dtype=torch.bfloat16), torch.randn(8, IN, dtype=torch.bfloat16)
-    right = torch.randn(OUT, IN, dtype=torch.bfloat16)
-    assert not products.pays(few, right)
-    assert products.pays(enough, right)
+@pytest.mark.parametrize(
+    ("detour", "rows", "rows_of_large"),
+    [(products.NUMBER_BY_NUMBER, 8, 32), (products.HALF_RATE, 64, 64)],
+    ids=["number-by-number", "half-rate"],
+)
+def test_few_rows_of_16_bits_are_not_converted(detour, rows, rows_of_large, monkeypatch):
+    monkeypatch.setattr(products, "_slow", {torch.bfloat16: detour})
+    right, tokens = torch.randn(OUT, IN, dtype=torch.bfloat16), torch.randn(64, IN, dtype=torch.bfloat16)
+    assert not products.pays(tokens[: rows - 1], right)
+    assert products.pays(tokens[:rows], right)
+    assert not products.pays(tokens[:rows], right.float())
     monkeypatch.setattr(products, "_LARGE", OUT * IN)
-    assert not products.pays(enough, right)
-    assert products.pays(torch.cat([enough] * 4), right)
-    assert not products.pays(enough, right.float())
+    assert not products.pays(tokens[: rows_of_large - 1], right)
+    assert products.pays(tokens[:rows_of_large], right)
+
+
+@pytest.mark.parametrize(
+    ("detour", "rows"), [(products.NUMBER_BY_NUMBER, 1), (products.HALF_RATE, 64)], ids=["number-by-number", "half-rate"]
+)
+def test_an_operator_converts_from_its_own_number_of_rows(detour, rows, monkeypatch):
+    monkeypatch.setattr(products, "_slow", {torch.bfloat16: detour})
+    assert products.fast_dtype(torch.bfloat16, rows) == torch.float32
+    assert products.fast_dtype(torch.bfloat16, rows - 1) == torch.bfloat16
+    assert products.fast_dtype(torch.float16, rows) == torch.float16
+
+
+@pytest.mark.parametrize("shape", [(19, IN), (2, 8, IN), (2, 9, IN)], ids=["a-rest", "whole-parts", "batches-and-a-rest"])
+def test_many_rows_of_16_bits_are_converted_in_parts(no_half, shape, monkeypatch):
+    monkeypatch.setattr(products, "_AT_ONCE", 4)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    ours, plain = pair(dtype=torch.bfloat16)
+    check(ours, plain, x)
+    assert torch.equal(ours(x), copy.deepcopy(plain).float()(x.float()).to(torch.bfloat16))
+
+
+VENDORS = {"intel": "GenuineIntel", "amd": "AuthenticAMD"}
+
+
+@pytest.mark.parametrize("amx", [True, False], ids=["amx", "no-amx"])
+@pytest.mark.parametrize("vendor", VENDORS.values(), ids=VENDORS)
+def test_bfloat16_takes_the_detour_on_intel_without_amx(vendor, amx, monkeypatch):
+    monkeypatch.setattr(products, "_HAS_ONEDNN", True)
+    monkeypatch.setattr(products, "_is_made_by", vendor.__eq__)
+    for name, has in {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": amx}.items():
+        monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: True)
+    assert products._detours() == ({torch.bfloat16: products.HALF_RATE} if vendor == VENDORS["intel"] and not amx else {})
 
 
 def test_a_processor_that_multiplies_16_bits_is_left_to_it(monkeypatch):
-    monkeypatch.setattr(products, "_slow", frozenset())
+    monkeypatch.setattr(products, "_slow", {})
     x = torch.randn(65, IN, dtype=torch.bfloat16)
     ours, plain = pair(dtype=torch.bfloat16)
     assert torch.equal(ours(x), plain(x))
-    assert products.fast_dtype(torch.bfloat16) == torch.bfloat16
+    assert products.fast_dtype(torch.bfloat16, 65) == torch.bfloat16
 
 
 @pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded"])

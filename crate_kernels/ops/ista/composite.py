@@ -76,8 +76,8 @@ def _addmm(
 class _OnCpu:
     """Products on a CPU."""
 
-    def product_dtype(self, compute):
-        return products.fast_dtype(compute)
+    def product_dtype(self, compute, rows):
+        return products.fast_dtype(compute, rows)
 
 
 class _CpuEngine(_OnCpu, _Engine):

@@ -51,8 +51,8 @@ class _Native(steps.Engine):
 class _Cpu(_Native):
     scales_late, sum_dtype = True, torch.float32
 
-    def product_dtype(self, compute):
-        return products.fast_dtype(compute)
+    def product_dtype(self, compute, rows):
+        return products.fast_dtype(compute, rows)
 
     def one_product(self, tokens):
         count, dim = tokens.shape
@@ -85,7 +85,7 @@ class _Cpu(_Native):
         return gram
 
     def through_gram(self, dgram, weight):
-        both = torch.empty_like(dgram, dtype=self.product_dtype(weight.dtype))
+        both = torch.empty_like(dgram, dtype=self.product_dtype(weight.dtype, weight.shape[0]))
         self.lib.ista_add_transposed(dgram, both)
         product = self.mm(weight.to(both.dtype), both)
         dweight = _like(product, weight.dtype)

@@ -39,8 +39,8 @@ class Engine:
         """View tokens as contiguous rows; copy them if they are not."""
         return flat(t).contiguous()
 
-    def product_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype of products that are asked for in ``compute``."""
+    def product_dtype(self, compute: torch.dtype, rows: int) -> torch.dtype:
+        """Return the dtype of products that are asked for in ``compute``, of ``rows`` rows on the left."""
         return compute
 
     def operand(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,12 +61,12 @@ class Engine:
 
     def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return K = W - W^T W, formed in weight's dtype or better and rounded once."""
-        weight = cast(weight, self.product_dtype(weight.dtype))
+        weight = cast(weight, torch.promote_types(weight.dtype, dtype))
         return cast(torch.addmm(weight, weight.t(), weight, alpha=-1), dtype)
 
     def through_gram(self, dgram: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of W from that of K: dK - W (dK + dK^T)."""
-        dtype = self.product_dtype(weight.dtype)
+        dtype = self.product_dtype(weight.dtype, weight.shape[0])
         dgram = cast(dgram, dtype)
         return cast(torch.addmm(dgram, cast(weight, dtype), self.plus_transpose(dgram), alpha=-1), weight.dtype)
 
@@ -141,7 +141,8 @@ def scaled(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None)
 
 def forward(engine: Engine, x: Tensor, weight: Tensor, call: Call) -> Tensor:
     """Return y; the residual is added in x's dtype or better."""
-    tokens, dtype = engine.rows(x), engine.product_dtype(call.compute)
+    tokens = engine.rows(x)
+    dtype = engine.product_dtype(call.compute, tokens.shape[0])
     left = engine.operand(tokens, dtype)
     if engine.one_product(tokens):
         right = engine.gram(weight, dtype)
@@ -155,7 +156,8 @@ def backward(
     engine: Engine, dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
-    tokens, dtype = engine.rows(x), engine.product_dtype(call.compute)
+    tokens = engine.rows(x)
+    dtype = engine.product_dtype(call.compute, tokens.shape[0])
     dy, y = engine.rows(dy), engine.rows(y)
     upstream = Upstream(engine.mask(dy, y, call, dtype), dy, y)
     g, left = cast(upstream.masked, dtype), engine.operand(tokens, dtype)
@@ -183,8 +185,9 @@ def forward_overcomplete(
     engine: Engine, x: Tensor, weight: Tensor, decoder: Tensor | None, keep: bool, call: OvercompleteCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the codes z_1..z_steps and the residuals r_1..; the latter two empty unless ``keep``."""
-    dtype, steps = engine.product_dtype(x.dtype), call.steps
-    tokens, matrix = cast(engine.rows(x), dtype), cast(weight, dtype)
+    tokens, steps = engine.rows(x), call.steps
+    dtype = engine.product_dtype(x.dtype, tokens.shape[0])
+    tokens, matrix = cast(tokens, dtype), cast(weight, dtype)
     codes = x.new_empty((steps, tokens.shape[0], weight.shape[1]) if keep else 0)
     residuals = x.new_empty((steps - 1, *tokens.shape) if keep else 0)
     in_place = keep and x.dtype == dtype  # what is kept is what is computed with
@@ -214,9 +217,10 @@ def backward_overcomplete(
     call: OvercompleteCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, dweight and ddecoder; the last empty where the decoder is ``weight``."""
-    dtype = engine.product_dtype(x.dtype)
+    tokens = engine.rows(x)
+    dtype = engine.product_dtype(x.dtype, tokens.shape[0])
     early, late = _early_and_late(engine, call)
-    tokens, dout, matrix = cast(engine.rows(x), dtype), cast(engine.rows(dout), dtype), cast(weight, dtype)
+    tokens, dout, matrix = cast(tokens, dtype), cast(engine.rows(dout), dtype), cast(weight, dtype)
     # Half weights sum in their own dtype: sums in float32 would be as many bytes again as the products write. A
     # float32 weight beside half tokens gets a float32 sum of half products.
     sums = torch.promote_types(weight.dtype, dtype)

@@ -59,10 +59,16 @@ Capability detect() {
 #endif
 }
 
-std::atomic<int>& current() {
-  static std::atomic<int> level{static_cast<int>(detected_capability())};
-  return level;
+bool detect_slow_bf16_dot() {
+#if CRATE_X86_LEVELS
+  return detected_capability() == Capability::avx512_bf16 && __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
 }
+
+constexpr int kOwn = -1;
+std::atomic<int> chosen{kOwn};  // by a test
 
 }  // namespace
 
@@ -72,7 +78,13 @@ Capability detected_capability() {
 }
 
 Capability capability() {
-  return static_cast<Capability>(current().load(std::memory_order_relaxed));
+  const int level = chosen.load(std::memory_order_relaxed);
+  return level == kOwn ? detected_capability() : static_cast<Capability>(level);
+}
+
+Capability bf16_products() {
+  static const bool slow = detect_slow_bf16_dot();
+  return slow && chosen.load(std::memory_order_relaxed) == kOwn ? Capability::avx512 : capability();
 }
 
 std::string capability_name(Capability level) {
@@ -84,9 +96,10 @@ std::vector<std::string> compiled_capabilities() {
 }
 
 void set_capability(const std::string& name) {
+  if (name.empty()) return chosen.store(kOwn, std::memory_order_relaxed);
   for (int level = 0; level <= static_cast<int>(detected_capability()); ++level) {
     if (name == kNames[level]) {
-      current().store(level, std::memory_order_relaxed);
+      chosen.store(level, std::memory_order_relaxed);
       return;
     }
   }

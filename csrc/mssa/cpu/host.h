@@ -15,9 +15,9 @@ namespace crate_kernels {
 inline const MssaKernels& kernels(const MssaProblem& p) {
   const MssaKernels* f32 = mssa_portable.f32;
 #if CRATE_X86_LEVELS
-  const Capability level = capability();
-  if (level >= Capability::avx512_bf16 && p.dtype == Dtype::bf16 && !p.dropout && !p.threshold) {
-    return level == Capability::amx ? *mssa_amx.bf16 : *mssa_avx512_bf16.bf16;
+  const Capability level = capability(), bf16 = bf16_products();
+  if (bf16 >= Capability::avx512_bf16 && p.dtype == Dtype::bf16 && !p.dropout && !p.threshold) {
+    return bf16 == Capability::amx ? *mssa_amx.bf16 : *mssa_avx512_bf16.bf16;
   }
   if (level >= Capability::avx512) {
     f32 = mssa_avx512.f32;

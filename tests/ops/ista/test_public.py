@@ -211,7 +211,7 @@ def test_autocast_leaves_half_tokens_in_their_own_dtype(function, backend, devic
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device, monkeypatch):
-    monkeypatch.setattr(products, "_slow", frozenset())  # a processor without its arithmetic multiplies in float32
+    monkeypatch.setattr(products, "_slow", {})  # a processor without its arithmetic multiplies in float32
     x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
