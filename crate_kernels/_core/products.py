@@ -107,9 +107,9 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _in_float32(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     """Return left @ right^T + bias of 16-bit ``left``, multiplied in float32 and rounded once."""
-    rows = left.reshape(-1, left.shape[-1])
-    if rows.shape[0] < 2 * _AT_ONCE:
+    if left.numel() <= 2 * _AT_ONCE * left.shape[-1]:
         return product(left.float(), right, bias).to(left.dtype)
+    rows = left.reshape(-1, left.shape[-1])
     out = left.new_empty((rows.shape[0], right.shape[0]))
     for part, its_out in zip(rows.split(_AT_ONCE), out.split(_AT_ONCE), strict=True):
         its_out.copy_(product(part.float(), right, bias))
