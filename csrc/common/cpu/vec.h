@@ -164,4 +164,21 @@ CRATE_INLINE Vf exp2(Vf x) {
   return one[0];
 }
 
+// log2 of a positive normal float, in double: within 1e-12, and exact for powers of two. For loops that the compiler
+// turns into vectors.
+CRATE_INLINE double log2_of(float x) {
+  constexpr int32_t kRootHalf = 0x3f3504f3;
+  int32_t bits;
+  memcpy(&bits, &x, 4);
+  const int32_t exponent = (bits - kRootHalf) >> 23, mantissa_bits = bits - exponent * (1 << 23);
+  float mantissa;  // from sqrt(1/2) to sqrt(2)
+  memcpy(&mantissa, &mantissa_bits, 4);
+  // log2 m = 2 / ln 2 artanh s, with |s| < 0.172: the first term left out is 2 / ln 2 s^15 / 15.
+  const double m = mantissa, s = (m - 1.0) / (m + 1.0), square = s * s;
+  const double odd[] = {1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0};
+  double series = 1.0 / 13;
+  for (const double c : odd) series = series * square + c;
+  return exponent + s * series * 2.8853900817779268;
+}
+
 }  // namespace

@@ -20,7 +20,7 @@ class Backward : Measure<T> {
   using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_;
   using Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_, Base::panel_at;
   using Base::rows_at, Base::dout_panels_, Base::given_, Base::exact_, Base::exact, Base::weights_;
-  using Base::shift_, Base::sum_, Base::delta_;
+  using Base::shift_, Base::sum_, Base::delta_, Base::ahead_;
 
  public:
   using Base::Base;
@@ -34,6 +34,7 @@ class Backward : Measure<T> {
     });
     memset(share, 0, size * sizeof(float));
     shares_ = shares(p_, head_.nkeys, share);
+    Base::fetch_ahead(head_.dw, {&MssaHead::w, &MssaHead::out, &MssaHead::dout});
     find_keys();
     const Extent extent(half_norm_, keys_.count);
     if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
@@ -211,10 +212,10 @@ class Backward : Measure<T> {
     g.symmetric = i == j;
     compute_gradients<T>(g, gradients_);
     accumulate<T, Order::columns>(key_share(j), width_, s.columns, s.rows, weights_, dout_rows_ + rows_at(i),
-                                  mass_ + j * kTile, &gradients_, keys_rows_ + rows_at(i));
+                                  mass_ + j * kTile, &gradients_, keys_rows_ + rows_at(i), ahead_);
     if (i != j) {
       accumulate<T, Order::rows>(key_share(i), width_, s.rows, s.columns, weights_, dout_rows_ + rows_at(j),
-                                 mass_ + i * kTile, &gradients_, keys_rows_ + rows_at(j));
+                                 mass_ + i * kTile, &gradients_, keys_rows_ + rows_at(j), ahead_);
     }
   }
 
@@ -304,11 +305,11 @@ class Backward : Measure<T> {
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
       if (shares_.as_key != nullptr) {
         accumulate<T, Order::columns>(key_share(j), width_, s.columns, b.count, weights_, dout_rows_, nullptr,
-                                      scored ? &gradients_ : nullptr, query_rows);
+                                      scored ? &gradients_ : nullptr, query_rows, ahead_);
       }
       if (!scored || shares_.as_query == nullptr) continue;
       accumulate<T, Order::rows>(as_query, width_, b.count, s.columns, gradients_, keys_rows_ + rows_at(j), nullptr,
-                                 nullptr, nullptr);
+                                 nullptr, nullptr, ahead_);
     }
     for (int r = 0; shares_.as_query != nullptr && r < b.count; ++r) {
       memcpy(shares_.as_query + static_cast<int64_t>(b.token[r]) * width_, as_query + r * width_,

@@ -17,13 +17,14 @@ template <class T>
 class Forward : Head<T> {
   using Base = Head<T>;
   using Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::factor_, Base::rows_at;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::factor_, Base::rows_at, Base::ahead_;
 
  public:
   using Base::Base;
 
   void run(Arena& arena) {
     cut_arena(arena, [this](Scratch& s) { cut(s); });
+    Base::fetch_ahead(head_.out, {&MssaHead::w});
     keys_.find(head_);
     Base::pack_keys(nullptr);
     const Extent extent(half_norm_, keys_.count);
@@ -65,9 +66,15 @@ class Forward : Head<T> {
     clear(sums_, padded);
     if (T::kPair == 2) clear(exact_sums_, padded);
     Base::for_each_pair([this](int i, int j) { pair(i, j); });
-    for (int n = 0; n < keys_.count; ++n) {
-      const float total = total_of(sums_, n), exact = T::kPair == 2 ? total_of(exact_sums_, n) : total;
-      finish(keys_.token[n], out_ + static_cast<int64_t>(n) * width_, total, exact, half_norm_[n] + largest);
+    for (int b = 0; b < keys_.blocks; ++b) {
+      const int first = b * kTile;
+      alignas(64) float totals[kTile], exact[kTile], shifts[kTile];
+      for (int n = 0; n < kTile; ++n) {
+        totals[n] = total_of(sums_, first + n);
+        exact[n] = T::kPair == 2 ? total_of(exact_sums_, first + n) : totals[n];
+        shifts[n] = half_norm_[first + n] + largest;
+      }
+      finish(keys_.token + first, in_block(keys_.count, b), out_ + rows_at(b) * T::kPair, totals, exact, shifts);
     }
   }
 
@@ -80,10 +87,10 @@ class Forward : Head<T> {
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
     accumulate<T, Order::columns>(out_ + static_cast<int64_t>(j) * kTile * width_, width_, s.columns, s.rows, tile_,
-                                  values_ + rows_at(i), nullptr, nullptr, nullptr);
+                                  values_ + rows_at(i), nullptr, nullptr, nullptr, ahead_);
     if (i != j) {
       accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * width_, width_, s.rows, s.columns, tile_,
-                                 values_ + rows_at(j), nullptr, nullptr, nullptr);
+                                 values_ + rows_at(j), nullptr, nullptr, nullptr, ahead_);
     }
   }
 
@@ -149,14 +156,15 @@ class Forward : Head<T> {
         }
       }
       accumulate<T, Order::rows>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr,
-                                 nullptr);
+                                 nullptr, ahead_);
     }
     if (!head_.itself && lost(b, sums)) return false;
-    for (int r = 0; r < b.count; ++r) {
-      const float total = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
-      finish(b.token[r], out + r * width_, total, T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes)),
-             b.shift[r]);
+    alignas(64) float totals[kTile], exact[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      totals[r] = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
+      exact[r] = T::kPair == 1 ? totals[r] : sum(load(exact_sums + r * kLanes));
     }
+    finish(b.token, b.count, out, totals, exact, b.shift);
     return true;
   }
 
@@ -178,14 +186,20 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
   }
 
-  // Totals of rounded and of exact weights, 0 for a row without keys.
-  void finish(int64_t token, float* out, float total, float exact, float shift) {
-    const float inverse = total > 0.0f ? 1.0f / total : total;  // NaN stays
-    for (int d = 0; d < width_; ++d) out[d] *= inverse;
-    write_row(element(head_.out, token, p_.result), p_.result, head_.out.dim_stride, p_.head_dim, out);
-    // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
-    head_.lse[token] =
-        total == 0.0f ? -INFINITY : static_cast<float>((log2(static_cast<double>(exact)) + shift) * kLn2);
+  // Writes out and lse of up to kTile tokens. Totals of rounded and of exact weights, 0 for a row without keys.
+  void finish(const int32_t* token, int count, float* out, const float* total, const float* exact, const float* shift) {
+    double logs[kTile];
+    for (int n = 0; n < kTile; ++n) logs[n] = log2_of(exact[n]);
+    for (int n = 0; n < count; ++n) {
+      const float inverse = total[n] > 0.0f ? 1.0f / total[n] : total[n];  // NaN stays
+      float* const row = out + static_cast<int64_t>(n) * width_;
+      for (int d = 0; d < width_; ++d) row[d] *= inverse;
+      write_row(element(head_.out, token[n], p_.result), p_.result, head_.out.dim_stride, p_.head_dim, row);
+      const bool normal = exact[n] >= 0x1p-126f && exact[n] < INFINITY;
+      // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
+      const double log = normal ? logs[n] : log2(static_cast<double>(exact[n]));
+      head_.lse[token[n]] = total[n] == 0.0f ? -INFINITY : static_cast<float>((log + shift[n]) * kLn2);
+    }
   }
 
   float *values_, *out_, *running_;

@@ -101,11 +101,17 @@ CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
 struct Extent {
   float least = INFINITY, most = -INFINITY;
 
+  // Of whole vectors.
   Extent(const float* half_norm, int count) {
-    for (int n = 0; n < count; ++n) {
-      most = half_norm[n] > most ? half_norm[n] : most;
-      least = half_norm[n] < least ? half_norm[n] : least;
+    Vf lowest = splat(least), highest = splat(most);
+    for (int n = 0; n < count; n += kLanes) {
+      const Vf h = load(half_norm + n);
+      const Vi inside = iota() + n < count;
+      highest = max(select(inside, h, highest), highest);
+      lowest = -max(-select(inside, h, lowest), -lowest);
     }
+    most = max(highest);
+    least = -max(-lowest);
   }
   // True if the head needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j) is at most
   // 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
@@ -200,6 +206,17 @@ class Head {
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
   int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * width_; }
+
+  // Tells ahead_ of the tensor that this head writes and of those that the next one reads.
+  template <int kCount>
+  void fetch_ahead(const MssaView& result, MssaView MssaHead::* const (&read)[kCount]) {
+    ahead_.add(result, head_.seqlen, p_.head_dim, p_.result);
+    for (int n = 0; n < kCount && head_.next != nullptr; ++n) {
+      ahead_.add(head_.next->*read[n], head_.next->seqlen, p_.head_dim, p_.dtype);
+    }
+    const int64_t blocks = (head_.nkeys + kTile - 1) / kTile;
+    ahead_.share_among(blocks * (blocks + 1) / 2 * kFetches<T>);  // a causal head has so many products
+  }
 
   // Calls body(block) for every block of queries of this part. The body fills in the shifts.
   template <class Body>
@@ -304,6 +321,7 @@ class Head {
   const int width_, words_;
   const float factor_;
   Keys keys_;
+  Ahead ahead_;
   float *key_panels_, *query_panel_, *half_norm_, *mass_, *staging_, *dropout_;
 };
 

@@ -47,8 +47,9 @@ struct MssaHead {
   MssaView keys;
   const bool* keep;  // marks the tokens that are keys; null: all
   float* lse;
-  const float* dlse;   // null: no gradient
-  const float* delta;  // of the queries, less dlse; null: to be computed from out. If given, lse is over more keys.
+  const float* dlse;     // null: no gradient
+  const float* delta;    // of the queries, less dlse; null: to be computed from out. If given, lse is over more keys.
+  const MssaHead* next;  // the head that this thread is likely to take next; null: none
 };
 
 // Gradients of a part: of tokens as keys, by key, and as queries, by token. Null: not wanted.

@@ -48,6 +48,13 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
   return heads;
 }
 
+// Says which head follows on the same thread, where each thread takes whole heads in turn.
+void link(std::vector<MssaHead>& heads, int parts) {
+  if (parts > 1) return;
+  const auto threads = static_cast<size_t>(torch::stable::get_num_threads());
+  for (size_t i = 0; i + threads < heads.size(); ++i) heads[i].next = &heads[i + threads];
+}
+
 // Number of parts per head, such that every thread has work.
 int parts_of(const std::vector<MssaHead>& heads) {
   int64_t blocks = 1;
@@ -57,9 +64,10 @@ int parts_of(const std::vector<MssaHead>& heads) {
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
   const MssaProblem p = problem(w, call);
-  const std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
+  std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
   const MssaKernels& k = kernels(p);
   const int parts = parts_of(heads);
+  link(heads, parts);
   for_each_task(static_cast<int64_t>(heads.size()) * parts, [&](int64_t i, Arena& arena) {
     k.forward(p, heads[i / parts], static_cast<int>(i % parts), parts, arena);
   });
@@ -68,10 +76,10 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw) {
   const MssaProblem p = problem(w, call);
-  const std::vector<MssaHead> heads =
-      list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
+  std::vector<MssaHead> heads = list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
   const MssaKernels& k = kernels(p);
   const int parts = parts_of(heads);
+  link(heads, parts);
   // Every part has its own accumulator. Rows are summed in the order of the parts: every run gives the same bits.
   std::vector<int64_t> offsets = {0};
   for (const MssaHead& head : heads) {

@@ -41,7 +41,7 @@ class Mutual : Head<T> {
   using Base = Head<T>;
   using Base::key_panels_, Base::query_panel_, Base::staging_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_;
-  using Base::panel_at, Base::rows_at;
+  using Base::panel_at, Base::rows_at, Base::ahead_;
 
  public:
   // `columns` has the columns as queries; `middle` is between all lse.
@@ -125,10 +125,11 @@ class Mutual : Head<T> {
       g.column_ratio = ratio_ + j * kTile;
       compute_gradients<T, true>(g, gradients_);
       accumulate<T, Order::rows>(out, width_, g.rows, g.columns, weights_, dout_rows_ + rows_at(j), value_factor,
-                                 &gradients_, keys_rows_ + rows_at(j));
+                                 &gradients_, keys_rows_ + rows_at(j), ahead_);
       if (head_.itself && j < own) {
         accumulate<T, Order::columns>(share_ + static_cast<int64_t>(j) * kTile * width_, width_, g.columns, g.rows,
-                                      weights_, own_dout_rows_, nullptr, &gradients_, keys_rows_ + rows_at(own));
+                                      weights_, own_dout_rows_, nullptr, &gradients_, keys_rows_ + rows_at(own),
+                                      ahead_);
       }
     }
   }

@@ -1,6 +1,7 @@
 // One 64 x 64 tile of weights, and the products with it on the left.
 #pragma once
 
+#include "ahead.h"
 #include "matrix.h"
 
 namespace {
@@ -142,7 +143,7 @@ class ChannelProducts {
 template <class T, Order kOrder>
 CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, const Tile<T>& left_a,
                                    const float* right_a, const float* row_factor, const Tile<T>* left_b,
-                                   const float* right_b) {
+                                   const float* right_b, Ahead& ahead) {
   constexpr int kWide = 2 * kLanes, kLine = Tile<T>::kRowWords;
   alignas(64) float lines_a[kTile * kLine], lines_b[kTile * kLine], sum_a[kTile * kWide], sum_b[kTile * kWide];
   const float *a = left_a.by_row, *b = left_b == nullptr ? nullptr : left_b->by_row;
@@ -154,6 +155,7 @@ CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, 
   }
   const int depth = static_cast<int>(round_up(tokens, kWide) / kWide);
   for (int d = 0; d < width; d += kWide) {
+    ahead.some();
     const int columns = width - d < kWide ? width - d : kWide;
     T::multiply({a, right_a + d, kLine, width, depth}, rows, columns, sum_a, kWide);
     if (b != nullptr) T::multiply({b, right_b + d, kLine, width, depth}, rows, columns, sum_b, kWide);
@@ -169,15 +171,20 @@ CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, 
   }
 }
 
-// out[r] += row_factor[r] * (left_a right_a)[r] + (left_b right_b)[r], summed over `tokens` tokens.
+// Calls of Ahead::some() in a product of whole tiles.
+template <class T>
+constexpr int kFetches = T::kMatrix ? 2 : kTile / 8;
+
+// out[r] += row_factor[r] * (left_a right_a)[r] + (left_b right_b)[r], summed over `tokens` tokens. Fetches what
+// `ahead` has meanwhile.
 //
 // Sum a tile's product from zero, then add it: accumulating in the output has four times the error.
 template <class T, Order kOrder>
 void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left_a, const float* right_a,
-                const float* row_factor, const Tile<T>* left_b, const float* right_b) {
+                const float* row_factor, const Tile<T>* left_b, const float* right_b, Ahead& ahead) {
   constexpr bool kByRow = kOrder == Order::rows;
   if constexpr (T::kMatrix) {
-    return accumulate_tiles<T, kOrder>(out, width, rows, tokens, left_a, right_a, row_factor, left_b, right_b);
+    return accumulate_tiles<T, kOrder>(out, width, rows, tokens, left_a, right_a, row_factor, left_b, right_b, ahead);
   }
   constexpr int kRow = kByRow ? kTile / T::kPair : 1, kWord = kByRow ? 1 : kTile;  // strides in words
   const auto words_of = [](const Tile<T>& tile) { return kByRow || T::kPair == 1 ? tile.by_row : tile.by_column; };
@@ -186,6 +193,7 @@ void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left
     constexpr int kColumns = decltype(columns)::value;
     for_row_groups<kColumns>(0, rows, [&](auto group, int r0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(group)::value;
+      ahead.some();
       Vf acc[kRows][kColumns] = {};
       multiply<T, kRows, kColumns, kRow, kWord>(acc, words_of(left_a) + r0 * kRow, right_a + v0 * kLanes, width, words);
       if (row_factor != nullptr) {
