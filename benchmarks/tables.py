@@ -20,7 +20,7 @@ from crate_kernels.bench.rows import Results, Row
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md", "docs/performance-avx512.md")
 # Folders of results by the names that tables have for them.
-CPUS = {"avx2": "amd-epyc-avx2-2-threads", "avx512": "amd-epyc-avx512-2-threads"}
+CPUS = {"avx2": "amd-epyc-avx2-2-threads", "avx512": "intel-xeon-avx512-2-threads"}
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crate_kernels import ista, ista_overcomplete, mssa, testing, tssa
-from crate_kernels._core import backends, operator
+from crate_kernels._core import backends, operator, products
 from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
@@ -98,6 +98,28 @@ def test_every_row_tail(name, causal, level):
         for dtype in (torch.float32, torch.bfloat16):
             case = testing.Case("mssa", f"tail-{seqlen}", (1, 1, seqlen, 24), {"causal": causal, "return_lse": True})
             assert failures(case, dtype) == [], (seqlen, dtype)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_lse_is_rounded_once(name, level):
+    """Tokens of zeros weigh the same: lse is the logarithm of their number."""
+    level(name)
+    for seqlen in range(1, 300):
+        _, lse = mssa(torch.zeros(1, 1, seqlen, 16), return_lse=True, backend="cpp")
+        exact = torch.full((1, 1, seqlen), seqlen, dtype=torch.float64).log()
+        assert torch.equal(lse, exact.float()), seqlen
+
+
+def test_bf16_is_multiplied_as_the_processor_does_it_best(level):
+    """AVX512-BF16 without AMX is an Intel processor's last choice, and an AMD's first."""
+    w = randn(1, 2, 70, 32, dtype=torch.bfloat16)
+    own, best = mssa(w, backend="cpp"), extension.cpu_capability()
+    slow = best == "avx512_bf16" and products._is_made_by("GenuineIntel")
+    level("avx512" if slow else best)
+    assert torch.equal(mssa(w, backend="cpp"), own)
+    if best == "avx512_bf16":
+        level("avx512_bf16" if slow else "avx512")
+        assert not torch.equal(mssa(w, backend="cpp"), own)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 7, 15, 17, 31, 33, 47, 49, 63, 65, 72, 96, 127, 129, 191, 255, 256])
