@@ -121,9 +121,8 @@ class ConvPatchEmbed(nn.Module):
 
     def forward(self, img: Tensor) -> Tensor:
         """Return (batch, embed_dim, rows, columns)."""
-        if (
-            img.is_cpu
-        ):  # the library's own layout: forward, 8 images, width 384, two AVX-512 threads, 42 ms in place of 64
+        # oneDNN's own layout: a forward of 8 images at width 384 takes 42 ms in place of 64 on two AVX-512 threads.
+        if img.is_cpu:
             img = img.contiguous(memory_format=torch.channels_last)
         return self.proj(img)
 
