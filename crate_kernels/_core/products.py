@@ -3,8 +3,8 @@
 PyTorch multiplies float32 by its BLAS, MKL in its builds for x86, which leaves half of the width of an AMD processor
 with AVX-512 unused; oneDNN does not, and is slower elsewhere. In 16 bits, where the processor has no arithmetic for
 them, PyTorch multiplies number by number, and it pays to convert. So it does, by less, on an Intel processor that has
-AVX512-BF16 and not AMX: a dot product of bfloat16 pairs starts every second clock there, two float32 multiply-adds start
-in each. GFLOP/s of a product of (384, 384) matrices by one thread, and of two threads for 16 bits:
+AVX512-BF16 and not AMX: a dot product of bfloat16 pairs starts every second clock there, and two float32 multiply-adds
+start in each. GFLOP/s of a product of (384, 384) matrices by one thread, and of two threads for 16 bits:
 
 ============================= ==== ======= ==================== ========================
 processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via float32
@@ -52,11 +52,11 @@ def _is_made_by(vendor: str) -> bool:
 def _detours() -> dict[torch.dtype, Detour]:
     """Return the dtypes of 16 bits that this processor multiplies more slowly than float32."""
     found = {}
+    dots_alone = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
     if not (_HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         found[torch.bfloat16] = NUMBER_BY_NUMBER
-    elif torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
-        if _is_made_by("GenuineIntel"):
-            found[torch.bfloat16] = HALF_RATE
+    elif dots_alone and _is_made_by("GenuineIntel"):
+        found[torch.bfloat16] = HALF_RATE
     if not (_HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported()):
         found[torch.float16] = NUMBER_BY_NUMBER
     return found

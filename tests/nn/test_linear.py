@@ -109,7 +109,9 @@ def test_few_rows_of_16_bits_are_not_converted(detour, rows, rows_of_large, monk
 
 
 @pytest.mark.parametrize(
-    ("detour", "rows"), [(products.NUMBER_BY_NUMBER, 1), (products.HALF_RATE, 64)], ids=["number-by-number", "half-rate"]
+    ("detour", "rows"),
+    [(products.NUMBER_BY_NUMBER, 1), (products.HALF_RATE, 64)],
+    ids=["number-by-number", "half-rate"],
 )
 def test_an_operator_converts_from_its_own_number_of_rows(detour, rows, monkeypatch):
     monkeypatch.setattr(products, "_slow", {torch.bfloat16: detour})
@@ -118,7 +120,9 @@ def test_an_operator_converts_from_its_own_number_of_rows(detour, rows, monkeypa
     assert products.fast_dtype(torch.float16, rows) == torch.float16
 
 
-@pytest.mark.parametrize("shape", [(19, IN), (2, 8, IN), (2, 9, IN)], ids=["a-rest", "whole-parts", "batches-and-a-rest"])
+@pytest.mark.parametrize(
+    "shape", [(19, IN), (2, 8, IN), (2, 9, IN)], ids=["a-rest", "whole-parts", "batches-and-a-rest"]
+)
 def test_many_rows_of_16_bits_are_converted_in_parts(no_half, shape, monkeypatch):
     monkeypatch.setattr(products, "_AT_ONCE", 4)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -139,7 +143,9 @@ def test_bfloat16_takes_the_detour_on_intel_without_amx(vendor, amx, monkeypatch
         monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: True)
-    assert products._detours() == ({torch.bfloat16: products.HALF_RATE} if vendor == VENDORS["intel"] and not amx else {})
+    assert products._detours() == (
+        {torch.bfloat16: products.HALF_RATE} if vendor == VENDORS["intel"] and not amx else {}
+    )
 
 
 def test_a_processor_that_multiplies_16_bits_is_left_to_it(monkeypatch):

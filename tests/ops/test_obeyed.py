@@ -108,8 +108,8 @@ def test_where_none_is_named_composite_takes_what_it_is_faster_at(ran):
     for seqlen in (1, 10):
         attend("mssa", tokens(seqlen), None, cache)
     names = [(name.rpartition(".")[2], function) for name, function in ran]
-    converted = products.fast_dtype(torch.bfloat16, w[..., 0].numel()) != torch.bfloat16  # then cpp converts in fewer passes
-    backward = "native" if converted else "composite"
+    converted = products.fast_dtype(torch.bfloat16, w[..., 0].numel()) != torch.bfloat16
+    backward = "native" if converted else "composite"  # cpp converts in fewer passes
     assert names == [("native", "forward"), (backward, "backward"), ("native", "decode"), ("composite", "decode")]
 
 
