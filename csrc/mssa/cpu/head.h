@@ -101,7 +101,7 @@ CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
 struct Extent {
   float least = INFINITY, most = -INFINITY;
 
-  // Of whole vectors.
+  // Reads half_norm by whole vectors.
   Extent(const float* half_norm, int count) {
     Vf lowest = splat(least), highest = splat(most);
     for (int n = 0; n < count; n += kLanes) {
