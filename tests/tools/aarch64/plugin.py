@@ -6,7 +6,7 @@ from tests.tools import natives
 from tests.tools.aarch64 import remote
 
 
-def pytest_configure(config):
+def pytest_sessionstart(session):
     """Register the backend before parameters are listed, or exit with what is missing."""
     reason = remote.unavailable_reason()
     if reason is not None:

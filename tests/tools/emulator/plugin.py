@@ -9,7 +9,7 @@ import pytest
 from tests.tools.emulator import emulated
 
 
-def pytest_configure(config):
+def pytest_sessionstart(session):
     """Register the backend, or exit with the reason."""
     reason = emulated.unavailable_reason()
     if reason is not None:
