@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import worth
 from crate_kernels.bench import clock, load, memory, rows
-from crate_kernels.bench.providers import OURS
+from crate_kernels.bench.providers import DEFAULT, OURS
 from crate_kernels.bench.rows import Results
 from tests.integrations import vision_schemas  # noqa: F401 (timm imports torchvision)
 
@@ -143,7 +143,7 @@ def timed(request, benchmark, results, started):
         benchmark.extra_info.update(rows.facts(measured, results) | {"machine": results.machine})
         if path is not None:
             rows.write(path, results)
-        if measured.skipped.startswith("wrong") and measured.provider in (*OURS, "default"):
+        if measured.skipped.startswith("wrong") and measured.provider in (DEFAULT, *OURS):
             pytest.fail(measured.skipped)
         if measured.skipped:
             pytest.skip(measured.skipped)
@@ -178,8 +178,8 @@ def together(request, benchmark, results, started):
         benchmark.extra_info.update({row.provider: rows.facts(row, results) for row in timed_rows})
         if config.results is not None:
             rows.write(config.results, results)
-        wrong = [row.skipped for row in timed_rows if row.skipped.startswith("wrong") and row.provider in OURS]
-        assert wrong == []
+        bad = [row for row in timed_rows if row.skipped.startswith("wrong") and row.provider in (DEFAULT, *OURS)]
+        assert [row.skipped for row in bad] == []
 
     return run
 

@@ -18,9 +18,13 @@ from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/performance-avx512.md")
+PAGES = ("README.md", "docs/performance.md", "docs/performance-zen5.md", "docs/performance-intel.md")
 # Folders of results by the names that tables have for them.
-CPUS = {"avx2": "amd-epyc-avx2-2-threads", "avx512": "intel-xeon-avx512-2-threads"}
+CPUS = {
+    "avx2": "amd-epyc-avx2-2-threads",
+    "zen5": "amd-epyc-avx512-2-threads",
+    "intel": "intel-xeon-avx512-2-threads",
+}
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -226,7 +230,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def render(name: str, results: dict[str, Results]) -> str:
-    """Render a table by its name, such as ``avx2-speed``.
+    """Render a table by its name, such as ``zen5-speed``.
 
     Raises:
         KeyError: there is no such table or machine.

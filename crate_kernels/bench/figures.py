@@ -33,7 +33,7 @@ _LABELS = {
 _SWEEPS = {op: spec.sweep for op, spec in SPECS.items() if spec.sweep is not None}
 _MULTIPLYING = [op for op, sweep in _SWEEPS.items() if SPECS[op].work(sweep.image.case).flops is not None]
 _SIZES = {"seqlen": "tokens", "batch": "batch", "dim": "width"}
-_OURS = ("triton", "cpp", "composite")
+_OURS = ("triton", "cpp", "composite", "default")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Lists the providers of a case: the published form, others from the operator's spec, and our backends."""
+"""Lists the providers of a case: the published form, others from the operator's spec, and our backends.
+
+``"default"`` is ``backend=None``, which may take one backend forward and another backward; a named one is obeyed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from crate_kernels._core import backends
 from crate_kernels._core.spec import Case, Function, Provider
 from crate_kernels.testing import SPECS
 
+DEFAULT = "default"
 OURS = ("composite", "cpp", "triton")
 
 
@@ -26,7 +30,7 @@ def _compiled(case: Case) -> Function:
     return torch.compile(eager(case), dynamic=False)
 
 
-def _own(case: Case, backend: str) -> Function:
+def _own(case: Case, backend: str | None) -> Function:
     function: Any = getattr(crate_kernels, case.op)
 
     def call(*args: Tensor) -> Tensor:
@@ -37,8 +41,8 @@ def _own(case: Case, backend: str) -> Function:
     return call
 
 
-def unavailable_reason(op: str, dtype: torch.dtype, device: torch.device, backend: str) -> str | None:
-    """Say why one of our backends cannot be timed on an operator; None if it can."""
+def unavailable_reason(op: str, dtype: torch.dtype, device: torch.device, backend: str | None) -> str | None:
+    """Say why one of our backends, or the default, cannot be timed on an operator; None if it can."""
     if backend == "triton" and device.type == "cpu":
         return "Triton's kernels are for GPUs; its interpreter is not worth timing"
     try:
@@ -49,14 +53,15 @@ def unavailable_reason(op: str, dtype: torch.dtype, device: torch.device, backen
 
 
 def _ours(name: str) -> Provider:
+    backend = None if name == DEFAULT else name
     return Provider(
         name,
-        functools.partial(_own, backend=name),
-        lambda case, dtype, device: unavailable_reason(case.op, dtype, device, name),
+        functools.partial(_own, backend=backend),
+        lambda case, dtype, device: unavailable_reason(case.op, dtype, device, backend),
     )
 
 
 def of(op: str) -> list[Provider]:
     """List the providers of an operator."""
     others = (Provider("eager", eager), Provider("compile", _compiled), *SPECS[op].providers)
-    return [*others, *(_ours(name) for name in OURS)]
+    return [*others, *(_ours(name) for name in (DEFAULT, *OURS))]

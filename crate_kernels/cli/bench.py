@@ -95,6 +95,8 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
         for dtype in dtypes:
             for direction in ("forward", "both"):
                 for provider in providers.of(timed.case.op):
+                    if provider.name == providers.DEFAULT:  # named ones are timed, of which the table says the first
+                        continue
                     if tier != "quick" or provider.name in _QUICK:
                         row = measuring.blank("bench", timed, dtype, direction, provider.name)
                         yield measuring.measure(row, timed, provider, device, timer)
