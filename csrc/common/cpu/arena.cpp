@@ -1,6 +1,7 @@
 #include "arena.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 namespace crate_kernels {
@@ -19,6 +20,9 @@ char* Arena::reserve(int64_t bytes) {
     data_ = static_cast<char*>(data);
     size_ = bytes;
   }
+#if defined(__SANITIZE_ADDRESS__)
+  std::memset(data_, 0xff, static_cast<size_t>(size_));  // NaN: what is read before it is written shows in results
+#endif
   return data_;
 }
 

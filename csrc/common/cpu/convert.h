@@ -37,12 +37,16 @@ CRATE_INLINE Vf load_bf16(const uint16_t* p) {
   return (Vf)(__builtin_convertvector(bits, Vu) << 16);
 #endif
 }
+// Rounds to nearest, subnormals included, which the instruction of AVX512-BF16 flushes.
+CRATE_INLINE Vs round_to_bf16(Vf v) {
+  const Vu bits = (Vu)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(v != v ? Vu{} + 0x7fc0u : rounded, Vs);
+}
 CRATE_INLINE void store_bf16(uint16_t* p, Vf v) {
 #if CRATE_BF16_DOT
   const __m256bh halves = _mm512_cvtneps_pbh((__m512)v);
 #else
-  const Vu bits = (Vu)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Vs halves = __builtin_convertvector(v != v ? Vu{} + 0x7fc0u : rounded, Vs);
+  const Vs halves = round_to_bf16(v);
 #endif
   memcpy(p, &halves, sizeof halves);
 }
@@ -112,6 +116,13 @@ CRATE_INLINE void write_row(void* row, Dtype dtype, int64_t stride, int n, const
       memcpy(p, in, n * sizeof(float));
     } else {
       for (int d = 0; d < n; ++d) p[d * stride] = in[d];
+    }
+    return;
+  }
+  if (dtype == Dtype::bf16 && stride == 1 && n % kLanes == 0) {
+    for (int d = 0; d < n; d += kLanes) {
+      const Vs halves = round_to_bf16(load(in + d));
+      memcpy(static_cast<uint16_t*>(row) + d, &halves, sizeof halves);
     }
     return;
   }

@@ -96,7 +96,7 @@ class Backward : Measure<T> {
       if (!computed) terms.delta[n] = given ? head_.delta[token[n]] : 0.0f;
       if (!computed) terms.rest[n] = 0.0f;
       terms.dlse[n] = n < count && head_.dlse != nullptr ? head_.dlse[token[n]] : 0.0f;
-      if (factor != nullptr) terms.dlse[n] *= factor[n];
+      if (factor != nullptr && n < count) terms.dlse[n] *= factor[n];  // there is none of padding
     }
   }
 
@@ -139,11 +139,19 @@ class Backward : Measure<T> {
     const auto measure = [&](const int32_t* token, int count) { Base::measure(token, count, inverse); };
     for (int k = 0; k < keys_.count; ++k) collect(keys_.token[k], measure);
     measure_collected(measure);
+    // Of all keys, in vectors; then of those whose lse does not serve.
+    double exponents[kTile];
+    for (int first = 0; first < keys_.count; first += kTile) {
+      const int count = in_block(keys_.count, first / kTile);
+      for (int n = 0; n < count; ++n) {
+        exponents[n] = half_norm_[first + n] + largest - head_.lse[keys_.token[first + n]] * kLog2e;
+      }
+      for (int n = 0; n < count; ++n) inverse_[first + n] = exp2_of(exponents[n]);
+    }
     for (int k = 0; k < keys_.count; ++k) {
       const int32_t t = keys_.token[k];
-      inverse_[k] = given_[t] == Given::nothing ? inverse(t)
-                    : given_[t] == Given::delta ? 1.0f / total_of(sums_, k)
-                                                : inverse_of(t, largest, head_.lse[t] * kLog2e, 1.0);
+      if (given_[t] == Given::nothing) inverse_[k] = inverse(t);
+      if (given_[t] == Given::delta) inverse_[k] = 1.0f / total_of(sums_, k);
     }
   }
 

@@ -67,8 +67,8 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
           if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];
         });
       }
-      for_each_vector(d, [&](Vf& x, int r, int v)
-                             CRATE_LAMBDA { x = T::round(x * (load(s.weights + at(r, v)) * s.row_scale[r0 + r])); });
+      for_each_vector(d,
+                      [&](Vf& x, int r, int v) CRATE_LAMBDA { x *= load(s.weights + at(r, v)) * s.row_scale[r0 + r]; });
       gradients.template put<kRows, kColumns>(d, r0, v0);
     };
     for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);

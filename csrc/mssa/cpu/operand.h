@@ -22,7 +22,6 @@ struct Float32 {
   struct Registers {};                    // what a thread holds to multiply
   static CRATE_INLINE Vf broadcast(const float* word) { return splat(*word); }
   static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return acc + a * b; }
-  static CRATE_INLINE Vf round(Vf v) { return v; }
   // A row of `words` words from floats.
   static CRATE_INLINE void pack(const float* in, int words, float* out) { memcpy(out, in, words * sizeof(float)); }
   // Word n holds (even[n], odd[n]).
@@ -44,7 +43,20 @@ struct BFloat16 {
   static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return (Vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
   // To nearest, as 16 bits in the low half of each lane.
   static CRATE_INLINE Vi low(Vf v) { return (Vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
-  static CRATE_INLINE Vf round(Vf v) { return as_float(low(v) << 16); }
+  // Rounds two rows in place, writes kLanes numbers of each to `even_row` and `odd_row`, and returns the words of
+  // neighbours (even, odd).
+  static CRATE_INLINE Vf round_pair(Vf& even, Vf& odd, float* even_row, float* odd_row) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(even_row), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(odd_row), _mm512_extracti64x4_epi64(both, 1));
+    typedef int16_t Places __attribute__((vector_size(64)));
+    Places place;
+    for (int n = 0; n < 2 * kLanes; ++n) place[n] = static_cast<int16_t>(n / 2 + n % 2 * kLanes);
+    const Vi words = (Vi)_mm512_permutexvar_epi16((__m512i)place, both);
+    even = as_float(words << 16);
+    odd = as_float(words & splat(static_cast<int32_t>(0xffff0000u)));
+    return as_float(words);
+  }
   static CRATE_INLINE void pack(const float* in, int words, float* out) {
     for (int n = 0; n < words; n += kLanes) {
       const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(in + 2 * n + kLanes), (__m512)load(in + 2 * n));

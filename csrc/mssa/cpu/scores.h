@@ -122,12 +122,9 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
         for_each_vector(e, [&](Vf& x, int r, int v) CRATE_LAMBDA { store(s.exact + at(r, v), x); });
       }
       // The normaliser sums rounded weights, as the products do; lse sums exact ones.
-      if constexpr (T::kPair == 2) {
-        add_sums(e, s, s.exact_sums, r0, j0);
-        for_each_vector(e, [](Vf& x, int, int) CRATE_LAMBDA { x = T::round(x); });
-      }
-      add_sums(e, s, s.sums, r0, j0);
+      if (T::kPair == 2) add_sums(e, s, s.exact_sums, r0, j0);
       weights.template put<kRows, kColumns>(e, r0, v0);
+      add_sums(e, s, s.sums, r0, j0);
     };
     for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
   });

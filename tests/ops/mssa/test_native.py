@@ -129,6 +129,18 @@ def test_every_head_dim(head_dim):
         assert failures(case, dtype) == [], dtype
 
 
+@pytest.mark.parametrize("seqlen", [5, 65])
+def test_padding_holds_nothing_of_the_call_before(seqlen):
+    """Scratch memory may hold NaN, and zero times NaN is NaN."""
+    shape = (1, 2, seqlen, 24)
+    case = testing.Case("mssa", "after-nan", shape, {"return_lse": True})
+    for dtype in DTYPES.values():
+        w = torch.full(shape, torch.nan, dtype=dtype, requires_grad=True)
+        out, lse = mssa(w, return_lse=True, backend="cpp")
+        (out.sum() + lse.sum()).backward()
+        assert failures(case, dtype) == [], dtype
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
 @pytest.mark.parametrize("name", ["row", "scattered", ""])
 def test_more_threads_than_heads(name, options, threads):
