@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -55,12 +56,16 @@ def measure(
 
 
 def in_turn(calls: Sequence[tuple[Row, clock.Call]], seconds: float) -> None:
-    """Time calls in turn, and write to memory between them; the samples go into the rows."""
+    """Time calls in turn, and write to memory between them; the samples go into the rows.
+
+    Each round has an order of its own: a call finds the memory that the one before has freed.
+    """
     between = torch.zeros(_BETWEEN, dtype=torch.int8)
     # A provider that is made may discard what another compiled: all are warmed up once all are there.
     longest = max((clock.once(call, tuple, between.device) for _, call in 2 * list(calls)), default=0.0)
+    draw = random.Random(0)
     for _ in range(clock.rounds_for(longest, seconds, _LEAST, _MOST)):
-        for row, call in calls:
+        for row, call in draw.sample(calls, len(calls)):
             between.add_(1)
             start = perf_counter()
             call()
