@@ -95,7 +95,7 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
         for dtype in dtypes:
             for direction in ("forward", "both"):
                 for provider in providers.of(timed.case.op):
-                    if provider.name == providers.DEFAULT:  # named ones are timed, of which the table says the first
+                    if provider.name == providers.DEFAULT:  # the table names the backend that it times
                         continue
                     if tier != "quick" or provider.name in _QUICK:
                         row = measuring.blank("bench", timed, dtype, direction, provider.name)

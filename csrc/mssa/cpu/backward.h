@@ -96,7 +96,7 @@ class Backward : Measure<T> {
       if (!computed) terms.delta[n] = given ? head_.delta[token[n]] : 0.0f;
       if (!computed) terms.rest[n] = 0.0f;
       terms.dlse[n] = n < count && head_.dlse != nullptr ? head_.dlse[token[n]] : 0.0f;
-      if (factor != nullptr && n < count) terms.dlse[n] *= factor[n];  // there is none of padding
+      if (factor != nullptr && n < count) terms.dlse[n] *= factor[n];  // padding has no factor
     }
   }
 
@@ -139,7 +139,7 @@ class Backward : Measure<T> {
     const auto measure = [&](const int32_t* token, int count) { Base::measure(token, count, inverse); };
     for (int k = 0; k < keys_.count; ++k) collect(keys_.token[k], measure);
     measure_collected(measure);
-    // Of all keys, in vectors; then of those whose lse does not serve.
+    // All keys in vectors; those whose lse does not serve are replaced below.
     double exponents[kTile];
     for (int first = 0; first < keys_.count; first += kTile) {
       const int count = in_block(keys_.count, first / kTile);
