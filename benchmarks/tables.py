@@ -115,6 +115,20 @@ def _models(results: Results) -> str:
     return _markdown([*header, *more, "step, MiB: eager / ours"], lines)
 
 
+def _models_in_turn(results: Results) -> str:
+    """Render the models whose providers were timed in turn."""
+    lines, directions = [], ("forward", "step")
+    for row in results.find(bench=rows.INTERLEAVED, op="model", direction="step", provider="eager"):
+        ours = [_ours(results, row.bench, row.case, row.dtype, direction) for direction in directions]
+        times = " / ".join("-" if found is None else f"{1e3 * found.time:.4g}" for found in ours)
+        pairs = [
+            _pair(results, row.bench, row.case, row.dtype, b, directions) for b in ("eager", "compile", "composite")
+        ]
+        lines.append([row.case, row.dtype, times, *pairs, _compiled(results, row)])
+    header = ["model, in turn", "dtype", "ours, ms", "eager", "`torch.compile` of it", "composite", "both compiled"]
+    return _markdown(header, lines)
+
+
 # Columns of results that have these providers.
 _MODEL_COLUMNS = {"default-compiled": "both compiled", "products": "its bare products"}
 
@@ -123,7 +137,7 @@ def _compiled(results: Results, row: Row) -> str:
     """Render the time of the compiled published model as a multiple of ours, compiled too."""
     cells = []
     for direction in ("forward", "step"):
-        found = results.find(bench="models", case=row.case, dtype=row.dtype, direction=direction)
+        found = results.find(bench=row.bench, case=row.case, dtype=row.dtype, direction=direction)
         ours = next((r for r in found if r.provider == "default-compiled" and r.times), None)
         cells.append("-" if ours is None else _ratio(results, ours, "compile"))
     return " / ".join(cells)
@@ -221,6 +235,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "tssa": lambda r: _speed(r, "tssa", ["eager", "compile", "composite"]),
     "ista": lambda r: _speed(r, "ista", ["eager", "compile", "composite"]),
     "models": _models,
+    "turns": _models_in_turn,
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
     "memory": _memory,

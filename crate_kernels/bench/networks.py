@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels import models
-from crate_kernels.bench import floor, measuring
+from crate_kernels.bench import clock, floor, interleaved, measuring
 from crate_kernels.bench.gate import Deviation, Verdict, judge
-from crate_kernels.bench.rows import DTYPES, Row
+from crate_kernels.bench.rows import DTYPES, INTERLEAVED, Row
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from crate_kernels.ops.ista import spec as ista
 from crate_kernels.ops.mssa import spec as mssa
@@ -24,6 +24,7 @@ from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 
 PROVIDERS = ("eager", "compile", "timm-vit", "composite", "products", "default-compiled", "default")
 _OURS = ("default", "default-compiled", "products")
+_IN_TURN = ("eager", "compile", "composite", "default-compiled", "default")
 
 
 @dataclass(frozen=True)
@@ -228,21 +229,55 @@ def measure(row: Row, network: Network, device: torch.device, timer: measuring.T
 def _check_and_time(
     row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer
 ) -> None:
-    model = _model(network, row.provider, dtype, device).train(row.direction == "step")
-    x, y = _batch(network, dtype, device)
-    row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))
-    if row.provider != "timm-vit":  # timm's ViT is another model: there is no reference for it
-        verdict = _verdict(network, model, dtype, device)
-        measuring.record_verdict(row, verdict)
-        if not verdict.passed:
-            return
+    model = _checked(row, network, dtype, device)
+    if model is None:
+        return
     if row.provider == "products":
+        x, _ = _batch(network, dtype, device)
         work = floor.products(model, lambda model: _logits(model, x), row.direction == "step")
         with torch.set_grad_enabled(row.direction == "step"):
             measuring.record_times(row, work, tuple, device, timer, watch=False)
         return
+    torch._dynamo.reset()
+    measuring.record_times(row, _call(row, network, model, dtype, device), tuple, device, timer)
+
+
+def measure_in_turn(rows: Sequence[Row], network: Network, device: torch.device, seconds: float) -> None:
+    """Time the providers of a network in turn; the rows are of one dtype and direction, by ``blank_in_turn``."""
+    dtype = DTYPES[rows[0].dtype]
+    models = [_checked(row, network, dtype, device) for row in rows]
+    torch._dynamo.reset()
+    calls = [
+        (row, _call(row, network, model, dtype, device))
+        for row, model in zip(rows, models, strict=True)
+        if model is not None
+    ]
+    interleaved.in_turn(calls, seconds)
+
+
+def blank_in_turn(network: Network, dtype: str, direction: str) -> list[Row]:
+    """Return the rows of all models of a network in one dtype and direction, without results."""
+    return [
+        Row(INTERLEAVED, "model", network.name, dtype, direction, provider, unit=network.unit) for provider in _IN_TURN
+    ]
+
+
+def _checked(row: Row, network: Network, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
+    """Return the model of a row, and fill in its errors; None if it may not be timed."""
+    model = _model(network, row.provider, dtype, device).train(row.direction == "step")
+    x, _ = _batch(network, dtype, device)
+    row.shape, row.amount = list(x.shape), float(x.numel() if network.seqlen else len(x))
+    if row.provider == "timm-vit":  # another model: there is no reference for it
+        return model
+    verdict = _verdict(network, model, dtype, device)
+    measuring.record_verdict(row, verdict)
+    return model if verdict.passed else None
+
+
+def _call(row: Row, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> clock.Call:
+    """Return the forward pass or the training step of a model; the first call compiles what is to be compiled."""
+    x, y = _batch(network, dtype, device)
     if row.provider in ("compile", "default-compiled"):
-        torch._dynamo.reset()
         model = cast(nn.Module, torch.compile(model, dynamic=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
@@ -255,4 +290,4 @@ def _check_and_time(
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so the peak does not count them
 
-    measuring.record_times(row, step if row.direction == "step" else forward, tuple, device, timer)
+    return step if row.direction == "step" else forward

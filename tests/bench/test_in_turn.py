@@ -1,5 +1,7 @@
 """Benchmarks beside the warm ones: providers in turn, bare products, busy machines, and their columns."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,22 @@ def test_every_provider_is_timed_as_often(direction, monkeypatch):
     rounds = [tuple(called[at : at + 2]) for at in range(0, len(called), 2)]
     assert len(rounds) == 7  # two of them to warm up
     assert set(rounds) == {("eager", "composite"), ("composite", "eager")}  # none always follows the same one
+
+
+@pytest.mark.parametrize("direction", ["forward", "step"])
+def test_models_in_turn_are_checked_and_timed_as_often(direction, monkeypatch):
+    monkeypatch.setattr(interleaved, "_BETWEEN", 64)
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **_: (compiled.append(model), model)[1])
+    network = networks.Network("crate_lm_base", "tokens", 1, None, seqlen=8)
+    small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=16)
+    monkeypatch.setattr(networks.models, "create", small)
+    found = networks.blank_in_turn(network, "fp32", direction)
+    networks.measure_in_turn(found, network, CPU, 0.0)
+    assert {row.provider for row in found} == {"eager", "compile", "composite", "default", "default-compiled"}
+    assert len(compiled) == 2
+    assert [len(row.seconds) for row in found] == [5] * len(found)
+    assert all(0 < row.share <= 1 and row.amount == 8 for row in found)
 
 
 def test_wrong_provider_gets_no_time_in_turn():
@@ -120,6 +138,14 @@ def test_columns_appear_with_their_providers():
     cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
     assert cells["both compiled"] == "2.00 / 2.00"
     assert cells["its bare products"] == "0.50 / 0.50"
+
+
+def test_table_of_models_in_turn():
+    found = model_rows("eager", "compile", "default-compiled", "default")
+    for row in found:
+        row.bench = "interleaved"
+    line = tables._models_in_turn(Results(MACHINE, found)).splitlines()[-1]
+    assert line == "| crate_small | fp32 | 1000 / 1000 | 2.00 / 2.00 | 3.00 / 3.00 | - / - | 2.00 / 2.00 |"
 
 
 def test_columns_of_calls_in_turn():

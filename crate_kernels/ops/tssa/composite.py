@@ -116,15 +116,14 @@ def backward(
     dlogit = _softmax_backward(membership, dmembers)
     dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
-    # In the head's own scale: w^2 times a small gradient, and c^2, underflow for channels which c itself still holds.
-    scale = energy.sum(-1, keepdim=True).clamp_max_(1e37)
-    denergy = _rows_dot(dsimilarity / scale, squares) / energy * scale / energy
-    denergy = torch.where(energy > _FULL_FLOOR, -denergy, 0.0)
-    # w (2 Pi dM + 2 dq / c + 2 dc) as a rank-2 product per head, reusing the two big buffers.
-    bracket = torch.mul(counted.unsqueeze(-1), dmoment.unsqueeze(2), out=squares)
-    denergy = denergy.unsqueeze(2)
-    bracket += denergy if key_padding_mask is None else denergy * key_padding_mask[:, None, :, None]
-    bracket.addcmul_(dsimilarity.unsqueeze(-1), energy.reciprocal().unsqueeze(2))
+    # dq less its mean by w^2 / c. The ratio comes first: where one token has all of c it is exactly 1, as in eager
+    # form, and w^2 times a small gradient would underflow for channels which c itself still holds.
+    mean = _rows_dot(dsimilarity, squares.div_(energy.unsqueeze(2)))
+    mean = torch.where(energy > _FULL_FLOOR, mean, 0.0).unsqueeze(2)
+    # w (2 Pi dM + 2 (dq - mean) / c), reusing the two big buffers.
+    kept = mean if key_padding_mask is None else mean * key_padding_mask[:, None, :, None]
+    bracket = torch.sub(dsimilarity.unsqueeze(-1), kept, out=squares)
+    bracket.mul_(energy.reciprocal().unsqueeze(2)).addcmul_(counted.unsqueeze(-1), dmoment.unsqueeze(2))
     dw = bracket.mul_(w).mul_(2)
     dw.sub_(torch.mul(grad, membership.unsqueeze(-1), out=grad_w).mul_(attention.unsqueeze(2)))
     return operator.merged_layout(dw.to(w.dtype)), dtemp

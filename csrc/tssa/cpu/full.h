@@ -17,7 +17,7 @@ struct FullWork {
     inverse = masses + s.chunks * p.head_size();  // 1 / c; in the end of the backward 2 temp / c
     gate = inverse + p.row_size();                // -A; in the backward A, dropout included
     dmoment = gate + p.row_size();                // dM, in the end 2 dM
-    denergy = dmoment + p.row_size();             // 2 dc
+    denergy = dmoment + p.row_size();             // sum_n dlogit w^2 / c: -c dc / temp
     dmass = denergy + p.row_size();
   }
   static int64_t size(const TssaProblem& p, int64_t chunks) {

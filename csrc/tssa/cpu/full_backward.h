@@ -119,7 +119,7 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
       const float similarity = denergy;
       dtemp += similarity;
       const bool above = s.energy[h * p.head_dim + d] > kFullFloor;
-      denergy = above && !single ? -2.0f * p.temp[h] * similarity * inverse : 0.0f;
+      denergy = above && !single ? similarity : 0.0f;
       inverse *= above && single ? 0.0f : 2.0f * p.temp[h];
       work.dmoment[h * p.width() + d] *= 2.0f;
     }
@@ -152,7 +152,8 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
           for (int n = 0; n < kLanes; ++n, step(x, x_token), step(g, g_token), step(to, token)) {
 #pragma GCC unroll 4
             for (int i = 0; i < kCount; ++i) {
-              const Vf slope = dmoment[i] * counted[n] + inverse[i] * dlogit[n] + denergy[i] * keep[n];
+              // The difference first: where one token has most of c, it is small.
+              const Vf slope = dmoment[i] * counted[n] + inverse[i] * (dlogit[n] - denergy[i] * keep[n]);
               const Vf gated = read(g_token + i * kLanes) * gate[i] * members[n];
               write(token + i * kLanes, read(x_token + i * kLanes) * slope - gated);
             }
