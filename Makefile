@@ -95,7 +95,8 @@ test-aarch64: .venv/test.stamp
 
 # The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
-# Python itself is not compiled so: the runtimes come first by preloading.
+# Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what
+# a sanitizer says before it ends the process.
 SANITIZED = HOME=$(CURDIR)/.venv/sanitized
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
 ## the C++ kernels under the address and undefined-behaviour sanitizers
@@ -103,7 +104,7 @@ test-sanitize: .venv/test.stamp
 	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
-		$(BIN)/python -m pytest tests/ops -k "cpp or native" $(ARGS)
+		$(BIN)/python -m pytest --capture=sys tests/ops -k "cpp or native" $(ARGS)
 
 # Not PyTorch's threads, whose barriers the sanitizer does not know: tests/tools/threads says how.
 ## the CPU kernels on four threads under the thread sanitizer, which must also report a race that is put there

@@ -7,6 +7,7 @@ than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -90,11 +91,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
 
     def guarded(*args: Any) -> Any:
         # Autograd and autocast fall through to this function: switch both off here.
-        with torch.no_grad():
-            first = next(a for a in args if isinstance(a, Tensor))
-            if autocast_dtype(first) is not None:
-                with torch.autocast(first.device.type, enabled=False):
-                    return run(*args)
+        with torch.no_grad(), without_autocast(next(a for a in args if isinstance(a, Tensor))):
             return run(*args)
 
     def call(*args: Any) -> Any:
@@ -300,6 +297,12 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
+
+
+def without_autocast(t: Tensor) -> AbstractContextManager:
+    """Switch autocast off for a tensor's device, where it is on."""
+    on = autocast_dtype(t) is not None
+    return torch.autocast(t.device.type, enabled=False) if on else nullcontext()
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,6 @@ return, is a separate function of w, computed only when it is asked for.
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,12 +57,6 @@ def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
     return (scale * (x @ (keys.transpose(-1, -2) @ x))).to(w.dtype)
 
 
-def _without_autocast(w: Tensor) -> AbstractContextManager:
-    """Keep autocast from casting fp32 back to 16 bits."""
-    on = operator.autocast_dtype(w) is not None
-    return torch.autocast(w.device.type, enabled=False) if on else nullcontext()
-
-
 def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
     scale, dropout_p = call.scale, call.dropout_p
@@ -80,7 +73,7 @@ def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     if softmax:
         out = _attend(w, w, allowed, causal, scale, dropout_p)
     elif plain == "identity" and not call._replace(key_padding_mask=None).masked and not dropout_p:
-        with _without_autocast(w):
+        with operator.without_autocast(w):  # which would cast fp32 back to 16 bits
             return operator.merged_layout(_linear(w, call.key_padding_mask, scale))
     else:
         scores = scale * (w @ w.transpose(-1, -2))

@@ -132,7 +132,8 @@ def tssa(
             w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
         state = cache._tensors()
         if name == "reference":
-            out, membership = reference.decode(w, temp, denom_bias, state, key_padding_mask)
+            with operator.without_autocast(w):
+                out, membership = reference.decode(w, temp, denom_bias, state, key_padding_mask)
         else:
             out, membership = op.tssa_decode(w, temp, denom_bias, *state, key_padding_mask, named)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
@@ -141,10 +142,11 @@ def tssa(
     seed = operator.draw_seed(w.device) if dropout_p else None
     call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, dropout_p)
     if name == "reference":
-        if causal:
-            out, membership = reference.forward_causal(w, temp, denom_bias, call)
-        else:
-            out, membership = reference.forward(w, temp, call)
+        with operator.without_autocast(w):
+            if causal:
+                out, membership = reference.forward_causal(w, temp, denom_bias, call)
+            else:
+                out, membership = reference.forward(w, temp, call)
         out, membership = out.to(w.dtype), membership.to(operator.stat_dtype(w.dtype))
     else:
         if causal:

@@ -21,7 +21,8 @@ char* Arena::reserve(int64_t bytes) {
     size_ = bytes;
   }
 #if defined(__SANITIZE_ADDRESS__)
-  std::memset(data_, 0xff, static_cast<size_t>(size_));  // NaN: what is read before it is written shows in results
+  // NaN: what is read before it is written shows in results.
+  if (data_ != nullptr) std::memset(data_, 0xff, static_cast<size_t>(size_));
 #endif
   return data_;
 }

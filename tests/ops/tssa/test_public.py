@@ -328,3 +328,14 @@ def test_autocast_leaves_the_tokens_alone(causal, backend, device):
     with torch.autocast(device, dtype=torch.bfloat16):
         actual = outputs_and_gradients(call(causal, backend), *tensors)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@FORMS
+def test_autocast_to_another_half_dtype_leaves_packed_tokens_alone(causal, backend, device):
+    """PyTorch cannot concatenate float16 under an autocast to bfloat16."""
+    w, temp = randn(9, HEADS, HEAD_DIM, dtype=torch.float16, device=device), torch.ones(HEADS, device=device)
+    tokens = call(causal, backend, cu_seqlens=offsets([4, 5]).to(device), max_seqlen=5)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = tokens(w, temp.half())
+    torch.testing.assert_close(actual, tokens(w, temp.half()))
