@@ -90,8 +90,7 @@ def results(request):
         earlier = rows.read(path)
         if earlier.machine["device"] != machine["device"]:
             raise pytest.UsageError(f"{path} is of {earlier.machine['device']}, this is {machine['device']}")
-        commits = (earlier.machine.get("git") or "").split(", ")
-        machine["git"] = ", ".join(dict.fromkeys([*filter(None, commits), str(machine["git"])]))
+        rows.pool(machine, earlier.machine)
         return Results(machine, earlier.rows)
     return Results(machine, [])
 

@@ -189,9 +189,10 @@ def _memory(results: Results) -> str:
 def _machine(results: Results) -> str:
     facts = results.machine
     product = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {name}" for name, rate in facts["product_flops"].items())
+    copy = f"{facts['copy_bytes'] / 1e9:.3g} GB/s"
     return (
         f"{facts['device']} ({facts['processor']}), PyTorch {facts['torch']}, commit {facts.get('git')}.\n"
-        f"In the same run, a product of PyTorch's reached {product}, and a copy {facts['copy_bytes'] / 1e9:.3g} GB/s.\n"
+        f"In the same runs, a product of PyTorch's reached {product}, and a copy {copy}.\n"
     )
 
 

@@ -171,6 +171,17 @@ def machine(device: torch.device, dtypes: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def pool(machine: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Add the commits of earlier runs to a machine's description, and their rates where these were higher."""
+    commits = [commit for found in (earlier, machine) for commit in (found.get("git") or "").split(", ")]
+    machine["git"] = ", ".join(dict.fromkeys(filter(None, commits)))
+    machine["copy_bytes"] = max(machine["copy_bytes"], earlier.get("copy_bytes", 0.0))
+    rates = earlier.get("product_flops", {})
+    machine["product_flops"] = {
+        name: max(rate, rates.get(name, 0.0)) for name, rate in machine["product_flops"].items()
+    }
+
+
 def device_name(device: torch.device) -> str:
     """Name a device for people."""
     if device.type == "cuda":

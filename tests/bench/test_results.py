@@ -50,6 +50,14 @@ def test_file_is_read_as_it_was_written(results, tmp_path):
     assert again.rows[-1].skipped == "out of memory"
 
 
+def test_runs_on_one_machine_are_pooled():
+    machine = MACHINE | {"git": "b+", "product_flops": {"fp32": 2e11, "bf16": 1e11}}
+    rows.pool(machine, MACHINE | {"git": "a, b", "product_flops": {"fp32": 3e11}, "copy_bytes": 9e9})
+    assert machine["git"] == "a, b, b+"
+    assert machine["product_flops"] == {"fp32": 3e11, "bf16": 1e11}
+    assert machine["copy_bytes"] == 1e10
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"machine": {}}', '{"machine": {}, "rows": [{"unknown": 1}]}'])
 def test_file_of_something_else_is_refused(content, tmp_path):
     path = tmp_path / "results.json"
