@@ -9,7 +9,7 @@ start in each. GFLOP/s of a product of (384, 384) matrices by one thread, and of
 ============================= ==== ======= ==================== ========================
 processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via float32
 ============================= ==== ======= ==================== ========================
-AMD Zen 5 (AVX512-BF16)       101  226     not measured         not taken
+AMD Zen 5 (AVX512-BF16)       101  226     940-955              not taken: 220-440
 AMD Zen 3 (AVX2)              68   51-60   2-23                 70-104
 Intel Emerald Rapids, no AMX  160  not     165                  180-310
                                    taken
