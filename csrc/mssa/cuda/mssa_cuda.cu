@@ -68,6 +68,12 @@ bool tensor_cores_take(const Problem& call, int32_t device) {
   return call.dtype != Dtype::f32 && compute_capability(device) >= 80 && shared_limit(device) >= 99 * 1024;
 }
 
+// The backward rounds scale * P_ij (g_i.w_j - ...) to the tokens' dtype. By a scale far below head_dim^-1/2 it would be
+// subnormal in fp16, and multiplied by tokens that are large.
+bool rounds_gradients(const Problem& call) {
+  return call.dtype == Dtype::f16 && call.scores && std::fabs(call.scale) < 0x1p-8f;
+}
+
 // Attends to the tokens themselves, or to a cache.
 void attend(Problem problem, int32_t device) {
   if (tensor_cores_take(problem, device)) return launch_forward(problem, device);
@@ -81,14 +87,14 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
   attend(problem_of(w, call, nullptr, out, lse), device);
 }
 
-// `delta` is scratch of the size of lse.
+// `delta` is scratch of twice the size of lse.
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw, Tensor delta) {
   if (dw.numel() == 0) return;
   const int32_t device = w.get_device_index();
   const OnDevice guard(device);
   Problem problem = problem_of(dout, dlse, w, out, lse, call, dw, delta);
-  if (tensor_cores_take(problem, device)) return launch_backward(problem, device);
+  if (tensor_cores_take(problem, device) && !rounds_gradients(problem)) return launch_backward(problem, device);
   plain::backward(problem, device);
 }
 

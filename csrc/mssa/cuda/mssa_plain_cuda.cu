@@ -39,14 +39,12 @@ void forward(Problem c, int32_t device) {
 }
 
 void backward(Problem c, int32_t device) {
-  if (c.products && !apart(c)) {
-    Launch l = launch_rows(c, device, c.seed == nullptr ? kDeltaShared : kDropoutDeltaShared);
+  if (!apart(c)) {
+    Launch l = launch_rows(c, device, kDeltaShared);
     l.grid /= c.groups;
-    if (c.seed == nullptr) {
-      launch<mssa_plain_delta_kernel>(l, c);
-    } else {
-      launch<mssa_plain_dropout_delta_kernel>(l, c);
-    }
+    if (c.products && c.seed == nullptr) launch<mssa_plain_delta_kernel>(l, c);
+    l.shared_bytes = kMeasureShared;
+    launch<mssa_plain_measure_kernel>(l, c);
   }
   const Launch l = launch_rows(c, device, kBackwardShared);
   if (apart(c)) {

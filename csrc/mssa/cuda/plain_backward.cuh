@@ -10,18 +10,20 @@ namespace crate_kernels::plain {
 
 constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
 
-// L, delta and dlse of a row. An absent row has L = inf, so every weight is 0. A row without keys has L = -inf, and all
-// its weights are masked.
+// L, what rounding took from it, delta and dlse of a row. An absent row has L = inf, so every weight is 0. A row
+// without keys has L = -inf, and all its weights are masked.
 struct Numbers {
-  float lse, delta, dlse;
+  float lse, low, delta, dlse;
+  CRATE_DEVICE float weight(float score) const { return expf(score - lse - low); }
 };
 
 template <bool APART, class Tokens>
 CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
-  if (row >= t.length) return {INFINITY, 0.0f, 0.0f};
+  if (row >= t.length) return {INFINITY, 0.0f, 0.0f, 0.0f};
   const int64_t n = t.row + row;
-  if (APART) return {c.others.lse[n], c.others.delta[n], 0.0f};
-  return {c.lse[n], c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
+  if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], 0.0f};
+  const float low = c.low == nullptr ? 0.0f : c.low[n];
+  return {c.lse[n], low, c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
 }
 
 template <int CHUNKS, bool APART = false>
@@ -104,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
         unroll<kPart>([&](int a) {
           const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
-          float p = own_kept[a] && sees(c.mask, i, j) ? expf(score - row.lse) : 0.0f;
-          const float q = as_queries && row_kept && sees(c.mask, j, i) ? expf(score - own[a].lse) : 0.0f;
+          float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
+          const float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           // Round the products as delta's are. Add dlse after the differences, which may be small.

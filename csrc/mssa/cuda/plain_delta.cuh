@@ -1,6 +1,8 @@
-// delta_i = g_i . out_i, which the backward by fp32 products subtracts from each product g_i.w_j.
+// What the backward by fp32 products needs of each row: delta_i = g_i . out_i, which it subtracts from each product
+// g_i.w_j, and `low`, what rounding took from lse.
 //
-// With dropout it is summed from those products themselves; mma_shift.cuh says why.
+// With dropout delta is summed from those products themselves; mma_shift.cuh says why. So it is where one weight makes
+// up a row and its score is large: a rounding of out, or of lse, is then multiplied by that score.
 #pragma once
 
 #include "plain_forward.cuh"
@@ -8,7 +10,7 @@
 namespace crate_kernels::plain {
 
 constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
-constexpr int64_t kDropoutDeltaShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
+constexpr int64_t kMeasureShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
 
 // Writes delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main kernel's
 // products: if a weight is near 1, out is near w, and g.w - delta cancels.
@@ -62,14 +64,29 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
   }
 }
 
-// The same with dropout, from the products themselves.
-__global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Problem c) {
+// Beyond this, lse is not exact enough, or one of n keys has nearly all of its row's weight.
+constexpr float kMostLse = 16.0f, kMostAboveKeys = 6.0f;
+
+CRATE_DEVICE bool is_far(float lse, int keys) {
+  return fabsf(lse) > kMostLse || lse - logf(static_cast<float>(keys)) > kMostAboveKeys;
+}
+
+// Writes delta from the products themselves, and low: of every row with dropout, else of blocks that have a row far
+// out; of other blocks low = 0 alone.
+__global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
   float* const tile = own_g + kOwned * kPitch;  // (kTile, kChunk)
   const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned;
   if (start >= h.length) return;
+  const int row_here = start + static_cast<int>(threadIdx.x);
+  const bool here = threadIdx.x < kOwned && row_here < h.length;
+  const bool far = here && c.lse[h.row + row_here] > -INFINITY && is_far(c.lse[h.row + row_here], h.length);
+  if (__syncthreads_count(far) == 0 && (c.seed == nullptr || !c.products)) {
+    if (here) c.low[h.row + row_here] = 0.0f;
+    return;
+  }
   const bool* const keep = h.keep(c);
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const Span keys = keys_of(c.mask, {start, start + kOwned}, h.length);
@@ -108,7 +125,10 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_dropout_delta_kernel(Prob
   unroll<kPart>([&](int i) {
     const float sum = row_sum(row[i].sum), total = row_sum(delta[i]);
     const int query = start + t.row_at(i);
-    if (t.column == 0 && query < h.length) c.delta[h.row + query] = sum == 0.0f ? 0.0f : total / sum;
+    if (t.column != 0 || query >= h.length) return;
+    const int64_t at = h.row + query;
+    if (c.products) c.delta[at] = sum == 0.0f ? 0.0f : total / sum;
+    c.low[at] = sum == 0.0f ? 0.0f : row[i].largest - c.lse[at] + logf(sum);
   });
 }
 

@@ -62,6 +62,7 @@ struct Problem {
   Rows w, keys, out, g, dw;   // keys: w, or the cache that w was appended to; g: gradient of out
   float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
   float* delta;               // scratch of lse's size
+  float* low;                 // the same: what rounding took from lse; null: not known
   const float* dlse;          // of lse's size; null: no gradient
   const bool* keep;           // (sequences, seqlen); null: every key
   int32_t* held;              // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
@@ -129,7 +130,7 @@ inline Launch launch_of(Problem& p, int blocks, int threads, int64_t shared_byte
   return {heads * blocks, threads, shared_bytes, 1, current_stream(device)};
 }
 
-// The problem of a backward, which writes `dw` and uses `delta` as scratch.
+// The problem of a backward, which writes `dw` and uses `delta`, of twice the size of lse, as scratch.
 inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& w,
                           const Tensor& out, const Tensor& lse, const MssaCall& call, const Tensor& dw,
                           const Tensor& delta) {
@@ -139,6 +140,7 @@ inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional
   p.access.wide = p.access.wide && p.dw.wide && p.g.wide;
   p.dlse = pointer<const float>(dlse);
   p.delta = static_cast<float*>(delta.data_ptr());
+  p.low = p.delta + lse.numel();
   // The selection of phi = "threshold" is piecewise constant: scores get a gradient from lse only.
   p.values = dout.has_value();
   p.products = p.values && !p.select;

@@ -36,6 +36,12 @@ SHAPES = [
     case("threshold-dropout", 2, 2, 70, 16, phi="threshold", threshold=0.3, magnitude=1.0, dropout_p=0.3),
     case("threshold-packed", 0, 2, 0, 16, phi="threshold", threshold=0.3, magnitude=1.0, lengths=(70, 0, 33)),
     case("pad-scattered-odd-rows", 3, 2, 97, 40, padding="scattered"),
+    # A rounding of lse, or of an out that is nearly one token, times scores that are large.
+    case("far-padded", 2, 1, 45, 42, padding="scattered", magnitude=30.0),
+    case("far-padded-right", 3, 2, 40, 48, padding="right", magnitude=60.0),
+    case("far-dropout", 2, 4, 45, 96, dropout_p=0.3, magnitude=5.0),
+    case("few-keys-padded", 16, 4, 5, 113, padding="scattered", magnitude=1.2),
+    case("few-keys-causal", 16, 4, 3, 255, causal=True, magnitude=1.0),
 ]
 
 
