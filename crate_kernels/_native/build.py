@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from . import libraries, ninja_build
-from .libraries import CUDA_FLAGS, EXTENSION, FLAGS, BuildError
+from .libraries import CUDA_FLAGS, CUDA_LIBRARIES, EXTENSION, FLAGS, BuildError
 from .ninja_build import Recipe, Show
 
 # Turing, Ampere (Ada runs Ampere code), Hopper; Hopper's PTX for newer GPUs.
 CUDA_ARCHS = ("75", "80", "90a", "90+PTX")
 _LEAST_NVCC = (12, 0)  # the first version with sm_90a
+_TORCH_CUDA = "libtorch_cuda.so"
 
 # clang's options for files of one level, isa/<operator>_<level>.cpp. GCC reads the same in csrc/common/cpu/level_*.h.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -144,10 +145,11 @@ def compile_cuda(
         number, ptx = arch.partition("+")[::2]
         codes += ["-gencode", f"arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"]
     folders, headers = cpp_extension.library_paths(), cpp_extension.include_paths()
-    # A CPU PyTorch has no libtorch_cuda: the library then compiles and links, but cannot be loaded.
-    names = [n for n in ("torch_cpu", "torch_cuda") if any((Path(f) / f"lib{n}.so").exists() for f in folders)]
     version = _run([nvcc, "--version"])
     with ninja_build.open_objects(root, "cuda", folder, torch_version, nvcc, version, *archs) as objects:
+        if not any((Path(found) / _TORCH_CUDA).exists() for found in folders):  # a CPU PyTorch
+            _put_stand_in(nvcc, objects.folder)
+            folders.append(str(objects.folder))
         recipe = Recipe(
             # An operator's kernels are in the headers next to its launchers.
             sources=_relative(
@@ -162,7 +164,7 @@ def compile_cuda(
                 *(word for path in headers for word in ("-isystem", path)),
             ],
             link=[nvcc, "-shared", "-cudart=static", "-nodlink"],
-            libraries=[*(f"-L{path}" for path in folders), *(f"-l{name}" for name in names)],
+            libraries=[*(f"-L{path}" for path in folders), *CUDA_LIBRARIES],
             extra={
                 "library.cu": [
                     f"-DCRATE_SOURCES={libraries.cuda_source_hash(objects.sources)}",
@@ -172,6 +174,14 @@ def compile_cuda(
             reports=True,
         )
         ninja_build.build(objects, recipe, target, show, report)
+
+
+def _put_stand_in(nvcc: str, folder: Path) -> None:
+    """Put an empty libtorch_cuda into a folder: what is linked to it asks for PyTorch's own where it is loaded."""
+    source = folder / "stand_in.cu"
+    source.touch()
+    named = ["-Xlinker=-soname", f"-Xlinker={_TORCH_CUDA}", "-o", str(folder / _TORCH_CUDA)]
+    _run([nvcc, "-shared", "-cudart=none", str(source), *named])
 
 
 def find_nvcc() -> str:

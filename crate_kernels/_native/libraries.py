@@ -38,6 +38,8 @@ CUDA_FLAGS = (
     # PyTorch's headers have `long long` constants and members of a newer standard.
     "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
 )
+# PyTorch's libraries are asked for by name even where the linker drops what it takes nothing from.
+CUDA_LIBRARIES = ("-Xlinker=--no-as-needed", "-ltorch_cpu", "-ltorch_cuda")
 
 
 class BuildError(RuntimeError):
@@ -60,7 +62,7 @@ def source_hash(folder: Path) -> str:
 def cuda_source_hash(folder: Path) -> str:
     """Return a hash of the CUDA library's sources and flags."""
     own = [p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")]
-    return _content_hash(CUDA_FLAGS, folder, [*own, *shared_headers(folder)])
+    return _content_hash((*CUDA_FLAGS, *CUDA_LIBRARIES), folder, [*own, *shared_headers(folder)])
 
 
 def shared_headers(folder: Path) -> list[Path]:

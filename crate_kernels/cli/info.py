@@ -68,7 +68,10 @@ def _cuda_facts() -> dict[str, Any]:
     reason = _backend.for_device("cpp", "cuda").missing
     if reason is not None:
         return {"path": None, "reason": reason}
-    path = _extension.load_cuda()
+    try:
+        path = _extension.load_cuda()
+    except OSError as error:
+        return {"path": None, "reason": f"cannot be loaded: {error.__cause__ or error}"}
     return {"path": str(path), **_extension.cuda_build_info(), "kernels": len(_extension.kernel_names())}
 
 

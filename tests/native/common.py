@@ -28,11 +28,13 @@ SLOW_COMPILER = """#!/bin/sh
 case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
 {write}"""
 NVCC = """#!/bin/sh
-# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`.
+# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`. It logs nothing
+# of the empty library that a CPU PyTorch needs.
 case "$*" in
 *--version*) echo "Cuda compilation tools, release {release}, V{release}.0"; exit 0;;
 *--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;
 esac
+case "$*" in *stand_in*) for last; do :; done; touch "$last"; exit 0;; esac
 echo "$@" >> "{log}"
 case "$*" in *-shared*) echo link >> "{log}.links"; sleep 0.3;; esac
 {ending}

@@ -88,6 +88,9 @@ def check(wheel):
             listed = ", ".join(f"{key} {_dotted(version)}" for key, version in sorted(found.versions.items()))
             print(f"{name}: {', '.join(sorted(found.libraries))}; {listed}")
             wrong += [f"{name} {fault}" for fault in faults(found, tag)]
+            # By name: a library that PyTorch has in memory serves only those that ask for it.
+            asked = {"libtorch_cpu.so", *({"libtorch_cuda.so"} if name.endswith("_cuda.so") else ())}
+            wrong += [f"{name} must need {library}" for library in sorted(asked - found.libraries)]
     return wrong
 
 
