@@ -151,6 +151,17 @@ def test_info_calls_nothing_available_that_has_no_device_here(bystander, monkeyp
         assert states["cpp"]["on_cuda"] == {"available": True, "reason": None}
 
 
+def test_info_says_why_the_cuda_library_cannot_be_loaded(monkeypatch, capsys):
+    def refuse():
+        raise OSError("Could not load this library") from OSError("_cuda.so: undefined symbol")
+
+    cpp = backends.for_device("cpp")
+    monkeypatch.setitem(backends._BACKENDS, "cpp", replace(cpp, on_cuda=replace(cpp.on_cuda, missing=None)))
+    monkeypatch.setattr(info._extension, "load_cuda", refuse)
+    assert main(["info"]) == 0
+    assert "cuda library  none: cannot be loaded: _cuda.so: undefined symbol" in capsys.readouterr().out
+
+
 def test_a_reader_that_goes_ends_the_command_without_a_traceback():
     reading, writing = os.pipe()
     os.close(reading)

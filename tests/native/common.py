@@ -28,8 +28,8 @@ SLOW_COMPILER = """#!/bin/sh
 case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
 {write}"""
 NVCC = """#!/bin/sh
-# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`. It logs nothing
-# of the empty library that a CPU PyTorch needs.
+# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`. Of the empty
+# library that a CPU PyTorch needs it logs nothing.
 case "$*" in
 *--version*) echo "Cuda compilation tools, release {release}, V{release}.0"; exit 0;;
 *--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;

@@ -51,10 +51,14 @@ def test_the_extension_needs_pytorch_and_the_system_alone(tmp_path, monkeypatch,
     packed = tmp_path / "crate_kernels-0.1.0-py3-none-manylinux_2_5_x86_64.whl"
     with zipfile.ZipFile(packed, "w") as archive:
         archive.write(extension.PATH, "crate_kernels/_cpu.so")
+        archive.write(extension.PATH, "crate_kernels/_cuda.so")
         archive.writestr("crate_kernels.libs/libtorch_cpu-0123.so", b"")
-    monkeypatch.setattr(wheel, "needs", lambda library: wheel.Needs(set(), {"GLIBC": (2, 17)}, [], set()))
+    found = wheel.Needs({"libtorch_cpu.so"}, {"GLIBC": (2, 17)}, [], set())
+    monkeypatch.setattr(wheel, "needs", lambda library: found)
     monkeypatch.setattr(sys, "argv", ["wheel", str(packed)])
     assert wheel.main() == 1
     said = capsys.readouterr().out
     assert "must hold no library of others, got crate_kernels.libs/libtorch_cpu-0123.so" in said
     assert "needs GLIBC_2.17, later than 2.5 of manylinux_2_5_x86_64" in said
+    assert "crate_kernels/_cuda.so must need libtorch_cuda.so" in said
+    assert "crate_kernels/_cpu.so must need" not in said
