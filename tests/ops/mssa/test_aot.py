@@ -92,7 +92,8 @@ def test_lengths_share_kernels():
     ("options", "pairs"),
     [
         ({}, True),
-        ({"seqlen": 1}, True),
+        ({"seqlen": 2}, True),
+        ({"seqlen": 1}, False),
         ({"seqlen": 256, "dtype": torch.float16, "head_dim": 16}, True),
         ({"seqlen": 257}, False),
         ({"head_dim": 80}, False),

@@ -185,6 +185,38 @@ def test_a_token_alone_among_its_opposites(options, height, dtype, backend, devi
     assert wrong(w.to(device, dtype), options, backend, mask) == []
 
 
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_the_only_token_has_weight_1_and_its_score_is_lse(packed, dtype, backend, device):
+    w = (0.1 * randn(1, 3, 34, device=device)).to(dtype).requires_grad_()
+    options = {"cu_seqlens": offsets([1]).to(device), "max_seqlen": 2} if packed else {}
+    out, lse = mssa(w if packed else w[:, :, None], return_lse=True, backend=backend, **options)
+    g = randn(1, 3, 34, seed=1, dtype=dtype, device=device)
+    assert torch.equal(out.view_as(w), w)
+    assert torch.equal(torch.autograd.grad(out, w, g.view_as(out))[0], g)
+    expected = w.double().square().sum(-1) * 34**-0.5
+    torch.testing.assert_close(lse.double().flatten(), expected.flatten(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_few_keys_of_which_one_has_all_the_weight(seed, backend, device):
+    """A difference to a delta of a rounded out would be multiplied by scores of hundreds."""
+    w = 10 * randn(1, 3, 8, 9, seed=seed, dtype=torch.float32, device=device)
+    assert wrong(w, {}, backend) == []
+
+
+# Triton's interpreter also casts rows past the end, which are not stored.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_large_tokens_around_one_mean_by_a_tiny_scale(backend, device):
+    """The gradient of their scores is subnormal in fp16, and delta of a rounded out mostly that rounding."""
+    mean = 1e4 * torch.nn.functional.normalize(randn(2, 1, 33, seed=1), dim=-1)
+    w = (randn(1, 2, 39, 33) + mean).to(device, torch.float16)
+    assert wrong(w, {"scale": 1e-6}, backend) == []
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("magnitude", [30.0, 1e4])

@@ -206,7 +206,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
                 delta_ptr=column_lse,  # not written
                 **numbers,
                 **sizes.arguments(),
-                PRODUCTS=False,
+                DELTA="",
                 FORM=form.unmasked._replace(BLOCK=_EXTENT_ROWS, TAIL=_EXTENT_ROWS),
             )
         launch.run(

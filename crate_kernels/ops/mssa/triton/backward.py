@@ -89,19 +89,27 @@ def _mssa_bwd_kernel(
 
 
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take registers that wider tiles do not leave
+# The gradient of scores is rounded to the tokens' dtype. By a smaller scale, far below head_dim^-1/2, it would be
+# subnormal in fp16, and multiplied by tokens that are large: fp16 is computed in fp32 then.
+_LEAST_SCALE = 2**-8
+_FEW = 16  # keys, of which one may have nearly all of an fp32 row's weight
 _DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied with all of them
 
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
-    dw = operator.empty_out(w)
-    if dw.numel() == 0:
-        return dw
-    sizes = Launch(w, call)
     select = call.threshold is not None
     # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
     products = dout is not None and not select
     scores = products or dlse is not None
+    dtype = w.dtype
+    wide = dtype == torch.float16 and scores and abs(call.scale) < _LEAST_SCALE
+    if wide:
+        dout, w, out = None if dout is None else dout.float(), w.float(), out.float()
+    dw = operator.empty_out(w)
+    if dw.numel() == 0:
+        return dw.to(dtype)
+    sizes = Launch(w, call)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
     derived = bool(config.pop("DERIVED")) and scores and w.dtype != torch.float32 and not (call.masked or select)
@@ -123,15 +131,16 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     }
     with launch.guard(w.device):
         if products or derived:
-            # Only with dropout does delta walk over keys: else all forms share a kernel.
-            walks = products and call.seed is not None
-            delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
+            # All forms share a kernel, except those whose delta walks over keys.
+            walks = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
+            delta = "" if not products else "weights" if walks else "out"
+            delta_form = (form if delta == "weights" else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
             launch.run(
                 _mssa_bwd_delta_kernel,
                 sizes.heads * num_m,
                 **shared,
                 out=strided(out),
-                PRODUCTS=products,
+                DELTA=delta,
                 FORM=delta_form,
             )
         launch.run(
@@ -147,4 +156,4 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             TERMS=Terms(dout is not None, scores, products, dlse is not None, select and dout is not None, derived),
             **config,
         )
-    return dw
+    return dw.to(dtype)

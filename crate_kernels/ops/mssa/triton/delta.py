@@ -6,7 +6,8 @@ subtracts delta from ``factor g_i.w_j``, and what the rounding took is multiplie
     delta_i = sum_j P_ij R_ij g_i.w_j
 
 from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1: two products per
-tile more than the five of the main kernel.
+tile more than the five of the main kernel. So it is of fp32 tokens with few keys, and of fp16 ones that a tiny scale
+multiplies: they may be so large that g_i . out_i is mostly the rounding of out.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -43,7 +44,8 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
         shrink = tl.exp2((before - base) * LOG2_E)
         p = tl.exp2((s - base[:, None]) * LOG2_E)
         d = tile.products(g, w_n, FORM) * scores.call.keep_factor
-        d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
+        if FORM.DROPOUT:
+            d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
         l_i = l_i * shrink + tl.sum(p, 1)
         delta = delta * shrink + tl.sum(p * d, 1)
     return delta / tl.where(l_i == 0.0, 1.0, l_i)
@@ -53,18 +55,21 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_delta_kernel(
     g, out, w, lse_ptr, factor_ptr, delta_ptr, extent_ptr, nheads, seqlen, total, call, num_m,
-    PRODUCTS: tl.constexpr, FORM: tl.constexpr,
+    DELTA: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write delta of every row, exp(-lse), and the largest |lse| of every FORM.BLOCK rows."""
+    """Write exp(-lse) of every row, the largest |lse| of every FORM.BLOCK rows, and delta by DELTA, unless that is "".
+
+    "out": the product of g and out; "weights": the sum over the row's weights.
+    """
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
     start_m = pid % num_m * BLOCK_M
     head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < head.length
-    if PRODUCTS:
+    if DELTA != "":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-        if FORM.DROPOUT:
+        if DELTA == "weights":
             scores = scores_of(head, seqlen, call, FORM)
             delta = _delta_of_weights(g_m, tokens_of(head, w), scores, start_m, BLOCK_M, FORM)
         else:

@@ -107,9 +107,12 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     many = sizes.heads >= 2 * launch.multiprocessors(w.device)
     softmax = call.threshold is None and call.scale > 0
     # fp16 holds weights down to 2^-24 only: all of a row may be smaller in the bounded form, never in the online one.
-    # A query that does not see itself has a sum without a lower bound.
-    bounded = bounded and softmax and w.dtype != torch.float16 and not call.may_be_empty
-    if pairs and softmax and many and num_m <= MOST_TILES and not (call.masked or call.packed or call.dropout_p):
+    # A query that does not see itself has a sum without a lower bound. A token alone has weight 1, and its score is
+    # lse: exactly in the online form.
+    alone = (sizes.total or sizes.seqlen) == 1
+    bounded = bounded and softmax and w.dtype != torch.float16 and not call.may_be_empty and not alone
+    cut = call.masked or call.packed or call.dropout_p
+    if pairs and softmax and many and num_m <= MOST_TILES and not (cut or alone):
         forward_pairs(w, out, lse, sizes, block_m, config["num_warps"])
         return out, lse
     whole = whole and many and not call.packed and not (call.causal and bounded)
