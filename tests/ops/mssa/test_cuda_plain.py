@@ -10,6 +10,7 @@ from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 from tests.ops.mssa import test_dropout, test_outputs
+from tests.ops.mssa.test_public import wrong
 from tests.tools.emulator.plain import registered
 
 CASES = [case for case in testing.cases("mssa") if case.options.get("phi") not in ("relu", "identity")]
@@ -55,6 +56,15 @@ def plain(library):
 @pytest.mark.parametrize("case", [*CASES, *SHAPES], ids=str)
 def test_within_budget(plain, case, dtype):
     assert over_budget(case, dtype, plain, "cpu") == []
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=str)
+def test_what_rounding_took_from_lse_is_given_back(options, plain):
+    """Of two equal tokens each has half the weight, whatever their score; an lse of thousands is rounded to 2e-4."""
+    w = 140 * torch.nn.functional.normalize(randn(1, 2, 35, 16, dtype=torch.float32), dim=-1).repeat_interleave(
+        2, dim=2
+    )
+    assert wrong(w, {**options, "return_lse": True}, plain) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
