@@ -116,13 +116,13 @@ CRATE_INLINE float max(Vf v) {
   return v[0];
 }
 
-// round_to_integer: to nearest. times_power: p * 2^whole, or 0 if x < -126, where `whole` is x rounded.
+// round_to_integer: to nearest. times_power: p * 2^whole for an integer `whole`, or 0 if whole < -125.
 #if CRATE_LANES == 16
 CRATE_INLINE Vf round_to_integer(Vf x) {
   return (Vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+CRATE_INLINE Vf times_power(Vf p, Vf whole) {
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)whole, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
   return (Vf)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)whole);
 }
 #else
@@ -130,19 +130,21 @@ constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds, with the
 CRATE_INLINE Vf round_to_integer(Vf x) {
   return (x + kMagic) - kMagic;
 }
-CRATE_INLINE Vf times_power(Vf p, Vf whole, Vf x) {
-  // Unsigned arithmetic wraps: for x far below -126 it overflows, and its result is not selected. NaN stays NaN: the
+CRATE_INLINE Vf times_power(Vf p, Vf whole) {
+  // Unsigned arithmetic wraps: far below -125 it overflows, and its result is not selected. NaN stays NaN: the
   // low 9 bits of whole + kMagic are then 0, and nothing is added to p.
-  return select(x < -126.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
+  return select(whole < -125.0f, Vf{}, (Vf)((Vu)p + ((Vu)(whole + kMagic) << 23)));
 }
 #endif
 
-// x = 2^x for x <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 where the result would be subnormal.
+// x = 2^(x - power) for x - power <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 below 2^-125.5, as nothing
+// is subnormal. `power`, null for 0, holds integers: the exponent takes them, so their difference from x is not
+// rounded.
 //
 // Each step runs for all vectors before the next one. Vector after vector, the chains of 12 dependent instructions fill
 // the scheduler, and a forward of 197 tokens takes 4% longer.
 template <int kCount>
-CRATE_INLINE void exp2(Vf (&x)[kCount]) {
+CRATE_INLINE void exp2(Vf (&x)[kCount], const Vf* power = nullptr) {
   // Minimax for the relative error on [-1/2, 1/2], 4e-9, with p(0) = 1.
   const float coefficients[] = {1.34047708e-3f, 9.61772876e-3f, 5.55031840e-2f, 2.40226524e-1f, 6.93147209e-1f, 1.0f};
   Vf whole[kCount], p[kCount];
@@ -156,7 +158,7 @@ CRATE_INLINE void exp2(Vf (&x)[kCount]) {
     for (int n = 0; n < kCount; ++n) p[n] = p[n] * (x[n] - whole[n]) + c;
   }
 #pragma GCC unroll 8
-  for (int n = 0; n < kCount; ++n) x[n] = times_power(p[n], whole[n], x[n]);
+  for (int n = 0; n < kCount; ++n) x[n] = times_power(p[n], power == nullptr ? whole[n] : whole[n] - power[n]);
 }
 CRATE_INLINE Vf exp2(Vf x) {
   Vf one[1] = {x};

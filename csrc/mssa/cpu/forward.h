@@ -68,7 +68,8 @@ class Forward : Head<T> {
     Base::for_each_pair([this](int i, int j) { pair(i, j); });
     for (int b = 0; b < keys_.blocks; ++b) {
       const int first = b * kTile;
-      alignas(64) float totals[kTile], exact[kTile], shifts[kTile];
+      alignas(64) float totals[kTile], exact[kTile];
+      double shifts[kTile];
       for (int n = 0; n < kTile; ++n) {
         totals[n] = total_of(sums_, first + n);
         exact[n] = T::kPair == 2 ? total_of(exact_sums_, first + n) : totals[n];
@@ -114,9 +115,11 @@ class Forward : Head<T> {
     }
   }
 
-  // Shifts rows by a bound of their scores; NaN: there is none. True if all rows have one.
+  // Takes from the exponents of each row's weights a bound of its scores; shift NaN: there is none. True if all have
+  // one.
   bool bound_scores(Block& b) const {
     bool bounded = true;
+    b.powered = false;
     for (int r = 0; r < kTile; ++r) {
       const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
       bool safe = p_.scale > 0 && keys_.count > 1 && bound <= kSafeHeight;
@@ -131,9 +134,12 @@ class Forward : Head<T> {
         own = half_norm(staging_ + r * width, width, factor_);
         safe = own <= kSafeHeight && b.stop[r] - b.first[r] > 1;
       }
-      b.shift[r] = safe ? own + bound : NAN;
+      b.power[r] = safe ? own + bound : 0.0f;
+      b.shift[r] = safe ? 0.0f : NAN;
+      b.powered = b.powered || safe;
       bounded = bounded && safe;
     }
+    b.shifted = !bounded;
     return bounded;
   }
 
@@ -146,6 +152,7 @@ class Forward : Head<T> {
       // Probabilities must be known before they are compared: one pass for the sums alone.
       for (int j = b.tiles.first; j < b.tiles.stop; ++j) row_tile(b, queries, j, sums, nullptr);
       for (int r = 0; r < b.count; ++r) b.shift[r] += log2f(sum(load(sums + r * kLanes)));
+      b.shifted = true;
     }
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       row_tile(b, queries, j, p_.threshold ? nullptr : sums, exact_sums);
@@ -160,11 +167,13 @@ class Forward : Head<T> {
     }
     if (!head_.itself && lost(b, sums)) return false;
     alignas(64) float totals[kTile], exact[kTile];
+    double shifts[kTile];
     for (int r = 0; r < kTile; ++r) {
       totals[r] = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
       exact[r] = T::kPair == 1 ? totals[r] : sum(load(exact_sums + r * kLanes));
+      shifts[r] = static_cast<double>(b.shift[r]) + b.power[r];
     }
-    finish(b.token, b.count, out, totals, exact, b.shift);
+    finish(b.token, b.count, out, totals, exact, shifts);
     return true;
   }
 
@@ -187,7 +196,8 @@ class Forward : Head<T> {
   }
 
   // Writes out and lse of up to kTile tokens. Totals of rounded and of exact weights, 0 for a row without keys.
-  void finish(const int32_t* token, int count, float* out, const float* total, const float* exact, const float* shift) {
+  void finish(const int32_t* token, int count, float* out, const float* total, const float* exact,
+              const double* shift) {
     double logs[kTile];
     for (int n = 0; n < kTile; ++n) logs[n] = log2_of(exact[n]);
     for (int n = 0; n < count; ++n) {

@@ -92,8 +92,8 @@ CRATE_INLINE bool owns_block(int block, int part, int parts) {
   return part == (place < parts ? place : 2 * parts - 1 - place);
 }
 
-// h = S_ii / 2 in bits, rounded to an integer. Any value near S_ii / 2 serves. Sums of integers and products with 2^h
-// are exact, so neither the shifts of the scores nor the masses of the values are rounded.
+// h = S_ii / 2 in bits, rounded to an integer. Any value near S_ii / 2 serves. Integers are subtracted from exponents,
+// and products with 2^h are exact, so neither the scores nor the masses of the values are rounded.
 CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
   const float magic = 12582912.0f;
   const float h = 0.5f * factor * row_dot(row, row, width);
@@ -121,13 +121,14 @@ struct Extent {
   bool safe() const { return most - least <= kSafeSpread && most <= kSafeHeight; }
 };
 
-// A block of queries, the keys [first, stop) that each sees, and the shifts of their scores.
+// A block of queries, the keys [first, stop) that each sees, and what is subtracted from their scores.
 struct Block {
   int count;
   Span any, all;  // keys between the first and the last that some row sees; keys that every row sees
   Span tiles;     // of `any`
   int32_t token[kTile], first[kTile], stop[kTile];
-  alignas(64) float shift[kTile];
+  alignas(64) float shift[kTile], power[kTile];  // power: integers
+  bool shifted = true, powered = false;          // whether a row has one
 
   bool has_keys(int r) const { return r < count && first[r] < stop[r]; }
   int columns(int j) const { return in_block(any.stop, j); }
@@ -268,7 +269,8 @@ class Head {
 
   Scores row_scores(const Block& b, const float* queries, int j) const {
     Scores s = scores(queries, b.count, j, b.columns(j));
-    s.row_shift = b.shift;
+    s.row_shift = b.shifted ? b.shift : nullptr;
+    s.row_power = b.powered ? b.power : nullptr;
     // Mask padding too. Its score is 0, and all other scores of the row may be so far below 0 that its weight would be
     // infinite. Infinity times a mass of 0 is NaN.
     if (b.cuts(j)) {
@@ -290,14 +292,14 @@ class Head {
 
   Scores pair_scores(int i, int j) const {
     Scores s = scores(key_panels_ + panel_at(i), in_block(keys_.count, i), j, in_block(keys_.count, j));
-    s.row_shift = half_norm_ + i * kTile;
-    s.column_shift = half_norm_ + j * kTile;
+    s.row_power = half_norm_ + i * kTile;
+    s.column_power = half_norm_ + j * kTile;
     s.row_mass = mass_ + i * kTile;
     s.symmetric = i == j;
     return s;
   }
 
-  // Shift the rows whose shift is NaN by the maximum of their scores.
+  // Shifts the rows whose shift is NaN by the maximum of their scores.
   void shift_by_maxima(Block& b, const float* queries) const {
     alignas(64) float maxima[kTile * kLanes];
     for (int n = 0; n < kTile * kLanes; ++n) maxima[n] = -INFINITY;
@@ -305,7 +307,9 @@ class Head {
     for (int r = 0; r < kTile; ++r) {
       if (b.shift[r] == b.shift[r]) continue;
       b.shift[r] = b.has_keys(r) ? max(load(maxima + r * kLanes)) : kNoKeys;
+      b.power[r] = 0.0f;
     }
+    b.shifted = true;
   }
 
   // Every key counts once, padding of the last tile not at all.

@@ -32,11 +32,12 @@ CRATE_INLINE void add_columns(const Sums& sums, int j, const float* tile) {
 // Inputs of the tile of query block i and key block j; arrays start at the tile's tokens.
 struct Scores {
   const float *query_panel, *key_panel;
-  int words;                    // a token's channels
-  int rows, columns;            // tokens in the tile
-  float factor;                 // scale * log2(e)
-  const float* row_shift;       // weight = 2^(factor * w_i . w_j - row_shift_i - column_shift_j)
-  const float* column_shift;    // null: 0
+  int words;          // a token's channels
+  int rows, columns;  // tokens in the tile
+  float factor;       // scale * log2(e)
+  // weight = 2^(factor * w_i . w_j - row_shift_i - row_power_i - column_power_j); null: 0. Powers are integers, and not
+  // rounded to the precision of what they are subtracted from.
+  const float *row_shift, *row_power, *column_power;
   const int32_t *first, *stop;  // keys [first, stop) that each row sees; null: all of the tile
   int start;                    // the tile's first key
   const float* column_mass;     // factor of a column's weight in the row sums
@@ -79,40 +80,48 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
   }
 }
 
-// e = 2^(factor * e - shifts), four vectors at a time.
-template <int kRows, int kColumns>
+// e = 2^(factor * e - shifts - powers), four vectors at a time.
+template <bool kShift, bool kPower, int kRows, int kColumns>
 CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
   constexpr int kCount = kRows * kColumns, kStep = kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
 #pragma GCC unroll 24
   for (int first = 0; first < kCount; first += kStep) {
-    Vf x[kStep];
+    Vf x[kStep], power[kStep];
 #pragma GCC unroll 4
     for (int n = 0; n < kStep; ++n) {
       const int r = (first + n) / kColumns, v = (first + n) % kColumns;
-      Vf shift = splat(s.row_shift[r0 + r]);
-      if (s.column_shift != nullptr) shift += load(s.column_shift + j0 + v * kLanes);
       // Round before the shift, as maxima are rounded. So the largest weight of a row that is shifted by its maximum is
       // exactly 1, and a symmetric pair has one weight, wherever in a tile it is computed.
-      x[n] = rounded(e[r][v] * s.factor) - shift;
+      x[n] = rounded(e[r][v] * s.factor);
+      if (kShift) x[n] -= s.row_shift[r0 + r];
+      if (kPower) power[n] = splat(s.row_power[r0 + r]);
+      if (kPower && s.column_power != nullptr) power[n] += load(s.column_power + j0 + v * kLanes);
     }
-    exp2(x);
+    exp2(x, kPower ? power : nullptr);
 #pragma GCC unroll 4
     for (int n = 0; n < kStep; ++n) e[(first + n) / kColumns][(first + n) % kColumns] = x[n];
   }
 }
 
-// weights = 2^(scores - shifts), their sums by row and, for the symmetric pair, by column.
+template <int kRows, int kColumns>
+CRATE_INLINE void weigh(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
+  if (s.row_power == nullptr) return exponentials<true, false>(s, r0, j0, e);
+  if (s.row_shift == nullptr) return exponentials<false, true>(s, r0, j0, e);
+  exponentials<true, true>(s, r0, j0, e);
+}
+
+// weights = 2^(scores - shifts - powers), their sums by row and, for the symmetric pair, by column.
 template <class T>
 void compute_weights(const Scores& s, Tile<T>& weights) {
   const ChannelProducts<T> products(s.query_panel, s.key_panel, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
-    const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+    const auto tile = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
       const int j0 = v0 * kLanes;
       Vf e[kRows][kColumns] = {};
       products.template add<kLong>(e, r0, j0);
-      exponentials<kRows, kColumns>(s, r0, j0, e);
+      weigh(s, r0, j0, e);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       if (s.first != nullptr) {
         for_each_vector(
@@ -126,7 +135,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
       weights.template put<kRows, kColumns>(e, r0, v0);
       add_sums(e, s, s.sums, r0, j0);
     };
-    for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
+    for_groups<T>(s.rows, s.columns, s.symmetric, tile);
   });
   weights.complete(s.rows, s.columns, s.symmetric);
 }

@@ -1,6 +1,7 @@
 """The C++ extension's own promises: levels, threads, strides, row tails, symbols, and its numbers on drawn cases."""
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def failures(case, dtype, backend="cpp"):
-    inputs = testing.make_inputs(case, dtype)
+def failures(case, dtype, backend="cpp", inputs=None):
+    inputs = inputs or testing.make_inputs(case, dtype)
     eager = testing.run(case, inputs, "reference")
     exact = testing.run(case, inputs.to(torch.float64), "reference")
     return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, dtype) if not m.passed]
@@ -279,6 +280,19 @@ THRESHOLD = {"phi": "threshold", "threshold": 0.9, "return_lse": True}
 def test_gradients_of_saturated_rows(shape, options, magnitude, dtype):
     """Neither an output in fp16 nor a large lse is exact enough to take the gradient's terms from."""
     assert failures(testing.Case("mssa", "saturated", shape, options, magnitude=magnitude), dtype) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", ["", "scattered"])
+@pytest.mark.parametrize("height", [30.0, 62.0, 70.0, 85.0, 100.0])
+def test_tokens_of_small_norm_beside_a_large_one(height, padding, causal):
+    """Half the large one's score bounds those of every row, which must not be rounded to its precision."""
+    case = testing.Case("mssa", "outlier", (2, 4, 48, 32), {"causal": causal, "return_lse": True}, padding=padding)
+    inputs = testing.make_inputs(case, torch.float32)
+    w = inputs.differentiable["w"].detach() * 0.3
+    w[:, :, :1] *= (height * 2 * 32**0.5 * math.log(2) / w[:, :, :1].square().sum(-1, keepdim=True)).sqrt()
+    inputs.differentiable["w"].data.copy_(w)
+    assert failures(case, torch.float32, inputs=inputs) == []
 
 
 @pytest.mark.parametrize("head_dim", [26, 65, 96, 129])
