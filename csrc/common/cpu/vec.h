@@ -151,14 +151,18 @@ CRATE_INLINE void exp2(Vf (&x)[kCount], const Vf* power = nullptr) {
 #pragma GCC unroll 8
   for (int n = 0; n < kCount; ++n) whole[n] = round_to_integer(x[n]);
 #pragma GCC unroll 8
+  for (int n = 0; n < kCount; ++n) x[n] -= whole[n];
+#pragma GCC unroll 8
+  for (int n = 0; power != nullptr && n < kCount; ++n) whole[n] -= power[n];
+#pragma GCC unroll 8
   for (int n = 0; n < kCount; ++n) p[n] = splat(1.55889820e-4f);
 #pragma GCC unroll 8
   for (const float c : coefficients) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kCount; ++n) p[n] = p[n] * (x[n] - whole[n]) + c;
+    for (int n = 0; n < kCount; ++n) p[n] = p[n] * x[n] + c;
   }
 #pragma GCC unroll 8
-  for (int n = 0; n < kCount; ++n) x[n] = times_power(p[n], power == nullptr ? whole[n] : whole[n] - power[n]);
+  for (int n = 0; n < kCount; ++n) x[n] = times_power(p[n], whole[n]);
 }
 CRATE_INLINE Vf exp2(Vf x) {
   Vf one[1] = {x};
