@@ -150,6 +150,8 @@ def test_weights_of_a_file_fit_another_input(name, given, tmp_path):
     wide = gray.expand(-1, 3, -1, -1)
     assert model(gray.expand(-1, channels, -1, -1)).shape[0] == 2
     if size == 32:
+        # In float64: what layers make of a rounding is not what is asked.
+        source, model, gray, wide = source.double(), model.double(), gray.double(), wide.double()
         wanted, found = (m.forward_features(g) for m, g in ((source, wide), (model, gray.expand(-1, channels, -1, -1))))
         assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         if model.num_classes == 5:

@@ -29,6 +29,26 @@ def test_a_huge_bias_that_no_token_has(backend, device):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_an_infinite_bias_that_no_token_has(backend, device, count):
+    """A gradient of 0 times it is NaN. Nine sequences are summed in parts."""
+    w, temp, bias = randn(4 * count, 3, 17, dtype=torch.float32), torch.ones(3), torch.zeros(3, 12)
+    expected = gradients(w, temp, bias, backend, [4] * count, 4)
+    bias[1:, 9] = -torch.inf
+    found = gradients(w, temp, bias, backend, [4] * count, 11)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_an_infinite_bias_of_an_empty_batch(backend, device):
+    w, temp, bias = torch.zeros(0, 3, 5, 17), torch.ones(3), torch.full((3, 5), -torch.inf)
+    leaves = [x.requires_grad_() for x in (w, temp, bias)]
+    out = tssa(*leaves[:2], causal=True, denom_bias=bias, backend=backend)
+    _, *found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all((x == 0).all() for x in found)
+
+
 @NUMPY
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_an_infinite_token_leaves_the_bias_of_other_positions(backend, device):

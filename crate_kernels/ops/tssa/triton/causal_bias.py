@@ -23,12 +23,13 @@ from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, power_of_two
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows
 
 
-@triton.jit(do_not_specialize=(*RUNTIME, "share"))
+@triton.jit(do_not_specialize=(*RUNTIME, "share", "nlengths"))
 def _tssa_causal_dbias_kernel(
     dlogit_ptr,
     temp_ptr,
     bias_ptr,
     cu_seqlens_ptr,
+    lengths_ptr,
     dbias_ptr,
     dtemp_ptr,
     stride_bh,
@@ -36,6 +37,7 @@ def _tssa_causal_dbias_kernel(
     stride_pb,
     stride_ph,
     nsequences,
+    nlengths,
     share,
     seqlen,
     total,
@@ -44,7 +46,11 @@ def _tssa_causal_dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given a bias, make ddenom_bias and dtemp."""
+    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given a bias, make ddenom_bias and dtemp.
+
+    The bias is read as far as the longest of the ``nlengths`` sequences of ``lengths_ptr``: behind it, it may be -inf,
+    and no gradient times that is NaN.
+    """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
     nblocks = tl.maximum(tl.cdiv(seqlen, BLOCK_N), 1)
     block, part = tl.program_id(0) % nblocks, tl.program_id(0) // nblocks
@@ -55,7 +61,13 @@ def _tssa_causal_dbias_kernel(
         at = tl.cast(index, tl.int64) * stride_pb + start
         acc += tile.load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
     if bias_ptr is not None:
-        inside = (rows < seqlen)[:, None] & (heads < NHEADS)[None, :]
+        longest = tl.where(nlengths > 0, seqlen, 0)
+        if lengths_ptr is not None:
+            longest = 0
+            for index in tl.range(0, nlengths):
+                _, count = sequence_bounds(lengths_ptr, index, seqlen, total, True)
+                longest = tl.maximum(longest, tl.cast(count, tl.int32))
+        inside = (rows < longest)[:, None] & (heads < NHEADS)[None, :]
         places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
         bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
         # The bias enters the similarity once per channel.
@@ -77,6 +89,7 @@ def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor
     arguments = {"dlogit_ptr": dlogit, "temp_ptr": temp, "dtemp_ptr": dtemps, "BLOCK_N": block, "num_warps": 4}
     arguments |= {"stride_bh": denom_bias.stride(0), "stride_bs": denom_bias.stride(1), "BLOCK_H": power_of_two(heads)}
     arguments |= {name: shared[name] for name in names}
+    arguments |= {"lengths_ptr": shared["cu_seqlens_ptr"], "nlengths": sizes.nsequences}
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)
