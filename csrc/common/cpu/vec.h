@@ -137,8 +137,8 @@ CRATE_INLINE Vf times_power(Vf p, Vf whole) {
 }
 #endif
 
-// x = 2^(x - power) for x - power <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 below 2^-125.5, as nothing
-// is subnormal. `power`, null for 0, holds integers: the exponent takes them, so their difference from x is not
+// x = 2^(x - power) for x - power <= 126: exact at 0, within 2 ulp elsewhere, and exactly 0 below 2^-125.5, so that
+// none is subnormal. `power`, null for 0, holds integers: the exponent takes them, so their difference from x is not
 // rounded.
 //
 // Each step runs for all vectors before the next one. Vector after vector, the chains of 12 dependent instructions fill

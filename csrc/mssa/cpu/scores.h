@@ -82,7 +82,7 @@ CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, cons
 
 // e = 2^(factor * e - shifts - powers), four vectors at a time.
 template <bool kShift, bool kPower, int kRows, int kColumns>
-CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
+CRATE_INLINE void exponentials_less(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
   constexpr int kCount = kRows * kColumns, kStep = kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
 #pragma GCC unroll 24
   for (int first = 0; first < kCount; first += kStep) {
@@ -104,10 +104,10 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
 }
 
 template <int kRows, int kColumns>
-CRATE_INLINE void weigh(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
-  if (s.row_power == nullptr) return exponentials<true, false>(s, r0, j0, e);
-  if (s.row_shift == nullptr) return exponentials<false, true>(s, r0, j0, e);
-  exponentials<true, true>(s, r0, j0, e);
+CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][kColumns]) {
+  if (s.row_power == nullptr) return exponentials_less<true, false>(s, r0, j0, e);
+  if (s.row_shift == nullptr) return exponentials_less<false, true>(s, r0, j0, e);
+  exponentials_less<true, true>(s, r0, j0, e);
 }
 
 // weights = 2^(scores - shifts - powers), their sums by row and, for the symmetric pair, by column.
@@ -116,12 +116,12 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
   const ChannelProducts<T> products(s.query_panel, s.key_panel, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;
-    const auto tile = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
+    const auto weigh = [&](auto rows, int r0, auto columns, int v0) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kColumns = decltype(columns)::value;
       const int j0 = v0 * kLanes;
       Vf e[kRows][kColumns] = {};
       products.template add<kLong>(e, r0, j0);
-      weigh(s, r0, j0, e);
+      exponentials(s, r0, j0, e);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       if (s.first != nullptr) {
         for_each_vector(
@@ -135,7 +135,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
       weights.template put<kRows, kColumns>(e, r0, v0);
       add_sums(e, s, s.sums, r0, j0);
     };
-    for_groups<T>(s.rows, s.columns, s.symmetric, tile);
+    for_groups<T>(s.rows, s.columns, s.symmetric, weigh);
   });
   weights.complete(s.rows, s.columns, s.symmetric);
 }

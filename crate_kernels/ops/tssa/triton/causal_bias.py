@@ -64,9 +64,10 @@ def _tssa_causal_dbias_kernel(
         longest = tl.where(nlengths > 0, seqlen, 0)
         if lengths_ptr is not None:
             longest = 0
-            for index in tl.range(0, nlengths):
-                _, count = sequence_bounds(lengths_ptr, index, seqlen, total, True)
-                longest = tl.maximum(longest, tl.cast(count, tl.int32))
+            for start in tl.range(0, nlengths, BLOCK_N):
+                indices = tl.minimum(start + tl.arange(0, BLOCK_N), nlengths - 1)
+                _, counts = sequence_bounds(lengths_ptr, indices, seqlen, total, True)
+                longest = tl.maximum(longest, tl.max(counts, 0))
         inside = (rows < longest)[:, None] & (heads < NHEADS)[None, :]
         places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
         bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
