@@ -4,7 +4,9 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -221,6 +223,44 @@ def test_threads_without_a_core_do_not_spin_for_one(threads, one_core):
             last = time.process_time() - start
         spent.append(last)
     assert spent[1] < 8 * spent[0], spent
+
+
+# call() returns its time and the CPU time of the other threads. It is long: the stop falls into a region.
+STOPPED = """
+import time, torch
+from crate_kernels import mssa
+torch.set_num_threads(2)
+w = torch.randn(8, 8, 512, 64)
+def call():
+    start, own, all = time.monotonic(), time.thread_time(), time.process_time()
+    mssa(w, backend="cpp")
+    return time.monotonic() - start, time.process_time() - all - (time.thread_time() - own)
+call()
+print("ready", flush=True)
+while call()[0] < 1.0:
+    pass
+end = time.monotonic() + 10.0
+while time.monotonic() < end:
+    if call()[1] > 0.01:
+        print("shared")
+        break
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs a signal that stops a process")
+def test_threads_work_again_soon_after_the_process_was_stopped():
+    """A region in which the process was stopped took longer than its threads ran, through no fault of theirs."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.3)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            process.send_signal(signal.SIGCONT)
+            found, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert found == "shared\n", "one thread worked alone for ten seconds"
 
 
 STRIDES = {
