@@ -1,9 +1,9 @@
-"""Offsets, masks, lengths and caches may have any strides, on every backend: what is read is what is there."""
+"""Offsets, masks, lengths and caches may have any strides, and masks any bytes, on every backend."""
 
 import pytest
 import torch
 
-from crate_kernels import ista, ista_overcomplete, mssa
+from crate_kernels import ista, ista_overcomplete, mssa, tssa
 from tests.ops.common import backends, offsets, outputs_and_gradients, padding, randn
 from tests.ops.decoding import attend, calls, contents, new_cache, tokens
 
@@ -40,6 +40,36 @@ def test_masks_and_offsets(backend, device, packed, causal, lay):
 
     expected = outputs_and_gradients(call(lambda t: t), w)
     torch.testing.assert_close(outputs_and_gradients(call(lay), w), expected, rtol=0, atol=0)
+
+
+def large_bytes(mask):
+    """Return the same mask with 255 for True: a view of bytes as bool."""
+    return (mask.to(torch.uint8) * 255).view(torch.bool)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("keep", ["right", "scattered"])
+@pytest.mark.parametrize(
+    ("op", "backend", "device"),
+    [pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks) for op in ("mssa", "tssa") for p in backends(op)],
+)
+def test_any_byte_of_a_mask_but_zero_is_true(op, backend, device, keep, causal):
+    w, mask = randn(BATCH, HEADS, SEQLEN, HEAD_DIM, device=device).float(), padding(keep, BATCH, SEQLEN).to(device)
+    attention = mssa if op == "mssa" else lambda w, **options: tssa(w, torch.ones(HEADS, device=device), **options)
+    expected, found = (
+        outputs_and_gradients(lambda w, m=m: attention(w, causal=causal, key_padding_mask=m, backend=backend), w)
+        for m in (mask, large_bytes(mask))
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@EACH
+def test_any_byte_of_a_mask_but_zero_keeps_a_new_token(op, backend, device):
+    results, mask = [], torch.arange(5, device=device) < torch.tensor([[5], [1], [3]], device=device)
+    for keep in (mask, large_bytes(mask)):
+        cache = new_cache(op, device=device)
+        results.append([*attend(op, tokens(5, device=device), backend, cache, keep), *contents(cache)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @STRIDED

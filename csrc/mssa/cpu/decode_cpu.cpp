@@ -14,8 +14,8 @@ constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a ta
 constexpr int64_t kLeastShare = 1 << 16;
 
 struct Sequence {
-  int64_t start;     // cached tokens before the new ones
-  const bool* keep;  // the new tokens that are kept; null: all
+  int64_t start;        // cached tokens before the new ones
+  const uint8_t* keep;  // not 0: the new token is kept; null: all are
 };
 
 // The heads of a tensor. Reading strides from a tensor is a call into PyTorch: once, not for every head.
@@ -44,7 +44,7 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
   };
   const bool whole = w.dim_stride == 1 && keys.dim_stride == 1;
   for (int64_t i = 0, end = s.start; i < tokens && end < capacity; ++i) {
-    if (s.keep != nullptr && !s.keep[i]) continue;
+    if (s.keep != nullptr && s.keep[i] == 0) continue;
     if (whole) {
       std::memcpy(at(keys, end, 0), at(w, i, 0), p.head_dim * item);
     } else {
@@ -59,7 +59,8 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;
   int32_t* const held = static_cast<int32_t*>(lengths.data_ptr());
-  const bool* const mask = call.key_padding_mask ? static_cast<bool*>(call.key_padding_mask->data_ptr()) : nullptr;
+  const uint8_t* const mask =
+      call.key_padding_mask ? static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) : nullptr;
   std::vector<Sequence> sequences(batch);
   std::vector<int32_t> visible(batch * tokens);
   int64_t longest = 0;
@@ -68,7 +69,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     s = {held[b], mask == nullptr ? nullptr : mask + b * tokens};
     int64_t end = s.start;
     for (int64_t i = 0; i < tokens; ++i) {
-      end += s.keep == nullptr || s.keep[i];
+      end += s.keep == nullptr || s.keep[i] != 0;
       visible[b * tokens + i] = static_cast<int32_t>(std::min(end, capacity));
     }
     held[b] = static_cast<int32_t>(std::min(end, capacity));

@@ -40,7 +40,7 @@ struct Keys {
     blocks = (count + kTile - 1) / kTile;
     for (int n = count; n < blocks * kTile; ++n) token[n] = 0;
   }
-  static bool kept(const MssaHead& head, int64_t t) { return head.keep == nullptr || head.keep[t]; }
+  static bool kept(const MssaHead& head, int64_t t) { return head.keep == nullptr || head.keep[t] != 0; }
 };
 
 // Row width of the staging buffer: whole vectors, and whole words of two elements.

@@ -45,7 +45,7 @@ struct MssaHead {
   uint32_t counter;                // batch * nheads + head, for dropout
   MssaView w, out, dout, dw;
   MssaView keys;
-  const bool* keep;  // marks the tokens that are keys; null: all
+  const uint8_t* keep;  // not 0: the token is a key; null: all are. A byte of a bool tensor may be any number.
   float* lse;
   const float* dlse;     // null: no gradient
   const float* delta;    // of the queries, less dlse; null: to be computed from out. If given, lse is over more keys.

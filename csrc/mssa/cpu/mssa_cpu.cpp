@@ -37,7 +37,7 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
       if (t.dout != nullptr) head.dout = view(*t.dout, packed, b, h, first);
       if (t.dw != nullptr) head.dw = view(*t.dw, packed, b, h, first);
       if (call.key_padding_mask.has_value()) {
-        head.keep = static_cast<const bool*>(call.key_padding_mask->data_ptr()) + b * total;
+        head.keep = static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) + b * total;
       }
       const int64_t row = packed ? h * total + first : (b * nheads + h) * total;
       head.lse = static_cast<float*>(t.lse.data_ptr()) + row;

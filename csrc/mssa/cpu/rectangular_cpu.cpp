@@ -43,7 +43,7 @@ MssaHead meet(const Range& queries, const Range& keys, bool itself, int64_t b, i
   head.w = view(queries.w, false, b, h, 0);
   head.keys = view(keys.w, false, b, h, 0);
   if (queries.dout != nullptr) head.dout = view(*queries.dout, false, b, h, 0);
-  if (keys.mask.has_value()) head.keep = static_cast<const bool*>(keys.mask->data_ptr()) + b * keys.tokens();
+  if (keys.mask.has_value()) head.keep = static_cast<const uint8_t*>(keys.mask->data_ptr()) + b * keys.tokens();
   head.lse = floats(queries.lse);
   head.delta = floats(queries.delta);
   return head;

@@ -43,7 +43,7 @@ struct Head {
   }
 
   // Padding mask of the sequence; null: every token is a key.
-  CRATE_DEVICE const bool* keep(const Problem& call) const {
+  CRATE_DEVICE const uint8_t* keep(const Problem& call) const {
     return call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(sequence) * call.seqlen;
   }
 };
@@ -58,9 +58,9 @@ struct CacheSpace {
 CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
   const int held = min(max(call.held[head.sequence], 0), call.capacity);
   int kept = call.seqlen;
-  if (const bool* const keep = head.keep(call)) {
+  if (const uint8_t* const keep = head.keep(call)) {
     kept = 0;
-    for (int n = threadIdx.x % kWarp; n < call.seqlen; n += kWarp) kept += keep[n];
+    for (int n = threadIdx.x % kWarp; n < call.seqlen; n += kWarp) kept += keep[n] != 0;
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) kept += __shfl_xor_sync(kAllLanes, kept, step);
   }
@@ -69,8 +69,8 @@ CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
 
 // The keys of a forward: the rows themselves, or the tokens of a cache.
 struct Keys {
-  int before, length;  // keys before the first row, and all keys
-  const bool* keep;    // null: every key
+  int before, length;   // keys before the first row, and all keys
+  const uint8_t* keep;  // null: every key
 
   CRATE_DEVICE Keys(const Problem& call, const Head& head) : before(0), length(head.length), keep(nullptr) {
     if (call.held == nullptr) {

@@ -67,7 +67,7 @@ struct Gradient {
   }
 
   // Adds the terms of 16 rows i from `other` on to the owned rows, the first of which is `row`.
-  CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const bool* mask, uint64_t seed,
+  CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const uint8_t* mask, uint64_t seed,
                              const Others<T>& tile, int row, int other, Terms terms, Roles roles) {
     const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};

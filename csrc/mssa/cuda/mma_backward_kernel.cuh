@@ -8,8 +8,8 @@ namespace crate_kernels::mssa {
 // Adds all tiles of COLUMNS rows. Two tiles are in shared memory: one is copied while the other is used.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* stages, const Problem& call,
-                       const Head& head, const View<const T>& w, const View<const T>& g, const bool* mask, Span block,
-                       int row, Terms terms) {
+                       const Head& head, const View<const T>& w, const View<const T>& g, const uint8_t* mask,
+                       Span block, int row, Terms terms) {
   const uint64_t seed = seed_of(call);
   const Span tiles = tiles_of(partners_of(call.mask, block, head.length, terms.scores), COLUMNS);
   const Span own = {row, row + 16 * ROWS16};
@@ -49,7 +49,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
   const View<const T> w = head.view<const T>(call, call.w);
   const View<const T> g = head.view<const T>(call, call.g);
-  const bool* const mask = head.keep(call);
+  const uint8_t* const mask = head.keep(call);
   // Derived again: read from `call`, they cost 9 registers on sm_80 in heads of 256 channels.
   const bool values = call.values, products = values && !call.select;
   const bool scores = products || call.dlse != nullptr;

@@ -31,7 +31,7 @@ struct RowState {
 
 // The mask of a warp's rows: keys that a row may see, weights that dropout keeps.
 struct RowMask {
-  const bool* keep;  // of this sequence
+  const uint8_t* keep;  // of this sequence
   uint64_t seed;
   float scale;  // magnitude; the left operand has the sign
   int length;   // of the keys

@@ -88,7 +88,7 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   T* const tile = own_g + kRows * DIM;
   const View<const T> w = head.view<const T>(call, call.w);
   const View<const T> g = head.view<const T>(call, call.g);
-  const bool* const keep = head.keep(call);
+  const uint8_t* const keep = head.keep(call);
   const uint64_t seed = seed_of(call);
   const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;
   const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;

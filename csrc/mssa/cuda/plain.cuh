@@ -51,11 +51,11 @@ CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
 struct Others {
   int before, start;  // places of the first row and of the first token
   int length;
-  const bool* keep;  // null: every token is a key
-  int64_t row;       // of tensors of a number per token
+  const uint8_t* keep;  // null: every token is a key
+  int64_t row;          // of tensors of a number per token
 };
 
-CRATE_DEVICE Others itself(const Head& h, const bool* keep) {
+CRATE_DEVICE Others itself(const Head& h, const uint8_t* keep) {
   return {0, 0, h.length, keep, h.row};
 }
 CRATE_DEVICE Others another_range(const Problem& c, const Head& h) {

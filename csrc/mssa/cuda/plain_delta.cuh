@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
     if (here) c.low[h.row + row_here] = 0.0f;
     return;
   }
-  const bool* const keep = h.keep(c);
+  const uint8_t* const keep = h.keep(c);
   const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
   const Span keys = keys_of(c.mask, {start, start + kOwned}, h.length);
   const int begin = keys.first / kTile * kTile;

@@ -52,7 +52,7 @@ inline int head_dim_of(const Tensor& w) {
 struct Range {
   Rows g;                    // gradient of its out
   const float *lse, *delta;  // (sequences, nheads, count)
-  const bool* keep;          // (sequences, count); null: every token is a key
+  const uint8_t* keep;       // (sequences, count); null: every token is a key
   int count, start;          // its tokens, and the place of the first
   int row_start;             // place of the first row
   int first_head, nheads;    // heads before those that are here, and all heads: dropout counts them
@@ -64,7 +64,7 @@ struct Problem {
   float* delta;               // scratch of lse's size
   float* low;                 // the same: what rounding took from lse; null: not known
   const float* dlse;          // of lse's size; null: no gradient
-  const bool* keep;           // (sequences, seqlen); null: every key
+  const uint8_t* keep;        // (sequences, seqlen); null: every key
   int32_t* held;              // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
   const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
   const int64_t* seed;        // null: no dropout
@@ -102,7 +102,7 @@ inline Problem problem_of(const Tensor& w, const MssaCall& call, const Cache* ca
     p.capacity = static_cast<int>(cache->data.size(2));
   }
   p.lse = lse.numel() > 0 ? static_cast<float*>(lse.data_ptr()) : nullptr;
-  p.keep = pointer<const bool>(call.key_padding_mask);
+  p.keep = pointer<const uint8_t>(call.key_padding_mask);
   p.cu_seqlens = pointer<const int32_t>(call.cu_seqlens);
   p.seed = pointer<const int64_t>(call.seed);
   p.sequences = static_cast<int>(call.sequences(w));

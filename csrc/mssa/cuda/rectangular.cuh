@@ -11,7 +11,7 @@ inline Problem problem_of(const Tensor& rows, const Tensor& columns, const MssaR
   Problem p = problem_of(rows, call.attention(), nullptr, out, lse);
   p.keys = rows_of(columns, false);
   p.results = Dtype::f32;
-  p.others.keep = pointer<const bool>(call.column_mask);
+  p.others.keep = pointer<const uint8_t>(call.column_mask);
   p.others.count = static_cast<int>(columns.size(2));
   p.others.start = static_cast<int>(call.column_start);
   p.others.row_start = static_cast<int>(call.row_start);
@@ -30,7 +30,7 @@ inline Problem problem_of(const Side& rows, const Side& columns, const MssaRecta
   p.dw = p.out;
   p.g = rows_of(rows.dout, false);
   p.delta = static_cast<float*>(rows.delta.data_ptr());
-  p.keep = pointer<const bool>(call.row_mask);
+  p.keep = pointer<const uint8_t>(call.row_mask);
   p.others.g = rows_of(columns.dout, false);
   p.others.lse = static_cast<const float*>(columns.lse.data_ptr());
   p.others.delta = static_cast<const float*>(columns.delta.data_ptr());

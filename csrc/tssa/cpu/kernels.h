@@ -52,7 +52,7 @@ struct TssaSequence {
   int64_t first_key;  // earlier tokens have no key to sum over; in the full form 0 or seqlen
   uint32_t counter;   // sequence * nheads, for dropout
   TssaStrided<char> w, out, dout, dw;
-  TssaStrided<const bool> keep;  // marks the tokens that enter the sums
+  TssaStrided<const uint8_t> keep;  // not 0: the token enters the sums. A byte of a bool tensor may be any number.
   TssaStrided<float> membership;
   TssaStrided<const float> dmembership;
   TssaStrided<float> dlogit;

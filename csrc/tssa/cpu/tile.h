@@ -29,7 +29,7 @@ CRATE_INLINE Vf sum_each(Vf (&v)[kLanes]) {
 CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
   Vf keep = select(iota() < count, splat(1.0f), Vf{});
   if (s.keep.data != nullptr) {
-    for (int n = 0; n < count; ++n) keep[n] = *s.keep.at(0, first + n) ? 1.0f : 0.0f;
+    for (int n = 0; n < count; ++n) keep[n] = *s.keep.at(0, first + n) != 0 ? 1.0f : 0.0f;
   }
   return keep;
 }

@@ -83,8 +83,8 @@ std::vector<TssaSequence> list_sequences(const Args& t, const TssaProblem& p, co
     s.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
     if (t.call.key_padding_mask.has_value()) {
       const Tensor& mask = *t.call.key_padding_mask;
-      s.keep = {static_cast<const bool*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
-      while (s.first_key < s.seqlen && !*s.keep.at(0, s.first_key)) ++s.first_key;
+      s.keep = {static_cast<const uint8_t*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
+      while (s.first_key < s.seqlen && *s.keep.at(0, s.first_key) == 0) ++s.first_key;
       if (!t.causal && s.first_key < s.seqlen) s.first_key = 0;  // a key serves every token
     }
     add(s, b, first, row);

@@ -19,7 +19,7 @@ struct TssaStrided {
 };
 using TssaTokens = TssaStrided<char>;
 using TssaRows = TssaStrided<float>;  // a number per head and token
-using TssaMask = TssaStrided<const bool>;
+using TssaMask = TssaStrided<const uint8_t>;
 
 // The options and sizes of a call.
 struct TssaProblem {
@@ -32,7 +32,7 @@ struct TssaProblem {
   int lanes;       // lanes of a warp per head, a power of two: together they sum its channels
   int64_t total;   // packed rows
   const int32_t* cu_seqlens;
-  TssaMask mask;  // null data: every token is kept
+  TssaMask mask;  // null data: every token is kept; else those whose byte, of a bool tensor, is not 0
   const int64_t* seed;
   uint64_t keep_from;  // the least Philox word that dropout keeps
   float keep_factor;

@@ -35,7 +35,7 @@ inline TssaProblem tssa_problem(const Tensor& w, const TssaCall& call) {
   if (call.packed()) p.cu_seqlens = static_cast<const int32_t*>(call.cu_seqlens->data_ptr());
   if (call.key_padding_mask.has_value()) {
     const Tensor& mask = *call.key_padding_mask;
-    p.mask = {static_cast<const bool*>(mask.data_ptr()), mask.stride(0), 0, mask.stride(1), 0};
+    p.mask = {static_cast<const uint8_t*>(mask.data_ptr()), mask.stride(0), 0, mask.stride(1), 0};
   }
   if (call.seed.has_value()) {
     p.seed = static_cast<const int64_t*>(call.seed->data_ptr());
