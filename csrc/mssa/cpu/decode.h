@@ -97,10 +97,10 @@ struct DecodeQuery {
       }
     });
   }
-  // Add the result of another part of the cache.
+  // Add the result of another part of the cache. One without keys has the sum 0.
   CRATE_INLINE void add(const float* part, int width) {
+    if (part[width + 1] == 0.0f) return;
     const float both = part[width] > largest ? part[width] : largest;
-    if (both == -INFINITY) return;
     const float mine = exp2f(largest - both), theirs = exp2f(part[width] - both);
     largest = both;
     total = total * mine + part[width + 1] * theirs;

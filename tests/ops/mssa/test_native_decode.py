@@ -61,3 +61,17 @@ def test_what_follows_the_last_cached_token_is_not_read(dtype):
     held[:, :, 70:] = torch.nan
     for result, expected in zip(decode("cpp", dtype, held, [69], w), clean, strict=False):
         assert torch.equal(result, expected)
+
+
+HELD = {"first": 0, "end-of-a-part": 511, "last": 1022, "all-of-a-part": slice(512)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("places", HELD.values(), ids=HELD)
+def test_not_a_number_stays_one_whichever_part_has_it(places, count, threads):
+    threads(count)
+    held = randn(1, 1, 1024, 64, dtype=torch.float32)
+    held[:, :, places] = torch.nan
+    out, lse, *_ = decode("cpp", torch.float32, held, [1023], randn(1, 1, 1, 64, seed=1))
+    assert out.isnan().all()
+    assert lse.isnan().all()
