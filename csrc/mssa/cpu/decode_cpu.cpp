@@ -66,14 +66,12 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
     Sequence& s = sequences[b];
-    s = {held[b], mask == nullptr ? nullptr : mask + b * tokens};
-    int64_t end = s.start;
+    s = {held[b], std::min<int64_t>(held[b], capacity), mask == nullptr ? nullptr : mask + b * tokens};
     for (int64_t i = 0; i < tokens; ++i) {
-      end += s.keep == nullptr || s.keep[i] != 0;
-      visible[b * tokens + i] = static_cast<int32_t>(std::min(end, capacity));
+      if (s.keep == nullptr || s.keep[i] != 0) s.end = std::min(s.end + 1, capacity);
+      visible[b * tokens + i] = static_cast<int32_t>(s.end);
     }
-    held[b] = static_cast<int32_t>(std::min(end, capacity));
-    longest = std::max<int64_t>(longest, held[b]);
+    longest = std::max(longest, s.end);
   }
 
   const int64_t parts = std::clamp<int64_t>(longest / kLeastPart, 1, threads_per_head(heads));
@@ -108,6 +106,8 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   };
   for_each_task(heads * parts, task, 1 + numbers / kLeastShare);
   for (int64_t i = 0; parts > 1 && i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
+  // Last: a call that runs out of memory leaves the cache as long as it was.
+  for (int64_t b = 0; b < batch; ++b) held[b] = static_cast<int32_t>(sequences[b].end);
 }
 
 }  // namespace

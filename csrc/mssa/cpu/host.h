@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
@@ -57,7 +58,7 @@ inline MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, 
 // Memory for the results of parts that are summed later, aligned to whole lines of the cache.
 inline std::unique_ptr<float, decltype(&std::free)> allocate_parts(int64_t floats) {
   auto* const memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
-  STD_TORCH_CHECK(memory != nullptr || floats == 0, "out of memory for ", floats, " floats of partial results");
+  if (memory == nullptr && floats != 0) throw std::bad_alloc();
   return {memory, &std::free};
 }
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,6 +396,41 @@ def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
     # A RuntimeError from PyTorch 2.15 on.
     with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
         torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1))
+
+
+def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads):
+    extension.load()
+    threads(2)
+    one = torch.zeros(1, 1, 1, 8)
+    w, dw = one.expand(1, 1, 1 << 40, 8), one.clone().expand(1, 1, 1 << 40, 8)
+    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
+        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1), *Call(), dw)
+
+
+@pytest.fixture
+def little_memory():
+    """Let this process get another GiB of addresses at most."""
+    resource = pytest.importorskip("resource")
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs Linux, which says what a process has")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(statm.read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_out_of_memory_leaves_a_cache_as_long_as_it_was(threads, little_memory):
+    """2^20 new tokens, of whose parts the results take 2 GiB."""
+    extension.load()
+    threads(2)
+    one = torch.zeros(1, 1, 1, 256)
+    w, out = one.expand(1, 1, 1 << 20, 256), one.clone().expand(1, 1, 1 << 20, 256)
+    data, lengths = torch.zeros(1, 1, 1024, 256), torch.tensor([7], dtype=torch.int32)
+    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
+        torch.ops.crate_kernels_C.mssa_decode(w, data, lengths, *DecodeCall(None, 1024, True, 1.0, False), out, torch.zeros(1))
+    assert lengths.item() == 7
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
