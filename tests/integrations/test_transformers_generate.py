@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from crate_kernels.integrations.transformers.caches import StateLayer
-from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, greedy, pair, prompts
+from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, greedy, pair, prompts, wrapped
 
 each_family = pytest.mark.parametrize("family", CONFIGS)
 
@@ -157,10 +157,17 @@ def test_the_forward_compiles_whole(family):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("waiting", [False, True], ids=["weights_here", "weights_elsewhere"])
 @each_family
-def test_caches_move_between_devices_and_rows(family):
-    """Offloading moves a layer to the CPU and back; here both are the CPU, and the layers lose nothing."""
-    _, model = pair(family)
+def test_caches_move_between_devices_and_rows(family, waiting):
+    """Offloading moves a layer to the CPU and back; here both are the CPU, and the layers lose nothing.
+
+    Weights that accelerate moves for each call are on the meta device between calls: no layer may follow them there.
+    """
+    ours, model = pair(family)
+    if waiting:
+        accelerate = pytest.importorskip("accelerate", reason="needs accelerate: the extra hf")
+        model = accelerate.cpu_offload(wrapped(ours, family), torch.device("cpu"))
     tokens = prompts(3)
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values

@@ -81,12 +81,13 @@ class StateLayer(cache_utils.CacheLayerMixin):
             self._change(lambda tensor: torch.zeros_like(tensor, device=where) if tensor.is_meta else tensor)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of the cache."""
+        """Replace every tensor of the cache; the first call notes the device on which its block runs."""
         held = vars(self.cache) if self.cache is not None else {}
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
                 held[name] = function(tensor)
-                self.device = tensor.device if self.device is None else self.device
+                if self.device is None:  # _make_room moves a cache from the meta device to where the block runs
+                    self.device = held[name].device if tensor.is_meta else tensor.device
 
     def rows(self) -> int | Tensor:
         """Return the number of tokens that each sequence holds without padding: one for all, or (batch,)."""
