@@ -302,6 +302,42 @@ def test_refusals(call, error, message):
         call(pair("crate_lm")[1])
 
 
+@each_family
+def test_a_model_in_training_generates(family):
+    """With dropout, which our operators refuse with a cache, tokens are recomputed; ordinary attention has a cache."""
+    ours, _ = pair(family)
+    model = wrapped(ours, family, dropout=0.3).train()
+    kept = family == "aot_mhsa_lm"
+    with torch.no_grad():
+        assert (model(prompts()).past_key_values is not None) == kept
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        results.append(greedy(model, prompts(), use_cache=use_cache))
+    assert results[0].shape == (2, 13)
+    assert torch.equal(*results) or kept
+    assert (greedy(model, prompts(), return_dict_in_generate=True).past_key_values is not None) == kept
+    assert torch.equal(greedy(model.eval(), prompts()), ours.generate(prompts(), 8, temperature=0))
+
+
+CACHED = {
+    "forward": lambda model, cache: model(prompts(), past_key_values=cache),
+    "generate": lambda model, cache: greedy(model, prompts(), past_key_values=cache),
+    "embeddings": lambda model, cache: model.generate(
+        inputs_embeds=model.get_input_embeddings()(prompts()), max_new_tokens=2, pad_token_id=0
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["crate_lm", "tost_lm", "aot_lm"])
+@pytest.mark.parametrize("call", CACHED.values(), ids=CACHED)
+def test_a_cache_is_refused_in_training_with_dropout(call, family):
+    model = wrapped(pair(family)[0], family, dropout=0.3).train()
+    message = r"LMModel: dropout must be 0 with a cache, got 0.3 in training mode: call model.eval\(\)"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        call(model, DynamicCache(config=model.config))
+
+
 def test_sampling_stays_in_the_vocabulary():
     _, model = pair("tost_lm")
     torch.manual_seed(0)

@@ -62,13 +62,14 @@ class LanguageBase(base.Model):
             attention_mask: (batch, past + new), 0 for padding; positions count the rest alone.
             past_key_values: the cache of earlier tokens, ``DynamicCache(config=...)`` or ``StaticCache``.
             inputs_embeds: (batch, new, n_embd) in the place of ``input_ids``.
-            use_cache: return a cache; by default the config's, and False while gradients are recorded.
+            use_cache: return a cache; by default the config's. None is made while gradients are recorded, or while
+                the attention drops (``drops``).
             output_hidden_states: return the input of each block, and the result.
             **kwargs: position_ids and the like are refused; the rest is of no concern here.
 
         Raises:
-            ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, more
-                tokens than the model has positions.
+            ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, any
+                cache while the attention drops, more tokens than the model has positions.
             NotImplementedError: ``position_ids`` or ``output_attentions``.
         """
         owner = type(self).__name__
@@ -80,9 +81,12 @@ class LanguageBase(base.Model):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not torch.is_grad_enabled():
+        if use_cache and past_key_values is None and not torch.is_grad_enabled() and not self.drops():
             past_key_values = DynamicCache(config=self.config)
         layers = _layers(owner, past_key_values, len(cast(nn.ModuleList, self.h)))
+        if layers and self.drops():
+            rate = self.config.dropout
+            raise ValueError(f"{owner}: dropout must be 0 with a cache, got {rate} in training mode: call model.eval()")
         past = layers[0].get_seq_length() if layers else 0
         if past + x.shape[1] > self.config.block_size:
             limit = f"block_size = {self.config.block_size}, the number of positions"
@@ -111,6 +115,10 @@ class LanguageBase(base.Model):
             hidden_states=(*states, x) if collect else None,
         )
 
+    def drops(self) -> bool:
+        """Say if the attention drops now, which subspace and token-statistics attention refuse with a cache."""
+        return self.training and self.config.dropout > 0 and self.config.state != "key_value"
+
     def _positions(self, seen: int | Tensor, new: int, device: torch.device) -> Tensor:
         """Embed the positions of ``new`` tokens after those that each row has seen."""
         positions = torch.arange(new, device=device)
@@ -134,6 +142,12 @@ class LanguageHead(base.Model):
         self.transformer = self.base_class(config)
         self.lm_head = base.undrawn(lambda: nn.Linear(config.n_embd, config.vocab_size, bias=False))
         self.post_init()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; without a cache while the attention drops (``LanguageBase.drops``)."""
+        if self.transformer.drops():
+            kwargs["use_cache"] = False
+        return cast(Any, super()).generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(
