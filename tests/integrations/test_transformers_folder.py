@@ -130,6 +130,25 @@ def test_weights_may_wait_on_the_cpu_or_the_disk(tmp_path):
         assert torch.equal(language.greedy(model, language.prompts(), 4), expected)
 
 
+FP8 = {"quant_method": "fp8"}
+QUANTIZED = {
+    "argument": lambda folder, model: AutoModelForCausalLM.from_pretrained(folder, quantization_config=dict(FP8)),
+    "own class": lambda folder, model: type(model).from_pretrained(folder, quantization_config=dict(FP8)),
+    "config": lambda folder, model: type(model)(
+        type(model.config)(**model.config.to_dict(), quantization_config=dict(FP8))
+    ),
+}
+
+
+@pytest.mark.parametrize("build", QUANTIZED.values(), ids=QUANTIZED)
+def test_quantization_is_refused(build, tmp_path):
+    """Several methods of transformers would leave every layer as it is, in silence."""
+    _, model = language.pair("crate_lm")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="CRATELMForCausalLM: quantization_config cannot be given"):
+        build(tmp_path, model)
+
+
 BROKEN = {
     "no-shard": (lambda f, index: (f / sorted(set(index["weight_map"].values()))[0]).unlink(), FileNotFoundError,
                  r"must hold model-00001-of-\d+.safetensors, which model.safetensors.index.json names"),

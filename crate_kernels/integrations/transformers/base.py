@@ -33,6 +33,7 @@ class Model(PreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         _require_ours(type(self).__name__, config._attn_implementation)
+        _refuse_quantization(type(self).__name__, getattr(config, "quantization_config", None))
         super().__init__(config)
 
     @classmethod
@@ -46,7 +47,9 @@ class Model(PreTrainedModel):
 
         Raises:
             ValueError: a link or the name of a shard leads out of the folder.
+            NotImplementedError: ``quantization_config``.
         """
+        _refuse_quantization(cls.__name__, kwargs.get("quantization_config"))
         kwargs.setdefault("use_safetensors", True)
         if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
             pretrained.check_links(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
@@ -86,6 +89,15 @@ def _require_ours(owner: str, attention: Any) -> None:
             f'{owner}: attn_implementation must be "eager", which is our own operators, got {attention!r}: no other '
             "computes subspace or token-statistics attention. config.backend chooses how ours is computed"
         )
+
+
+def _refuse_quantization(owner: str, given: Any) -> None:
+    """Refuse to quantise: several methods replace modules that are ``nn.Linear`` itself, and skip ours in silence.
+
+    Converting ours first would not do: a cache has the dtype of a weight, and dictionaries are in no linear layer.
+    """
+    if given is not None:
+        raise NotImplementedError(f"{owner}: quantization_config cannot be given: these models are not quantised")
 
 
 def refuse_attentions(model: PreTrainedModel, given: bool | None) -> None:
