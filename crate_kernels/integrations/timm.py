@@ -11,7 +11,7 @@ No weights are hosted. ``pretrained=True`` reads a published checkpoint, or weig
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
@@ -86,16 +86,22 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
     return model
 
 
-def _fit(family: Any, weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
+def _fit(family: Any, given: Collection[str], weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
     """Return a checkpoint under our names, fitted to the model's image size and channels.
+
+    Arguments that the checkpoint determines are changed in the model, unless they were given.
 
     Args:
         family: module of the model.
+        given: names of the arguments that the model was made with.
         weights: as ``torch.load`` gives it, published or saved by ``save_pretrained``.
         model: our model; ``pretrained_cfg`` has the image size and the channels of the weights.
     """
-    state = official.unwrap(weights)
+    state = bare = official.unwrap(weights)
     for system in family.SYSTEMS.values():
+        implied = {name: value for name, value in system.implied(bare).items() if name not in given}
+        if implied:
+            _set_eps(model, implied)
         state = system.weights(state)
     wanted = model.state_dict()
     channels, *size = model.pretrained_cfg["input_size"]
@@ -107,6 +113,16 @@ def _fit(family: Any, weights: Mapping[str, Any], model: Any) -> dict[str, Tenso
     if channels != model.in_chans:
         _fit_channels(state, wanted, model, channels)
     return state
+
+
+def _set_eps(model: Any, implied: Mapping[str, float]) -> None:
+    """Change arguments of a built model that are the eps of norms."""
+    model.config = replace(model.config, **implied)
+    with torch.device("meta"):
+        changed = type(model)(model.config)
+    for norm, wanted in zip(model.modules(), changed.modules(), strict=True):
+        if isinstance(norm, torch.nn.LayerNorm):
+            norm.eps = wanted.eps
 
 
 def _fit_channels(state: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Any, old: int) -> None:
@@ -138,7 +154,7 @@ def _entry(name: str) -> Any:
             name,
             pretrained,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-            pretrained_filter_fn=partial(_fit, _SIZES[name][0]),
+            pretrained_filter_fn=partial(_fit, _SIZES[name][0], kwargs.keys()),
             **kwargs,
         )
 

@@ -19,6 +19,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 import crate_kernels.integrations.timm
 from crate_kernels import models
 from tests.models.families import build, drawn
+from tests.models.test_crate_alpha import clipa, tower
 
 SMALL = {
     "crate_tiny": {"dim": 24, "heads": 3, "dim_head": 8},
@@ -170,6 +171,27 @@ def test_the_encoder_of_a_whole_checkpoint(tmp_path):
     model = small("crate_mae_base", depth=2, num_classes=4, pretrained=True, pretrained_cfg_overlay=overlay).eval()
     assert_close(model.forward_features(images()), whole.forward_features(images()))
     assert model(images()).shape == (2, 4)
+
+
+EPS = {"implied": ({}, 1e-6), "given": ({"head_eps": 1e-3}, 1e-3)}
+
+
+@pytest.mark.parametrize(("given", "eps"), EPS.values(), ids=EPS)
+def test_a_clipa_checkpoint_has_its_own_eps(given, eps, tmp_path):
+    """As from_official gives it: the weights say that they are of CLIPA, not what its norm adds."""
+    source = tower()
+    torch.save({"state_dict": clipa(source)}, tmp_path / "checkpoint.pth")
+    overlay = {"file": str(tmp_path / "checkpoint.pth"), "input_size": (3, 8, 8), "num_classes": 5}
+    options = {"pretrained": True, "pretrained_cfg_overlay": overlay, "num_classes": 5}
+    model = small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, **options, **given).double().eval()
+    assert model.config.head_eps == model.mlp_head[0].eps == eps
+    assert model.transformer.layers[0][0].norm.eps == 1e-6
+    if not given:
+        assert torch.equal(model(images(size=8).double()), source(images(size=8).double()))
+    published = small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, num_classes=5)
+    published.save_pretrained(tmp_path)
+    overlay["file"] = str(tmp_path / "model.safetensors")
+    assert small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, **options).mlp_head[0].eps == 1e-5
 
 
 BAD = {
