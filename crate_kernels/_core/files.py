@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; rename it to ``path`` at the end, unless the block raises."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Yield a temporary path to write; rename it to ``path`` at the end, unless the block raises.
+
+    No two writers share a temporary path: of several that write ``path`` at once, the last one's file stays.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
         os.replace(partial, path)
