@@ -2,16 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from crate_kernels.bench import clock
 from crate_kernels.experiments.classify.models import BUILDERS, fresh
 from crate_kernels.experiments.classify.settings import PRESETS as CLASSIFY
 from crate_kernels.experiments.demo import data
+from crate_kernels.experiments.language import job as language
 from crate_kernels.experiments.language import text
+from crate_kernels.experiments.language.settings import PRESETS as LANGUAGE
 from crate_kernels.experiments.layers import watching
 from crate_kernels.experiments.mae import probe
 from crate_kernels.experiments.mae.settings import PRESETS as MAE
@@ -42,6 +46,22 @@ def test_a_batch_is_followed_by_the_next_byte():
     inputs, targets = text.stretches(source, 7)
     assert torch.equal(inputs.flatten(), torch.arange(196))
     assert torch.equal(targets, inputs + 1)
+
+
+def test_writing_is_timed_after_a_warm_up_and_to_the_end_of_the_kernels(monkeypatch):
+    settings = replace(LANGUAGE["quick"], block=64, sample=7)
+    seen: list[Any] = []
+
+    def generate(prompt, count, temperature, use_cache=None, generator=None):
+        seen.append((count, use_cache))
+        return torch.zeros(1, count, dtype=torch.int64)
+
+    monkeypatch.setattr(clock, "synchronize", lambda device: seen.append(device))
+    fit: Any = SimpleNamespace(model=SimpleNamespace(generate=generate))
+    _, rates = language._write_text(fit, SimpleNamespace(device=CPU, seed=0), settings)
+    timed = [[CPU, (60, cached), CPU] for cached in (True, False)]
+    assert seen == [(4, True), (4, False), *timed[0], *timed[1], (7, None)]
+    assert min(rates) > 0
 
 
 def test_a_probe_reads_what_is_linear_and_nothing_else():
