@@ -20,11 +20,11 @@ class Load:
     """The load of the machine.
 
     Attributes:
-        cores: number of cores that this process may use.
+        cores: number of cores that this process may use; a container's quota may end within a core.
         free: how many of them nobody used.
     """
 
-    cores: int
+    cores: float
     free: float
 
     @property
@@ -38,14 +38,14 @@ class Load:
         return max(1, int(self.free + 0.5))
 
     def __str__(self) -> str:
-        return f"{self.free:.1f} of {self.cores} cores free"
+        return f"{self.free:.1f} of {self.cores:g} cores free"
 
 
 def measure(seconds: float = _SECONDS) -> Load:
     """Watch the cores that this process may use for ``seconds``, while it sleeps.
 
-    A container's quota limits the number of free cores. If the system does not report idle times, use the load average,
-    which covers a minute.
+    A container's quota limits both numbers. If the system does not report idle times, use the load average, which
+    covers a minute.
     """
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     before = _idle_ticks()
@@ -55,7 +55,8 @@ def measure(seconds: float = _SECONDS) -> Load:
         time.sleep(seconds)
         after = _idle_ticks() or before
         free = sum(_idle_share(before[core], after[core]) for core in mine if core in before and core in after)
-    return Load(len(mine), max(0.0, min(free, _quota(len(mine)))))
+    cores = min(len(mine), _quota(len(mine)))
+    return Load(cores, max(0.0, min(free, cores)))
 
 
 def share_cores(device: torch.device, say: Callable[[str], object]) -> None:
@@ -70,7 +71,8 @@ def limit_threads(load: Load, say: Callable[[str], object]) -> None:
     if load.threads < threads:
         torch.set_num_threads(load.threads)
         number = "1 thread" if load.threads == 1 else f"{load.threads} threads"
-        say(f"{load}, others are at work on this machine: {number} instead of {threads}, and all takes longer")
+        reason = "others are at work on this machine" if load.busy else "this process may use no more"
+        say(f"{load}, {reason}: {number} instead of {threads}, and all takes longer")
 
 
 def _idle_ticks() -> dict[int, tuple[int, int]] | None:
@@ -98,4 +100,4 @@ def _quota(cores: int) -> float:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # no such file, or "max"
-        return float(cores)
+        return cores

@@ -36,7 +36,8 @@ LOOKS = {
     "a core of ours": ((IDLE, BUSY, BUSY, IDLE), {0, 10}, "max 100000", Load(2, 2.0)),
     "the others'": ((IDLE, BUSY, BUSY, IDLE), {1, 2}, "max 100000", Load(2, 0.0)),
     "waiting for a disk is free, a hypervisor is not": ((MIXED, IDLE, IDLE, IDLE), {0}, "max 100000", Load(1, 0.7)),
-    "a quota": ((IDLE, IDLE, IDLE, IDLE), {0, 1, 2, 10}, "150000 100000", Load(4, 1.5)),
+    "a quota": ((IDLE, IDLE, IDLE, IDLE), {0, 1, 2, 10}, "150000 100000", Load(1.5, 1.5)),
+    "a quota beside others": ((BUSY, BUSY, BUSY, IDLE), {0, 1, 2, 10}, "200000 100000", Load(2, 1.0)),
     "a quota of more": ((IDLE, BUSY, IDLE, IDLE), {0, 1}, "800000 100000", Load(2, 1.0)),
     "no quota file": ((IDLE, IDLE, IDLE, IDLE), {0, 1, 2, 10}, None, Load(4, 4.0)),
     "a core without ticks": ((IDLE, (0,) * 8, IDLE, IDLE), {0, 1}, "max 100000", Load(2, 2.0)),
@@ -55,6 +56,7 @@ def test_free_cores_are_those_that_nobody_used(ticks, mine, quota, expected, tmp
     found = load.measure()
     assert found.cores == expected.cores
     assert found.free == pytest.approx(expected.free)
+    assert found.busy == expected.busy
 
 
 def test_without_proc_the_load_average_has_to_do(tmp_path, monkeypatch):
@@ -92,6 +94,19 @@ def test_threads_are_as_many_as_free_cores(free, expected, threads):
     number = "1 thread" if expected == 1 else f"{expected} threads"
     line = f"{free} of 4 cores free, others are at work on this machine: {number} instead of 4, and all takes longer"
     assert said == ([line] if expected < 4 else [])
+
+
+QUOTAS = {"idle": (2.0, "2 threads", "this process may use no more"), "busy": (1.0, "1 thread", "others are at work")}
+
+
+@pytest.mark.parametrize(("free", "number", "reason"), QUOTAS.values(), ids=QUOTAS)
+def test_a_quota_is_not_taken_for_others(free, number, reason, threads):
+    threads(4)
+    said = []
+    load.limit_threads(Load(2.0, free), said.append)
+    (line,) = said
+    assert line.startswith(f"{free} of 2 cores free, {reason}")
+    assert f": {number} instead of 4" in line
 
 
 def test_what_the_user_set_is_not_raised(threads):
