@@ -7,10 +7,13 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+# Memory that a container may use: cgroup v2, v1.
+_CONTAINER = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -58,7 +61,11 @@ def _status_bytes(field: str) -> int:
 
 @contextmanager
 def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
-    """Make an allocation beyond a share of this machine's memory raise, as on a GPU, instead of killing the process."""
+    """Make an allocation beyond a share of the memory raise, as on a GPU, instead of killing the process.
+
+    The memory is this machine's, or its container's; a limit that is already lower stays. A system that refuses the
+    limit goes without.
+    """
     if device.type != "cpu" or not hasattr(os, "sysconf"):
         yield
         return
@@ -66,12 +73,25 @@ def limited(device: torch.device, share: float = 0.8) -> Iterator[None]:
 
     page = os.sysconf("SC_PAGE_SIZE")
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * page if Path("/proc/self/statm").exists() else 0
-    _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + int(share * os.sysconf("SC_PHYS_PAGES") * page), hard))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = [in_use + int(share * _available(os.sysconf("SC_PHYS_PAGES") * page))]
+    allowed += [limit for limit in before if limit != resource.RLIM_INFINITY]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (min(allowed), before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _available(machine: int) -> int:
+    """Return the bytes that this process may use of a machine's memory."""
+    found = [machine]
+    for path in _CONTAINER:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            found.append(int(path.read_text()))
+    return min(found)
 
 
 def is_exhaustion(error: BaseException) -> bool:

@@ -1,4 +1,6 @@
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,56 @@ def test_peak_memory_counts_what_is_held_at_once():
         return second, third
 
     assert memory.peak_bytes(hold_two_of_three, CPU) == 2 << 20
+
+
+GIB = 1 << 30
+NONE = -1  # resource.RLIM_INFINITY
+LIMITS = {  # what the containers' files say, the limit before, the memory that counts or the limit during
+    "machine": ((None, None), (NONE, NONE), 16 * GIB, None),
+    "container": ((f"{4 * GIB}\n", None), (NONE, NONE), 4 * GIB, None),
+    "container v1": ((None, f"{4 * GIB}\n"), (NONE, NONE), 4 * GIB, None),
+    "container without a limit": (("max\n", f"{(1 << 63) - 4096}\n"), (NONE, NONE), 16 * GIB, None),
+    "hard limit": ((None, None), (NONE, GIB), None, GIB),
+    "soft limit": ((None, None), (GIB // 2, GIB), None, GIB // 2),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm: run on Linux")
+@pytest.mark.parametrize("refused", [False, True], ids=["taken", "refused"])
+@pytest.mark.parametrize(("files", "before", "available", "during"), LIMITS.values(), ids=LIMITS)
+def test_memory_is_limited_to_what_this_process_may_use(
+    files, before, available, during, refused, tmp_path, monkeypatch
+):
+    import resource
+
+    paths, limits, used = (tmp_path / "v2", tmp_path / "v1"), [], []
+    for path, text in zip(paths, files, strict=True):
+        if text is not None:
+            path.write_text(text)
+
+    def get(kind):
+        used.append(int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+        return before
+
+    def set_(kind, pair):
+        limits.append(pair)
+        if refused or (NONE not in pair and pair[0] > pair[1]):
+            raise ValueError("not allowed to raise maximum limit")
+
+    sysconf = os.sysconf
+    monkeypatch.setattr(memory, "_CONTAINER", paths, raising=False)
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: 16 * GIB // sysconf("SC_PAGE_SIZE") if name == "SC_PHYS_PAGES" else sysconf(name)
+    )
+    monkeypatch.setattr(resource, "getrlimit", get)
+    monkeypatch.setattr(resource, "setrlimit", set_)
+    ran = False
+    with memory.limited(CPU):
+        ran = True
+    assert ran
+    (soft, hard), after = limits
+    assert (hard, after) == (before[1], before)
+    assert soft == during or abs(soft - used[0] - 0.8 * available) < GIB / 16
 
 
 def test_timed_cases_have_names_of_their_own():
