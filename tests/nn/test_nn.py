@@ -344,6 +344,21 @@ def test_half_and_autocast(name):
         assert (low - exact).abs().max() <= 16 * 2**-8 * exact.abs().max()
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_half_module_under_autocast_takes_float32_tokens(name):
+    """CUDA's autocast runs norms in float32, so that a half model hands these on."""
+    module, x = MODULES[name]().bfloat16(), tokens(dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+        expected = MODULES[name]()
+        expected.load_state_dict(module.state_dict())
+        torch.testing.assert_close(out, expected(x), rtol=2**-6, atol=2**-6)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in module.parameters())
+
+
 BAD = {
     "mssa-dim": (lambda: MSSA(0), ValueError, "MSSA: dim must be >= 1, got 0"),
     "mssa-heads": (lambda: MSSA(8, 2.0), TypeError, "MSSA: heads must be an int, got float"),

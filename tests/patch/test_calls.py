@@ -15,6 +15,7 @@ from tests.patch.published import (
     CausalAttention,
     CausalTSSA,
     FeedForward,
+    Overcomplete,
     PrintedISTA,
     TiedOvercomplete,
     VisionTSSA,
@@ -232,3 +233,13 @@ def test_calls_reach_the_operator(monkeypatch):
     model.attend = nn.Sigmoid()
     model(x)
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("make", [FeedForward, Overcomplete], ids=["ista", "overcomplete"])
+def test_a_half_module_under_autocast_takes_float32_tokens(make):
+    """CUDA's autocast runs norms in float32, so that a half model hands these on."""
+    model, x = make().bfloat16(), tokens(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        assert patch(model).replaced
+        torch.testing.assert_close(model(x).float(), expected.float(), rtol=2**-6, atol=2**-6)

@@ -29,7 +29,8 @@ def ista(
 
     Args:
         x: tokens, (..., dim), floating.
-        weight: dictionary, (dim, dim), x's dtype, or float32 beside half-precision ``x``.
+        weight: dictionary, (dim, dim), x's dtype, or float32 beside half-precision ``x``; under autocast also half
+            beside float32 or the other half, taken as float32.
         step_size: step of the gradient descent, non-negative, 0.1 by default.
         lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
         nonnegative: True (the default) thresholds with ReLU; False with the two-sided soft threshold of CRATE
@@ -48,7 +49,7 @@ def ista(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
             does not have.
     """
-    _check_tokens("ista", x, weight, "(dim, dim)")
+    weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
     step_size = checks.number("ista", "step_size", step_size, minimum=0.0)
@@ -79,7 +80,8 @@ def ista_overcomplete(
 
     Args:
         x: tokens, (..., dim), floating.
-        weight: dictionary D, (dim, hidden), x's dtype, or float32 beside half-precision ``x``.
+        weight: dictionary D, (dim, hidden), x's dtype, or float32 beside half-precision ``x``; under autocast also
+            half beside float32 or the other half, taken as float32.
         decoder: D1, (dim, hidden), weight's dtype; None (the default) ties it to ``weight``.
         step_size: step of the gradient descent, non-negative, 0.1 by default.
         lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
@@ -96,34 +98,38 @@ def ista_overcomplete(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
             does not have.
     """
-    _check_tokens("ista_overcomplete", x, weight, "(dim, hidden)")
+    dictionary = _dictionary("ista_overcomplete", x, weight, "(dim, hidden)")
     if decoder is not None:
         checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
         checks.shape("ista_overcomplete", "decoder", decoder, tuple(weight.shape), "weight's shape")
         checks.same_device("ista_overcomplete", "decoder", decoder, x, "x")
         if decoder.dtype != weight.dtype:
             raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
+        decoder = decoder.to(dictionary.dtype)
     step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
     lambd = checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
     checks.integer("ista_overcomplete", "steps", steps, minimum=1)
     call = OvercompleteCall(step_size, lambd, steps)
     name = backends.resolve("ista", backend, x.device, x.dtype, "ista_overcomplete")
     if name == "reference":
-        return reference.forward_overcomplete(*_promote(x, weight), decoder, call).to(x.dtype)
-    checks.transforms("ista_overcomplete", name, x, weight, decoder)
+        return reference.forward_overcomplete(*_promote(x, dictionary), decoder, call).to(x.dtype)
+    checks.transforms("ista_overcomplete", name, x, dictionary, decoder)
     operand = x.to(_compute_dtype(x))
-    return op.ista_overcomplete(operand, weight, decoder, call, backends.of_op(name, backend)).to(x.dtype)
+    return op.ista_overcomplete(operand, dictionary, decoder, call, backends.of_op(name, backend)).to(x.dtype)
 
 
-def _check_tokens(name: str, x: Tensor, weight: Tensor, layout: str) -> None:
-    """Require tokens and a dictionary that fit each other."""
+def _dictionary(name: str, x: Tensor, weight: Tensor, layout: str) -> Tensor:
+    """Require tokens and a dictionary that fit each other; return it, as float32 where only autocast mixes the two."""
     checks.tensor(name, "x", x, None, "(..., dim)")
     checks.tensor(name, "weight", weight, 2, layout)
     if x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"{name}: x must be (..., dim) with dim = {weight.shape[0]}, got {tuple(x.shape)}")
     checks.same_device(name, "weight", weight, x, "x")
-    if weight.dtype != x.dtype and not (weight.dtype == torch.float32 and x.dtype in _HALF):
-        raise ValueError(f"{name}: weight must be {x.dtype} as x, or float32 beside half x, got {weight.dtype}")
+    if weight.dtype == x.dtype or (weight.dtype == torch.float32 and x.dtype in _HALF):
+        return weight
+    if weight.dtype in _HALF and x.dtype in (torch.float32, *_HALF) and operator.autocast_dtype(x) is not None:
+        return weight.float()
+    raise ValueError(f"{name}: weight must be {x.dtype} as x, or float32 beside half x, got {weight.dtype}")
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -208,6 +208,37 @@ def test_autocast_leaves_half_tokens_in_their_own_dtype(function, backend, devic
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+MIXED = {
+    "bfloat16-beside-float32": (torch.float32, torch.bfloat16),
+    "float16-beside-float32": (torch.float32, torch.float16),
+    "float16-beside-bfloat16": (torch.bfloat16, torch.float16),
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize(("dtype", "half"), MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("name", ["ista", "tied", "untied"])
+def test_autocast_takes_a_half_dictionary_as_float32(name, dtype, half, backend, device):
+    function = partial(ista if name == "ista" else ista_overcomplete, backend=backend)
+    x = randn(40, 12, dtype=dtype, device=device)
+    weights = [dictionary(12, 12, seed).to(device, half) for seed in ((1, 2) if name == "untied" else (1,))]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = outputs_and_gradients(function, x, *weights)
+        expected = outputs_and_gradients(lambda x, *w: function(x, *(each.float() for each in w)), x, *weights)
+    assert [each.dtype for each in actual] == [dtype, dtype, *(half for _ in weights)]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [ista, ista_overcomplete])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float64, torch.bfloat16), (torch.float32, torch.float64)], ids=["wide-x", "wide-weight"]
+)
+def test_autocast_leaves_float64_alone(function, dtypes):
+    x, weight = (dictionary(12, 12).to(dtype) for dtype in dtypes)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch\.float"):
+        function(x, weight)
+
+
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device, monkeypatch):
