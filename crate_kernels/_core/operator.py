@@ -136,6 +136,11 @@ def is_plain(*tensors: Tensor) -> bool:
     return forward_ad._current_level < 0 and not _a_mode_is_active() and all(type(t) in _TENSORS for t in tensors)
 
 
+def is_wrapper(t: Tensor) -> bool:
+    """Return whether a tensor is a subclass around others, such as a DTensor or a quantised weight; traceable."""
+    return hasattr(type(t), "__tensor_flatten__")  # of a tensor itself, Dynamo says False
+
+
 def is_traced() -> bool:
     """Return whether torch.compile traces this call, of a forward or of a backward."""
     # In the trace of a backward, PyTorch 2.11 and 2.12 say only the second.

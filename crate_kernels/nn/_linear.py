@@ -121,5 +121,5 @@ class Linear(nn.Linear):
         ):
             return False
         if torch.compiler.is_compiling():
-            return not torch.is_autocast_enabled("cpu")
+            return not (torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight))
         return products.pays(x, weight) and operator.is_plain(x, weight)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels._core import products
@@ -300,6 +301,22 @@ def test_linear_compiles_without_a_break_or_a_second_time(taken):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
     assert len(taken) >= 6
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("part", ["weight", "input"])
+def test_a_tensor_subclass_comes_to_nn_linear(taken, part, compiled):
+    """A DTensor and a quantised weight know nn.Linear's operator, and not ours."""
+    ours, plain = pair()
+    x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1))
+    if part == "weight":
+        ours.weight = nn.Parameter(TwoTensor(ours.weight.detach(), ours.weight.detach().clone()))
+        given = x
+    else:
+        given = TwoTensor(x, x.clone())
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    torch.testing.assert_close(call(given).a, plain(x))
+    assert not taken
 
 
 def test_opcheck(taken):
