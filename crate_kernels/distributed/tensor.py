@@ -27,9 +27,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     ``fully_shard``); token statistics, whose softmax is over the heads (shard the tokens by ``sequence_parallel``);
     attention with three projections in one weight; embeddings and heads of models.
 
-    Ranks must be given the same inputs, and draw the same dropout: give them one seed. Dropout of attention weights,
-    and of hidden units, is refused in training. With ``fully_shard``, cut first, then shard over another dimension of
-    the mesh.
+    Ranks must be given the same inputs, and draw the same dropout: give them one seed, also where ``generate`` draws
+    tokens; its caches have the heads that are here. Dropout of attention weights, and of hidden units, is refused in
+    training. With ``fully_shard``, cut first, then shard over another dimension of the mesh.
 
     Args:
         model: a model of ``crate_kernels.models``, a module of ``crate_kernels.nn``, or blocks of them; changed in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +89,26 @@ def unproject(out: Tensor, weight: Tensor) -> Tensor:
     return cast(DTensor, product).full_tensor()
 
 
+def local_heads(projection: nn.Linear, heads: int) -> int:
+    """Return how many of the heads this process projects onto: all but under tensor parallelism.
+
+    ``fully_shard`` cuts the weight too, but gathers it for every call. Its dimensions of the mesh come first.
+    """
+    weight = cast(Any, projection.weight)
+    if not is_sharded(weight) or not getattr(projection, "_distribute_module_applied", False):
+        return heads
+    return heads // weight.device_mesh.size(-1) if weight.placements[-1].is_shard(0) else heads
+
+
 def merge(out: Tensor) -> Tensor:
     """View (batch, heads, seqlen, head_dim) as (batch, seqlen, heads * head_dim)."""
     return out.transpose(1, 2).flatten(2)
 
 
 def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: int) -> SubspaceCache:
-    """Return an empty cache for the output of ``projection``, in the dtype of ``mssa``'s input."""
-    weight = projection.weight
+    """Return an empty cache for the output of ``projection`` here, in the dtype of ``mssa``'s input."""
+    weight, head_dim = projection.weight, projection.out_features // heads
     dtype = weight.dtype
     if dtype != torch.float64:
         dtype = operator.autocast_dtype(weight) or dtype
-    return SubspaceCache(batch, heads, max_seqlen, projection.out_features // heads, dtype, weight.device)
+    return SubspaceCache(batch, local_heads(projection, heads), max_seqlen, head_dim, dtype, weight.device)

@@ -57,6 +57,7 @@ def sharded_too(group):
     model = tensor_parallel(copy.deepcopy(expected), mesh["tensor"])
     for part in blocks(model):
         fully_shard(part, mesh=mesh["data"])
+    assert model.new_caches(1, 3)[0].data.shape == (1, 6 // dist.get_world_size(group), 3, 4)
     (tokens,) = families.inputs("crate_lm")
     model(tokens, tokens)[1].backward()
     expected(tokens, tokens)[1].backward()
