@@ -21,13 +21,14 @@ from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models._shared.language import LanguageModel
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.models.crate import RateGradientStep
-from crate_kernels.models.tost import ClassAttention
+from crate_kernels.models.tost import ClassAttention, DropPath
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _NAME = "sequence_parallel"
-_LACKING = (MHSA, RateGradientStep, ClassAttention)
+_ATTENDING = (MHSA, RateGradientStep, ClassAttention, nn.MultiheadAttention)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Sequence:
@@ -173,7 +174,7 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
     other ranks and sums over the group. ``tensor_parallel`` comes before both. With ``DistributedDataParallel``, wrap
     afterwards, over the ranks that have other data.
 
-    Caches, attention weights, and dropout other than the attention's are refused.
+    Caches, attention weights, and dropout other than the attention's are refused, that of whole images included.
 
     Args:
         model: a language model of ``crate_kernels.models``, a module of ``crate_kernels.nn``, or blocks of them;
@@ -203,7 +204,7 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
                 module.__class__ = type(name, (base, type(module)), {"_sequence": sequence, "_synchronised": False})
         if isinstance(module, LanguageModel):
             module.transformer["wpe"].register_forward_pre_hook(lambda _, args: _positions(sequence, *args))
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, (*_DROPOUTS, DropPath)):
             module.register_forward_pre_hook(_refuse_dropout)
     _add_up_gradients(model, ranks)
     return model
@@ -212,16 +213,30 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
 def _check_model(model: nn.Module, balanced: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_NAME}: model must be a Module, got {type(model).__name__}")
-    lacking = isinstance(model, ReferenceModel) and not isinstance(model, LanguageModel)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, _Attention):
             raise ValueError(f"{_NAME}: model must not be parallel already")
-        lacking = lacking or isinstance(module, _LACKING)
         if balanced and isinstance(module, (TSSA, CausalTSSA)):
             raise ValueError(f"{_NAME}: balanced must be False for token statistics, which sum in the tokens' order")
-    if lacking:
-        wanted = "a language model of subspaces or token statistics, or modules of crate_kernels.nn"
-        raise NotImplementedError(f"{_NAME}: model must be {wanted}, got {type(model).__name__}")
+        instead = _instead_of(module)
+        if instead is not None:
+            wanted = "a language model of subspaces or token statistics, or modules of crate_kernels.nn"
+            where = f" with {type(module).__name__} {name}" if name else ""
+            raise NotImplementedError(f"{_NAME}: model must be {wanted}, got {type(model).__name__}{where}: {instead}")
+
+
+def _instead_of(module: nn.Module) -> str | None:
+    """Return what to do instead of cutting a module that mixes its tokens, or takes them, in a way of its own."""
+    if isinstance(module, ReferenceModel) and not isinstance(module, LanguageModel):
+        return "cut its blocks alone, or shard it by fully_shard"
+    if isinstance(module, _ATTENDING):
+        return "it would attend to this rank's tokens alone; take MSSA or TSSA of crate_kernels.nn"
+    if hasattr(type(module), "_crate_kernels"):  # as patch marks its classes
+        return "it is patched and would see this rank's tokens alone; take a model of crate_kernels instead"
+    wrapper = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+    if wrapper and any(isinstance(part, (CausalMSSA, CausalTSSA)) for part in module.modules()):
+        return "it places this rank's tokens as if they were all; take the language model of crate_kernels.models"
+    return None
 
 
 def _positions(sequence: Sequence, own: Tensor) -> tuple[Tensor]:
@@ -231,10 +246,10 @@ def _positions(sequence: Sequence, own: Tensor) -> tuple[Tensor]:
 
 
 def _refuse_dropout(module: nn.Module, *_: Any) -> None:
-    dropout = cast(nn.Dropout, module)
-    if dropout.training and dropout.p:
+    rate = module.rate if isinstance(module, DropPath) else cast(nn.Dropout, module).p
+    if module.training and rate:
         raise NotImplementedError(
-            f"{_NAME}: dropout of tokens must be 0 in training, got {dropout.p}: no rank knows the masks of the others"
+            f"{_NAME}: dropout of tokens must be 0 in training, got {rate}: no rank knows the masks of the others"
         )
 
 

@@ -7,16 +7,19 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from crate_kernels import models
+from crate_kernels import models, patch
 from crate_kernels.distributed import sequence_parallel, unshard
+from crate_kernels.models import tost
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
 from crate_kernels.testing import budget
 from tests.distributed.common import drawn, own, same
 from tests.models import families
+from tests.patch import published
 
 DIM, HEADS = 12, 6
 
@@ -170,6 +173,86 @@ def saved_as_before(group):
     same(model.hidden(tokens, key_padding_mask=mask), own(hidden, group, 1))
 
 
+class PreTrainedModel(nn.Module):
+    """Stands for the class of this name in transformers."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+
+class Mixed(PreTrainedModel):
+    """A model of transformers."""
+
+
+def patched():
+    model = nn.Sequential(nn.Identity(), published.Attention())
+    assert patch(model).replaced
+    return model
+
+
+MIXING = {
+    "image-model": (lambda: families.build("crate"), "got CRATE: cut its blocks alone"),
+    "image-model-inside": (
+        lambda: nn.Sequential(nn.Identity(), families.build("crate")),
+        "got Sequential with CRATE 1: cut its blocks alone",
+    ),
+    "other-attention": (
+        lambda: families.build("aot_mhsa_lm"),
+        r"got AoTLM with MHSA transformer\.h\.0\.attn: it would attend to this rank's tokens alone",
+    ),
+    "torch": (
+        lambda: nn.TransformerEncoderLayer(DIM, HEADS),
+        "got TransformerEncoderLayer with MultiheadAttention self_attn: it would attend to this rank's tokens alone",
+    ),
+    "patched": (patched, "got Sequential with FusedAttention 1: it is patched"),
+    "transformers": (
+        lambda: Mixed(nn.Embedding(9, DIM), CausalTSSA(DIM, HEADS, 9)),
+        "got Mixed: it places this rank's tokens as if they were all",
+    ),
+    "transformers-inside": (
+        lambda: nn.Sequential(Mixed(CausalMSSA(DIM, HEADS))),
+        "got Sequential with Mixed 0: it places this rank's tokens as if they were all",
+    ),
+}
+
+
+def mixing(make, message):
+    """A model that would run without an error, on this rank's tokens alone."""
+
+    def run(group):
+        model = make()
+        kinds = [type(each) for each in model.modules()]
+        with pytest.raises(
+            NotImplementedError, match=f"sequence_parallel: model must be a language model .*, {message}"
+        ):
+            sequence_parallel(model, group)
+        assert [type(each) for each in model.modules()] == kinds
+
+    return run
+
+
+DROPPING = {
+    "path": lambda: tost.DropPath(0.5),
+    "tokens": lambda: nn.Dropout(0.5),
+    "channels": lambda: nn.Dropout1d(0.5),
+    "alpha": lambda: nn.AlphaDropout(0.5),
+}
+
+
+def dropping(make):
+    """Dropout outside of an attention is refused in training, and nothing in evaluation."""
+
+    def run(group):
+        model = sequence_parallel(nn.Sequential(MSSA(DIM, HEADS, 2), make()), group)
+        part = drawn(2, 3, DIM, dtype=torch.float32)
+        with pytest.raises(NotImplementedError, match=r"dropout of tokens must be 0 in training, got 0\.5"):
+            model(part)
+        assert model.eval()(part).shape == part.shape
+
+    return run
+
+
 def refused(group):
     size = dist.get_world_size(group)
     model = sequence_parallel(made("crate_lm", dropout=0.5), group)
@@ -195,14 +278,6 @@ def refused(group):
             ValueError,
             "balanced must be False for token statistics",
             lambda: sequence_parallel(TSSA(DIM, 3), group, balanced=True),
-        ),
-        *(
-            (
-                NotImplementedError,
-                f"model must be a language model of .*, got {type(other).__name__}",
-                lambda other=other: sequence_parallel(other, group),
-            )
-            for other in (families.build("crate"), families.build("tost"), families.build("aot_mhsa_lm"))
         ),
     ):
         with pytest.raises(error, match=message):
@@ -242,4 +317,6 @@ CASES = {
     "sequence-ddp": data_parallel,
     "sequence-saved": saved_as_before,
     "sequence-refused": refused,
+    **{f"sequence-mixing-{name}": mixing(*case) for name, case in MIXING.items()},
+    **{f"sequence-dropping-{name}": dropping(make) for name, make in DROPPING.items()},
 }
