@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -50,6 +51,14 @@ class Sequence:
         if cache is not None:
             _refuse_caches()
         return {"seqlen": None if self.where is None else self.where.seqlen}
+
+    def run(self, where: Layout | None, block: nn.Module, *args: Any) -> Tensor:
+        """Run a block on tokens of that layout: a backward that recomputes it may follow calls of other lengths."""
+        latest, self.where = self.where, where
+        try:
+            return block(*args)
+        finally:
+            self.where = latest
 
 
 def _refuse_caches() -> NoReturn:
@@ -105,6 +114,9 @@ class _Language(LanguageModel):
         cut.where = layout.split(tokens.shape[1], cut.ranks.size, cut.balanced)
         mask = None if key_padding_mask is None else _own(cut, key_padding_mask)
         return super().hidden(_own(cut, tokens), key_padding_mask=mask)
+
+    def _runner(self, block: nn.Module) -> Callable[..., Tensor]:
+        return partial(self._sequence.run, self._sequence.where, block)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Predict the next tokens.
@@ -175,6 +187,7 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
     afterwards, over the ranks that have other data.
 
     Caches, attention weights, and dropout other than the attention's are refused, that of whole images included.
+    Recompute activations by the config's ``grad_checkpointing``, which remembers the lengths of each call.
 
     Args:
         model: a language model of ``crate_kernels.models``, a module of ``crate_kernels.nn``, or blocks of them;

@@ -66,6 +66,19 @@ def language(family, seqlen=7, changes=None, **options):
     return run
 
 
+def two_lengths(family, **options):
+    """Two calls wait for one backward pass, which recomputes each with its own lengths."""
+
+    def run(group):
+        expected = made(family, grad_checkpointing=True)
+        model = sequence_parallel(copy.deepcopy(expected), group, **options)
+        for each in (model, expected):
+            (each(*text(7))[1] + each(*text(8))[1]).backward()
+        same_gradients(model, expected)
+
+    return run
+
+
 def module(make, **options):
     """A module on its own takes and returns this rank's tokens; padding, and lengths that it asks for."""
 
@@ -305,6 +318,9 @@ CASES = {
     "language-heads": language("crate_lm", changes={"n_head": 6}, form="heads"),
     "language-balanced": language("crate_lm", form="ring", balanced=True),
     "language-recomputed": language("crate_lm", changes={"grad_checkpointing": True}, form="gather"),
+    "language-recomputed-lengths": two_lengths("crate_lm", form="gather"),
+    "language-recomputed-lengths-balanced": two_lengths("crate_lm", form="ring", balanced=True),
+    "language-recomputed-lengths-tost": two_lengths("tost_lm"),
     "module-mssa": module(lambda: MSSA(DIM, HEADS, 2)),
     "module-mssa-tied": module(lambda: MSSA(DIM, HEADS, 2, tied=True), form="ring"),
     "module-causal-mssa": module(lambda: CausalMSSA(DIM, HEADS), form="gather", balanced=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -137,8 +137,12 @@ class LanguageModel(ReferenceModel):
         x = self.transformer["drop"](self.transformer["wte"](tokens) + self.transformer["wpe"](positions))
         for index, block in enumerate(cast(nn.ModuleList, self.transformer["h"])):
             cache = None if caches is None else caches[index]
-            x = run(self.config.grad_checkpointing, block, x, key_padding_mask, cache)
+            x = run(self.config.grad_checkpointing, self._runner(block), x, key_padding_mask, cache)
         return self.transformer["ln_f"](x) if "ln_f" in self.transformer else x
+
+    def _runner(self, block: nn.Module) -> Callable[..., Tensor]:
+        """Return what runs a block in this call and, if activations are recomputed, in the call's backward."""
+        return block
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Predict the next tokens.
