@@ -174,8 +174,9 @@ class CRATEMAE(ReferenceModel):
 
     Parameters, under their published names: ``patch_embed.proj`` (convolution), ``cls_token``, ``mask_token``,
     ``blocks.{i}.layers.0.{0,1}``, ``norm``, ``decoder_blocks.{i}.layers.0.{0,1}``, ``decoder_norm``,
-    ``decoder_pred``; the fixed positions ``decoder_pos_embed``, which encoder and decoder add; and ``pos_embed`` and
-    ``decoder_embed``, which checkpoints contain but nothing uses.
+    ``decoder_pred``; the fixed positions ``decoder_pos_embed``, which the encoder adds; and ``pos_embed`` and
+    ``decoder_embed``, which checkpoints contain but nothing uses. ``decoder_embed`` requires no gradient here:
+    DistributedDataParallel would wait for it. Published optimisers list it, and leave it as drawn for lack of one.
 
     Args:
         config: sizes and options; ``crate_kernels.models.create`` has the published ones by name.
@@ -198,7 +199,7 @@ class CRATEMAE(ReferenceModel):
         self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim, config.norm_eps)
-        self.decoder_embed = Linear(dim, dim, backend=config.backend)
+        self.decoder_embed = Linear(dim, dim, backend=config.backend).requires_grad_(False)
         self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
         self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
         self.decoder_pred = Linear(dim, patch_dim, backend=config.backend)

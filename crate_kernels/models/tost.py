@@ -44,7 +44,7 @@ class ToSTConfig:
         drop_rate: dropout after attention, in MLPs and on the embedded tokens; ``attn_drop_rate``: in attention;
             ``drop_path_rate``: part of the images that skip a block's branch, the same in every block.
         cls_attn_layers: number of class-attention blocks.
-        use_pos: add positions.
+        use_pos: add positions; without them ``pos_embeder`` stays in checkpoints and requires no gradient.
         eta: initial value of the layer scales.
         tokens_norm: class attention normalises all tokens before its MLP; False: the class token alone.
         distillation: return ``(logits, logits)`` in training, as published, for the published recipe's loss.
@@ -282,7 +282,7 @@ class ToST(Classifier):
         super().__init__(config)
         dim = config.embed_dim
         self.patch_embed = ConvPatchEmbed(config)
-        self.pos_embeder = FourierPositions(dim)
+        self.pos_embeder = FourierPositions(dim).requires_grad_(config.use_pos)
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.pos_drop = nn.Dropout(config.drop_rate)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))

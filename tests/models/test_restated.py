@@ -51,8 +51,5 @@ def test_equals_the_published_equations(family, function, changes):
         assert (a is None) == (e is None), name
         if a is not None:
             assert_close(a, e, msg=lambda text, name=name: f"{name}: {text}", **close)
-    unused = [name for name, gradient in zip(parameters, ours, strict=True) if gradient is None]
-    wanted = {"crate_mae": ["decoder_embed.weight", "decoder_embed.bias"]}.get(family, [])
-    if changes.get("use_pos") is False:
-        wanted = ["pos_embeder.token_projection.weight", "pos_embeder.token_projection.bias"]
-    assert unused == wanted
+    # DistributedDataParallel waits for a gradient of every parameter that requires one.
+    assert [name for name, gradient in zip(parameters, ours, strict=True) if gradient is None] == []
