@@ -50,7 +50,8 @@ aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
 	$(REPORT) --cuda
 
 # make gpu MINUTES=9 OUT=folder: a call of 9 minutes; run again with the same folder, it goes on. With the Python that is
-# active, which needs PyTorch, Triton, NumPy and pytest; no git, no network. docs/gpu.md says what comes back.
+# active, which needs PyTorch, Triton, NumPy, pytest 9 and, to compile the CUDA library by nvcc, ninja; no git, no
+# network. docs/gpu.md says what comes back.
 gpu: OUT = build/gpu
 MINUTES ?= 25
 ## everything that this machine's GPU can tell in half an hour: smoke test, suite, tuning, benchmarks
@@ -58,7 +59,8 @@ gpu:
 	$(PYTHON) -m tests.gpu.unattended --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
-# it has the PyTorch that fits the GPU. Run again, it goes on where time was up.
+# it has the PyTorch that fits the GPU, NumPy, pytest 9, and Triton or ninja with nvcc. Run again, it goes on where time
+# was up.
 SHARD ?= 1/1
 ## the kernels on this machine's GPU; SHARD=1/3 for a third of it
 test-gpu:

@@ -1,6 +1,7 @@
-"""The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch and pytest, nothing else.
+"""The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch, NumPy and pytest 9, nothing else.
 
-It tests Triton's kernels where Triton is and, where nvcc is, those of the CUDA library, which it compiles first, once.
+It tests Triton's kernels where Triton is and, where nvcc and the package ninja are, those of the CUDA library, which it
+compiles first, once.
 A shard ends by itself before its time is up and says what is left; running it again goes on from there. Every result
 is in the JSON file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
 """
@@ -18,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INCOMPLETE = 3  # exit status: nothing failed, but time was up
+# A file that cannot be imported stops no other.
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "", "--continue-on-collection-errors")
 
 
 def parse(argv):
@@ -156,7 +159,7 @@ def run(args):
     kernels = "triton" if args.dry_run else "(triton or cpp-cuda)"
     select = f"{kernels} and ({args.k})" if args.k else kernels
     os.chdir(ROOT)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", "-k", select, *folders], plugins=[shard])
+    status = pytest.main([*OPTIONS, "-k", select, *folders], plugins=[shard])
     failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]
     print(f"test-gpu: {len(shard.record['tests'])} results in {path}, {len(failed)} failed, {shard.left} left")
     if (

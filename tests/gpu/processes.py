@@ -8,15 +8,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Exit statuses of what ends by itself; INCOMPLETE: time was up. 1 is that of an exception, or of an item that hangs.
-DONE, INCOMPLETE, FAILED = 0, 3, 4
+# Exit statuses of what ends by itself. INCOMPLETE: time was up. BROKEN: some items could not even begin, as if a file
+# of tests cannot be imported. 1 is that of an exception, or of an item that hangs.
+DONE, INCOMPLETE, FAILED, BROKEN = 0, 3, 4, 5
 MOST_STARTS = 12  # of one process
 GRACE = 15.0  # seconds after the deadline; what is told of the deadline ends by itself before
 
 
 def worst(statuses):
-    """Return INCOMPLETE if one of the statuses is, else FAILED if one is, else DONE."""
-    return next((status for status in (INCOMPLETE, FAILED) if status in statuses), DONE)
+    """Return BROKEN if one of the statuses is, else INCOMPLETE, else FAILED, else DONE."""
+    return next((status for status in (BROKEN, INCOMPLETE, FAILED) if status in statuses), DONE)
 
 
 def start(arguments, environment=None, apart=False):
@@ -57,12 +58,12 @@ def side_by_side(commands, deadline, start, grace=GRACE):
                     continue
                 end(process)
                 del running[index]
-                died = status not in (DONE, FAILED, INCOMPLETE)
+                died = status not in (DONE, FAILED, INCOMPLETE, BROKEN)
                 if died and time.monotonic() < deadline and starts[index] < MOST_STARTS:
                     starts[index] += 1
                     running[index] = started(index)
                 else:
-                    statuses[index] = FAILED if died else status
+                    statuses[index] = BROKEN if died else status
             if running and time.monotonic() > deadline + grace:
                 statuses |= dict.fromkeys(running, INCOMPLETE)
                 break

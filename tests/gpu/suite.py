@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import lines, processes
-from tests.gpu.__main__ import Part
+from tests.gpu.__main__ import OPTIONS, Part
 
 LIMIT = 150  # seconds per test, compilation included; then its process ends
 FILES = (
@@ -84,10 +84,10 @@ def work(path, index, count, seconds, dry_run, alone):
     worker = Worker(path, index, count, seconds, alone)
     folder, select = DRY if dry_run else ("tests/ops", "triton or cpp-cuda")
     os.chdir(processes.ROOT)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", "-k", select, folder], plugins=[worker])
+    status = pytest.main([*OPTIONS, "-k", select, folder], plugins=[worker])
     ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
     if worker.broken or status not in (*ended, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return processes.FAILED
+        return processes.BROKEN
     return processes.INCOMPLETE if worker.left > 0 else processes.DONE
 
 

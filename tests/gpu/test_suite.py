@@ -68,6 +68,25 @@ def test_a_cuda_library_that_was_carried_along_is_not_compiled_again(carried, mo
     assert built == ([] if carried else [["build", "--cuda"]])
 
 
+WITHOUT = """import sys, pytest
+class Missing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.modules["hypothesis"] = None
+sys.exit(pytest.main(sys.argv[1:], plugins=[Missing()]))
+"""
+
+
+def test_operator_tests_are_collected_without_hypothesis():
+    options = ("--collect-only", *suite.OPTIONS, "-p", "no:hypothesispytest", "tests/ops")
+    command = [sys.executable, "-c", WITHOUT, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    for op in ("mssa", "tssa"):
+        assert f"tests/ops/{op}/test_native.py::" in done.stdout
+        assert f"tests/ops/{op}/test_native_drawn.py::" not in done.stdout
+
+
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b"])
 def test_a_shard_that_is_none_is_refused(shard, capsys):
     with pytest.raises(SystemExit):

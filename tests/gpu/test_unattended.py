@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton", reason="its dry run interprets Triton's k
 from tests.gpu import timing  # noqa: E402
 
 SECONDS = {part.name: 60 * part.minutes for part in unattended.PARTS}
-DONE, FAILED, INCOMPLETE = processes.DONE, processes.FAILED, processes.INCOMPLETE
+DONE, FAILED, INCOMPLETE, BROKEN = processes.DONE, processes.FAILED, processes.INCOMPLETE, processes.BROKEN
 
 
 class Clock:
@@ -80,6 +80,20 @@ def test_a_part_that_failed_is_complete(tmp_path, watch):
     )
     assert given == list(SECONDS)
     assert {own["status"] for own in unattended.State(tmp_path).parts.values()} == {"failed"}
+
+
+def test_a_part_that_could_not_begin_goes_again_and_fails_the_run(tmp_path, monkeypatch):
+    turns = []
+
+    def side_by_side(commands, deadline, start, grace):
+        turns.append(commands[0](100.0)[1])
+        return BROKEN if "suite" in turns[-1] else DONE
+
+    monkeypatch.setattr(processes, "side_by_side", side_by_side)
+    for count in (2, 4):
+        assert unattended.main(["--minutes", "25", "--out", str(tmp_path), "--dry-run"]) == 1
+        assert turns.count("tests.gpu.suite") == count
+    assert turns.count("tests.gpu.smoke") == 1
 
 
 def process(code):
@@ -184,6 +198,18 @@ def test_a_test_that_lacked_memory_runs_again_alone(tmp_path, monkeypatch):
     alone.save(NAMES[0], {"outcome": "failed", "error": "torch.OutOfMemoryError: CUDA out of memory"})
     assert lines.results(path)[NAMES[0]]["outcome"] == "failed"
     assert died == [70, 70]  # a process whose device is lost ends
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["broken", "whole"])
+def test_a_file_that_cannot_be_imported_stops_no_other(broken, tmp_path, monkeypatch):
+    (tmp_path / f"test_{broken}.py").write_text("import there_is_no_such_module\n" if broken else "")
+    (tmp_path / f"test_beside_{broken}.py").write_text("def test_good():\n    pass\n")
+    monkeypatch.setattr(suite, "DRY", (str(tmp_path), "good"))
+    monkeypatch.chdir(processes.ROOT)
+    path = tmp_path / "suite.jsonl"
+    for _ in range(2):
+        assert suite.work(path, 1, 1, 60, True, False) == (BROKEN if broken else DONE)
+        assert [line["outcome"] for line in lines.results(path).values()] == ["passed"]
 
 
 def test_the_benchmarks_in_order_exist():

@@ -1,9 +1,10 @@
 """One command for half an hour on a GPU: ``python -m tests.gpu.unattended --minutes 25 --out FOLDER``, or ``make gpu``.
 
-It needs PyTorch, Triton, NumPy and pytest; no git and no network. Four parts follow one another, each for at most its
-minutes: a smoke test, the test suite in processes side by side, tuning, and with what time is left the benchmarks in
-order of worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the run goes
-on where it ended: minutes that a part has had are counted in ``progress.json``.
+It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the CUDA library, nvcc and the package ninja; no git and no
+network. Four parts follow one another, each for at most its minutes: a smoke test, the test suite in processes side by
+side, tuning, and with what time is left the benchmarks in order of worth. Results are in FOLDER as soon as they are
+known. Started again with the same folder, the run goes on where it ended: minutes that a part has had are counted in
+``progress.json``.
 """
 
 import argparse
@@ -18,7 +19,12 @@ from pathlib import Path
 from tests.gpu import lines, processes
 from tests.gpu.__main__ import BUILD
 
-STATUS = {processes.DONE: "done", processes.FAILED: "failed", processes.INCOMPLETE: "time was up"}
+STATUS = {
+    processes.DONE: "done",
+    processes.FAILED: "failed",
+    processes.INCOMPLETE: "time was up",
+    processes.BROKEN: "broken",
+}
 RESERVE = 45.0  # seconds at the end for what is running, and for the summary
 LEAST = 10.0  # seconds worth starting a part for
 
@@ -143,7 +149,7 @@ def main(argv=None):
             processes.end(compiling)
     print("\n".join(summary(args.out, state)))
     statuses = [own["status"] for own in state.parts.values()]
-    if "failed" in statuses:
+    if {"failed", "broken"} & {*statuses}:
         return 1
     return processes.DONE if set(statuses) == {"done"} else processes.INCOMPLETE
 
