@@ -377,7 +377,8 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
 
     monkeypatch.setattr(smoke.subprocess, "run", run)
     monkeypatch.setattr(smoke.shutil, "which", lambda name: None)
-    with pytest.raises(smoke.Skipped):
+    monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args: None)
+    with pytest.raises(smoke.Skipped, match="compute-sanitizer is not there"):
         smoke.sanitize("mssa", "cpp")
     monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
     if status:
@@ -386,6 +387,30 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
     else:
         assert smoke.sanitize("mssa", "cpp") == {"said": "ERROR SUMMARY"}
     assert commands[0][-3:] == ["--call", "mssa", "cpp"]
+
+
+def test_a_call_that_hangs_under_the_sanitizer_fails_with_words(monkeypatch):
+    def run(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(smoke.subprocess, "run", run)
+    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
+    monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args: None)
+    with pytest.raises(AssertionError, match="one small call did not end within 90 s under compute-sanitizer"):
+        smoke.sanitize("mssa", "cpp")
+
+
+def test_the_sanitizer_waits_for_the_cuda_library(tmp_path, monkeypatch):
+    """What is skipped goes again once the library is there; what failed does not."""
+    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
+    monkeypatch.setattr(smoke, "items", lambda dry_run: {"sanitizer cpp mssa": lambda: smoke.sanitize("mssa", "cpp")})
+    done = SimpleNamespace(returncode=0, stdout="ERROR SUMMARY", stderr="")
+    missing = SimpleNamespace(returncode=1, stdout="", stderr="the CUDA library is not built")
+    for reason, found, outcome in (("not built", missing, "skipped"), (None, done, "passed")):
+        monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args, reason=reason: reason)
+        monkeypatch.setattr(smoke.subprocess, "run", lambda *args, found=found, **options: found)
+        assert smoke.main(["--out", str(tmp_path)]) == DONE
+        assert lines.results(tmp_path / "smoke.jsonl")["sanitizer cpp mssa"]["outcome"] == outcome
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "-3"]])
