@@ -41,11 +41,13 @@ def sequence_bounds(cu_seqlens_ptr, index, seqlen, total, PACKED: tl.constexpr):
 
 @triton.jit
 def uncovered(cu_seqlens_ptr, index, sequences, seqlen, total):
-    """Return the packed rows after a sequence that belong to no sequence, as (first, one past the last).
+    """Return the packed rows around a sequence that belong to no sequence: [0, lead) and [first, stop).
 
-    Valid offsets rise from 0 to ``total`` by at most ``seqlen`` and leave no such rows. Offsets are checked on the CPU
-    only; on other devices such rows are written as zeros.
+    These are the rows after it and, of the first sequence, those before it. Valid offsets rise from 0 to ``total`` by
+    at most ``seqlen`` and leave no such rows. Offsets are checked on the CPU only; on other devices such rows are
+    written as zeros.
     """
     start, length = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
     following = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + index + 1), 0), total)
-    return start + length, tl.where(index == sequences - 1, total, following)
+    lead = tl.where(index == 0, start, 0)
+    return lead, start + length, tl.where(index == sequences - 1, total, following)

@@ -84,8 +84,8 @@ def _mssa_bwd_kernel(
         _write_block(inputs, dw, scores, extent, start_j, BLOCK_J, FORM, TERMS)
     if FORM.PACKED:
         sequences = tl.num_programs(0) // (nheads * num_j)
-        first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-        tile.zero_rows(every, first, stop, pid_j, num_j, BLOCK_J, FORM)
+        lead, first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
+        tile.zero_rows(every, lead, first, stop, pid_j, num_j, BLOCK_J, FORM)
 
 
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take registers that wider tiles do not leave

@@ -86,9 +86,9 @@ def _mssa_fwd_kernel(
             attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
         if FORM.PACKED:
             sequences = tl.num_programs(0) // (nheads * num_m)
-            first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-            tile.zero_rows(every, first, stop, pid_m, num_m, BLOCK_M, FORM)
-            tile.zero_numbers(lse_ptr - head.start.to(tl.int64), first, stop, pid_m, num_m, BLOCK_M)
+            lead, first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
+            tile.zero_rows(every, lead, first, stop, pid_m, num_m, BLOCK_M, FORM)
+            tile.zero_numbers(lse_ptr - head.start.to(tl.int64), lead, first, stop, pid_m, num_m, BLOCK_M)
 
 
 _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave

@@ -181,16 +181,18 @@ def row_products(a, b):
 
 
 @triton.jit
-def zero_rows(tokens, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Zero rows [first, stop): of their blocks of ROWS, ``pid``, ``pid + step``, ..."""
-    for start in range(first + pid * ROWS, stop, step * ROWS):
+def zero_rows(tokens, lead, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Zero rows [0, lead) and [first, stop): of their blocks of ROWS, ``pid``, ``pid + step``, ..."""
+    for start in range(tl.where(lead > 0, 0, first) + pid * ROWS, stop, step * ROWS):
         rows = start + tl.arange(0, ROWS)
-        store(tokens, zeros(ROWS, DIMS), rows, rows < stop, DIMS)
+        outside = (rows < stop) & ((rows < lead) | (rows >= first))
+        store(tokens, zeros(ROWS, DIMS), rows, outside, DIMS)
 
 
 @triton.jit
-def zero_numbers(ptr, first, stop, pid, step, ROWS: tl.constexpr):
-    """Zero the numbers of rows [first, stop), as ``zero_rows`` does the rows."""
-    for start in range(first + pid * ROWS, stop, step * ROWS):
+def zero_numbers(ptr, lead, first, stop, pid, step, ROWS: tl.constexpr):
+    """Zero the numbers of rows [0, lead) and [first, stop), as ``zero_rows`` does the rows."""
+    for start in range(tl.where(lead > 0, 0, first) + pid * ROWS, stop, step * ROWS):
         rows = start + tl.arange(0, ROWS)
-        tl.store(ptr + rows, tl.zeros((ROWS,), tl.float32), mask=rows < stop)
+        outside = (rows < stop) & ((rows < lead) | (rows >= first))
+        tl.store(ptr + rows, tl.zeros((ROWS,), tl.float32), mask=outside)

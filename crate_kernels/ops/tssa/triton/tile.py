@@ -350,11 +350,10 @@ def clear_uncovered(
 
     ``tokens_at`` and ``rows_at``, which may be None, are the whole tensors. Mostly there is no such row.
     """
-    first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
-    start, _ = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, True)
-    for n in tl.range(tl.where((index == 0) & (start > 0), 0, first), end, BLOCK_N):
+    lead, first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
+    for n in tl.range(tl.where(lead > 0, 0, first), end, BLOCK_N):
         rows = n + tl.arange(0, BLOCK_N)
-        outside = (rows < end) & ((rows < start) | (rows >= first))
+        outside = (rows < end) & ((rows < lead) | (rows >= first))
         store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H, DIMS.BLOCK_D), tl.float32), rows, outside, DIMS)
         if rows_at is not None:
             store_rows(rows_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H), tl.float32), rows, outside, DIMS)
