@@ -47,11 +47,16 @@ class Deviation(NamedTuple):
 
 
 def judge(found: Iterable[Deviation], dtype: torch.dtype) -> Verdict:
-    """Compare each error with its budget, ``factor * (eager's error + eps(dtype) * size)``."""
+    """Compare each error with its budget, ``factor * (eager's error + eps(dtype) * size)``.
+
+    As in the tests, an error of eager that is not finite allows nothing.
+    """
     judged = []
     for output, error, eager, size, factor in found:
         error = error if math.isfinite(error) else math.inf
-        share = error / (factor * (eager + torch.finfo(dtype).eps * size))
+        eager = eager if math.isfinite(eager) else 0.0
+        budget = factor * (eager + torch.finfo(dtype).eps * size)
+        share = error / budget if math.isfinite(budget) else math.inf  # never NaN, which max would pass over
         judged.append((share, output, error / size, error / eager if eager else 0.0))
     share, output, *_ = max(judged)
     return Verdict(max(j[2] for j in judged), max(j[3] for j in judged), share, output)

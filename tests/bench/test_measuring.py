@@ -8,7 +8,7 @@ import torch
 from crate_kernels import models
 from crate_kernels._core.spec import Provider
 from crate_kernels.bench import clock, decoding, measuring, memory, networks, providers
-from crate_kernels.bench.gate import Gate
+from crate_kernels.bench.gate import Deviation, Gate, judge
 from crate_kernels.ops.mssa import spec
 from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
 
@@ -150,6 +150,22 @@ def test_peak_memory_counts_what_is_held_at_once():
         return second, third
 
     assert memory.peak_bytes(hold_two_of_three, CPU) == 2 << 20
+
+
+NAN = float("nan")
+JUDGED = {  # error, eager's error and size of the second output
+    "sound": ((1.0, 1.0, 1.0), True),
+    "wrong": ((3.0, 1.0, 1.0), False),
+    "not a number": ((NAN, 1.0, 1.0), False),
+    "and eager's is none either": ((NAN, NAN, 1.0), False),
+    "wrong where eager overflows": ((1.0, float("inf"), 1.0), False),
+    "no exact result": ((NAN, NAN, NAN), False),
+}
+
+
+@pytest.mark.parametrize(("numbers", "passed"), JUDGED.values(), ids=JUDGED)
+def test_the_gate_opens_for_numbers_only(numbers, passed):
+    assert judge([Deviation("out", 0.1, 1.0, 1.0), Deviation("second", *numbers)], torch.float32).passed == passed
 
 
 GIB = 1 << 30

@@ -57,14 +57,14 @@ def test_a_layer_is_the_papers(form):
 def test_theorem_3_1_to_rounding(m, backend):
     ratios = mixture.denoise(replace(m, layers=m.exact), 0, CPU, backend)
     assert ratios.shape == (m.exact + 1, m.clusters)
-    assert max(mixture.departure(m, ratios)) < 4e-15
+    assert mixture.departure(m, ratios).max() < 4e-15
     assert ratios[-1].min() / ratios[0].max() > 0.9 * 1.3**m.exact
 
 
 def test_its_conditions_end():
     """Beyond the first layers the noise passes the threshold too, and the ratio leaves the line."""
     off = mixture.departure(B, mixture.denoise(B, 0, CPU, None))
-    assert max(off[: B.exact + 1]) < 4e-15
+    assert off[: B.exact + 1].max() < 4e-15
     assert off[-1] > 0.1
 
 
@@ -77,6 +77,24 @@ def test_a_broken_threshold_fails_the_experiment(run, monkeypatch):
     assert status == 1
     assert "Theorem 3.1 is NOT followed to rounding" in printed
     assert (folder / "theorem.png").exists()
+
+
+def test_not_a_number_fails_the_experiment(run, metrics, monkeypatch):
+    """One cluster of one layer of one draw; the departure of the first layer is 0 whatever happens."""
+    inner, calls = job.denoise, []
+
+    def spoilt(m, seed, device, backend, dtype):
+        ratios = inner(m, seed, device, backend, dtype)
+        if not calls:
+            ratios[m.exact, 0] = torch.nan
+        calls.append(seed)
+        return ratios
+
+    monkeypatch.setattr(job, "denoise", spoilt)
+    status, printed, folder = run("denoise")
+    assert status == 1
+    assert "Theorem 3.1 is NOT followed to rounding" in printed
+    assert metrics(folder)["theorem"][0]["holds"] is False
 
 
 def test_the_kernels_are_shown_in_float32(run, metrics):

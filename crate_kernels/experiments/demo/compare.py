@@ -46,6 +46,11 @@ class Agreement:
         return [abs(f - n) for f, n in zip(self.fused, self.naive, strict=True)]
 
     @property
+    def largest(self) -> float:
+        """The largest difference; NaN if any is, which Python's ``max`` would pass over, or without a step."""
+        return torch.tensor(self.differences or [torch.nan], dtype=torch.float64).max().item()
+
+    @property
     def agrees(self) -> bool:
         """True if every step is within its bound."""
         return all(d <= b for d, b in zip(self.differences, self.bound, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -105,7 +104,6 @@ def _page(outcome: Outcome, pictures: dict[str, str], machine: dict[str, str]) -
 
     took = "" if training.seconds is None else f" in {training.seconds:.0f} seconds"
     verdict = "agree" if agreement.agrees else "<strong>do not agree</strong>"
-    worst = max(agreement.differences, default=math.nan)
     before, after = outcome.before.summary(), outcome.after.summary()
     depth = range(config.depth)
     layer_rows = [
@@ -131,7 +129,8 @@ def _page(outcome: Outcome, pictures: dict[str, str], machine: dict[str, str]) -
 
 <h2>It is the same model</h2>
 <p>The first {len(agreement.naive)} steps, repeated from the same seed with the naive equations
-(<code>backend="reference"</code>). The losses {verdict}: at most {worst:.1e} apart. The dashed line is how far rounding
+(<code>backend="reference"</code>). The losses {verdict}: at most {
+        agreement.largest:.1e} apart. The dashed line is how far rounding
 alone moves the naive losses: in float64, or with each initial weight off by its last bit. The bound is three
 times that, but no less than float32's customary tolerance.</p>
 {picture("same-model", "loss curves of both forms and their difference")}

@@ -47,18 +47,18 @@ def run(trial: Trial, settings: Settings) -> int:
     rows, held = [], True
     for entry in theorem:
         mixture: Mixture = entry["mixture"]
-        worst = [max(each) for each in zip(*(departure(mixture, r) for r in entry["ratios"]), strict=True)]
-        rough_worst = [max(each) for each in zip(*(departure(mixture, r) for r in entry["kernel"]), strict=True)]
-        entry["departure"], entry["kernel_departure"] = worst, rough_worst
-        entry["holds"] = max(worst[: mixture.exact + 1]) <= _ROUNDING
+        worst = torch.stack([departure(mixture, r) for r in entry["ratios"]]).amax(0)
+        rough_worst = torch.stack([departure(mixture, r) for r in entry["kernel"]]).amax(0)
+        entry["departure"], entry["kernel_departure"] = worst.tolist(), rough_worst.tolist()
+        entry["holds"] = bool((worst[: mixture.exact + 1] <= _ROUNDING).all())
         held &= entry["holds"]
         growth = 1 + mixture.eta * mixture.threshold if mixture.threshold else 1.0
         name = f"threshold {mixture.threshold}, N={mixture.tokens}, K={mixture.clusters}, p={mixture.rank}"
         measured = _growth(entry["ratios"][:, : mixture.exact + 1])
         rows.append([f"{name}: SNR growth a layer, layers 1-{mixture.exact}", f"{growth:.4f}", measured])
-        rows.append(["  largest departure, float64", "0", f"{max(worst[: mixture.exact + 1]):.1e}"])
-        rows.append([f"  largest departure, float32, {rough}", "-", f"{max(rough_worst[: mixture.exact + 1]):.1e}"])
-        later = next((i for i, d in enumerate(worst) if d > _ROUNDING), None)
+        rows.append(["  largest departure, float64", "0", f"{worst[: mixture.exact + 1].max():.1e}"])
+        rows.append([f"  largest departure, float32, {rough}", "-", f"{rough_worst[: mixture.exact + 1].max():.1e}"])
+        later = next((i for i, d in enumerate(worst) if not d <= _ROUNDING), None)
         text = "not seen" if later is None else f"layer {later}"
         rows.append(["  conditions of the theorem first broken at", "-", text])
     for mixture, ratios in zip(settings.softmax, softmax, strict=True):

@@ -62,8 +62,11 @@ def denoise(
     return torch.stack([analysis.snr(z.cpu().double(), subspaces, labels) for z in found])
 
 
-def departure(mixture: Mixture, ratios: Tensor) -> list[float]:
-    """Return the largest relative error of each layer's SNR against Theorem 3.1's ``SNR_0 (1 + eta tau)^l``."""
+def departure(mixture: Mixture, ratios: Tensor) -> Tensor:
+    """Return the largest relative error of each layer's SNR against Theorem 3.1's ``SNR_0 (1 + eta tau)^l``.
+
+    NaN stays NaN here and in the maxima of a tensor; Python's ``max`` would pass over it.
+    """
     assert mixture.threshold is not None
     growth = (1 + mixture.eta * mixture.threshold) ** torch.arange(len(ratios), dtype=torch.float64)
-    return (ratios / (ratios[0] * growth.unsqueeze(1)) - 1).abs().amax(1).tolist()
+    return (ratios / (ratios[0] * growth.unsqueeze(1)) - 1).abs().amax(1)

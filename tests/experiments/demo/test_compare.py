@@ -56,6 +56,21 @@ def test_the_bound_is_thrice_what_rounding_alone_does(training, monkeypatch):
         assert unit.min() < 0 < unit.max()
 
 
+LARGEST = {
+    "numbers": ([2.0, 1.0, 4.0], 3.0),
+    "a late NaN": ([1.0, 1.0, float("nan")], float("nan")),
+    "an early NaN": ([float("nan"), 1.0, 4.0], float("nan")),
+    "no step": ([], float("nan")),
+}
+
+
+@pytest.mark.parametrize(("fused", "largest"), LARGEST.values(), ids=LARGEST)
+def test_the_largest_difference_is_not_hidden(fused, largest):
+    count = len(fused)
+    result = compare.Agreement(fused, naive=[1.0] * count, noise=[0.0] * count, bound=[9.0] * count)
+    assert result.largest == pytest.approx(largest, nan_ok=True)
+
+
 def test_chaos_is_no_agreement():
     far = compare.Agreement(fused=[2.0], naive=[2.07], noise=[0.1], bound=[compare.CHAOS])
     assert not far.agrees

@@ -407,7 +407,9 @@ def test_out_of_memory_leaves_a_cache_as_long_as_it_was(threads, little_memory):
     w, out = one.expand(1, 1, 1 << 20, 256), one.clone().expand(1, 1, 1 << 20, 256)
     data, lengths = torch.zeros(1, 1, 1024, 256), torch.tensor([7], dtype=torch.int32)
     with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_decode(w, data, lengths, *DecodeCall(None, 1024, True, 1.0, False), out, torch.zeros(1))
+        torch.ops.crate_kernels_C.mssa_decode(
+            w, data, lengths, *DecodeCall(None, 1024, True, 1.0, False), out, torch.zeros(1)
+        )
     assert lengths.item() == 7
 
 
