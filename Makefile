@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-OUTPUTS := $(addsuffix -output,matrix demo denoise icl redunet layers classify mae language bench apart)
+OUTPUTS := $(addsuffix -output,matrix demo denoise icl redunet layers classify mae language bench)
 CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
