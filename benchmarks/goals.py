@@ -17,7 +17,8 @@ class Goal:
     Attributes:
         what: the operator and direction, in words.
         target: least time of ``baseline`` as a multiple of ours; for overhead, the most microseconds.
-        baseline: the provider.
+        baseline: the provider, or "best sdpa" of them; "copy" of the same bytes and "product" of the same work, at the
+            rates of the machine; "eager's memory" in the place of its time.
         bench, direction, dtype, cases: select our rows.
         reason: the limit, for a case that misses the goal.
     """
@@ -80,34 +81,83 @@ GOALS = (
     Goal("CRATE-S training step, batch 8", 2.2, "eager", "models", "step", "bf16", ("crate_small",), _PRODUCTS),
 )
 _OVERHEAD = (("public", "no gradient", 8.0), ("public with gradient", "forward with gradient", 20.0))
-# Goals for GPUs. No GPU has run the benchmarks yet.
+_BEST_SDPA, _COPY, _PRODUCT, _MEMORY = "best sdpa", "copy", "product", "eager's memory"
+
+
+def _with_causal(*cases: str) -> tuple[str, ...]:
+    return (*cases, *_causal(*cases))
+
+
+_GPU_FEW = _with_causal("vit-197-d48", "vit-197-d64", "vit-785-d64", "vit-785-d128", "lm-1024-d64")
+_GPU_LONG_64 = _with_causal("lm-4096-d64", "long-16k-d64", "long-64k-d64")
+_GPU_LONG_128 = _with_causal("lm-4096-d128", "long-16k-d128")
+_GPU_STATS = ("vit-196", "vit-784", "lm-1024", "long-4096", "long-64k")
+_GPU_CACHES = ("64x12x64-cached-4096", "16x16x128-cached-16384", "1x16x128-cached-65536")
+_GPU_MODELS = ("crate_base", "tost_small_12", "crate_lm_base")
+
 GPU_GOALS = (
-    "mssa forward, up to 1024 tokens or head_dim 48: 1.2 times the best SDPA backend",
-    "mssa forward, long, head_dim 64: 1.0 times the best SDPA backend, 1.3 times SDPA-flash",
-    "mssa forward, long, head_dim 128: 1.0 times SDPA-flash",
-    "mssa backward: 1.4 times SDPA-flash",
-    "mssa decode, 256 MB of cache and more: 85% of copy bandwidth, 1.8 times SDPA",
-    "tssa: 80% of copy bandwidth, 3.5 times eager (causal 8 times), 2.5 times torch.compile of it",
-    "ista: 90% of a plain product forward; 2.7 times eager, 2.5 times with the backward",
-    "CRATE-B, ToST-S, causal CRATE training step: 2.5 times eager, 1.4 times torch.compile of it, 60% of the memory",
+    Goal("mssa forward, up to 1024 tokens", 1.2, _BEST_SDPA, "mssa", "forward", "bf16", _GPU_FEW),
+    Goal("mssa forward, long, head_dim 64", 1.0, _BEST_SDPA, "mssa", "forward", "bf16", _GPU_LONG_64),
+    Goal("mssa forward, long, head_dim 64", 1.3, "sdpa-flash", "mssa", "forward", "bf16", _GPU_LONG_64),
+    Goal("mssa forward, long, head_dim 128", 1.0, "sdpa-flash", "mssa", "forward", "bf16", _GPU_LONG_128),
+    Goal(
+        "mssa backward",
+        1.4,
+        "sdpa-flash",
+        "mssa",
+        "backward",
+        "bf16",
+        (*_GPU_FEW, *_GPU_LONG_64, *_GPU_LONG_128),
+    ),
+    Goal("mssa decode, 256 MB of cache and more", 0.85, _COPY, "decode", "forward", "bf16", _GPU_CACHES),
+    Goal("mssa decode, 256 MB of cache and more", 1.8, "sdpa", "decode", "forward", "bf16", _GPU_CACHES),
+    *(
+        Goal(f"tssa {words}{comma}", target, baseline, "tssa", direction, "bf16", cases)
+        for direction, words in (("forward", "forward"), ("both", "forward and backward"))
+        for comma, cases, eager in (("", _GPU_STATS, 3.5), (", causal", _causal(*_GPU_STATS), 8.0))
+        for baseline, target in ((_COPY, 0.8), ("eager", eager), ("compile", 2.5))
+    ),
+    Goal("ista forward", 0.9, _PRODUCT, "ista", "forward", "bf16", ("crate-b", "lm-base", "tokens-12608")),
+    Goal("ista forward", 2.7, "eager", "ista", "forward", "bf16", ("crate-b", "lm-base", "tokens-12608")),
+    Goal("ista forward and backward", 2.5, "eager", "ista", "both", "bf16", ("crate-b", "lm-base", "tokens-12608")),
+    *(
+        Goal("CRATE-B, ToST-S, causal CRATE training step", target, baseline, "models", "step", "bf16", _GPU_MODELS)
+        for baseline, target in (("eager", 2.5), ("compile", 1.4), (_MEMORY, 1.67))
+    ),
 )
 
 
 def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
-    """Return, for every timed case of a goal, our row and the baseline's time as a multiple of ours."""
+    """Return, for every case of a goal that has both, our row and the baseline as a multiple of it."""
     found = []
     for case in goal.cases:
         beside = results.find(bench=goal.bench, case=case, dtype=goal.dtype, direction=goal.direction)
-        baseline = next((row for row in beside if row.provider == goal.baseline and row.times), None)
-        ours = results.best(baseline) if baseline else None
-        if baseline is not None and ours is not None:
-            found.append((ours, baseline.time / ours.time))
+        ours = results.best(beside[0]) if beside else None
+        ratio = None if ours is None else _ratio(results, goal.baseline, beside, ours)
+        if ours is not None and ratio is not None:
+            found.append((ours, ratio))
     return found
 
 
-def cpu_lines(results: Results) -> Iterable[list[str]]:
-    """Yield (goal, dtype, target, measured per case, met, reason) for every CPU goal."""
-    for goal in GOALS:
+def _ratio(results: Results, baseline: str, beside: list[Row], ours: Row) -> float | None:
+    """Return a baseline's time or memory as a multiple of ours; None where the results lack it."""
+    rates = results.machine
+    if baseline == _COPY:
+        return ours.bytes / rates["copy_bytes"] / ours.time if ours.bytes else None
+    if baseline == _PRODUCT:
+        return ours.flops / rates["product_flops"][ours.dtype] / ours.time if ours.flops else None
+    if baseline == _MEMORY:
+        eager = next((row.peak_bytes for row in beside if row.provider == "eager"), None)
+        return eager / ours.peak_bytes if eager and ours.peak_bytes else None
+    best = baseline == _BEST_SDPA
+    times = [r.time for r in beside if r.times and (r.provider.startswith("sdpa") if best else r.provider == baseline)]
+    return min(times) / ours.time if times else None
+
+
+def lines(results: Results) -> Iterable[list[str]]:
+    """Yield (goal, dtype, target, measured per case, met, reason) for every goal of the results' kind of device."""
+    on_gpu = results.machine["gpu"]
+    for goal in GPU_GOALS if on_gpu else GOALS:
         found = ratios(results, goal)
         missed = [ratio for _, ratio in found if round(ratio, 2) < goal.target]
         verdict = (
@@ -122,7 +172,7 @@ def cpu_lines(results: Results) -> Iterable[list[str]]:
             verdict,
             (goal.reason or "not known") if missed else "",
         ]
-    for provider, what, most in _OVERHEAD:
+    for provider, what, most in () if on_gpu else _OVERHEAD:
         costs = {op: _overhead(results, op, provider) for op in overhead.OPS}
         measured = ", ".join(f"{op} {cost:.1f}" for op, cost in costs.items() if not math.isnan(cost))
         verdict = "yes" if all(cost <= most for cost in costs.values()) else "no" if measured else "not measured"

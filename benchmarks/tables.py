@@ -62,6 +62,12 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
     return " / ".join("-" if row is None else _ratio(results, row, baseline) for row in ours)
 
 
+def _in_turn(results: Results, bench: str) -> Results:
+    """Return the calls of a benchmark's operators that were timed in turn with cold caches."""
+    ops = {row.op for row in results.find(bench=bench)}
+    return Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
+
+
 def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     """Render every case of an operator: our times, and those of baselines that the results have as multiples of ours.
 
@@ -69,8 +75,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     """
     directions = ("forward", "both")
     baselines = [b for b in baselines if any(row.times for row in results.find(bench=bench, provider=b))]
-    ops = {row.op for row in results.find(bench=bench)}
-    cold = Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
+    cold = _in_turn(results, bench)
     in_turn = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
@@ -196,28 +201,53 @@ def _machine(results: Results) -> str:
     )
 
 
+# The README's rows: benchmark, case, its name with the batch of the results, and a third baseline.
+_ON_A_CPU = (
+    ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
+    ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
+    ("mssa", "lm-4096-d64", "4096 tokens", "sdpa"),
+    ("tssa", "vit-196-many", "ToST-S layer, batch {batch}", ""),
+    ("tssa", "lm-1024-causal", "ToST language layer", ""),
+    ("ista", "tokens-12608", "CRATE-S layer, batch {batch}", ""),
+    ("models", "crate_small", "CRATE-S, batch {batch}", ""),
+    ("models", "tost_small_12", "ToST-S, batch {batch}", ""),
+    ("models", "crate_lm_base", "causal CRATE, 1024 tokens", ""),
+)
+_ON_A_GPU = (
+    ("mssa", "vit-197-d64", "CRATE-B layer, batch {batch}", "sdpa"),
+    ("mssa", "lm-1024-d64-causal", "causal CRATE layer, batch {batch}", "sdpa"),
+    ("mssa", "long-16k-d64", "16384 tokens, batch {batch}", "sdpa"),
+    ("tssa", "vit-196", "ToST-S layer, batch {batch}", ""),
+    ("tssa", "lm-1024-causal", "ToST language layer, batch {batch}", ""),
+    ("ista", "crate-b", "CRATE-B layer, batch {batch}", ""),
+    ("models", "crate_base", "CRATE-B, batch {batch}", ""),
+    ("models", "tost_small_12", "ToST-S, batch {batch}", ""),
+    ("models", "crate_lm_base", "causal CRATE, batch {batch}", ""),
+)
+
+
 def _readme(results: Results) -> str:
-    """Render the README's table: each operator's published layer, and models."""
-    wanted = (
-        ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
-        ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
-        ("mssa", "lm-4096-d64", "4096 tokens", "sdpa"),
-        ("tssa", "vit-196-many", "ToST-S layer, batch 64", ""),
-        ("tssa", "lm-1024-causal", "ToST language layer", ""),
-        ("ista", "tokens-12608", "CRATE-S layer, batch 64", ""),
-        ("models", "crate_small", "CRATE-S, batch 8", ""),
-        ("models", "tost_small_12", "ToST-S, batch 8", ""),
-        ("models", "crate_lm_base", "causal CRATE, 1024 tokens", ""),
-    )
+    """Render the README's table: each operator's published layer, and models; a GPU's below its name.
+
+    Where the results have calls that were timed in turn with cold caches, their ratios follow in brackets.
+    """
     lines = []
-    for bench, case, name, third in wanted:
+    for bench, case, name, third in _ON_A_GPU if results.machine["gpu"] else _ON_A_CPU:
         directions = ("forward", "step") if bench == "models" else ("forward", "both")
+        cold = _in_turn(results, bench)
         for dtype in ("fp32", "bf16"):
-            columns = [_pair(results, bench, case, dtype, b, directions) for b in ("eager", "compile", third) if b]
-            if any(cell.strip("- /") for cell in columns):
-                op = "" if bench == "models" else f"`{bench}`, "
-                lines.append([f"{op}{name}", dtype, *columns, *(["-"] * (3 - len(columns)))])
-    return _markdown(["", "dtype", "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"], lines)
+            rows_of_case = [row for row in results.find(bench=bench, case=case, dtype=dtype) if row.shape]
+            baselines = [b for b in ("eager", "compile", third) if b]
+            columns = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
+            if not rows_of_case or not any(cell.strip("- /") for cell in columns):
+                continue
+            in_turn = [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in baselines]
+            cells = [f"{w} ({c})" if c.strip("- /") else w for w, c in zip(columns, in_turn, strict=True)]
+            op = "" if bench == "models" else f"`{bench}`, "
+            what = op + name.format(batch=rows_of_case[0].shape[0])
+            lines.append([what, dtype, *cells, *(["-"] * (3 - len(cells)))])
+    table = _markdown(["", "dtype", "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"], lines)
+    return f"{_machine(results)}\n{table}" if results.machine["gpu"] else table
 
 
 def _generation(results: Results) -> str:
@@ -225,7 +255,7 @@ def _generation(results: Results) -> str:
 
 
 def _all_goals(results: Results) -> str:
-    return _markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.cpu_lines(results)))
+    return _markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.lines(results)))
 
 
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"
@@ -254,7 +284,7 @@ def render(name: str, results: dict[str, Results]) -> str:
     machine, _, table = name.partition("-")
     found = _on(machine, results)
     if name == "gpu-goals" and found is None:
-        return _markdown(["goal", "measured"], [[goal, "no GPU has run it"] for goal in goals.GPU_GOALS])
+        return _all_goals(Results({"gpu": True}, []))
     if found is None:
         return _GPU_MISSING if machine == "gpu" else "No results are here yet.\n"
     return _TABLES[table](found)

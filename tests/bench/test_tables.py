@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import goals, tables
+from crate_kernels.bench import rows
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
@@ -11,12 +12,22 @@ def test_page_has_the_tables_of_the_results(page):
     assert text == tables.rewritten(page=text, results=tables.load()), "run python -m benchmarks.tables"
 
 
-def test_goals_name_cases_that_are_timed():
-    from crate_kernels.bench.networks import NETWORKS
+TABLES = {
+    "cpu": ([(goal.bench, case) for goal in goals.GOALS for case in goal.cases], tables._ON_A_CPU),
+    "cuda": ([(goal.bench, case) for goal in goals.GPU_GOALS for case in goal.cases], tables._ON_A_GPU),
+}
+
+
+@pytest.mark.parametrize("device", TABLES)
+def test_goals_and_the_readme_name_cases_that_are_timed(device):
+    from crate_kernels.bench import decoding, networks
     from crate_kernels.testing import TIMED_CASES
 
-    names = {t.case.name for t in TIMED_CASES if "cpu" in t.devices} | {n.name for n in NETWORKS if n.cpu_batch}
-    assert [case for goal in goals.GOALS for case in goal.cases if case not in names] == []
+    timed = {(t.case.op, t.case.name) for t in TIMED_CASES if device in t.devices}
+    timed |= {("decode", str(step)) for step in decoding.STEPS if device in step.devices}
+    timed |= {("models", n.name) for n in networks.NETWORKS if (n.cpu_batch if device == "cpu" else n.gpu_batch)}
+    judged, shown = TABLES[device]
+    assert [case for case in (*judged, *(wanted[:2] for wanted in shown)) if case not in timed] == []
 
 
 def test_results_of_every_device_are_read():
@@ -24,3 +35,97 @@ def test_results_of_every_device_are_read():
         assert results.rows
         assert {row.provider for row in results.rows if row.times} >= {"eager", "composite"}
         assert not [row.key for row in results.rows if row.skipped.startswith("wrong") and row.provider == "cpp"]
+
+
+def row(bench, op, case, direction, provider, seconds, **more):
+    return rows.Row(bench, op, case, "bf16", direction, provider, seconds=[seconds], **more)
+
+
+def machine(gpu):
+    rates = {"product_flops": {"bf16": 1e15}, "copy_bytes": 4e12}
+    return {"device": "NVIDIA None", "gpu": gpu, "processor": "one", "torch": "2.13.0", "git": "0", **rates}
+
+
+def rendered(name, folder, monkeypatch, gpu, found):
+    """Render a table from invented results, which are in a folder of their own."""
+    device = "nvidia-none" if gpu else tables.CPUS["zen5"]
+    rows.write(folder / "benchmarks" / "results" / device / "results.json", rows.Results(machine(gpu), found))
+    monkeypatch.setattr(tables, "ROOT", folder)
+    return tables.render(name, tables.load())
+
+
+def test_the_readme_has_both_warm_calls_and_calls_in_turn(tmp_path, monkeypatch):
+    shape = {"shape": [64, 8, 196, 48]}
+    found = [
+        row(bench, "tssa", "vit-196-many", direction, provider, seconds, **shape)
+        for direction in ("forward", "both")
+        for bench, provider, seconds in (
+            ("tssa", "eager", 3.0),
+            ("tssa", "compile", 1.5),
+            ("tssa", "default", 1.0),
+            ("interleaved", "eager", 4.0),
+            ("interleaved", "default", 2.0),
+        )
+    ]
+    said = rendered("zen5-speed", tmp_path, monkeypatch, False, found)
+    assert said.splitlines()[2:] == [
+        "| `tssa`, ToST-S layer, batch 64 | bf16 | 3.00 / 3.00 (2.00 / 2.00) | 1.50 / 1.50 | - |"
+    ]
+
+
+def test_a_gpu_has_cases_batches_and_a_name_of_its_own(tmp_path, monkeypatch):
+    cases = {
+        "tssa": ("tssa", "vit-196", ("forward", "both"), [256, 8, 196, 48]),
+        "models": ("model", "tost_small_12", ("forward", "step"), [256, 3, 224, 224]),
+    }
+    found = [
+        row(bench, op, case, direction, provider, seconds, shape=shape)
+        for bench, (op, case, directions, shape) in cases.items()
+        for direction in directions
+        for provider, seconds in (("eager", 3.0), ("default", 1.0))
+    ]
+    said = rendered("gpu-speed", tmp_path, monkeypatch, True, found)
+    assert said.startswith("NVIDIA None (one), PyTorch 2.13.0")
+    assert said.splitlines()[-2:] == [
+        "| `tssa`, ToST-S layer, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
+        "| ToST-S, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
+    ]
+
+
+# Rows of one case by provider, and what the table says of a goal for GPUs.
+GPU_GOALS = {
+    "best-of-sdpa": (
+        ("mssa", "mssa", "vit-197-d64", "forward"),
+        {"sdpa": (1.5, {}), "sdpa-cudnn": (1.25, {}), "default": (1.0, {})},
+        "| mssa forward, up to 1024 tokens | bf16 | 1.2 x best sdpa | vit-197-d64 1.25 | yes |",
+    ),
+    "copy": (
+        ("decode", "mssa", "64x12x64-cached-4096", "forward"),
+        {"eager": (9.0, {}), "triton": (1.0, {"bytes": 3e12})},
+        "| mssa decode, 256 MB of cache and more | bf16 | 0.85 x copy | 64x12x64-cached-4096 0.75 | 0 of 1 |",
+    ),
+    "product": (
+        ("ista", "ista", "crate-b", "forward"),
+        {"eager": (9.0, {}), "default": (1.0, {"flops": 0.95e15})},
+        "| ista forward | bf16 | 0.9 x product | crate-b 0.95 | yes |",
+    ),
+    "memory": (
+        ("models", "model", "crate_base", "step"),
+        {"eager": (2.0, {"peak_bytes": 200}), "default": (1.0, {"peak_bytes": 100})},
+        "| CRATE-B, ToST-S, causal CRATE training step | bf16 | 1.67 x eager's memory | crate_base 2.00 | yes |",
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "providers", "line"), GPU_GOALS.values(), ids=GPU_GOALS)
+def test_goals_for_gpus_are_judged_from_rows(what, providers, line, tmp_path, monkeypatch):
+    found = [row(*what, provider, seconds, **more) for provider, (seconds, more) in providers.items()]
+    said = rendered("gpu-goals", tmp_path, monkeypatch, True, found).splitlines()
+    assert any(each.startswith(line) for each in said)
+    assert not any(" x sdpa |" in each and "fp32" in each for each in said), "goals for CPUs"
+
+
+def test_without_a_gpu_its_goals_are_not_measured():
+    said = tables.render("gpu-goals", {}).splitlines()[2:]
+    assert len(said) == len(goals.GPU_GOALS)
+    assert all(each.endswith("|  | not measured |  |") for each in said)
