@@ -1,9 +1,10 @@
 """Builds the C++ extension and the CUDA library if PyTorch and a compiler are available.
 
 pyproject.toml has everything else. Without PyTorch or a working compiler the install is pure Python, and complete.
-Under build isolation there is no PyTorch by design: to compile, install with `pip install --no-build-isolation`, or
-afterwards run `python -m crate_kernels build`. The CUDA library is left out if PyTorch has no CUDA or sees no GPU,
-except in a wheel that asks for it: `bdist_wheel --cuda`, which `make wheel CUDA=1` passes on.
+Under build isolation there is no PyTorch by design. To compile, install what pyproject.toml's [build-system] requires,
+then with `pip install --no-build-isolation`; or run `python -m crate_kernels build` afterwards. With `-v` pip shows why
+something is left out. The CUDA library is left out if PyTorch has no CUDA or sees no GPU, except in a wheel that asks
+for it: `bdist_wheel --cuda`, which `make wheel CUDA=1` passes on.
 """
 
 import shutil

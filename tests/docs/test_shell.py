@@ -98,16 +98,23 @@ def collected(words):
 
 
 def pip(words):
-    """Hold the extras of an installation to pyproject.toml."""
+    """Hold the extras of an installation, and what a build requires, to pyproject.toml."""
     assert words[0] == "install"
     if "--require-hashes" in words or "--target" in words:
         return
     words = [word for word in words[1:] if word not in ("-e", "-c", "constraints.txt", "--no-build-isolation")]
-    for word in words:
+    for word in set(words) - required():
         found = EXTRAS.match(word)
         assert found, f"pip install {word}"
         for extra in (found[1] or "").split(",") if found[1] else ():
             assert extra in extras(), extra
+
+
+@functools.cache
+def required():
+    """Return what pyproject.toml requires of a build."""
+    section = (pages.ROOT / "pyproject.toml").read_text().partition("[build-system]\n")[2].partition("\n[")[0]
+    return set(re.findall(r'^ +"([^"]+)"', section, re.MULTILINE))
 
 
 @functools.cache
@@ -206,6 +213,14 @@ def test_options_in_sentences_exist():
     }
     assert len(spoken) > 10
     assert spoken <= known_options() | theirs
+
+
+def test_an_install_without_isolation_has_what_its_build_requires():
+    """It compiles nothing, in silence, where pip was not told to install ninja first."""
+    for page in ("README.md", "docs/cuda.md"):
+        shown = list(pages.inline(pages.ROOT / page))
+        first = shown.index(f"pip install {shlex.join(sorted(required()))}")
+        assert shown[first + 1] == "pip install --no-build-isolation ."
 
 
 @pytest.mark.exhaustive
