@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,22 @@ def test_every_pin_has_hashes():
     entries = re.split(r"^(?=\w)", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
     assert len(entries) == len(wanted)
     assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)] == []
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_source_distribution_has_what_its_tests_and_targets_read(tmp_path):
+    """Everything but what GitHub and git read."""
+    pytest.importorskip("setuptools", "77", reason="needs setuptools: pip install setuptools")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a clone")
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+    for name in tracked:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=tmp_path, check=True, capture_output=True)
+    packed = set((tmp_path / "crate_kernels.egg-info" / "SOURCES.txt").read_text().splitlines())
+    assert {name for name in tracked - packed if not name.startswith(".git")} == set()
 
 
 def test_tools_that_a_target_installs_are_pinned():
