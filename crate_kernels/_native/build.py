@@ -53,7 +53,7 @@ def build_cached(show: Show = show_nothing) -> tuple[Path, bool]:
     folder = _sources("C++")
     sources = libraries.source_hash(folder)
     target = libraries.cache_folder(sources) / EXTENSION
-    return _once(target, sources, lambda: compile_extension(folder, target, libraries.user_cache(), show))
+    return _once(target, sources, _cxx, lambda: compile_extension(folder, target, libraries.user_cache(), show))
 
 
 def build_cuda_cached(archs: tuple[str, ...] | None = None, show: Show = show_nothing) -> tuple[Path, bool]:
@@ -69,7 +69,9 @@ def build_cuda_cached(archs: tuple[str, ...] | None = None, show: Show = show_no
     sources = libraries.cuda_source_hash(folder)
     target = libraries.cuda_cache_folder(sources) / f"_cuda-{'-'.join(archs)}.so"
     report = target.with_suffix(".so.txt")
-    return _once(target, sources, lambda: compile_cuda(folder, target, archs, libraries.user_cache(), report, show))
+    return _once(
+        target, sources, _nvcc, lambda: compile_cuda(folder, target, archs, libraries.user_cache(), report, show)
+    )
 
 
 def _sources(language: str) -> Path:
@@ -79,13 +81,30 @@ def _sources(language: str) -> Path:
     return folder
 
 
-def _once(target: Path, sources: str, compile_it: Callable[[], object]) -> tuple[Path, bool]:
-    """Compile a library unless it is there: of several processes one compiles, the others wait and use its result."""
+def _once(
+    target: Path, sources: str, compiler: Callable[[], object], compile_it: Callable[[], object]
+) -> tuple[Path, bool]:
+    """Compile a library unless this compiler did: of several processes one compiles, the others wait for its result.
+
+    ``compiler`` returns what identifies it. A file beside the target records that: the target's path does not name it,
+    as an import, which looks for the target, must not run a compiler.
+    """
+    record = target.with_suffix(".compiler")
     with ninja_build.locked(target.parent):
-        if libraries.fits(target, sources):
+        if libraries.fits(target, sources) and _is_of(record, compiler):
             return target, False
         compile_it()
+        record.write_text(repr(compiler()), encoding="utf-8")
     return target, True
+
+
+def _is_of(record: Path, compiler: Callable[[], object]) -> bool:
+    """Return whether a record names this compiler; True where there is none to compile again."""
+    try:
+        found = repr(compiler())
+    except BuildError:
+        return True
+    return record.exists() and record.read_text(encoding="utf-8") == found
 
 
 def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_nothing) -> None:
@@ -97,8 +116,7 @@ def compile_extension(folder: Path, target: Path, root: Path, show: Show = show_
         BuildError: PyTorch, ninja or a compiler is missing, or the compiler fails.
     """
     torch_version, cpp_extension = _torch()
-    compiler, options = _split(cpp_extension.get_cxx_compiler())
-    version = _run([*compiler, "--version"])
+    compiler, options, version = _cxx()
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     with ninja_build.open_objects(root, "cpu", folder, torch_version, *compiler, version) as objects:
         sources = _relative(objects.sources, "*.cpp", lambda path: (path.parent.name != "isa", path))
@@ -139,13 +157,12 @@ def compile_cuda(
         BuildError: PyTorch, ninja or nvcc is missing, nvcc is too old, or nvcc fails.
     """
     torch_version, cpp_extension = _torch()
-    nvcc = find_nvcc()
+    nvcc, version = _nvcc()
     codes = []
     for arch in archs:
         number, ptx = arch.partition("+")[::2]
         codes += ["-gencode", f"arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"]
     folders, headers = cpp_extension.library_paths(), cpp_extension.include_paths()
-    version = _run([nvcc, "--version"])
     with ninja_build.open_objects(root, "cuda", folder, torch_version, nvcc, version, *archs) as objects:
         if not any((Path(found) / _TORCH_CUDA).exists() for found in folders):  # a CPU PyTorch
             _put_stand_in(nvcc, objects.folder)
@@ -233,6 +250,18 @@ def _torch() -> tuple[str, Any]:
     except (ImportError, OSError) as error:  # OSError: PyTorch is installed, but a library it loads is missing
         raise BuildError(f"PyTorch is not importable ({error})") from error
     return __version__, cpp_extension
+
+
+def _cxx() -> tuple[list[str], list[str], str]:
+    """Return the C++ compiler, the options that come with it, and what it says of its version."""
+    compiler, options = _split(_torch()[1].get_cxx_compiler())
+    return compiler, options, _run([*compiler, "--version"])
+
+
+def _nvcc() -> tuple[str, str]:
+    """Return nvcc, and what it says of its version."""
+    nvcc = find_nvcc()
+    return nvcc, _run([nvcc, "--version"])
 
 
 def _split(cxx: str) -> tuple[list[str], list[str]]:

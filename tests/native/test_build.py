@@ -79,6 +79,33 @@ def test_options_that_come_with_the_compiler_win(tmp_path, compiler, build):
     assert all(words.index("-O3") < words.index("-O1") for words in compiled)
 
 
+# What changes between two builds: CXX, and what the compiler says of its version.
+COMPILER_CHANGES = {
+    "nothing": ("{path}", "2", False),
+    "another-compiler": ("{path}-other", "2", True),
+    "options": ("{path} -O1", "2", True),
+    "version": ("{path}", "3", True),
+    "no-compiler": ("{path}-missing", "2", False),
+}
+
+
+@pytest.mark.parametrize(("cxx", "version", "compiles"), COMPILER_CHANGES.values(), ids=COMPILER_CHANGES)
+def test_a_library_of_another_compiler_is_made_anew(cxx, version, compiles, compiler, build):
+    path, _ = compiler
+    text = path.read_text()
+
+    def said(cxx, version):
+        path.write_text(text.replace("*--version*) exit;;", f"*--version*) echo cxx {version}; exit;;"))
+        shutil.copy(path, f"{path}-other")
+        status, said = build(cxx.format(path=path))
+        assert status == 0, said
+        return "compiled in" in said
+
+    assert said("{path}", "2")
+    assert said(cxx, version) == compiles
+    assert not said(cxx, version)
+
+
 def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler, build):
     def full(*args):
         raise OSError(28, "No space left on device")

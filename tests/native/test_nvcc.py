@@ -103,6 +103,13 @@ def test_build_compiles_the_cuda_library_where_there_is_a_gpu(cuda, gpu, said, t
     assert "-shared" in log.read_text()
 
 
+def test_a_library_of_another_nvcc_is_made_anew(toolkit, capsys):
+    for release, said in (("13.0", "compiled in"), ("13.0", "already there"), ("13.1", "compiled in")):
+        toolkit(release)
+        assert main(["build", "--cuda"]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_a_failed_nvcc_says_why_and_leaves_nothing(tmp_path, toolkit, monkeypatch, capsys):
     toolkit(ending="echo no such architecture >&2; exit 1")
     assert main(["build", "--cuda"]) == 1
