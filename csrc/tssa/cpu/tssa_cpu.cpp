@@ -104,6 +104,7 @@ void run_steps(const TssaProblem& p, const TssaSequence& s, const TssaKernel& ke
 // A thread takes whole sequences, which then stay in its cache, unless there are so few sequences that more threads
 // make up for what sharing them costs.
 void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaKernel& kernel) {
+  if (p.nheads == 0) return;  // every result is empty, and memory for no number is null
   const int64_t count = static_cast<int64_t>(sequences.size()), staging_size = kernels().staging_size(p);
   if (kernel.shared_cost * count >= torch::stable::get_num_threads()) {
     for_each_task(count, [&](int64_t i, Arena& arena) {

@@ -162,6 +162,17 @@ def test_a_head_may_be_off(name, causal, level):
 
 
 @FORMS
+@pytest.mark.parametrize("shape", [(2, 0, 5, 8), (2, 0, 5, 0), (2, 3, 5, 0)], ids=["heads", "both", "channels"])
+def test_there_may_be_no_heads_and_no_channels(shape, causal):
+    w, temp = torch.zeros(shape, requires_grad=True), torch.ones(shape[1], requires_grad=True)
+    out, membership = tssa(w, temp, causal=causal, return_membership=True, backend="cpp")
+    gradients = torch.autograd.grad(out.sum() + membership.square().sum(), (w, temp))
+    assert out.shape == shape
+    assert torch.equal(membership, torch.full_like(membership, 1 / 3))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@FORMS
 @pytest.mark.parametrize("name", LEVELS)
 def test_not_a_number_stays_one(name, causal, level):
     level(name)
