@@ -229,12 +229,14 @@ class Backward : Measure<T> {
 
   void rows(bool padded_only) {
     Base::unit_masses();
-    if (head_.delta == nullptr) {
+    if (p_.threshold) {
+      Base::find_bounds_of_keys();
+    } else if (head_.delta == nullptr) {
       const auto measure = [this](const int32_t* token, int count) { Base::measure(token, count); };
       Base::for_each_query_block(padded_only, [&](Block& b) {
         for (int r = 0; r < b.count; ++r) {
           given_[b.token[r]] = Base::given(b.token[r], b.stop[r] - b.first[r], tallest_);
-          if (!p_.threshold) collect(b.token[r], measure);
+          collect(b.token[r], measure);
         }
       });
       measure_collected(measure);
@@ -250,7 +252,7 @@ class Backward : Measure<T> {
       const int32_t t = b.token[r];
       const bool real = b.has_keys(r);
       const Given given = real && head_.delta == nullptr ? given_[t] : Given::both;
-      if (given == Given::nothing && !p_.threshold) {
+      if (given == Given::nothing) {
         b.shift[r] = shift_[t];
         residual[r] = 1.0f / sum_[t];
         use_measured(t, r, terms);
@@ -258,9 +260,8 @@ class Backward : Measure<T> {
       }
       const double lse = head_.lse[t] * kLog2e;
       b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
-      // The factor is the rounding error of the shift, unless sums of the weights have it. With a threshold the weights
-      // themselves are compared.
-      const bool exact = real && given == Given::both && !p_.threshold;
+      // The factor is the rounding error of the shift, unless sums of the weights have it.
+      const bool exact = real && given == Given::both;
       residual[r] = exact ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
       sums = sums || given != Given::both;
     }
@@ -273,7 +274,19 @@ class Backward : Measure<T> {
     alignas(64) float sums[kTile];
     Base::weigh(b, queries, sums, nullptr);
     for (int r = 0; r < b.count; ++r) {
-      if (p_.threshold || given_[b.token[r]] != Given::nothing) factor[r] /= sums[r];
+      if (given_[b.token[r]] != Given::nothing) factor[r] /= sums[r];
+    }
+  }
+
+  // Finds the shifts of a block as the forward does, what its weights are compared with, and the factors that make them
+  // probabilities.
+  void find_selection(Block& b, const float* queries, float* least, float* factor) {
+    Base::find_shifts(b, queries);
+    alignas(64) float sums[kTile];
+    Base::weigh(b, queries, sums, nullptr);
+    for (int r = 0; r < kTile; ++r) {
+      least[r] = p_.level * sums[r];
+      factor[r] = 1.0f / sums[r];
     }
   }
 
@@ -285,19 +298,21 @@ class Backward : Measure<T> {
       query_rows = query_rows_;
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
     }
-    alignas(64) float residual[kTile], delta[kTile], rest[kTile], dlse[kTile];
+    alignas(64) float residual[kTile], least[kTile], delta[kTile], rest[kTile], dlse[kTile];
     const Terms terms = {delta, rest, dlse};
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
     pack_dout(b.token, b.count, nullptr, dout_panels_, terms);
-    const bool sums = shift_rows(b, residual, terms);
-    if (sums && !p_.threshold) divide_by_sums(b, queries, residual);
-    Base::scale_staged(residual, b.count);
+    if (p_.threshold) {
+      find_selection(b, queries, least, residual);
+    } else {
+      if (shift_rows(b, residual, terms)) divide_by_sums(b, queries, residual);
+      Base::scale_staged(residual, b.count);
+    }
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);
     for (int r = 0; r < kTile; ++r) residual[r] *= static_cast<float>(p_.scale);
 
     // Thresholded weights are constants: only lse depends on the scores.
     const bool scored = !p_.threshold || head_.dlse != nullptr;
-    if (sums && p_.threshold && scored) divide_by_sums(b, queries, residual);
     alignas(64) float as_query[kTile * 256];
     memset(as_query, 0, sizeof(float) * b.count * width_);
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
@@ -310,7 +325,9 @@ class Backward : Measure<T> {
       g.row.rest = rested(rest);
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
-      if (T::kPair == 1 && (p_.dropout || p_.threshold)) transform_weights(p_, g.dropout, b.count, weights_.by_row);
+      if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
+        transform_weights(p_, least, g.dropout, b.count, weights_.by_row);
+      }
       if (shares_.as_key != nullptr) {
         accumulate<T, Order::columns>(key_share(j), width_, s.columns, b.count, weights_, dout_rows_, nullptr,
                                       scored ? &gradients_ : nullptr, query_rows, ahead_);

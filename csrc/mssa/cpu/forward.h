@@ -6,7 +6,7 @@
 // that is a bound of its scores, or their maximum where the bound is too loose.
 #pragma once
 
-#include "head.h"
+#include "phi.h"
 
 namespace {
 
@@ -17,7 +17,7 @@ template <class T>
 class Forward : Head<T> {
   using Base = Head<T>;
   using Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::factor_, Base::rows_at, Base::ahead_;
+  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::rows_at, Base::ahead_;
 
  public:
   using Base::Base;
@@ -39,7 +39,6 @@ class Forward : Head<T> {
     Base::cut(s);
     values_ = s.floats(padded / T::kPair * width_);
     out_ = s.floats(padded * width_);
-    running_ = s.floats(padded);
     sums_ = {s.floats(padded * kLanes), s.floats(padded)};
     if (T::kPair == 2) exact_sums_ = {s.floats(padded * kLanes), s.floats(padded)};
   }
@@ -98,49 +97,17 @@ class Forward : Head<T> {
   void rows(bool padded_only) {
     pack_values(nullptr);
     Base::unit_masses();
-    // The largest h up to each key bounds every score that a causal row has.
-    for (int n = 0; n < keys_.count; ++n) {
-      running_[n] = n > 0 && running_[n - 1] > half_norm_[n] ? running_[n - 1] : half_norm_[n];
-    }
+    Base::find_bounds_of_keys();
     Base::for_each_query_block(padded_only, [this](Block& b) { row_block(b); });
   }
 
   void row_block(Block& b) {
     const float* const queries = Base::query_panel(b);
-    // Rows whose bound is too loose take the maximum of their scores; the others keep their bits.
-    if (!bound_scores(b)) Base::shift_by_maxima(b, queries);
+    Base::find_shifts(b, queries);
     if (!attend(b, queries)) {
       Base::shift_by_maxima(b, queries);
       attend(b, queries);
     }
-  }
-
-  // Takes from the exponents of each row's weights a bound of its scores; shift NaN: there is none. True if all have
-  // one.
-  bool bound_scores(Block& b) const {
-    bool bounded = true;
-    b.powered = false;
-    for (int r = 0; r < kTile; ++r) {
-      const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
-      bool safe = p_.scale > 0 && keys_.count > 1 && bound <= kSafeHeight;
-      float own = 0.0f;
-      if (head_.itself) {
-        own = half_norm_[keys_.rank[b.token[r]]];
-        // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
-        const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
-        safe = safe && sees_itself && bound - own <= kSafeSpread;
-      } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
-        const int64_t width = staging_width(p_.head_dim);
-        own = half_norm(staging_ + r * width, width, factor_);
-        safe = own <= kSafeHeight && b.stop[r] - b.first[r] > 1;
-      }
-      b.power[r] = safe ? own + bound : 0.0f;
-      b.shift[r] = safe ? 0.0f : NAN;
-      b.powered = b.powered || safe;
-      bounded = bounded && safe;
-    }
-    b.shifted = !bounded;
-    return bounded;
   }
 
   // Computes a block. False, and nothing written, if a row has no key near its bound: its shift is NaN then.
@@ -148,18 +115,18 @@ class Forward : Head<T> {
     alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {};
     alignas(64) float out[kTile * 256];
     memset(out, 0, sizeof(float) * b.count * width_);
+    alignas(64) float least[kTile];
     if (p_.threshold) {
-      // Probabilities must be known before they are compared: one pass for the sums alone.
+      // Sums must be known before weights are compared with them: one pass for the sums alone.
       for (int j = b.tiles.first; j < b.tiles.stop; ++j) row_tile(b, queries, j, sums, nullptr);
-      for (int r = 0; r < b.count; ++r) b.shift[r] += log2f(sum(load(sums + r * kLanes)));
-      b.shifted = true;
+      for (int r = 0; r < b.count; ++r) least[r] = p_.level * sum(load(sums + r * kLanes));
     }
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       row_tile(b, queries, j, p_.threshold ? nullptr : sums, exact_sums);
       if constexpr (T::kPair == 1) {
         if (p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
         if (p_.dropout || p_.threshold) {
-          transform_weights(p_, p_.dropout ? dropout_ : nullptr, b.count, tile_.by_row);
+          transform_weights(p_, least, p_.dropout ? dropout_ : nullptr, b.count, tile_.by_row);
         }
       }
       accumulate<T, Order::rows>(out, width_, b.count, b.columns(j), tile_, values_ + rows_at(j), nullptr, nullptr,
@@ -169,8 +136,9 @@ class Forward : Head<T> {
     alignas(64) float totals[kTile], exact[kTile];
     double shifts[kTile];
     for (int r = 0; r < kTile; ++r) {
-      totals[r] = !b.has_keys(r) ? 0.0f : p_.threshold ? 1.0f : sum(load(sums + r * kLanes));
-      exact[r] = T::kPair == 1 ? totals[r] : sum(load(exact_sums + r * kLanes));
+      const float total = b.has_keys(r) ? sum(load(sums + r * kLanes)) : 0.0f;
+      exact[r] = T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes));
+      totals[r] = p_.threshold && b.has_keys(r) ? 1.0f : total;
       shifts[r] = static_cast<double>(b.shift[r]) + b.power[r];
     }
     finish(b.token, b.count, out, totals, exact, shifts);
@@ -212,7 +180,7 @@ class Forward : Head<T> {
     }
   }
 
-  float *values_, *out_, *running_;
+  float *values_, *out_;
   Sums sums_ = {}, exact_sums_ = {};
   Tile<T> tile_;
 };

@@ -1,7 +1,6 @@
 // State of one head, for the forward and the backward: its keys, their packing, softmax shifts.
 #pragma once
 
-#include "../../common/cpu/philox.h"
 #include "../../common/cpu/scratch.h"
 #include "kernels.h"
 #include "scores.h"
@@ -21,6 +20,9 @@ constexpr float kSafeSpread = 86.5f;
 // Largest h, in bits, for the forms without maxima. Scores of this size are rounded to 2^-10. From 2^29 on, the
 // rounding makes weights of nearly equal tokens overflow.
 constexpr float kSafeHeight = 4096.0f;
+// Least level of phi = "threshold" for rows that are shifted by bounds: their sum may be so small that weights above a
+// smaller level underflow.
+constexpr float kLeastLevel = 0x1p-38f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
 
@@ -158,6 +160,7 @@ class Head {
     query_panel_ = s.floats(panel);
     half_norm_ = s.floats(padded);
     mass_ = s.floats(padded);
+    running_ = s.floats(padded);
     staging_ = s.floats(kTile * staging_width(p_.head_dim));
     dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
   }
@@ -299,6 +302,19 @@ class Head {
     return s;
   }
 
+  // The largest h up to each key bounds every score that a causal row has.
+  void find_bounds_of_keys() {
+    for (int n = 0; n < keys_.count; ++n) {
+      running_[n] = n > 0 && running_[n - 1] > half_norm_[n] ? running_[n - 1] : half_norm_[n];
+    }
+  }
+
+  // Finds the shifts of a block. Rows whose bound is too loose take the maximum of their scores; the others keep their
+  // bits.
+  void find_shifts(Block& b, const float* queries) const {
+    if (!bound_scores(b)) shift_by_maxima(b, queries);
+  }
+
   // Shifts the rows whose shift is NaN by the maximum of their scores.
   void shift_by_maxima(Block& b, const float* queries) const {
     alignas(64) float maxima[kTile * kLanes];
@@ -329,29 +345,36 @@ class Head {
   const float factor_;
   Keys keys_;
   Ahead ahead_;
-  float *key_panels_, *query_panel_, *half_norm_, *mass_, *staging_, *dropout_;
+  float *key_panels_, *query_panel_, *half_norm_, *mass_, *running_, *staging_, *dropout_;
+
+ private:
+  // Takes from the exponents of each row's weights a bound of its scores; shift NaN: there is none. True if all have
+  // one.
+  bool bound_scores(Block& b) const {
+    bool bounded = true;
+    b.powered = false;
+    for (int r = 0; r < kTile; ++r) {
+      const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
+      bool safe = p_.scale > 0 && keys_.count > 1 && bound <= kSafeHeight && (!p_.threshold || p_.level >= kLeastLevel);
+      float own = 0.0f;
+      if (head_.itself) {
+        own = half_norm_[keys_.rank[b.token[r]]];
+        // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
+        const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
+        safe = safe && sees_itself && bound - own <= kSafeSpread;
+      } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
+        const int64_t width = staging_width(p_.head_dim);
+        own = half_norm(staging_ + r * width, width, factor_);
+        safe = own <= kSafeHeight && b.stop[r] - b.first[r] > 1;
+      }
+      b.power[r] = safe ? own + bound : 0.0f;
+      b.shift[r] = safe ? 0.0f : NAN;
+      b.powered = b.powered || safe;
+      bounded = bounded && safe;
+    }
+    b.shifted = !bounded;
+    return bounded;
+  }
 };
-
-// Dropout factors of a tile: rows of tokens against keys.
-CRATE_INLINE void dropout_factors(const MssaProblem& p, const MssaHead& head, const int32_t* row_token, int rows,
-                                  const int32_t* column_token, float* factors) {
-  uint32_t words[kTile];
-  int32_t places[kTile];
-  for (int c = 0; c < kTile; ++c) places[c] = static_cast<int32_t>(column_token[c] + head.key_start);
-  for (int r = 0; r < rows; ++r) {
-    philox_word0(p.seed, places, static_cast<uint32_t>(row_token[r] + head.query_start), head.counter, kTile, words);
-    for (int c = 0; c < kTile; ++c) factors[r * kTile + c] = words[c] >= p.keep_from ? p.keep_factor : 0.0f;
-  }
-}
-
-// The weights of the values: phi of the probabilities, times the dropout factors if any.
-CRATE_INLINE void transform_weights(const MssaProblem& p, const float* dropout, int rows, float* weights) {
-  for (int n = 0; n < rows * kTile; n += kLanes) {
-    Vf weight = load(weights + n);
-    if (p.threshold) weight = select(weight > p.level, splat(p.level), Vf{});
-    if (dropout != nullptr) weight *= load(dropout + n);
-    store(weights + n, weight);
-  }
-}
 
 }  // namespace

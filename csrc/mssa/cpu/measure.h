@@ -7,7 +7,7 @@
 #pragma once
 
 #include "gradients.h"
-#include "head.h"
+#include "phi.h"
 
 namespace {
 
@@ -80,7 +80,7 @@ class Measure : public Head<T> {
     const float score = factor_ * row_dot(tokens_, tokens_, width);
     bool delta = fmaxf(tallest, 0.5f * fabsf(score)) <= limit;
     const bool low = fabsf(score) <= kMostScore && keys_.count >= kLeastKeys;
-    if (!delta && low && is_f32 && !p_.dropout && !p_.threshold) {
+    if (!delta && low && is_f32 && !p_.dropout) {
       read(head_.out, token, out_);
       const float entropy = bits(lse) - factor_ * row_dot(tokens_, out_, width);
       delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(keys));

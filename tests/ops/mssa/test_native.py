@@ -321,6 +321,57 @@ def test_gradients_of_saturated_rows(shape, options, magnitude, dtype):
     assert failures(testing.Case("mssa", "saturated", shape, options, magnitude=magnitude), dtype) == []
 
 
+def selected(w, threshold, **options):
+    """Return which weights a forward selects, and which its backward does, as matrices of queries and keys.
+
+    The last ``seqlen`` channels of ``w`` tell the tokens apart.
+    """
+    seqlen, leaf = w.shape[2], w.clone().requires_grad_()
+    out = mssa(leaf, phi="threshold", threshold=threshold, backend="cpp", **options)
+    dout = torch.zeros_like(w)
+    dout[..., -seqlen:] = torch.eye(seqlen)
+    (dw,) = torch.autograd.grad(out, leaf, dout)
+    return out[..., -seqlen:] != 0, dw[..., -seqlen:].mT != 0
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": -0.3}], ids=["full", "causal", "negative-scale"])
+@pytest.mark.parametrize("magnitude", [0.5, 2.0, 6.0])
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_backward_selects_what_its_forward_did(name, magnitude, options, level):
+    """Each threshold is a probability: lse, which is rounded, would say by chance whether it is above itself."""
+    level(name)
+    for seed in range(40):
+        w = magnitude * randn(1, 1, 20, 40, seed=seed, dtype=torch.float32)
+        w[..., -20:] = 0.25 * torch.eye(20)
+        scores = options.get("scale", 40**-0.5) * (w @ w.mT)
+        threshold = scores.softmax(-1)[0, 0, seed % 20, 7 * seed % 20].item()
+        forward, backward = selected(w, threshold, **options)
+        assert torch.equal(forward, backward), seed
+
+
+@pytest.mark.parametrize("seqlen", [2, 4, 16])
+@pytest.mark.parametrize("name", LEVELS)
+def test_equal_tokens_are_not_above_their_share(seqlen, name, level):
+    """Neither in the forward nor in the backward, whatever their score is rounded to."""
+    level(name)
+    for value in torch.linspace(0.05, 0.75, 100).tolist():
+        w = torch.full((1, 1, seqlen, 16), value, requires_grad=True)
+        out = mssa(w, phi="threshold", threshold=1 / seqlen, backend="cpp")
+        (dw,) = torch.autograd.grad(out.sum(), w)
+        assert not out.any(), value
+        assert not dw.any(), value
+
+
+def test_a_tiny_threshold_is_compared_with_weights_that_have_not_underflowed():
+    """A bound that shifts a row of small norm is far above its scores."""
+    w = torch.tensor([[10.5, 0.0], [0.0, 5.0], [0.0, -6.0]])
+    w = torch.cat([w, 0.1 * torch.eye(3)], -1)[None, None]
+    forward, backward = selected(w, 1e-30, scale=1.0)
+    chosen = (w @ w.mT).softmax(-1) > 1e-30
+    assert torch.equal(forward, chosen)
+    assert torch.equal(backward, chosen)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", ["", "scattered"])
 @pytest.mark.parametrize("height", [30.0, 62.0, 70.0, 85.0, 100.0])
