@@ -13,6 +13,7 @@ from tests.ops.naive_philox import philox4x32_10
 EMULATED = ("emulated", "aarch64")  # plugins of tests/tools/emulator and tests/tools/aarch64
 KERNELS = ("triton", "cpp", *EMULATED)
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # levels of the extension, ascending
+NANS = {"nan": 0x7FC00000, "payload": 0x7FFFFFFF, "negative-payload": -1}  # bits of fp32
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
 VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()

@@ -112,8 +112,7 @@ CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
   Vf largest = load(logits), total = {};
   for (int h = 1; h < nheads; ++h) largest = max(largest, load(logits + h * kLanes));
   for (int h = 0; h < nheads; ++h) {
-    const Vf x = (load(logits + h * kLanes) - largest) * 1.44269504f;
-    const Vf e = select(x == x, exp2(x), x);  // exp2 does not keep NaN
+    const Vf e = exp2((load(logits + h * kLanes) - largest) * 1.44269504f);
     total += e;
     store(logits + h * kLanes, e);
   }

@@ -21,7 +21,7 @@ from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.call import Call, DecodeCall
-from tests.ops.common import LEVELS, randn
+from tests.ops.common import LEVELS, NANS, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -77,11 +77,12 @@ def test_every_level_is_within_budget(name, dtype, level):
     assert wrong == []
 
 
+@pytest.mark.parametrize("bits", NANS.values(), ids=NANS)
 @pytest.mark.parametrize("name", LEVELS)
-def test_not_a_number_stays_one(name, level):
+def test_not_a_number_stays_one(name, bits, level):
     level(name)
     w, g = (randn(1, 2, 70, 16).float() for _ in range(2))
-    w[0, 0, 40] = torch.nan
+    w.view(torch.int32)[0, 0, 40] = bits
     for options in ({}, {"causal": True}, {"causal": True, "phi": "threshold", "threshold": 0.6}):
         found = {}
         for backend in ("reference", "cpp"):

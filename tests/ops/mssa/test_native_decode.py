@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._native import extension
-from tests.ops.common import DTYPES, LEVELS, randn
+from tests.ops.common import DTYPES, LEVELS, NANS, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -66,12 +66,13 @@ def test_what_follows_the_last_cached_token_is_not_read(dtype):
 HELD = {"first": 0, "end-of-a-part": 511, "last": 1022, "all-of-a-part": slice(512)}
 
 
+@pytest.mark.parametrize("bits", NANS.values(), ids=NANS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("places", HELD.values(), ids=HELD)
-def test_not_a_number_stays_one_whichever_part_has_it(places, count, threads):
+def test_not_a_number_stays_one_whichever_part_has_it(places, count, bits, threads):
     threads(count)
     held = randn(1, 1, 1024, 64, dtype=torch.float32)
-    held[:, :, places] = torch.nan
+    held.view(torch.int32)[:, :, places] = bits
     out, lse, *_ = decode("cpp", torch.float32, held, [1023], randn(1, 1, 1, 64, seed=1))
     assert out.isnan().all()
     assert lse.isnan().all()

@@ -9,7 +9,7 @@ from crate_kernels import testing, tssa
 from crate_kernels._core import operator
 from crate_kernels._native import extension
 from crate_kernels.ops.tssa.call import Call
-from tests.ops.common import LEVELS, randn
+from tests.ops.common import LEVELS, NANS, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -173,11 +173,12 @@ def test_there_may_be_no_heads_and_no_channels(shape, causal):
 
 
 @FORMS
+@pytest.mark.parametrize("bits", NANS.values(), ids=NANS)
 @pytest.mark.parametrize("name", LEVELS)
-def test_not_a_number_stays_one(name, causal, level):
+def test_not_a_number_stays_one(name, bits, causal, level):
     level(name)
     w = randn(1, 3, 40, 16, dtype=torch.float32)
-    w[0, 1, 20, 3] = torch.nan
+    w.view(torch.int32)[0, 1, 20, 3] = bits
     out, membership = tssa(w, torch.ones(3), causal=causal, return_membership=True, backend="cpp")
     assert membership[:, :, 20:].isnan().all()
     assert out[:, :, 20:].isnan().all()
