@@ -140,6 +140,13 @@ class Layer(nn.ModuleList):
         super().__init__(halves)
         self.kept, self.step = kept, step
 
+    def __getitem__(self, idx: int | slice) -> Any:
+        """Return a half, or a layer of a slice of them with the same factors."""
+        found: Any = super().__getitem__(idx)
+        if isinstance(idx, slice):
+            found.kept, found.step = self.kept, self.step
+        return found
+
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
         """Return the next tokens, or this layer's attention weights or projection instead."""
         attention, sparsify = self

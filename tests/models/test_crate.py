@@ -129,6 +129,8 @@ def test_residual(changes, kept, step):
     model, x = build(**changes).double().eval(), torch.randn(2, 13, 24, dtype=torch.float64)
     wanted = kept * x + step * model.transformer.layers[0][0](x)
     torch.testing.assert_close(half_step(model, x), wanted)
+    layer = model.transformer.layers[0]
+    assert torch.equal(layer[:](x), layer(x))
     assert any("to_out" in name for name in model.state_dict()) == ("attention" not in changes)
     out = model(images(dtype=torch.float64))
     out.sum().backward()

@@ -21,6 +21,8 @@ from crate_kernels.models.redunet import (
     ReduNet,
     ReduNet1D,
     ReduNet1DConfig,
+    ReduNet2D,
+    ReduNet2DConfig,
     ReduNetVector,
     ReduNetVectorConfig,
     Vector,
@@ -173,6 +175,27 @@ def test_construction_is_layer_by_layer_and_reproduced_by_forward():
     assert net.get_loss()["loss_total"] == pytest.approx(losses["loss_total"])
     net(x, labels=y, loss=True)
     assert net.get_loss()["loss_total"][-1] == pytest.approx(mcr2(z.detach(), y, 0.1)[0])
+
+
+SLICED = {
+    "vector": lambda: network(4),
+    "signal": lambda: double(ReduNet1D(ReduNet1DConfig(3, 4, 3, 5, lmbda=20.0))),
+    "image": lambda: double(ReduNet2D(ReduNet2DConfig(3, 4, 2, 3, 4, lmbda=20.0))),
+    "plain": lambda: ReduNet(*network(4)),
+}
+
+
+@pytest.mark.parametrize("kind", SLICED)
+def test_slices_are_networks_one_after_the_other(kind):
+    net = SLICED[kind]()
+    x, y = samples(SHAPES.get(kind, (4,)))
+    net.init(x, y)
+    parts = net[:2], net[2:]
+    assert [type(part) for part in parts] == [ReduNet, ReduNet]
+    assert [*parts[0], *parts[1]] == [*net]
+    assert {name: 0 for part in parts for name in part.state_dict()} == dict.fromkeys(net.state_dict(), 0)
+    torch.testing.assert_close(parts[1](parts[0](x)), net(x), **EXACT)
+    assert net[-1] is [*net][-1]
 
 
 def test_construction_raises_the_rate_reduction():

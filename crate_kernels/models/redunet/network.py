@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class ReduNet(nn.Sequential):
     It takes any modules, with lifts before layers. In a run of layers, the first normalises its input (and
     transforms it, on signals and images); the last transforms it back.
 
+    A slice is a ReduNet of these layers, which likewise normalises its own input.
+
     Args:
         *modules: ``Vector``, ``Fourier1D``, ``Fourier2D`` and other modules.
     """
@@ -38,6 +41,15 @@ class ReduNet(nn.Sequential):
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__(*modules)
         self._clear_loss()
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        """Return a module, or a ReduNet of a slice of them under their names here."""
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        part = ReduNet()  # a published class is built of a config
+        for name, module in list(self._modules.items())[idx]:
+            part.add_module(name, module)
+        return part
 
     def forward(self, input: Tensor, labels: Tensor | None = None, loss: bool = False) -> Tensor:
         """Transform samples (m, ...).
