@@ -20,6 +20,7 @@ from crate_kernels.models.aot import (
     Layer,
     start_as_derived,
 )
+from crate_kernels.nn import MSSA
 
 LM = AoTLMConfig(n_layer=2, n_head=3, n_embd=24, vocab_size=11, block_size=9, bias=False)
 VISION = AoTVisionConfig(24, 2, 3, image_size=8, patch_size=4, num_classes=5)
@@ -159,6 +160,27 @@ def test_a_derived_start_leaves_other_attention_alone():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     start_as_derived(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_derived_start_needs_an_output_projection():
+    model = nn.Sequential(MSSA(6, 2, 3), build("regression", heads=1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"start_as_derived: MSSA must have an output .* none in 1\.layers\.0\.attn: one"
+    ):
+        start_as_derived(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("gamma", "scale"), [(1.0, None), (0.7, 0.5)], ids=["papers", "scaled"])
+def test_a_derived_start_of_a_tied_attention(gamma, scale):
+    torch.manual_seed(0)
+    module, x = MSSA(6, 2, 3, tied=True, gamma=gamma, scale=scale), torch.randn(1, 5, 6, dtype=torch.float64)
+    start_as_derived(module)
+    out, factor = module.double()(x), gamma / module.scale
+    bases = (module.scale**0.5 * module.qkv.weight.detach()).mT.unflatten(1, (2, 3)).unbind(1)
+    wanted = sum(factor * (x @ u @ u.mT @ x.mT).softmax(-1) @ x @ u @ u.mT for u in bases)
+    torch.testing.assert_close(out, wanted)
 
 
 @pytest.mark.parametrize(("kind", "changes"), CASES)

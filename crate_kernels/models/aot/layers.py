@@ -107,12 +107,26 @@ def start_as_derived(model: nn.Module) -> None:
     both. If the output projection is drawn independently, it must first learn the directions of the input, which
     takes small models thousands of steps.
 
+    A tied MSSA has no output projection of its own, and becomes gamma / scale times that operator. One head as wide as
+    the tokens has none at all: it is refused, and nothing is drawn.
+
     Args:
         model: an AoT, or any module with ``Layer`` in it; other attention is not changed.
+
+    Raises:
+        ValueError: an MSSA of one head without an output projection.
     """
-    for module in model.modules():
-        if isinstance(module, MSSA):
-            unscaled = module.scale**-0.5
-            nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MSSA)]
+    for name, module in found:
+        if isinstance(module.to_out, nn.Identity):
+            where = f" in {name}" if name else ""
+            raise ValueError(
+                f"start_as_derived: MSSA must have an output projection, got none{where}: "
+                "one head as wide as the tokens; take two heads or more"
+            )
+    for _, module in found:
+        unscaled = module.scale**-0.5
+        nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
+        if not module.tied:
             output = cast(nn.Linear, cast(nn.Sequential, module.to_out)[0])
             output.weight.copy_(module.qkv.weight.mT / unscaled**2)
