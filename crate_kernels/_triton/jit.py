@@ -10,6 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
+def rounded_product(a, b):
+    """Return a b, rounded whatever is added to it.
+
+    Compilers fuse ``a * b - c`` to one multiply-add, which leaves the rounding error of ``c = a * b`` in place of 0. A
+    product that is fused with 0 already they leave alone.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def keep_mask(seed, head, rows, columns, drop_last):
     """Return the dropout mask of a head's (row, column) weights, True = keep: ``philox.keep_factor`` bit for bit.
 

@@ -9,7 +9,7 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import checks, philox
 from crate_kernels._triton import launch
-from tests.ops.common import home, kernels, randn
+from tests.ops.common import DTYPES, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
@@ -273,3 +273,39 @@ def test_the_gradient_of_out_alone_is_within_budget(dtype, magnitude):
     exact = found["exact"]
     budget = (found["reference"] - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
     assert (found["triton"] - exact).abs().max() <= 3 * budget
+
+
+@triton.jit
+def _difference_kernel(a_ptr, b_ptr, c_ptr, out_ptr, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    a, b, c = tl.load(a_ptr + at), tl.load(b_ptr + at), tl.load(c_ptr + at)
+    tl.store(out_ptr + at, (jit.rounded_product(a, b) if ROUNDED else a * b) - c)
+
+
+@pytest.fixture
+def fused():
+    """Let products be fused with sums in the interpreter, as compilers for GPUs do."""
+    if DEVICE != "cpu":
+        yield
+        return
+    from tests.tools.interpreter import contraction
+
+    with contraction.computed():
+        yield
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["fused", "rounded"])
+def test_a_rounded_product_less_itself_is_0(rounded, fused):
+    a, b = (randn(64, seed=seed, dtype=torch.float32, device=DEVICE) for seed in (0, 1))
+    out = torch.full_like(a, math.nan)
+    launch.run(_difference_kernel, 1, a_ptr=a, b_ptr=b, c_ptr=a * b, out_ptr=out, SIZE=64, ROUNDED=rounded)
+    assert bool((out == 0).all()) == rounded
+    assert out.abs().max() <= 2**-24 * (a * b).abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["saturated", "causal-saturated", "dropout-saturated", "pad-right", "zero-scale"])
+def test_no_product_is_fused_with_what_is_subtracted_from_a_score(name, dtype, fused):
+    """The largest weight of a row is then exactly 1: gradients of saturated rows are differences of equal numbers."""
+    case = next(case for case in testing.cases("mssa") if case.name == name)
+    assert over_budget(case, dtype, "triton", DEVICE) == []

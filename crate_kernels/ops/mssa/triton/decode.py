@@ -27,7 +27,7 @@ from crate_kernels.ops.mssa.call import DecodeCall, empty_decoded
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, key_range, tokens_of
-from crate_kernels.ops.mssa.triton.launch import strided
+from crate_kernels.ops.mssa.triton.launch import magnitude, strided
 from crate_kernels.ops.mssa.triton.rows import LOG2_E, attend_tiles, empty_state, finish
 
 
@@ -99,7 +99,7 @@ def _mssa_decode_kernel(
         tile.store(end, w_m, offs_m, offs_m < appended, CACHED)
 
     part, part_lse_ptr = _stretch(step, head, split, splits, new, CACHED.HEAD_DIM)
-    finish(state, part, part_lse_ptr, offs_m, offs_m < new, 1.0, CACHED)
+    finish(state, step.qk_scale, part, part_lse_ptr, offs_m, offs_m < new, 1.0, CACHED)
 
 
 # Sizes vary per call: do not specialise on them.
@@ -138,7 +138,7 @@ def _mssa_combine_kernel(
         total = total * shrink + tl.sum(share, 0)
     if lse_ptr is not None:
         lse_ptr += head.row
-    finish((acc, top, total), tokens_of(head, out), lse_ptr, offs_m, offs_m < new, 1.0, DIMS)
+    finish((acc, top, total), 1.0, tokens_of(head, out), lse_ptr, offs_m, offs_m < new, 1.0, DIMS)
     if head.h + pid_m == 0:
         length, appended = _space(step, head.batch, new, capacity)
         tl.store(step.lengths_ptr + head.batch, length + appended)
@@ -163,7 +163,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         part_lse_ptr=w.new_empty(heads, splits, new, dtype=torch.float32),
         lengths_ptr=lengths,
         mask_ptr=call.key_padding_mask,
-        qk_scale=abs(call.scale),
+        qk_scale=magnitude(call.scale),
     )
     shared = {"step": step, "nheads": nheads, "new": new, "capacity": data.shape[2], "splits": splits}
     dims, precision = tile.split_dims(head_dim), launch.dot_precision(w.dtype)

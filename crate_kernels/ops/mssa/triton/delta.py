@@ -19,10 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.head import find_head, kept, scores_of, signed_products, tokens_of
-from crate_kernels.ops.mssa.triton.rows import LOG2_E, mask_scores
+from crate_kernels.ops.mssa.triton.head import allowed, find_head, kept, scores_of, signed_products, tokens_of
+from crate_kernels.ops.mssa.triton.rows import LOG2_E
 from crate_kernels.ops.mssa.triton.terms import shared_factor
+
+
+@triton.jit
+def _masked_scores(a, b, scores, queries, keys, FORM: tl.constexpr):
+    """Return scores as the main kernel rounds them, -inf where a row may not see a key."""
+    s = rounded_product(signed_products(a, b, FORM), scores.call.qk_scale)
+    return tl.where(allowed(scores, queries, keys, FORM), s, -float("inf"))
 
 
 @triton.jit
@@ -37,7 +45,7 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
     for start_n in range(0, stop, BLOCK):
         offs_n = start_n + tl.arange(0, BLOCK)
         w_n = tile.load(w, offs_n, offs_n < length, FORM)  # (BLOCK, HEAD_DIM)
-        s = mask_scores(signed_products(w_m, w_n, FORM), scores, offs_m, offs_n, FORM)  # (BLOCK, BLOCK)
+        s = _masked_scores(w_m, w_n, scores, offs_m[:, None], offs_n[None, :], FORM)  # (BLOCK, BLOCK)
         before = m_i
         m_i = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_i == -float("inf"), 0.0, m_i)

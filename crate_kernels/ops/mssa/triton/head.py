@@ -36,7 +36,7 @@ class Options(NamedTuple):
     cu_seqlens_ptr: Any
     mask_ptr: Any
     seed_ptr: Any
-    qk_scale: Any  # magnitude of the scale
+    qk_scale: Any  # magnitude of the scale, never 0
     scale: Any
     drop_last: Any
     keep_factor: Any  # 1 / (1 - dropout_p)

@@ -73,13 +73,21 @@ class Launch:
             cu_seqlens_ptr=0 if call.cu_seqlens is None else call.cu_seqlens,
             mask_ptr=0 if call.key_padding_mask is None else call.key_padding_mask,
             seed_ptr=0 if call.seed is None else call.seed,
-            qk_scale=abs(call.scale),
+            qk_scale=magnitude(call.scale),
             scale=call.scale,
             drop_last=launch.drop_last(call.dropout_p) if call.dropout_p else 0,
             keep_factor=1.0 / (1.0 - call.dropout_p),
             threshold=call.threshold or 0.0,
         )
         return {"nheads": self.nheads, "seqlen": self.seqlen, "total": self.total, "call": options}
+
+
+def magnitude(scale: float) -> float:
+    """Return |scale|, and of 0 fp32's least normal number.
+
+    -inf times it stays -inf, and products up to 2^100 times it leave weights equal.
+    """
+    return max(abs(scale), 2.0**-126)
 
 
 def strided(t: Tensor) -> Strided:

@@ -95,7 +95,7 @@ def _write(state, start, shift, out, lse_ptr, length, MASKED: tl.constexpr, TURN
         acc, sums = tl.trans(acc), tl.trans(sums)
     rows = start + tl.arange(0, acc.shape[0])
     mask = rows < length if MASKED else tl.full((acc.shape[0],), 1, tl.int1)
-    finish(((acc,), shift, tl.max(sums, 1)), out, lse_ptr, rows, mask, 1.0, DIMS)
+    finish(((acc,), shift, tl.max(sums, 1)), 1.0, out, lse_ptr, rows, mask, 1.0, DIMS)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """A block of query rows in the forward: its walk over tiles of keys, in either form of the softmax.
 
-Exponentials are powers of two: on a GPU that is one instruction, and ``tl.exp`` five. What is subtracted from a score
-is in nats, and the difference is multiplied by log2(e): scores in powers of two would save that multiplication, but lse
-would be rounded there and back, and the backward would see large weights of 1 as 1.001 where scores reach thousands.
-The bounded form has scores too small for that.
+Exponentials are powers of two: on a GPU that is one instruction, and ``tl.exp`` five. The maximum is of products, and
+what a product is below it is multiplied by scale * log2(e). The largest weight of a row is then exactly 1: nothing is
+fused with what is subtracted from it. Products times scale * log2(e) would save the subtraction, which is then part of
+a multiply-add, but lse would be rounded there and back, and the backward would see large weights of 1 as 1.001 where
+scores reach thousands. The bounded form has scores too small for that.
 
 Two forms of the softmax:
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, kept, key_range, signed_products
 
@@ -40,15 +42,8 @@ HIGHEST = tl.constexpr(4.0)
 
 
 @triton.jit
-def mask_scores(s, scores, offs_m, offs_n, FORM: tl.constexpr):
-    """Scale products and put -inf where a row may not see a key: in this order, as 0 * -inf is NaN."""
-    seen = allowed(scores, offs_m[:, None], offs_n[None, :], FORM)
-    return tl.where(seen, s * scores.call.qk_scale, -float("inf"))
-
-
-@triton.jit
 def empty_state(BLOCK_M: tl.constexpr, FORM: tl.constexpr):
-    """Return the state of rows that have met no key: (accumulator, maximum or bound, sum)."""
+    """Return the state of rows that have met no key: (accumulator, maximum, sum); the bounded form has its bound."""
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     return tile.zeros(BLOCK_M, FORM), l_i - float("inf"), l_i
 
@@ -87,20 +82,20 @@ def attend_tiles(
             p = p.to(w_n[0].dtype)
             l_i = _add_sums(l_i, p)
         else:
+            to_log2 = scores.call.qk_scale * LOG2_E
             if MASKED:
-                s = mask_scores(s, scores, offs_m, offs_n, FORM)
+                s = tl.where(allowed(scores, offs_m[:, None], offs_n[None, :], FORM), s, -float("inf"))
             before = m_i
             if PASS != "select":
-                m_i = tl.maximum(m_i, tl.max(s, 1) if MASKED else tl.max(s, 1) * scores.call.qk_scale)
+                m_i = tl.maximum(m_i, tl.max(s, 1))
             # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
             base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
             if PASS != "select":
-                shrink = tl.exp2((before - base) * LOG2_E)
+                shrink = tl.exp2((before - base) * to_log2)
                 l_i = l_i * shrink
                 if PASS == "online":
                     acc = tile.scale(acc, shrink)
-            # Where nothing is masked, the scaling is part of the exponent's multiply-add.
-            p = tl.exp2(((s if MASKED else s * scores.call.qk_scale) - base[:, None]) * LOG2_E)
+            p = tl.exp2((s - base[:, None]) * to_log2)
             if PASS == "select":
                 # Against the sum, not divided by it: a probability equal to the threshold is not above it.
                 p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
@@ -130,14 +125,16 @@ def norms(w, qk_scale):
 
 
 @triton.jit
-def finish(state, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
-    """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf."""
+def finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
+    """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf. ``unit`` is the maximum's."""
     acc, m_i, l_i = state
     empty = l_i == 0.0
     sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # a row outside the mask may have a sum too small to divide by
     tile.store(out, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
     if lse_ptr is not None:
-        tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), m_i + tl.log(sums)), mask=mask_m)
+        # The only key's score is lse, rounded as the backward rounds it.
+        lse = rounded_product(m_i, unit) + tl.log(sums)
+        tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), lse), mask=mask_m)
 
 
 @triton.jit
@@ -147,8 +144,9 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     mask_m = offs_m < scores.length
     factor = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+    unit = scores.call.qk_scale
     if FORM.SOFTMAX == "bounded":
-        n_m = norms(w_m, scores.call.qk_scale)
+        n_m = norms(w_m, unit)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
         if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
@@ -162,16 +160,16 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
             COLUMNS: tl.constexpr = 1 if w.ptr.dtype.element_ty == tl.float32 else SUMS
             acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, COLUMNS), tl.float32)
             acc, _, sums = walk_keys((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-            finish((acc, shift * LN_2, tl.max(sums, 1)), out, lse_ptr, offs_m, near, factor, FORM)
+            finish((acc, shift, tl.max(sums, 1)), LN_2, out, lse_ptr, offs_m, near, factor, FORM)
         if tl.max(far.to(tl.int32), 0) > 0:
             state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-            finish(state, out, lse_ptr, offs_m, far, factor, FORM)
+            finish(state, unit, out, lse_ptr, offs_m, far, factor, FORM)
     elif FORM.SOFTMAX == "threshold":
         state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
         acc, m_i, l_i = walk_keys(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
-        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
+        finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, FORM)
     else:
         state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-        finish(state, out, lse_ptr, offs_m, mask_m, factor, FORM)
+        finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, FORM)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import Scores, allowed, kept, signed_products
 from crate_kernels.ops.mssa.triton.rows import LOG2_E
@@ -103,7 +104,7 @@ def load_block(
 @triton.jit
 def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return exp(s - base); masked scores may be large: mask them before the exponential."""
-    exponent = s * scores.call.qk_scale - base
+    exponent = rounded_product(s, scores.call.qk_scale) - base  # exactly 0 where one weight is all of a row
     if MASKED:
         exponent = tl.where(allowed(scores, queries, keys, FORM), exponent, -float("inf"))
     return tl.exp2(exponent * LOG2_E)
