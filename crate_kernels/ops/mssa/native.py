@@ -54,10 +54,16 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         lib.mssa_decode(w, data, lengths, *call, out, lse)
     elif out.numel():
         stretches = _empty_stretches(w, data, call)
-        lib.mssa_decode(
-            w if stretches is None else w.contiguous(), data, lengths, *call, out, lse, *(stretches or (None, None))
-        )
+        if stretches is not None:
+            w = w.contiguous()
+            w = w if _is_aligned(w) else w.clone()
+        lib.mssa_decode(w, data, lengths, *call, out, lse, *(stretches or (None, None)))
     return out, lse
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether packs of 16 bytes can be read from the first element on. A view may start anywhere."""
+    return x.data_ptr() % 16 == 0
 
 
 def _empty_stretches(w: Tensor, data: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
@@ -66,7 +72,7 @@ def _empty_stretches(w: Tensor, data: Tensor, call: DecodeCall) -> tuple[Tensor,
     None for a long block of tokens, or for a cache that cannot be read in packs of 16 bytes: a forward serves those.
     """
     batch, nheads, new, head_dim = w.shape
-    in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous()
+    in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous() and _is_aligned(data)
     if new > _MOST_TOKENS or not in_packs:
         return None
     blocks = batch * nheads * (1 if new == 1 else cdiv(new, _GROUP))

@@ -174,16 +174,31 @@ def test_no_order_of_threads_changes_a_bit(decoder, splits, device, dtype, new):
         torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
 
 
+def shifted(x):
+    """Return a contiguous copy, an element off a multiple of 16 bytes."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("new", [2, 30], ids=lambda n: f"new{n}")
+@pytest.mark.parametrize("new", [1, 2, 30], ids=lambda n: f"new{n}")
 def test_strides_change_no_bit(decoder, splits, dtype, new):
     splits(2)
     results = []
-    for lay_out in (lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: t.repeat_interleave(2, 2)[:, :, ::2]):
+    layouts = (lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: t.repeat_interleave(2, 2)[:, :, ::2], shifted)
+    for lay_out in layouts:
         cache, w = filled((70, 9), 110, 24, dtype)
         results.append(mssa(lay_out(w[:, :, :new]), causal=True, cache=cache, return_lse=True, backend=decoder))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new", [1, 5], ids=lambda n: f"new{n}")
+def test_a_cache_may_start_anywhere(decoder, dtype, new):
+    """The data of a cache that was put together from a larger tensor are not read in packs."""
+    cache, w = filled((70, 9), 110, 24, dtype)
+    cache.data = shifted(cache.data)
+    assert over_budget(decoder, cache, w[:, :, :new]) == []
 
 
 def test_lse_is_left_out(decoder):
