@@ -8,6 +8,7 @@ A part of an operator may have kernel modules of its own: ``add_part``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ class Backend:
         missing: why the backend cannot run in this process; None if it can.
         remedy: advice to the user, for messages.
         on_cuda: another variant of the same name for CUDA tensors; None if this one serves them.
+        unfit: says why a device of a supported type cannot run the backend, None if it can; None if all can.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Backend:
     missing: str | None = None
     remedy: str = "use backend='composite'"
     on_cuda: Backend | None = None
+    unfit: Callable[[torch.device], str | None] | None = None
 
     def for_device(self, device_type: str) -> Backend:
         """Return the variant for tensors on this type of device."""
@@ -58,6 +61,10 @@ class Backend:
     def variants(self) -> tuple[Backend, ...]:
         """List this backend and its variant for CUDA, if any."""
         return (self,) if self.on_cuda is None else (self, self.on_cuda)
+
+    def unfit_reason(self, device: torch.device) -> str | None:
+        """Say why this variant cannot run on a device; None if it can, or while a call is traced to run anywhere."""
+        return None if self.unfit is None or torch.compiler.is_compiling() else self.unfit(device)
 
 
 def _cuda_missing() -> str | None:
@@ -69,6 +76,17 @@ def _cuda_missing() -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=64)
+def _too_old_for_triton(device: torch.device) -> str | None:
+    """Say why Triton cannot compile for an NVIDIA GPU; None if it can, or if there is none: tensors may be fake."""
+    if device.type != "cuda" or torch.version.hip or (device.index or 0) >= torch.cuda.device_count():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return None
+    return f"Triton takes GPUs of compute capability 8.0 and later, this one has {major}.{minor}"
+
+
 _BACKENDS = {
     b.name: b
     for b in (
@@ -78,6 +96,7 @@ _BACKENDS = {
             devices=("cuda", "cpu") if _INTERPRETED else ("cuda",),
             dtypes=_FLOATS,
             missing=None if find_spec("triton") else "Triton is not installed (pip install triton)",
+            unfit=_too_old_for_triton,
         ),
         Backend(
             "cpp",
@@ -185,13 +204,13 @@ def first(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return (name, *(other for other in names if other != name)) if name in names else names
 
 
-def _usable(op: str, device_type: str, dtype: torch.dtype) -> list[str]:
+def _usable(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
     """List the backends that None may take for such tensors, the best in general first, and composite in the end."""
-    found = []
+    found, device_type = [], type_of(device)
     for name in _PREFERENCE.get(device_type, ()):
         backend = _BACKENDS[name].for_device(device_type)
         takes = device_type in (backend.devices or ()) and dtype in (backend.dtypes or ())
-        if takes and variant_reason(op, backend) is None:
+        if takes and variant_reason(op, backend) is None and backend.unfit_reason(device) is None:
             found.append(name)
     found.append("composite")
     return found
@@ -207,7 +226,7 @@ def candidates(
     """Go through the backends that ``run`` tries, in turn: name, and function of the kernel module."""
     kind, names = type_of(of.device), (backend,)
     if backend == AUTO:
-        names = tuple(_usable(op, kind, of.dtype))
+        names = tuple(_usable(op, of.device, of.dtype))
         if order is not None:
             names = order(names, *args)
     for name in names:
@@ -255,12 +274,15 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
     )
 
 
-def unavailable_reason(op: str, name: str, device_type: str = "cpu") -> str | None:
-    """Say why ``op`` cannot run on backend ``name`` in this process, on this type of device; None if it can.
+def unavailable_reason(op: str, name: str, device: str | torch.device = "cpu") -> str | None:
+    """Say why ``op`` cannot run on backend ``name`` in this process, on this device or type of device; None if it can.
 
     ``resolve`` checks whether the backend supports the device at all.
     """
-    return variant_reason(op, for_device(name, device_type))
+    if isinstance(device, str):
+        return variant_reason(op, for_device(name, device))
+    backend = for_device(name, device.type)
+    return variant_reason(op, backend) or backend.unfit_reason(device)
 
 
 def variant_reason(op: str, backend: Backend) -> str | None:
@@ -283,14 +305,14 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        return _usable(op, type_of(device), dtype)[0]
+        return _usable(op, device, dtype)[0]
     function = function or op
     if not isinstance(requested, str):
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")
     if requested not in _BACKENDS:
         raise ValueError(f"{function}: backend must be None or one of {', '.join(_BACKENDS)}, got {requested!r}")
     backend = _BACKENDS[requested].for_device(device.type)
-    reason = unavailable_reason(op, requested, device.type)
+    reason = unavailable_reason(op, requested, device)
     if reason is not None:
         raise RuntimeError(f"{function}: backend={requested!r} is unavailable: {reason}; {backend.remedy}")
     if backend.devices is not None and device.type not in backend.devices:

@@ -87,6 +87,8 @@ def _available(op: str, backend: _backend.Backend, devices: list[str]) -> dict[s
     reason = _backend.variant_reason(op, backend)
     if reason is None and backend.devices is not None and not set(backend.devices) & set(devices):
         reason = f"takes {' or '.join(backend.devices)} tensors, and PyTorch sees no such device"
+    if reason is None and "cuda" in devices and "cuda" in (backend.devices or ()):
+        reason = backend.unfit_reason(torch.device("cuda"))
     return {"available": reason is None, "reason": reason}
 
 

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tune: the shipped configurations serve {gpu} again")
         return 0
     ops: list[str] = args.op or [*backends.OPS]
-    reason = next((why for op in ops if (why := backends.unavailable_reason(op, "triton"))), None)
+    reason = next((why for op in ops if (why := backends.unavailable_reason(op, "triton", device))), None)
     if reason is not None and args.op:
         print(f"tune: {reason}")
         return 1

@@ -25,7 +25,8 @@ def machine(monkeypatch):
             real = backends._BACKENDS[name]
             devices = ("cuda",) if name == "triton" else ("cpu", "cuda")
             missing = None if name in ready else f"{name} is away"
-            monkeypatch.setitem(backends._BACKENDS, name, Backend(name, KERNELS, devices, real.dtypes, missing))
+            one = Backend(name, KERNELS, devices, real.dtypes, missing, unfit=real.unfit)
+            monkeypatch.setitem(backends._BACKENDS, name, one)
             for op in backends.OPS:
                 monkeypatch.setitem(backends._has_kernel, (op, name), True)
 
@@ -51,6 +52,54 @@ CHOICES = {
 def test_none_chooses_the_best_that_is_ready(op, ready, device, dtype, expected, machine):
     machine(*ready)
     assert backends.resolve(op, None, device, dtype) == expected
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Return a function that pretends that GPUs of these compute capabilities are here, and the list of questions."""
+    asked = []
+
+    def pretend(*capabilities, hip=None):
+        def capability(device):
+            asked.append(device)
+            return capabilities[device.index or 0]
+
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+        return asked
+
+    backends._too_old_for_triton.cache_clear()
+    yield pretend
+    backends._too_old_for_triton.cache_clear()
+
+
+# name: (capabilities of the GPUs, version of HIP, ready backends, device, chosen one)
+GPUS = {
+    "turing": (((7, 5),), None, ("triton", "cpp"), CUDA, "cpp"),
+    "turing-without-the-library": (((7, 5),), None, ("triton",), CUDA, "composite"),
+    "ampere": (((8, 0),), None, ("triton", "cpp"), CUDA, "triton"),
+    "blackwell": (((12, 0),), None, ("triton", "cpp"), CUDA, "triton"),
+    "second-is-turing": (((8, 0), (7, 5)), None, ("triton", "cpp"), torch.device("cuda", 1), "cpp"),
+    "hip": (((7, 5),), "6.3", ("triton", "cpp"), CUDA, "triton"),
+    "fake": ((), None, ("triton", "cpp"), CUDA, "triton"),
+}
+
+
+@pytest.mark.parametrize(("capabilities", "hip", "ready", "device", "expected"), GPUS.values(), ids=GPUS)
+def test_triton_takes_no_gpu_that_is_too_old(capabilities, hip, ready, device, expected, machine, gpus, monkeypatch):
+    machine(*ready)
+    asked = gpus(*capabilities, hip=hip)
+    w = types.SimpleNamespace(device=device, dtype=torch.bfloat16)
+    for op in backends.OPS:
+        assert backends.resolve(op, None, device, w.dtype) == expected
+    monkeypatch.setattr(backends, "kernel", lambda *names: types.SimpleNamespace(forward=print))
+    assert next(backends.candidates("mssa", "forward", backends.AUTO, w))[0] == expected
+    assert len(asked) <= 1, "a GPU is asked once"
+    if expected != "triton":
+        refusal = "^ista: backend='triton' is unavailable: Triton takes GPUs of .* 8.0 and later, this one has 7.5; use"
+        with pytest.raises(RuntimeError, match=refusal):
+            backends.resolve("ista", "triton", device, w.dtype)
 
 
 @pytest.mark.parametrize("name", ["composite", "reference"])

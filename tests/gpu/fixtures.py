@@ -17,7 +17,7 @@ BACKENDS = [pytest.param("triton")] if DRY else [pytest.param("triton"), pytest.
 def backend(request):
     """Return each backend that is a kernel on this device, in turn."""
     op = request.path.parent.name
-    reason = backends.unavailable_reason(op, request.param, DEVICE)
+    reason = backends.unavailable_reason(op, request.param, torch.device(DEVICE))
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -71,7 +71,7 @@ def resources():
 
 def check(case, backend, dtype, device):
     """Hold one call to the error budget; return its worst share of it."""
-    reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, device)
+    reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, torch.device(device))
     reason = reason or testing.excluded(case, backend, dtype, device)
     if reason is not None:
         raise Skipped(reason)

@@ -25,7 +25,7 @@ def command(gpu, fake, monkeypatch, tmp_path):
     table, make, clock = fake
     every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
     monkeypatch.setattr(tune, "workloads", lambda ops: every)
-    monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name: None)
+    monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name, device: None)
     monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
     for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)

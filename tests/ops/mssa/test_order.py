@@ -49,7 +49,6 @@ def of_decode(w, names=GENERAL):
 WIDE, NARROW = (2, 3, 64, 128), (2, 3, 1, 64)
 # architecture: first backend of the backward at head_dim 128, of a step at head_dim 64
 ARCHS = {
-    "sm_75": ("triton", "triton"),
     "sm_80": ("cpp", "triton"),
     "sm_89": ("triton", "triton"),
     "sm_90": ("triton", "triton"),
@@ -187,3 +186,9 @@ def test_what_the_first_refuses_the_next_in_general_computes(mixed, monkeypatch)
     mixed.clear()
     torch.testing.assert_close(gradient(mssa, w), expected, rtol=0, atol=0)
     assert mixed == [("plain", "forward"), ("plain", "backward")]
+
+
+def test_turing_takes_the_cuda_kernels(gpu):
+    gpu("sm_75")
+    names = ("cpp", "composite")  # Triton takes no GPU before sm_80
+    assert (of_backward(tokens(*WIDE), names=names), of_decode(tokens(*NARROW), names=names)) == ("cpp", "cpp")
