@@ -14,8 +14,7 @@ constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a ta
 constexpr int64_t kLeastShare = 1 << 16;
 
 struct Sequence {
-  int64_t start;        // cached tokens before the new ones
-  int64_t end;          // its tokens after the call
+  int64_t start, end;   // cached tokens before the new ones, and with them
   const uint8_t* keep;  // not 0: the new token is kept; null: all are
 };
 
