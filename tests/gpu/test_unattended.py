@@ -256,29 +256,6 @@ def test_no_row_begins_after_the_deadline(tmp_path):
     assert {benchmark for benchmark, _ in timing.jobs(timing.DRY)} == {bench_overhead.test_overhead}
 
 
-def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
-    names = list(smoke.items(dry_run=False))
-    firsts = {tuple(name.split()[:1]) for name in names}
-    assert firsts == {("machine",), ("cuda",), ("triton",), ("cpp",), ("warnings",), ("sanitizer",)}
-    assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
-
-
-def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
-    def wrong():
-        raise AssertionError("beyond the budget")
-
-    def missing():
-        raise smoke.Skipped("not there")
-
-    monkeypatch.setattr(smoke, "items", lambda dry_run: {"a": wrong, "b": missing, "c": lambda: {"share": 0.5}})
-    assert smoke.main(["--out", str(tmp_path)]) == FAILED
-    outcomes = {name: line["outcome"] for name, line in lines.results(tmp_path / "smoke.jsonl").items()}
-    assert outcomes == {"a": "failed", "b": "skipped", "c": "passed"}
-    count = len(lines.read(tmp_path / "smoke.jsonl"))
-    smoke.main(["--out", str(tmp_path)])
-    assert [line["item"] for line in lines.read(tmp_path / "smoke.jsonl")[count:]] == ["b", "b"]
-
-
 @pytest.mark.parametrize("there", [True, False], ids=["carried", "compiling"])
 def test_parts_run_again_once_the_cuda_library_is_there(there, tmp_path, monkeypatch):
     """It is compiled beside them, by a process that does nothing where a library was carried along."""
@@ -336,81 +313,6 @@ class Device:
 def test_a_lost_device_is_noticed(lost, monkeypatch):
     monkeypatch.setattr(torch, "cuda", Device(lost))
     assert suite.usable() is not lost
-
-
-# What the driver says of two kernels, the GPU, and what comes of it.
-RESOURCES = {
-    "own": ((90, 90), "sm_90", {"kernels": 2, "foreign": 0, "registers": 80, "spilling": {"b": 16}}),
-    "another": ((80, 80), "sm_89", {"kernels": 2, "foreign": 2, "registers": 80, "spilling": {"b": 16}}),
-    "ptx": ((90, 80), "sm_90", None),
-}
-
-
-@pytest.mark.parametrize(("binaries", "arch", "expected"), RESOURCES.values(), ids=RESOURCES)
-def test_kernels_of_the_cuda_library_are_of_this_gpu(binaries, arch, expected, monkeypatch):
-    said = {
-        name: {"registers": registers, "local_bytes": spilled, "binary": binary}
-        for name, registers, spilled, binary in zip("ab", (80, 40), (0, 16), binaries, strict=True)
-    }
-    monkeypatch.setattr(smoke.extension, "kernel_names", lambda: [*said])
-    monkeypatch.setattr(smoke.extension, "kernel_attributes", said.get)
-    monkeypatch.setattr(smoke.extension, "cuda_archs", lambda: {"sm_80", "sm_90"})
-    monkeypatch.setattr(smoke.launch, "arch", lambda device: arch)
-    monkeypatch.setattr(smoke.backends, "for_device", lambda *args: SimpleNamespace(missing="not built"))
-    with pytest.raises(smoke.Skipped, match="not built"):
-        smoke.resources()
-    monkeypatch.setattr(smoke.backends, "for_device", lambda *args: SimpleNamespace(missing=None))
-    if expected is None:
-        with pytest.raises(AssertionError, match=r"1 kernels have no code for sm_90: \['b'\]"):
-            smoke.resources()
-    else:
-        assert smoke.resources() == expected
-
-
-@pytest.mark.parametrize("status", [0, 9])
-def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
-    commands = []
-
-    def run(command, **options):
-        commands.append(command)
-        return SimpleNamespace(returncode=status, stdout="ERROR SUMMARY", stderr="")
-
-    monkeypatch.setattr(smoke.subprocess, "run", run)
-    monkeypatch.setattr(smoke.shutil, "which", lambda name: None)
-    monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args: None)
-    with pytest.raises(smoke.Skipped, match="compute-sanitizer is not there"):
-        smoke.sanitize("mssa", "cpp")
-    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
-    if status:
-        with pytest.raises(AssertionError, match="ERROR SUMMARY"):
-            smoke.sanitize("mssa", "cpp")
-    else:
-        assert smoke.sanitize("mssa", "cpp") == {"said": "ERROR SUMMARY"}
-    assert commands[0][-3:] == ["--call", "mssa", "cpp"]
-
-
-def test_a_call_that_hangs_under_the_sanitizer_fails_with_words(monkeypatch):
-    def run(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(smoke.subprocess, "run", run)
-    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
-    monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args: None)
-    with pytest.raises(AssertionError, match="one small call did not end within 90 s under compute-sanitizer"):
-        smoke.sanitize("mssa", "cpp")
-
-
-def test_the_sanitizer_waits_for_the_cuda_library(tmp_path, monkeypatch):
-    """What is skipped goes again once the library is there; what failed does not."""
-    monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
-    monkeypatch.setattr(smoke, "items", lambda dry_run: {"sanitizer cpp mssa": lambda: smoke.sanitize("mssa", "cpp")})
-    done = SimpleNamespace(returncode=0, stdout="ERROR SUMMARY", stderr="")
-    missing = SimpleNamespace(returncode=1, stdout="", stderr="the CUDA library is not built")
-    for reason, found, outcome in (("not built", missing, "skipped"), (None, done, "passed")):
-        monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args, reason=reason: reason)
-        monkeypatch.setattr(smoke.subprocess, "run", lambda *args, found=found, **options: found)
-        assert smoke.main(["--out", str(tmp_path)]) == DONE
-        assert lines.results(tmp_path / "smoke.jsonl")["sanitizer cpp mssa"]["outcome"] == outcome
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "-3"]])

@@ -1,21 +1,14 @@
-"""The C++ extension's own promises: levels, threads, strides, row tails, symbols."""
+"""The C++ extension's own promises: levels, strides, row tails, symbols."""
 
-import contextlib
 import math
-import os
 import shutil
-import signal
 import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from crate_kernels import ista, ista_overcomplete, mssa, testing, tssa
-from crate_kernels._core import backends, operator, products
+from crate_kernels import mssa, testing
+from crate_kernels._core import operator, products
 from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
@@ -141,126 +134,6 @@ def test_padding_holds_nothing_of_freed_memory(seqlen):
         for size in range(8, 18):
             torch.full((1 << size,), torch.nan)
             assert all(t.isfinite().all() for t in testing.run(case, inputs, "cpp").values()), (dtype, size)
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])
-@pytest.mark.parametrize("name", ["row", "scattered", ""])
-def test_more_threads_than_heads(name, options, threads):
-    case = testing.Case("mssa", "split", (1, 1, 300, 32), {"return_lse": True, **options}, padding=name)
-    inputs = testing.make_inputs(case, torch.float32)
-    for count in (1, 2, 5):
-        threads(count)
-        assert failures(case, torch.float32) == [], count
-        torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
-
-
-def test_heads_do_not_depend_on_the_number_of_threads(threads):
-    """With a thread a head or less, each head is computed as by one thread."""
-    case = testing.Case("mssa", "threads", (2, 4, 100, 32), {"return_lse": True})
-    inputs, results = testing.make_inputs(case, torch.float32), []
-    for count in (1, 3, 8):
-        threads(count)
-        results.append(testing.run(case, inputs, "cpp"))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-    torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
-
-
-CALLS = {
-    "mssa": lambda w: mssa(w, backend="cpp"),
-    "tssa": lambda w: tssa(w, torch.ones(3), backend="cpp"),
-    "tssa-causal": lambda w: tssa(w, torch.ones(3), causal=True, backend="cpp"),
-    "ista": lambda w: ista(w, w[0, 0, :48], backend="cpp"),
-    "ista-overcomplete": lambda w: ista_overcomplete(w, w[0, 0].mT, backend="cpp"),
-}
-
-
-@pytest.mark.parametrize("function", CALLS.values(), ids=CALLS)
-def test_eight_threads_call_at_once(function, threads):
-    threads(2)
-    w = randn(2, 3, 130, 48, dtype=torch.float32)
-    expected, wrong = function(w), []
-
-    def call():
-        for _ in range(20):
-            if not torch.equal(function(w), expected):
-                wrong.append(1)
-
-    callers = [threading.Thread(target=call) for _ in range(8)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert wrong == []
-
-
-@pytest.fixture
-def one_core():
-    """Let all threads of this process share one core, as on a machine whose other cores are taken."""
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("needs Linux, where a process can be bound to a core")
-    before = os.sched_getaffinity(0)
-
-    def bind(cores):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
-                os.sched_setaffinity(int(thread), cores)
-
-    bind({min(before)})
-    yield
-    bind(before)
-
-
-def test_threads_without_a_core_do_not_spin_for_one(threads, one_core):
-    """OpenMP's spin for milliseconds at the end of a region, on the very core that its last thread waits for."""
-    w = randn(4, 4, 64, 32, dtype=torch.float32)
-    spent = []
-    for count in (1, 2):
-        threads(count)
-        for _ in range(2):  # the first time starts the thread and finds out
-            start = time.process_time()
-            for _ in range(50):
-                mssa(w, backend="cpp")
-            last = time.process_time() - start
-        spent.append(last)
-    assert spent[1] < 8 * spent[0], spent
-
-
-# call() returns its time and the CPU time of the other threads. It is long: the stop falls into a region.
-STOPPED = """
-import time, torch
-from crate_kernels import mssa
-torch.set_num_threads(2)
-w = torch.randn(8, 8, 512, 64)
-def call():
-    start, own, all = time.monotonic(), time.thread_time(), time.process_time()
-    mssa(w, backend="cpp")
-    return time.monotonic() - start, time.process_time() - all - (time.thread_time() - own)
-call()
-print("ready", flush=True)
-while call()[0] < 1.0:
-    pass
-end = time.monotonic() + 10.0
-while time.monotonic() < end:
-    if call()[1] > 0.01:
-        print("shared")
-        break
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs a signal that stops a process")
-def test_threads_work_again_soon_after_the_process_was_stopped():
-    """A region in which the process was stopped took longer than its threads ran, through no fault of theirs."""
-    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(0.3)
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(2.0)
-            process.send_signal(signal.SIGCONT)
-            found, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert found == "shared\n", "one thread worked alone for ten seconds"
 
 
 STRIDES = {
@@ -414,63 +287,3 @@ def test_instruction_set_units_share_no_symbol(name, tmp_path):
     names = [line.split()[-2:] for line in symbols.splitlines()]
     shared = [name for kind, name in names if kind in ("W", "V", "u", "w", "v", "T") and not name.startswith("DW.ref.")]
     assert shared == []
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
-    """2^40 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
-    extension.load()
-    threads(count)
-    one = torch.zeros(1, 1, 1, 8)
-    w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
-    # A RuntimeError from PyTorch 2.15 on.
-    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1))
-
-
-def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads):
-    extension.load()
-    threads(2)
-    one = torch.zeros(1, 1, 1, 8)
-    w, dw = one.expand(1, 1, 1 << 40, 8), one.clone().expand(1, 1, 1 << 40, 8)
-    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1), *Call(), dw)
-
-
-@pytest.fixture
-def little_memory():
-    """Let this process get another GiB of addresses at most."""
-    resource = pytest.importorskip("resource")
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        pytest.skip("needs Linux, which says what a process has")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(statm.read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def test_out_of_memory_leaves_a_cache_as_long_as_it_was(threads, little_memory):
-    """2^20 new tokens, of whose parts the results take 2 GiB."""
-    extension.load()
-    threads(2)
-    one = torch.zeros(1, 1, 1, 256)
-    w, out = one.expand(1, 1, 1 << 20, 256), one.clone().expand(1, 1, 1 << 20, 256)
-    data, lengths = torch.zeros(1, 1, 1024, 256), torch.tensor([7], dtype=torch.int32)
-    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_decode(
-            w, data, lengths, *DecodeCall(None, 1024, True, 1.0, False), out, torch.zeros(1)
-        )
-    assert lengths.item() == 7
-
-
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-@pytest.mark.parametrize("function", ["forward", "backward"])
-def test_out_of_memory_names_the_operator(function, error, monkeypatch):
-    def fail(*args):
-        raise error("std::bad_alloc")
-
-    monkeypatch.setattr(backends.kernel("mssa", "cpp"), function, fail)
-    with pytest.raises(MemoryError, match=rf"^mssa: backend='cpp' ran out of memory for its workspace in {function}"):
-        mssa(torch.randn(1, 2, 5, 8, requires_grad=True), backend="cpp").sum().backward()
