@@ -103,11 +103,13 @@ def load_block(
 
 @triton.jit
 def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Return exp(s - base); masked scores may be large: mask them before the exponential."""
+    """Return exp(s - base), 0 where a row may not see a key."""
     exponent = rounded_product(s, scores.call.qk_scale) - base  # exactly 0 where one weight is all of a row
-    if MASKED:
-        exponent = tl.where(allowed(scores, queries, keys, FORM), exponent, -float("inf"))
-    return tl.exp2(exponent * LOG2_E)
+    if not MASKED:
+        return tl.exp2(exponent * LOG2_E)
+    # A masked score may be large: bound its exponent. Masking the weights keeps fewer values alive than masking scores.
+    p = tl.exp2(tl.minimum(exponent * LOG2_E, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.where(allowed(scores, queries, keys, FORM), p, 0.0)
 
 
 @triton.jit
