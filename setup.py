@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent
 sys.modules["_native"] = ModuleType("_native")
 sys.modules["_native"].__path__ = [str(ROOT / "crate_kernels" / "_native")]
 build = import_module("_native.build")
+compilers = import_module("_native.compilers")
 CPU, CUDA = "crate_kernels._cpu", "crate_kernels._cuda"
 
 
@@ -34,7 +35,7 @@ def compile_cuda(target, objects, anywhere):
         raise build.BuildError("this PyTorch has no CUDA")
     if not anywhere and not torch.cuda.is_available():
         raise build.BuildError("PyTorch sees no GPU; python -m crate_kernels build --cuda compiles it all the same")
-    build.compile_cuda(ROOT / "csrc", target, build.CUDA_ARCHS if anywhere else build.cuda_archs(), objects)
+    build.compile_cuda(ROOT / "csrc", target, compilers.CUDA_ARCHS if anywhere else compilers.cuda_archs(), objects)
 
 
 class OptionalBuild(build_ext):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from crate_kernels._native import build as _build
+from crate_kernels._native import compilers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         print("build: the CUDA library is left out: PyTorch sees no GPU; build --cuda compiles it all the same")
         return status
     try:
-        _build.find_nvcc()
+        compilers.find_nvcc()
     except _build.BuildError as error:
         print(f"build: the CUDA library is left out: {error}")
         return status

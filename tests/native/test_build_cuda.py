@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels._native import build, libraries
+from crate_kernels._native import build, compilers, libraries
 from tests.native import report
 
 pytestmark = pytest.mark.exhaustive  # nvcc compiles for minutes
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.exhaustive  # nvcc compiles for minutes
 UNRESOLVED = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
 STRICT = ("sm_80", "sm_90a")  # where kernels of 16-bit types may not spill at all
 # The default architectures without the last one's PTX, which is a quarter of the time and has no registers yet.
-ARCHS = tuple(arch for arch in build.CUDA_ARCHS if "+" not in arch)
+ARCHS = tuple(arch for arch in compilers.CUDA_ARCHS if "+" not in arch)
 STATIC_SHARED_LIMIT = 48 * 1024
 # Known spills, in bytes stored and loaded per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
@@ -32,7 +32,7 @@ def built():
     if shutil.which("nm") is None:
         pytest.skip("needs nm: install binutils")
     try:
-        build.find_nvcc()
+        compilers.find_nvcc()
     except build.BuildError as reason:
         pytest.skip(str(reason))
     return build.build_cuda_cached(ARCHS)[0]
@@ -129,7 +129,7 @@ def wide(kernel):
 
 def test_no_spill_is_new_or_larger(kernels, built):
     recorded = json.loads(RECORDED.read_text())
-    release = [line for line in build._run([build.find_nvcc(), "--version"]).splitlines() if "release" in line]
+    release = [line for line in compilers.run([compilers.find_nvcc(), "--version"]).splitlines() if "release" in line]
     if recorded["release"] not in release[0]:
         pytest.skip(f"needs nvcc {recorded['release']}, whose spills are recorded; this is {release[0].strip()}")
     grown = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels._native import build as _build
+from crate_kernels._native import compilers
 from crate_kernels._native import extension as _extension
 from crate_kernels._native import libraries as _libraries
 from crate_kernels.cli import main
@@ -131,7 +131,7 @@ def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message,
     assert _libraries.find() is None
     assert _libraries.find_cuda() == ()
     for command in (["build"], ["build", "--cuda"]):
-        monkeypatch.setattr(_build, "find_nvcc", lambda: "nvcc")
+        monkeypatch.setattr(compilers, "find_nvcc", lambda: "nvcc")
         assert main(command) == 1
         assert re.search(f"^build: {message}", capsys.readouterr().out)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crate_kernels._native import build as _build
+from crate_kernels._native import compilers
 from crate_kernels.cli import main
 from tests.native.common import SOURCES, assert_one_of_three_builds, files_left, needs_sources
 
@@ -35,11 +36,11 @@ def test_the_cuda_library_is_for_the_architectures_asked_for(tmp_path, toolkit):
 
 
 GPUS = {
-    "none": ([], _build.CUDA_ARCHS),
+    "none": ([], compilers.CUDA_ARCHS),
     "own": ([(8, 0)], ("80", "80+PTX")),
     "hopper": ([(9, 0)], ("90a", "90+PTX")),
     "two": ([(8, 6), (7, 5), (8, 6)], ("75", "86", "86+PTX")),
-    "unknown to nvcc": ([(12, 0)], _build.CUDA_ARCHS),
+    "unknown to nvcc": ([(12, 0)], compilers.CUDA_ARCHS),
 }
 
 
@@ -49,7 +50,7 @@ def test_architectures_are_those_of_the_gpus(capabilities, archs, toolkit, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: capabilities[n])
-    assert _build.cuda_archs() == archs
+    assert compilers.cuda_archs() == archs
 
 
 NO_NVCC = {
@@ -66,7 +67,7 @@ def test_an_nvcc_that_does_not_fit_is_refused_with_the_reason(release, cuda, mes
         toolkit(release)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(_build.BuildError, match=message):
-        _build.find_nvcc()
+        compilers.find_nvcc()
 
 
 def test_a_cuda_library_without_nvcc_is_left_out_and_no_failure(toolkit, monkeypatch, capsys):
@@ -91,7 +92,7 @@ def test_build_compiles_the_cuda_library_where_there_is_a_gpu(cuda, gpu, said, t
     """It takes five minutes, and without a GPU nobody needs it."""
     log = toolkit()
     monkeypatch.setattr(_build, "build_cached", lambda show: (Path("_cpu.so"), False))
-    monkeypatch.setattr(_build, "cuda_archs", lambda: _build.CUDA_ARCHS)
+    monkeypatch.setattr(_build, "cuda_archs", lambda: compilers.CUDA_ARCHS)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert main(["build"]) == 0

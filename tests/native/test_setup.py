@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from crate_kernels._native import build as _build
+from crate_kernels._native import compilers
 
 ROOT = Path(_build.__file__).parents[2]
 SOURCES = ("crate_kernels", "csrc", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -50,10 +51,11 @@ def wheel(tmp_path, monkeypatch):
 
     def build(extension, library, *options):
         distribution = run_setup(str(tmp_path / "setup.py"), ["-q", "bdist_wheel", *options], stop_after="config")
-        builder = distribution.cmdclass["build_ext"].build_extension.__globals__["build"]
+        globals_of_setup = distribution.cmdclass["build_ext"].build_extension.__globals__
+        builder = globals_of_setup["build"]
         monkeypatch.setattr(builder, "compile_extension", extension)
         monkeypatch.setattr(builder, "compile_cuda", library)
-        monkeypatch.setattr(builder, "cuda_archs", lambda: ("80",))
+        monkeypatch.setattr(globals_of_setup["compilers"], "cuda_archs", lambda: ("80",))
         distribution.parse_command_line()
         distribution.run_commands()
         (path,) = (tmp_path / "dist").iterdir()
@@ -98,6 +100,6 @@ def test_a_wheel_for_gpus_is_one_or_none(wheel, monkeypatch):
 
     with zipfile.ZipFile(wheel(compiling, library, "--cuda")) as archive:
         assert "crate_kernels/_cuda.so" in archive.namelist()
-    assert set(given) == {_build.CUDA_ARCHS}
+    assert set(given) == {compilers.CUDA_ARCHS}
     with pytest.raises(Exception, match="no compiler"):
         wheel(compiling, failing, "--cuda")

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from crate_kernels._native import build
+from crate_kernels._native import build, compilers
 from tests.native import report
 from tests.tools.aot import harness
 from tests.tools.sass import kernel, listing
@@ -42,7 +42,7 @@ def kernels(target):
     if shutil.which("nvcc") is None:
         return
     arch = {"sm_90": "90a"}.get(target, target.removeprefix("sm_"))
-    archs = tuple(one for one in build.CUDA_ARCHS if "+" not in one)
+    archs = tuple(one for one in compilers.CUDA_ARCHS if "+" not in one)
     if arch not in archs:
         return
     library = build.build_cuda_cached(archs)[0]
