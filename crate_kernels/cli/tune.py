@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file of the configurations to time, by workload; the others time all of theirs. By default the shipped "
         "ranking for this architecture, if there is one",
     )
+    parser.add_argument("--only", action="append", default=[], help="only workloads with this in their name; repeatable")
     parser.add_argument("--every", action="store_true", help="time every configuration, ranked or not")
     parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
@@ -75,13 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 
 
-def workloads(ops: list[str]) -> list[tune.Workload]:
-    """List the workloads of the named operators; not every operator has some."""
+def workloads(ops: Sequence[str], only: Sequence[str] = ()) -> list[tune.Workload]:
+    """List the workloads of the named operators, or those with one of ``only`` in their names, in its order."""
     found = []
     for op in ops:
-        if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):
+        if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):  # not every operator has some
             found += import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
-    return found
+    chosen = {str(one): one for part in only for one in found if part in str(one)}
+    return list(chosen.values()) if only else found
 
 
 def ranked(device: torch.device) -> Path | None:
@@ -140,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"tune: of what {args.candidates.name} ranks, the best are timed; of the rest all (--every: of both)")
     try:
         log = Log(args.log)
-        every = narrowed(workloads(ops), args.candidates, args.most)
+        every = narrowed(workloads(ops, args.only), args.candidates, args.most)
     except (OSError, ValueError) as error:
         print(f"tune: {error}")
         return 1
@@ -160,7 +162,8 @@ def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.W
     """Compile and time the workloads that have no result yet."""
     numbers = [number for number, one in enumerate(every) if str(one) not in log.found]
     now = time.monotonic()
-    work = _Work(ops, args.candidates, args.most, now + 60 * args.minutes, now + 60 * _COMPILING * args.minutes)
+    compiling = 60 * _COMPILING * args.minutes
+    work = _Work(ops, args.only, args.candidates, args.most, now + 60 * args.minutes, now + compiling)
     lost: dict[int, frozenset[int]] = {}
     if args.jobs > 1 and numbers:
         lost = tune.compile_all(len(numbers), args.jobs, partial(_compiled, work, numbers))
@@ -201,6 +204,7 @@ class _Work:
     """What a process needs to make the workloads again; times are of ``time.monotonic``, which processes share."""
 
     ops: list[str]
+    only: list[str]
     candidates: Path | None
     most: int | None
     stop_at: float
@@ -208,7 +212,7 @@ class _Work:
 
     def workloads(self, numbers: Sequence[int]) -> list[tune.Workload]:
         """Return the workloads of these numbers."""
-        every = narrowed(workloads(self.ops), self.candidates, self.most)
+        every = narrowed(workloads(self.ops, self.only), self.candidates, self.most)
         return [every[number] for number in numbers]
 
 

@@ -1,7 +1,9 @@
-"""Benchmarks in order of worth: ``python -m tests.gpu.timing --out FOLDER --seconds S``. It needs no pytest-benchmark.
+"""Benchmarks in order of worth: ``python -m tests.gpu.timing --out FOLDER --seconds S --workers N``.
 
-Every provider of one benchmark follows the other. Each row is in the file as soon as it is timed; rows in it are not
-timed again. A row that ends its process twice is left with that reason.
+Compilers take longer than what is timed: N processes first make each call once, side by side, for a part of the time,
+and leave in the compilers' caches what the one process that times finds there. Every provider of one benchmark follows
+the other. Each row is in the file as soon as it is timed; rows in it are not timed again. A row that ends its process
+twice is left with that reason. It needs no pytest-benchmark.
 """
 
 import argparse
@@ -31,6 +33,7 @@ BENCHMARKS = (
 DRY = (("overhead-tssa", "fp32", "forward"),)
 LIMIT = 180  # seconds per row, compilation included; then the process ends
 SECONDS = 0.3  # of calls timed per row
+COMPILING = 0.35  # share of the seconds, at most
 ONCE, TWICE = "did not end in time", "did not end in time, twice"
 
 
@@ -45,6 +48,27 @@ def jobs(order):
                 rank = ranks[what.name, dtype, direction]
                 found.append((rank, benchmark, (what, dtype, direction, provider)))
     return [job[1:] for job in sorted(found, key=lambda job: job[0])]
+
+
+class Unrecorded:
+    """The function that benchmarks are given to make one call of each row, so that it is compiled."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def timer(self, call, prepare):
+        return [clock.once(call, prepare, self.device)]
+
+    def timed(self, row, measure):
+        try:
+            measure(row, self.device, self.timer)
+        except Exception as error:  # the process that times tells of it in the row
+            print(f"compiling {row.key}: {type(error).__name__}: {error}"[:300], flush=True)
+            if not usable():
+                os._exit(70)
+
+    def wrong(self):
+        return []
 
 
 class File:
@@ -77,6 +101,10 @@ class File:
         if row.times:
             print(f"{row.key} {1e6 * row.time:.1f} us", flush=True)
 
+    def wrong(self):
+        """Return the rows whose results are wrong."""
+        return [row.key for row in self.results.rows if row.skipped.startswith("wrong")]
+
 
 def run(file, every, deadline):
     """Time the jobs until the deadline and return the exit status."""
@@ -92,20 +120,45 @@ def run(file, every, deadline):
             faulthandler.cancel_dump_traceback_later()
             if file.device.type == "cuda":
                 memory.release()
-    wrong = [row.key for row in file.results.rows if row.skipped.startswith("wrong")]
-    return processes.FAILED if wrong else processes.DONE
+    return processes.FAILED if file.wrong() else processes.DONE
+
+
+def compile_all(args, every, deadline):
+    """Make the calls of the jobs in processes side by side, each with its turn of the jobs."""
+    same = ["-m", "tests.gpu.timing", "--out", args.out, "--workers", args.workers, "--first", args.first]
+    same += ["--dry-run"] if args.dry_run else []
+    same += [word for part in args.only for word in ("--only", part)]
+    # One process more for each that compiles would be more processes than cores.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    commands = [
+        lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, min(args.workers, len(every)) + 1)
+    ]
+    start = time.monotonic()
+    processes.side_by_side(commands, deadline, lambda words: processes.start(words, environment), grace=2.0)
+    print(f"timing: compiled in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--worker", type=int, help="be this process of those that compile, from 1")
+    parser.add_argument("--only", action="append", default=[], help="only these providers; may be repeated")
+    parser.add_argument("--first", type=int, default=sys.maxsize, help="only so many jobs, from the first on")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
-    deadline = time.monotonic() + args.seconds
+    now = time.monotonic()
+    deadline = now + args.seconds
     device = torch.device("cpu" if args.dry_run else "cuda")
+    every = [job for job in jobs(DRY if args.dry_run else worth.ORDER) if not args.only or job[1][-1] in args.only]
+    every = every[: args.first]
+    if args.worker is not None:
+        return run(Unrecorded(device), every[args.worker - 1 :: args.workers], deadline)
+    if args.workers > 1:
+        compile_all(args, every, now + COMPILING * args.seconds)
     machine = (lambda: {"device": "dry run"}) if args.dry_run else (lambda: rows.machine(device, ("fp32", "bf16")))
-    return run(File(args.out / "bench.json", device, machine), jobs(DRY if args.dry_run else worth.ORDER), deadline)
+    return run(File(args.out / "bench.json", device, machine), every, deadline)
 
 
 if __name__ == "__main__":

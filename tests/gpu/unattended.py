@@ -36,15 +36,13 @@ class Part:
     Attributes:
         name: of its module, ``tests.gpu.<name>``.
         minutes: the most that it gets before the parts after it; what is left in the end is shared in order.
-        side_by_side: whether it takes ``--workers``.
     """
 
     name: str
     minutes: float
-    side_by_side: bool
 
 
-PARTS = (Part("smoke", 3, True), Part("suite", 8, True), Part("tuning", 6, True), Part("timing", math.inf, False))
+PARTS = (Part("smoke", 3), Part("suite", 8), Part("tuning", 6), Part("timing", math.inf))
 
 
 class State:
@@ -89,8 +87,8 @@ def parse(argv):
 
 def command(part, args, seconds):
     """Return the command of a part's turn."""
-    found = ["-m", f"tests.gpu.{part.name}", "--out", args.out.resolve(), "--seconds", round(seconds, 1)]
-    found += ["--workers", args.workers] if part.side_by_side else []
+    found = ["-m", f"tests.gpu.{part.name}", "--out", args.out.resolve()]
+    found += ["--seconds", round(seconds, 1), "--workers", args.workers]
     found += ["--candidates", args.candidates.resolve()] if part.name == "tuning" and args.candidates else []
     return found + (["--dry-run"] if args.dry_run else [])
 

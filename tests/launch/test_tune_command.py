@@ -24,7 +24,7 @@ def command(gpu, fake, monkeypatch, tmp_path):
     """Pretend that there are workloads of 64, 32 and 16 channels and a GPU to time them on; return the workloads."""
     table, make, clock = fake
     every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
-    monkeypatch.setattr(tune, "workloads", lambda ops: every)
+    monkeypatch.setattr(tune, "workloads", lambda ops, only: every)
     monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name, device: None)
     monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
     for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():

@@ -39,7 +39,8 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     dw, lse = operator.empty_out(w), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     if lib.cuda:
-        lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw, lse.new_empty((2, *lse.shape)))
+        scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
+        lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw, scratch)
         return dw
     packing.clear_uncovered(dw, call.cu_seqlens, 0)
     lib.mssa_bwd(dout, dlse, w, out, lse, *call, dw)

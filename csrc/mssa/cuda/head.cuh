@@ -113,6 +113,12 @@ CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int blo
   if (head.sequence == 0) clear(0, head.start);
 }
 
+// Writes the largest score of row i, and the threshold times the sum of its weights: 1 without a key.
+CRATE_DEVICE void put_statistics(const Problem& call, const Head& head, int i, float largest, float sum) {
+  call.largest[head.row + i] = largest;
+  call.levels[head.row + i] = call.threshold * (sum == 0.0f ? 1.0f : sum);
+}
+
 CRATE_DEVICE uint64_t seed_of(const Problem& call) {
   return call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
 }

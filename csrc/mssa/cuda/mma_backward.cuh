@@ -24,7 +24,7 @@ struct Roles {
   bool key, query, masked;
 };
 
-// One tile of rows i in shared memory.
+// One tile of rows i in shared memory. With `select`, lse is the largest score, and shift the level of the weights.
 template <class T>
 struct Others {
   T *w, *g;
@@ -102,7 +102,8 @@ struct Gradient {
       float value[2][4];
       unroll<8>([&](int i) {
         const float x = as_key[i / 4][i % 4];
-        value[i / 4][i % 4] = terms.select ? (x > call.threshold ? 1.0f : 0.0f) : x;
+        const float level = tile.shift[i / 4 * 8 + 2 * t + i % 2];
+        value[i / 4][i % 4] = terms.select ? (x > level ? 1.0f : 0.0f) : x;
       });
       if (call.seed != nullptr) {
         const uint32_t keys = kept_bits<16>(seed, call, head, row + 16 * m, other, true);
@@ -140,17 +141,19 @@ CRATE_DEVICE Others<T> others_at(unsigned char* stage, int count) {
   return {w, g, lse, lse + count};
 }
 
-// Copies rows [first, first + count) of w, g, lse and shift.
+// Copies rows [first, first + count) of w, g and their two numbers.
 template <class T, int DIM>
 CRATE_DEVICE void load_others(const Others<T>& to, const Problem& call, const Head& head, const View<const T>& w,
-                              const View<const T>& g, int first, int count) {
+                              const View<const T>& g, bool select, int first, int count) {
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
   if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
+  const float* const lse = select ? call.largest : call.lse;
+  const float* const shift = select ? call.levels : call.delta;
   for (int n = threadIdx.x; n < count; n += blockDim.x) {
     const bool there = first + n < head.length;
     const int64_t at = head.row + (there ? first + n : 0);
-    cp_async_4(to.lse + n, call.lse + at, there);
-    cp_async_4(to.shift + n, call.delta + at, there);
+    cp_async_4(to.lse + n, lse + at, there);
+    cp_async_4(to.shift + n, shift + at, there);
   }
 }
 

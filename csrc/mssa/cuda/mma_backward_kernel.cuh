@@ -14,10 +14,11 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
   const Span tiles = tiles_of(partners_of(call.mask, block, head.length, terms.scores), COLUMNS);
   const Span own = {row, row + 16 * ROWS16};
   const auto stage = [&](int n) { return others_at<T, DIM>(stages + n % 2 * others_bytes<DIM>(COLUMNS), COLUMNS); };
-  load_others<T, DIM>(stage(tiles.first), call, head, w, g, tiles.first * COLUMNS, COLUMNS);
+  load_others<T, DIM>(stage(tiles.first), call, head, w, g, terms.select, tiles.first * COLUMNS, COLUMNS);
   finish_copies();
   for (int n = tiles.first; n < tiles.stop; ++n) {
-    if (n + 1 < tiles.stop) load_others<T, DIM>(stage(n + 1), call, head, w, g, (n + 1) * COLUMNS, COLUMNS);
+    if (n + 1 < tiles.stop)
+      load_others<T, DIM>(stage(n + 1), call, head, w, g, terms.select, (n + 1) * COLUMNS, COLUMNS);
     if (row < head.length) {
       const Others<T> tile = stage(n);
 #pragma unroll 1

@@ -11,7 +11,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered(call, head, block, call.out, call.lse);
+  if (call.levels == nullptr) clear_uncovered(call, head, block, call.out, call.lse);
   const int first = first_row(call, block, rows);
   if (first >= head.length) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
@@ -51,6 +51,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
     }
     if (pass != Pass::select) state.finish_sums();
     if (pass != Pass::statistics) break;
+    if (call.levels != nullptr) return put_statistics(state, call, head, row);
     pass = Pass::select;
     load_first();
   }

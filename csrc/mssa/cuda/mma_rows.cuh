@@ -132,6 +132,17 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
   });
 }
 
+// Writes the statistics of a warp's rows.
+template <class T, int DIM, int ROWS16>
+CRATE_DEVICE void put_statistics(const RowState<T, DIM, ROWS16>& state, const Problem& call, const Head& head,
+                                 int row) {
+  const int lane = threadIdx.x % kWarp;
+  unroll<ROWS16, 2>([&](int m, int half) {
+    const int at = row + 16 * m + lane / 4 + 8 * half;
+    if (lane % 4 == 0 && at < head.length) put_statistics(call, head, at, state.largest[m][half], state.sum[m][half]);
+  });
+}
+
 // Writes out and lse of a warp's rows. `tile`, the warp's own, is scratch. Without a key, out is 0 and lse -inf.
 template <class T, int DIM, int ROWS16>
 CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, const Problem& call, const Head& head,

@@ -53,7 +53,12 @@ void launch_shift(Problem call, int32_t device) {
   launch<mma_shift_kernel<T>>(l, call);
 }
 
+// With levels, the forward writes what the backward needs of it, and nothing else.
 void launch_backward(Problem& call, int32_t device) {
+  if (call.levels != nullptr) {
+    Problem forward = call;
+    launch_forward(forward, device);
+  }
   with_class(call.dtype, call.access.head_dim, [&](auto dim, auto zero) {
     using T = decltype(zero);
     constexpr int kDim = dim;
@@ -87,7 +92,7 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
   attend(problem_of(w, call, nullptr, out, lse), device);
 }
 
-// `delta` is scratch of twice the size of lse.
+// `delta` is scratch, as problem_of says.
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw, Tensor delta) {
   if (dw.numel() == 0) return;

@@ -28,6 +28,7 @@ bool apart(const Problem& c) {
 
 }  // namespace
 
+// With levels, the forward writes what the backward needs of it, and nothing else.
 void forward(Problem c, int32_t device) {
   const Launch l = launch_rows(c, device, kForwardShared);
   if (apart(c)) {
@@ -39,7 +40,9 @@ void forward(Problem c, int32_t device) {
 }
 
 void backward(Problem c, int32_t device) {
-  if (!apart(c)) {
+  if (c.levels != nullptr) {
+    forward(c, device);
+  } else if (!apart(c)) {
     Launch l = launch_rows(c, device, kDeltaShared);
     l.grid /= c.groups;
     if (c.products && c.seed == nullptr) launch<mssa_plain_delta_kernel>(l, c);

@@ -11,9 +11,10 @@ namespace crate_kernels::plain {
 constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
 
 // L, what rounding took from it, delta and dlse of a row. An absent row has L = inf, so every weight is 0. A row
-// without keys has L = -inf, and all its weights are masked.
+// without keys has L = -inf, and all its weights are masked. Where the forward selected, L is the largest score
+// instead, and `level` the threshold times the sum of the weights.
 struct Numbers {
-  float lse, low, delta, dlse;
+  float lse, low, delta, dlse, level = 1.0f;
   CRATE_DEVICE float weight(float score) const { return expf(score - lse - low); }
 };
 
@@ -22,8 +23,10 @@ CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
   if (row >= t.length) return {INFINITY, 0.0f, 0.0f, 0.0f};
   const int64_t n = t.row + row;
   if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], 0.0f};
+  const float dlse = c.dlse != nullptr ? c.dlse[n] : 0.0f;
+  if (c.levels != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.levels[n]};
   const float low = c.low == nullptr ? 0.0f : c.low[n];
-  return {c.lse[n], low, c.products ? c.delta[n] : 0.0f, c.dlse != nullptr ? c.dlse[n] : 0.0f};
+  return {c.lse[n], low, c.products ? c.delta[n] : 0.0f, dlse};
 }
 
 template <int CHUNKS, bool APART = false>
@@ -107,15 +110,20 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
           float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
-          const float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
+          float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
+          float value = p;
+          if (c.levels != nullptr) {
+            value = p > row.level ? c.threshold : 0.0f;
+            p *= c.threshold / row.level;
+            q *= c.threshold / own[a].level;
+          }
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           // Round the products as delta's are. Add dlse after the differences, which may be small.
           const float key = __fmul_rn(factor_p, gw[a][b]) - row.delta + row.dlse;
           const float query = __fmul_rn(factor_q, wg[a][b]) - own[a].delta + own[a].dlse;
           gw[a][b] = c.scale * (p * key + q * query);
-          if (c.select) p = p > c.threshold ? c.threshold : 0.0f;
-          s[a][b] = p * factor_p;
+          s[a][b] = value * factor_p;
         });
       });
     }

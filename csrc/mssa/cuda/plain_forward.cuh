@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   const Place place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
   const int start = first_row(c, place.block, kOwned);
-  if (place.group == 0) clear_uncovered(c, h, place.block, c.out, c.lse);
+  const bool measures = c.levels != nullptr;
+  if (place.group == 0 && !measures) clear_uncovered(c, h, place.block, c.out, c.lse);
   if (start >= h.length) return;
 
   const Others keys = keys_for<APART>(c, h);
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   for (int pass = 0; pass < passes; ++pass) {
     if (pass == 1) {
       for (int i = 0; i < kPart; ++i) row[i].sum = row_sum(row[i].sum);
+      if (measures) break;
     }
     const int begin = seen_keys.first / kTile * kTile;
     for (int first = begin; first < seen_keys.stop; first += kTile) {
@@ -160,6 +162,14 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     }
   }
 
+  if (measures) {
+    unroll<kPart>([&](int i) {
+      const int query = start + t.row_at(i);
+      const bool writes = place.group == 0 && t.column == 0 && query < h.length;
+      if (writes) put_statistics(c, h, query, row[i].largest, row[i].sum);
+    });
+    return;
+  }
   float factor[kPart];
   unroll<kPart>([&](int i) {
     const float sum = passes == 2 ? row[i].sum : row_sum(row[i].sum);

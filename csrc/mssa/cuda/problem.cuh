@@ -63,6 +63,8 @@ struct Problem {
   float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
   float* delta;               // scratch of lse's size
   float* low;                 // the same: what rounding took from lse; null: not known
+  float *largest, *levels;    // the same, of phi = "threshold": the largest score, and the threshold times the sum of
+                              // weights that are at most 1. Where they are wanted, a forward writes nothing else
   const float* dlse;          // of lse's size; null: no gradient
   const uint8_t* keep;        // (sequences, seqlen); null: every key
   int32_t* held;              // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
@@ -130,7 +132,8 @@ inline Launch launch_of(Problem& p, int blocks, int threads, int64_t shared_byte
   return {heads * blocks, threads, shared_bytes, 1, current_stream(device)};
 }
 
-// The problem of a backward, which writes `dw` and uses `delta`, of twice the size of lse, as scratch.
+// The problem of a backward, which writes `dw`; `delta` is scratch of twice the size of lse, with phi = "threshold" of
+// three times.
 inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& w,
                           const Tensor& out, const Tensor& lse, const MssaCall& call, const Tensor& dw,
                           const Tensor& delta) {
@@ -140,11 +143,18 @@ inline Problem problem_of(const std::optional<Tensor>& dout, const std::optional
   p.access.wide = p.access.wide && p.dw.wide && p.g.wide;
   p.dlse = pointer<const float>(dlse);
   p.delta = static_cast<float*>(delta.data_ptr());
-  p.low = p.delta + lse.numel();
+  const int64_t numbers = lse.numel();
   // The selection of phi = "threshold" is piecewise constant: scores get a gradient from lse only.
   p.values = dout.has_value();
   p.products = p.values && !p.select;
   p.scores = p.products || dlse.has_value();
+  // lse, which is rounded, would not say exactly what the forward selected.
+  if (p.select && p.values) {
+    p.largest = p.delta + numbers;
+    p.levels = p.largest + numbers;
+  } else {
+    p.low = p.delta + numbers;
+  }
   return p;
 }
 

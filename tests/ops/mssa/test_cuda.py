@@ -10,6 +10,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from tests.ops.common import keep_mask, offsets, over_budget, randn
+from tests.ops.mssa import test_threshold
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 DTYPES = pytest.mark.parametrize("dtype", HALVES)
@@ -127,6 +128,19 @@ def test_a_gradient_of_one_output_alone(options, outputs, dtype, backend):
     exact = gradient(w.double(), "reference")
     measured = testing.measure(gradient(w, backend), gradient(w, "reference"), exact, dtype)
     assert [m for m in measured if not m.passed] == []
+
+
+@DTYPES
+@pytest.mark.parametrize("seqlen", [2, 4, 16])
+def test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend):
+    test_threshold.test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [40, 136])
+@pytest.mark.parametrize("options", test_threshold.OPTIONS.values(), ids=test_threshold.OPTIONS)
+def test_a_backward_selects_what_its_forward_did(options, head_dim, dtype, backend):
+    test_threshold.test_a_backward_selects_what_its_forward_did(options, head_dim, dtype, backend, "cpu")
 
 
 SHIFTS = {

@@ -9,7 +9,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
-from tests.ops.mssa import test_dropout, test_outputs
+from tests.ops.mssa import test_dropout, test_outputs, test_threshold
 from tests.ops.mssa.test_public import wrong
 from tests.tools.emulator.plain import registered
 
@@ -193,6 +193,17 @@ def test_a_probability_equal_to_the_threshold_is_not_above_it(plain):
     assert not mssa(w, phi="threshold", threshold=2**-6, backend=plain).any()
     below = 2**-6 - 2**-20
     torch.testing.assert_close(mssa(w, phi="threshold", threshold=below, backend=plain), 64 * below * w)
+
+
+@pytest.mark.parametrize("seqlen", [2, 4, 16])
+def test_equal_tokens_are_not_above_their_share(plain, seqlen):
+    test_threshold.test_equal_tokens_are_not_above_their_share(seqlen, torch.float32, plain, "cpu")
+
+
+@pytest.mark.parametrize("head_dim", [40, 160])
+@pytest.mark.parametrize("options", test_threshold.OPTIONS.values(), ids=test_threshold.OPTIONS)
+def test_a_backward_selects_what_its_forward_did(plain, options, head_dim):
+    test_threshold.test_a_backward_selects_what_its_forward_did(options, head_dim, torch.float32, plain, "cpu")
 
 
 @pytest.mark.parametrize("seqlen", [9, 130])

@@ -49,7 +49,7 @@ def test_every_phi_drops_weights(options, backend, device):
     # Five standard deviations of the mean over 512 rows, and of the deviation measured on them.
     deviation = math.sqrt(p * (1 - p) / 64)
     assert abs(kept[..., 0].mean() - (1 - p)) < 5 * deviation / math.sqrt(4 * 2 * 64)
-    assert kept[..., 0].std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * 4 * 2 * 64))
+    assert kept[..., 0].std().item() == pytest.approx(deviation, rel=5 / math.sqrt(2 * 4 * 2 * 64))
 
 
 @pytest.mark.parametrize(("backend", "device"), [p for p in BACKENDS if p.values[0] != "composite"])

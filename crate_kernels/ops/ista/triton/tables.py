@@ -1,7 +1,7 @@
 """Launch tables of ista's Triton kernels: the tiles of a product, its way (fused or library), and the form of a step.
 
-They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
-user's GPU.
+Those of sm_90 in 16 bits were timed on an H200 (benchmarks/results/nvidia-h200/tuning.md), the others counted and
+compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) 
 # The library's product costs 3 more passes over the result: it is written and read again, and the epilogue reads an
 # operand of the product again. That is 6 bytes per element, 2 ps at an H100's 3 TB/s. A kernel that multiplies at 80%
 # of the library's 700 TFLOP/s loses 0.7 fs per element and term of its sum: as much where the sums have 2800 terms.
+# On an H200 wide tiles won even with 3072: 204 us for 25216 tokens and 768 columns, by the library 225.
 _LONGEST_FUSED = 2560
-_BY_LIBRARY = Row(_product(128, 128, 32, 8, 2, library=1))
+_LIBRARY = _product(128, 128, 32, 8, 2, library=1)
+_BY_LIBRARY = Row(_LIBRARY)
 
 # Keyed by the length of the sums (inner) and by the number of tokens, in the places of head_dim and seqlen; half:
 # 16-bit tokens (float32 ones are rounded on the way to the product, and take twice the shared memory).
@@ -39,6 +41,8 @@ PRODUCT = Table(
             Row(_product(64, 64, 64, 4, 4), _LONGEST_FUSED, seqlen=1024),
             # Three stages leave shared memory for two programs a multiprocessor: one multiplies while one finishes.
             Row(_product(128, 128, 64, 8, 3), _LONGEST_FUSED),
+            Row(_LIBRARY, seqlen=1024),
+            Row(_product(128, 256, 64, 8, 3), half=True),
             _BY_LIBRARY,
         ),
         "gfx942": (

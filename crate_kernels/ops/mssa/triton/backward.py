@@ -101,7 +101,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     select = call.threshold is not None
     # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
     products = dout is not None and not select
-    scores = products or dlse is not None
+    scores, selects = products or dlse is not None, dout is not None and select
     dtype = w.dtype
     wide = dtype == torch.float16 and scores and abs(call.scale) < _LEAST_SCALE
     if wide:
@@ -130,11 +130,12 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         **sizes.arguments(),
     }
     with launch.guard(w.device):
-        if products or derived:
-            # All forms share a kernel, except those whose delta walks over keys.
-            walks = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
-            delta = "" if not products else "weights" if walks else "out"
-            delta_form = (form if delta == "weights" else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
+        if products or derived or selects:
+            # All forms share a kernel, except those that walk over keys.
+            exact = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
+            delta = "threshold" if selects else "" if not products else "weights" if exact else "out"
+            walks = delta in ("threshold", "weights")
+            delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
             launch.run(
                 _mssa_bwd_delta_kernel,
                 sizes.heads * num_m,
@@ -153,7 +154,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
             FORM=form,
-            TERMS=Terms(dout is not None, scores, products, dlse is not None, select and dout is not None, derived),
+            TERMS=Terms(dout is not None, scores, products, dlse is not None, selects, derived),
             **config,
         )
     return dw.to(dtype)

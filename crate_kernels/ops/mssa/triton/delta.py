@@ -22,7 +22,7 @@ import triton.language as tl
 from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, find_head, kept, scores_of, signed_products, tokens_of
-from crate_kernels.ops.mssa.triton.rows import LOG2_E
+from crate_kernels.ops.mssa.triton.rows import LOG2_E, empty_state, walk_keys
 from crate_kernels.ops.mssa.triton.terms import shared_factor
 
 
@@ -67,7 +67,8 @@ def _mssa_bwd_delta_kernel(
 ):  # fmt: skip
     """Write exp(-lse) of every row, the largest |lse| of every FORM.BLOCK rows, and delta by DELTA, unless that is "".
 
-    "out": the product of g and out; "weights": the sum over the row's weights.
+    "out": the product of g and out; "weights": the sum over the row's weights. "threshold": what a forward compares
+    its weights with, in place of delta, and the maximum that they are below, in place of exp(-lse).
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
@@ -75,6 +76,14 @@ def _mssa_bwd_delta_kernel(
     head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < head.length
+    if DELTA == "threshold":
+        scores = scores_of(head, seqlen, call, FORM)
+        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)
+        state = empty_state(BLOCK_M, FORM)
+        _, m_i, l_i = walk_keys(state, w_m, tokens_of(head, w), scores, start_m, "statistics", BLOCK_M, FORM)
+        tl.store(factor_ptr + head.row + offs_m, m_i, mask=mask_m)
+        tl.store(delta_ptr + head.row + offs_m, l_i * call.threshold, mask=mask_m)
+        return
     if DELTA != "":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         if DELTA == "weights":

@@ -1,7 +1,8 @@
 """Launch tables of mssa's Triton kernels: tile sizes, warps and stages by architecture.
 
-They are the largest tiles that compile without spilling (``make aot``) and keep a second block of warps busy; they have
-not been timed. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
+Those of sm_90 up to 64 and from 113 to 128 channels, in 16 bits, were timed on an H200: the fastest of some 10 each
+(benchmarks/results/nvidia-h200/tuning.md). The others are the largest tiles that compile without spilling (``make aot``)
+and keep a second block of warps busy. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ _FORWARD_AMPERE = (
     *_FORWARD_SINGLE,
 )
 _FORWARD_WIDE = (Row(_forward(128, 64, 8, 2, bounded=0), half=True), *_FORWARD_SINGLE)
+# Programs of one warp group, several per multiprocessor: one multiplies while another takes its exponentials.
 _FORWARD_HOPPER = (
-    Row(_forward(64, 64, 4, 2, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
-    Row(_forward(128, 64, 8, 3), head_dim=64, causal=True, half=True),
-    Row(_forward(128, 128, 8, 3), head_dim=64, half=True),
+    Row(_forward(64, 64, 4, 3, bounded=0), head_dim=64, seqlen=1024, half=True),
+    Row(_forward(64, 64, 4, 3, bounded=0), head_dim=64, causal=True, half=True),
+    Row(_forward(128, 64, 4, 3), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=72, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=80, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=88, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=104, half=True),
     Row(_forward(128, 64, 8, 3), head_dim=112, half=True),
-    Row(_forward(128, 64, 8, 3), head_dim=128, causal=True, half=True),
-    Row(_forward(128, 128, 8, 2), head_dim=128, half=True),
+    Row(_forward(64, 128, 4, 2, bounded=0), head_dim=128, half=True),
     *_FORWARD_WIDE,
 )
 # Its 512 columns of tensor memory hold two programs at a time. Its registers do, too, but not in all forms:
@@ -135,26 +136,31 @@ _BACKWARD_AMPERE = (
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
-_BACKWARD_NARROW = (
-    # Two stages: with three, Triton 3.6 serialises the products.
-    Row(_backward(64, 64, 4, 2), head_dim=64, seqlen=256, causal=False, half=True),
-    Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 64, 8, 2), head_dim=64, causal=False, half=True),
-)
-_BACKWARD_HOPPER = (
-    *_BACKWARD_NARROW,
+_BACKWARD_PADDED = (
     Row(_backward(128, 32, 8, 2), head_dim=96, half=True),
     Row(_backward(128, 16, 8, 2), head_dim=104, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
-    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
-    Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
+)
+_BACKWARD_HOPPER = (
+    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(64, 64, 4, 1), head_dim=64, causal=True, half=True),
+    Row(_backward(64, 64, 4, 2), head_dim=64, half=True),
+    *_BACKWARD_PADDED,
+    Row(_backward(64, 64, 4, 2), head_dim=128, half=True),
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_BLACKWELL = (
-    *_BACKWARD_NARROW,
+    # Two stages: with three, Triton 3.6 serialises the products.
+    Row(_backward(64, 64, 4, 2), head_dim=64, seqlen=256, causal=False, half=True),
+    Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 64, 8, 2), head_dim=64, causal=False, half=True),
     Row(_bounded_registers(_backward(128, 32, 8, 2), programs=1), head_dim=96, seqlen=256, half=True),
-    *_BACKWARD_HOPPER,
+    *_BACKWARD_PADDED,
+    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
+    Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
+    *_BACKWARD_BROAD,
+    *_BACKWARD_SINGLE,
 )
 BACKWARD = Table(
     "mssa_backward",
@@ -198,13 +204,14 @@ _DECODE = (
     Row(_decode(16, 32, 4, 2), half=True),
     Row(_bounded_registers(_decode(16, 16, 8, 1), programs=2)),
 )
+_DECODE_HOPPER = (Row(_decode(16, 32, 1, 4, resident=12), head_dim=64, seqlen=16, half=True), *_DECODE)
 DECODE = Table(
     "mssa_decode",
     {
         INTERPRETER: (Row(_decode(16, 16, 4, 1, resident=16)),),
         "sm_80": _DECODE,
         "sm_89": _DECODE,
-        "sm_90": _DECODE,
+        "sm_90": _DECODE_HOPPER,
         "sm_100": _DECODE,
         "gfx942": (Row(_decode(16, 32, 4, 1)),),
     },

@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     SCORES: bool = False  # A w
     PRODUCTS: bool = False  # A has g.w - delta in it
     HAS_DLSE: bool = False  # A has dlse in it
-    SELECT: bool = False  # phi="threshold": P is 1 where it is above the threshold, else 0
+    SELECT: bool = False  # phi="threshold": P is 1 where a forward selects it, else 0
     DERIVED: bool = False  # one exponential for both directions, where that is exact
 
 
@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
     w: Tokens
     g: Tokens
     lse_ptr: tl.tensor
-    factor_ptr: tl.tensor  # exp(-L)
-    delta_ptr: tl.tensor
+    factor_ptr: tl.tensor  # exp(-L); with SELECT the largest product
+    delta_ptr: tl.tensor  # with SELECT what a weight is compared with
     dlse_ptr: tl.tensor
 
 
@@ -113,6 +113,18 @@ def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: t
 
 
 @triton.jit
+def _selected(s, inputs, offs_i, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Return 1 where the forward of rows i selects a weight, else 0; lse, which is rounded, might say otherwise."""
+    largest = _load_number(inputs.factor_ptr, offs_i, scores.length, 0.0, MASKED)
+    least = _load_number(inputs.delta_ptr, offs_i, scores.length, 0.0, MASKED)
+    if MASKED:
+        s = tl.where(allowed(scores, queries, keys, FORM), s, -float("inf"))
+        largest = tl.where(largest == -float("inf"), 0.0, largest)  # of a row without keys
+    p = tl.exp2((s - largest[None, :]) * (scores.call.qk_scale * LOG2_E))
+    return tl.where(p > least[None, :], 1.0, 0.0)
+
+
+@triton.jit
 def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
     """Return ``x`` times the dropout factor of every (query, key)."""
     if FORM.DROPOUT:
@@ -147,11 +159,15 @@ def _add_tiles(
         if SHARED:
             e = tl.exp2(s * (scores.call.qk_scale * LOG2_E))
         if KEY:
-            p = e * l_i[None, :] if SHARED else _probabilities(s, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
+            if TERMS.SELECT:
+                p = _selected(s, inputs, offs_i, own.scores, key_i, key_j, MASKED, FORM)
+            elif SHARED:
+                p = e * l_i[None, :]
+            else:
+                p = _probabilities(s, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
                 g_i = _load_rows(inputs.g, offs_i, length, MASKED, FORM)
-                weights = tl.where(p > scores.call.threshold, 1.0, 0.0) if TERMS.SELECT else p
-                weights = _dropped(weights, own.scores, key_i, key_j, FORM)
+                weights = _dropped(p, own.scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
             weight = (l_i * scale)[None, :] if SHARED else p * scale
             if FUSED:

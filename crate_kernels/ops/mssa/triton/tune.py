@@ -15,15 +15,15 @@ from crate_kernels.ops.mssa import triton as kernels
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.triton import tables
 
-_TOKENS = 1 << 16  # of each timed call, over batch and heads
+_TOKENS = 1 << 19  # of each timed call, over batch and heads: many waves of programs, of which the last one may be short
 _DECODED = 16  # sequences of a timed step of decoding
 
 
 def _draw(batch: int, nheads: int, seqlen: int, head_dim: int, device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    w = torch.randn(batch, seqlen, nheads, head_dim, generator=generator, device=device)
     dtype = torch.float16 if device == "cpu" else torch.bfloat16  # which the interpreter cannot do
-    return (w * 3**-0.5).to(device, dtype).transpose(1, 2)
+    return (w * 3**-0.5).to(dtype).transpose(1, 2)
 
 
 def _dense(seqlen: int, head_dim: int, causal: bool, gradient: bool, device: str = "cuda") -> Callable[[], Prepared]:

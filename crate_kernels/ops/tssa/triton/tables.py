@@ -1,7 +1,7 @@
 """Launch tables of tssa's Triton kernels: tiles, chunks, and which sequences a program has to itself.
 
-They are counted and compiled (``make aot``), not timed. ``python -m crate_kernels tune`` times the candidates on the
-user's GPU.
+Those of sm_90 in 16 bits were timed on an H200 with 768 channels (benchmarks/results/nvidia-h200/tuning.md), the others
+counted and compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 
 Keyed by the channels of a token, all heads together, in the place of head_dim.
 
@@ -57,7 +57,8 @@ FULL_FORWARD = Table(
     _every_arch(
         _full(4096, 256, 3, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
-        **dict.fromkeys(("sm_90", "sm_100"), (Row(_full(2048, 256, 3, 8), half=False),)),
+        sm_90=(Row(_full(2048, 256, 3, 8), half=False), Row(_full(4096, 256, 5, 4))),
+        sm_100=(Row(_full(2048, 256, 3, 8), half=False),),
     ),
     _FULL_CANDIDATES,
 )
@@ -71,7 +72,12 @@ FULL_BACKWARD = Table(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
         sm_80=(Row(_SINGLE, half=False), _SHORT, Row(_FEW_WARPS, half=True)),
-        sm_90=(Row(_SINGLE, half=False), _SHORT, Row(_FEW_WARPS, half=True)),
+        # By chunks, also where a program could have a short sequence: more programs at a time.
+        sm_90=(
+            Row(_SINGLE, half=False),
+            Row(_full(2048, 64, 5, 4, lane=0, whole=0, crowd=0), head_dim=1024, seqlen=256, half=True),
+            Row(_FEW_WARPS, half=True),
+        ),
         sm_100=(Row(_SINGLE, half=False), Row(_SMALLER, half=True)),
     ),
     _FULL_CANDIDATES,
@@ -84,7 +90,8 @@ CAUSAL_FORWARD = Table(
     _every_arch(
         _causal(1, 64, 3, lane=40),
         _causal(128, 128, 1, lane=1 << 20),
-        **dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (_DECODING,)),
+        **dict.fromkeys(("sm_80", "sm_100", "gfx942"), (_DECODING,)),
+        sm_90=(_DECODING, Row(_causal(1, 32, 4, lane=40), half=True)),
     ),
     tuple(
         _causal(tokens, chunk, stages, lane)
@@ -97,6 +104,7 @@ CAUSAL_BACKWARD = Table(
         _causal(4, 32, 2, lane=8),
         _causal(128, 128, 1, lane=1 << 20),
         sm_80=(Row(_causal(4, 32, 3, lane=8), half=True),),
+        sm_90=(Row(_causal(4, 32, 3, lane=16), half=True),),
     ),
     tuple(
         _causal(tokens, chunk, stages, lane)
