@@ -112,9 +112,18 @@ GPU_GOALS = (
     Goal("mssa decode, 256 MB of cache and more", 0.85, _COPY, "decode", "forward", "bf16", _GPU_CACHES),
     Goal("mssa decode, 256 MB of cache and more", 1.8, "sdpa", "decode", "forward", "bf16", _GPU_CACHES),
     *(
-        Goal(f"tssa {words}{comma}", target, baseline, "tssa", direction, "bf16", cases)
+        Goal(
+            f"tssa {words}{comma}",
+            target,
+            baseline,
+            "tssa",
+            direction,
+            "bf16",
+            cases,
+            f"{passes} passes over w where 5 are the least" if direction == "both" else "",
+        )
         for direction, words in (("forward", "forward"), ("both", "forward and backward"))
-        for comma, cases, eager in (("", _GPU_STATS, 3.5), (", causal", _causal(*_GPU_STATS), 8.0))
+        for comma, cases, eager, passes in (("", _GPU_STATS, 3.5, 8), (", causal", _causal(*_GPU_STATS), 8.0, 13))
         for baseline, target in ((_COPY, 0.8), ("eager", eager), ("compile", 2.5))
     ),
     Goal("ista forward", 0.9, _PRODUCT, "ista", "forward", "bf16", ("crate-b", "lm-base", "tokens-12608")),

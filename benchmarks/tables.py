@@ -205,12 +205,9 @@ def _machine(results: Results) -> str:
 _ON_A_CPU = (
     ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
     ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
-    ("mssa", "lm-4096-d64", "4096 tokens", "sdpa"),
     ("tssa", "vit-196-many", "ToST-S layer, batch {batch}", ""),
-    ("tssa", "lm-1024-causal", "ToST language layer", ""),
     ("ista", "tokens-12608", "CRATE-S layer, batch {batch}", ""),
     ("models", "crate_small", "CRATE-S, batch {batch}", ""),
-    ("models", "tost_small_12", "ToST-S, batch {batch}", ""),
     ("models", "crate_lm_base", "causal CRATE, 1024 tokens", ""),
 )
 _ON_A_GPU = (

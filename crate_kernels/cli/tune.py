@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file of the configurations to time, by workload; the others time all of theirs. By default the shipped "
         "ranking for this architecture, if there is one",
     )
-    parser.add_argument("--only", action="append", default=[], help="only workloads with this in their name; repeatable")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only workloads with this in their name; repeatable"
+    )
     parser.add_argument("--every", action="store_true", help="time every configuration, ranked or not")
     parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")

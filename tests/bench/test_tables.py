@@ -33,7 +33,9 @@ def test_goals_and_the_readme_name_cases_that_are_timed(device):
 def test_results_of_every_device_are_read():
     for results in tables.load().values():
         assert results.rows
-        assert {row.provider for row in results.rows if row.times} >= {"eager", "composite"}
+        # A run on a GPU may end before it has timed every provider.
+        ours = ("default", "cpp", "triton") if results.machine["gpu"] else ("default", "cpp", "composite")
+        assert {row.provider for row in results.rows if row.times} >= {"eager", *ours}
         assert not [row.key for row in results.rows if row.skipped.startswith("wrong") and row.provider == "cpp"]
 
 

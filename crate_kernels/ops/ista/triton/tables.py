@@ -1,6 +1,6 @@
 """Launch tables of ista's Triton kernels: the tiles of a product, its way (fused or library), and the form of a step.
 
-Those of sm_90 in 16 bits were timed on an H200 (benchmarks/results/nvidia-h200/tuning.md), the others counted and
+Those of sm_90 in 16 bits were timed on an H200 (benchmarks/results/nvidia-h200/), the others counted and
 compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 

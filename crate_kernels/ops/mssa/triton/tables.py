@@ -1,7 +1,7 @@
 """Launch tables of mssa's Triton kernels: tile sizes, warps and stages by architecture.
 
 Those of sm_90 up to 64 and from 113 to 128 channels, in 16 bits, were timed on an H200: the fastest of some 10 each
-(benchmarks/results/nvidia-h200/tuning.md). The others are the largest tiles that compile without spilling (``make aot``)
+(benchmarks/results/nvidia-h200/). The others are the largest tiles that compile without spilling (``make aot``)
 and keep a second block of warps busy. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 

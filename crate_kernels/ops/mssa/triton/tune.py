@@ -15,7 +15,7 @@ from crate_kernels.ops.mssa import triton as kernels
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.triton import tables
 
-_TOKENS = 1 << 19  # of each timed call, over batch and heads: many waves of programs, of which the last one may be short
+_TOKENS = 1 << 19  # of each timed call, over batch and heads: waves enough that a short last one does not count
 _DECODED = 16  # sequences of a timed step of decoding
 
 

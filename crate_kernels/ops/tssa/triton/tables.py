@@ -1,6 +1,6 @@
 """Launch tables of tssa's Triton kernels: tiles, chunks, and which sequences a program has to itself.
 
-Those of sm_90 in 16 bits were timed on an H200 with 768 channels (benchmarks/results/nvidia-h200/tuning.md), the others
+Those of sm_90 in 16 bits were timed on an H200 with 768 channels (benchmarks/results/nvidia-h200/), the others
 counted and compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates on the user's GPU.
 
 Keyed by the channels of a token, all heads together, in the place of head_dim.
