@@ -32,4 +32,9 @@ def test_kernels_compile_within_budget(name, target):
 
 def test_products_of_float32_and_of_long_sums_are_the_librarys():
     for call in (step(12608, 768, SINGLE), step(12608, 4096), step(1, 3072)):
+        assert {launch.function.__name__ for launch in harness.launches(call, "sm_80")} == {"_ista_update_kernel"}
+    # On sm_90 wide tiles were as fast for many tokens.
+    for call in (step(12608, 768, SINGLE), step(1, 3072)):
         assert {launch.function.__name__ for launch in harness.launches(call, "sm_90")} == {"_ista_update_kernel"}
+    many = {launch.function.__name__ for launch in harness.launches(step(12608, 4096), "sm_90")}
+    assert many == {"_ista_product_kernel", "_ista_update_kernel"}

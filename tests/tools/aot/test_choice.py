@@ -72,8 +72,8 @@ def figure(kernel="", streams=False, **pipes):
 # name: (a figure, its family's name or "" for CUDA's, clocks of the work on sm_90)
 WORK = {
     "bytes": (figure(memory=825), "mssa_decode-d64", 825),
-    "triton-forward": (figure(), "mssa_forward-d128-n16384", 128 * 128 * 128 * 2 / 2048),
-    "triton-backward": (figure(), "mssa_backward-d64-n197", 64 * 64 * 64 * 5 / 2048),
+    "triton-forward": (figure(), "mssa_forward-d128-n16384", 64 * 128 * 128 * 2 / 2048),
+    "triton-backward": (figure(), "mssa_backward-d64-n197", 64 * 32 * 64 * 5 / 2048),
     "cuda-forward": (figure("mssa::mma_forward_kernel<bf16, 64, 2, 64, true>"), "", 128 * 64 * 64 * 2 / 2048),
     "cuda-backward": (figure("mssa::mma_backward_kernel<bf16, 128, 1, 32, true>"), "", 64 * 16 * 128 * 5 / 2048),
     "causal-dw": (
