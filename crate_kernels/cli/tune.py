@@ -32,7 +32,7 @@ _STDERR = 2
 _COMPILING = 0.5  # share of the minutes
 _TIME_IS_UP = "time is up: run again to go on"
 _INCOMPLETE = 3  # exit status
-_RANKED = Path(launch.__file__).with_name("ranked")  # files of tests/tools/aot/candidates.py, by architecture
+_RANKED = Path(launch.__file__).with_name("ranked")  # the configurations worth timing first, by architecture
 
 
 class Log:
@@ -89,7 +89,7 @@ def workloads(ops: Sequence[str], only: Sequence[str] = ()) -> list[tune.Workloa
 
 
 def ranked(device: torch.device) -> Path | None:
-    """Return the shipped file of the configurations that bounds rank best on a GPU's architecture; None without one."""
+    """Return the shipped file of the best configurations of a GPU's architecture, the fastest first, or None."""
     path = _RANKED / f"{launch.arch(device)}.json"
     return path if path.exists() else None
 

@@ -9,7 +9,7 @@ harness.needs_compiler()
 
 from tests.ops.mssa.aot import HALF, SINGLE, backward, between, decode, forward  # noqa: E402  # only where Triton compiles
 
-PRODUCTS = ("_mssa_fwd_kernel", "_mssa_fwd_pairs_kernel", "_mssa_bwd_kernel", "_mssa_rectangular_bwd_kernel")
+PRODUCTS = ("_mssa_fwd_kernel", "_mssa_bwd_kernel", "_mssa_rectangular_bwd_kernel")
 # name: (call, targets, whether nothing may spill on harness.STRICT: 16-bit tokens, head_dim <= 128)
 ALL, NVIDIA, HOPPER = tuple(harness.TARGETS), harness.STRICT, ("sm_90",)
 COVERING = {
@@ -86,30 +86,3 @@ def test_lengths_share_kernels():
     ]
     assert found[0] == found[2] == found[4]
     assert found[1] == found[3] == found[5]
-
-
-@pytest.mark.parametrize(
-    ("options", "pairs"),
-    [
-        ({}, True),
-        ({"seqlen": 2}, True),
-        ({"seqlen": 1}, False),
-        ({"seqlen": 256, "dtype": torch.float16, "head_dim": 16}, True),
-        ({"seqlen": 257}, False),
-        ({"head_dim": 80}, False),
-        ({"dtype": SINGLE}, False),
-        ({"batch": 20}, False),  # fewer heads than would fill a GPU
-        ({"causal": True}, False),
-        ({"padded": True}, False),
-        ({"packed": True}, False),
-        ({"dropout_p": 0.1}, False),
-        ({"threshold": 0.6}, False),
-        ({"scale": -0.1}, False),
-    ],
-    ids=str,
-)
-def test_short_sequences_take_the_pair_form(options, pairs):
-    call = forward(**{"seqlen": 197, "head_dim": 64, **options})
-    names = {launch.function.__name__ for launch in harness.launches(call, "sm_90")}
-    assert ("_mssa_fwd_pairs_kernel" in names) == pairs
-    assert len(names - {"_mssa_norms_kernel"}) == 1

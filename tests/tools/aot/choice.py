@@ -16,8 +16,7 @@ _ITEM = 2  # bytes of a bf16 number
 _PIPES = ("issue", "tensor", "mufu", "alu", "fp32", "shared")
 _PRODUCTS = {"forward": 2, "backward": 5}
 # Family of Triton's kernels: that of the CUDA kernels that take the same calls. Two are left out: ista, whose products
-# the CUDA library leaves to cuBLAS, and mssa's forward at n197. Its record has one trip over the keys (sm_80), or the
-# loop that stands in for the pair form where scores are large: pairs have no loop.
+# the CUDA library leaves to cuBLAS, and mssa's forward at n197, of which the CUDA kernels have the pair form.
 COMPARED = {
     "mssa_forward-d64-n16384": "cuda-mssa_forward-d64",
     "mssa_forward-d128-n16384": "cuda-mssa_forward-d128",

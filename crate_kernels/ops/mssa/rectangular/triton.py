@@ -139,8 +139,7 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     causal = call.causal and rows.start < columns.stop - 1
     sizes = _sizes(columns.w, None if mask is None else mask.contiguous(), call, causal)
     config = dict(tables.FORWARD.config(w.device, sizes.head_dim, sizes.seqlen, causal, w.dtype))
-    for form in ("BOUNDED", "WHOLE", "PAIRS"):
-        del config[form]
+    del config["BOUNDED"]
     block_n = config.pop("BLOCK_N")
     tail_n = min(block_n if causal else sizes.tail(block_n), _MASKED_KEYS)
     num_m = cdiv(w.shape[2], config["BLOCK_M"])

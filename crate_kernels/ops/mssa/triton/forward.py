@@ -3,7 +3,7 @@
 The symbols of docs/mssa.md, ``s_ij = scale * w_i . w_j``. A program owns BLOCK_M rows i and walks over tiles of
 BLOCK_N keys j: two products per tile, 4 seqlen^2 head_dim FLOP per head (half of it when causal). Memory gives w once,
 and once more to ``_mssa_norms_kernel`` where the softmax is bounded; it takes out and lse once. rows.py has the
-walk and the two forms of the softmax, pairs.py the form for short sequences that finds each score once.
+walk and the two forms of the softmax.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -23,7 +23,6 @@ from crate_kernels.ops.mssa.call import Call, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import Form, find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
-from crate_kernels.ops.mssa.triton.pairs import MOST_TILES, forward_pairs
 from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
 
 
@@ -44,51 +43,36 @@ def _mssa_norms_kernel(
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_fwd_kernel(
     w, out, lse_ptr, top_ptr, nheads, seqlen, total, call, num_m,
-    BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, WHOLE: tl.constexpr, FORM: tl.constexpr,
+    BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of a block of rows, or, WHOLE, of all rows of a head one block after the other.
+    """Write out and lse of a block of rows.
 
     The last block has TAIL_M rows, and the last keys come in tiles of TAIL_N: 197 rows cost 208 and not 256.
     """
     pid = tl.program_id(0)
-    number = pid if WHOLE else pid // num_m
     # Causal: begin with the longest rows, which else would run last and alone.
     pid_m = num_m - 1 - pid % num_m if FORM.CAUSAL else pid % num_m
-    head = find_head(number, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
+    head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     every = tile.Tokens(out.ptr + head.h.to(tl.int64) * out.stride_h, out.stride_s, out.stride_d)
     w, out = tokens_of(head, w), tokens_of(head, out)
     lse_ptr += head.row
     scores = scores_of(head, seqlen, call, FORM)
     before = 0.0
-    if WHOLE:
-        tl.static_assert(not FORM.PACKED and not (FORM.CAUSAL and FORM.SOFTMAX == "bounded"))
-        if FORM.SOFTMAX == "bounded":
-            top = tl.zeros((BLOCK_M,), tl.float32)
-            for start_m in range(0, head.length, BLOCK_M):
-                rows = start_m + tl.arange(0, BLOCK_M)
-                top = tl.maximum(top, norms(tile.load(w, rows, rows < head.length, FORM), call.qk_scale))
-            before = tl.max(top, 0)
-        tail = (num_m - 1) * BLOCK_M if TAIL_M < BLOCK_M else num_m * BLOCK_M
-        for start_m in range(0, tail, BLOCK_M):
+    start_m = pid_m * BLOCK_M
+    if FORM.SOFTMAX == "bounded":
+        before = largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
+    if TAIL_M < BLOCK_M:
+        if pid_m == num_m - 1:
+            attend_rows(w, out, lse_ptr, scores, start_m, before, TAIL_M, FORM)
+        else:
             attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
-        if TAIL_M < BLOCK_M:
-            attend_rows(w, out, lse_ptr, scores, tail, before, TAIL_M, FORM)
-    else:
-        start_m = pid_m * BLOCK_M
-        if FORM.SOFTMAX == "bounded":
-            before = largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
-        if TAIL_M < BLOCK_M:
-            if pid_m == num_m - 1:
-                attend_rows(w, out, lse_ptr, scores, start_m, before, TAIL_M, FORM)
-            else:
-                attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
-        elif start_m < head.length:
-            attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
-        if FORM.PACKED:
-            sequences = tl.num_programs(0) // (nheads * num_m)
-            lead, first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
-            tile.zero_rows(every, lead, first, stop, pid_m, num_m, BLOCK_M, FORM)
-            tile.zero_numbers(lse_ptr - head.start.to(tl.int64), lead, first, stop, pid_m, num_m, BLOCK_M)
+    elif start_m < head.length:
+        attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
+    if FORM.PACKED:
+        sequences = tl.num_programs(0) // (nheads * num_m)
+        lead, first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
+        tile.zero_rows(every, lead, first, stop, pid_m, num_m, BLOCK_M, FORM)
+        tile.zero_numbers(lse_ptr - head.start.to(tl.int64), lead, first, stop, pid_m, num_m, BLOCK_M)
 
 
 _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave
@@ -101,38 +85,31 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return out, lse
     sizes = Launch(w, call)
     config = dict(tables.FORWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
-    bounded, whole, pairs = (bool(config.pop(name)) for name in ("BOUNDED", "WHOLE", "PAIRS"))
+    bounded = bool(config.pop("BOUNDED"))
     block_m, block_n = config.pop("BLOCK_M"), config.pop("BLOCK_N")
     num_m = sizes.blocks(block_m)
-    many = sizes.heads >= 2 * launch.multiprocessors(w.device)
     softmax = call.threshold is None and call.scale > 0
     # fp16 holds weights down to 2^-24 only: all of a row may be smaller in the bounded form, never in the online one.
     # A query that does not see itself has a sum without a lower bound. A token alone has weight 1, and its score is
     # lse: exactly in the online form.
     alone = (sizes.total or sizes.seqlen) == 1
     bounded = bounded and softmax and w.dtype != torch.float16 and not call.may_be_empty and not alone
-    cut = call.masked or call.packed or call.dropout_p
-    if pairs and softmax and many and num_m <= MOST_TILES and not (cut or alone):
-        forward_pairs(w, out, lse, sizes, block_m, config["num_warps"])
-        return out, lse
-    whole = whole and many and not call.packed and not (call.causal and bounded)
     kind = "bounded" if bounded else "online" if call.threshold is None else "threshold"
     tail_n = min(block_n, _MASKED_KEYS) if call.causal else min(sizes.tail(block_n), _MASKED_KEYS)
     shared = {"w": strided(w), "num_m": num_m, "BLOCK_M": block_m, **sizes.arguments()}
-    top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded and not whole else None
+    top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded else None
     with launch.guard(w.device):
         if top is not None:
             norms_form = Form(**tile.split_dims(sizes.head_dim)._asdict(), PACKED=call.packed)
             launch.run(_mssa_norms_kernel, sizes.heads * num_m, **shared, top_ptr=top, FORM=norms_form)
         launch.run(
             _mssa_fwd_kernel,
-            sizes.heads * (1 if whole else num_m),
+            sizes.heads * num_m,
             **shared,
             out=strided(out),
             lse_ptr=lse,
             top_ptr=top,
             TAIL_M=sizes.tail(block_m),
-            WHOLE=whole,
             FORM=sizes.form(block_n, tail_n, softmax=kind),
             **config,
         )

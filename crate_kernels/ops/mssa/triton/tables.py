@@ -18,14 +18,12 @@ def _bounded_registers(config: Config, programs: int) -> Config:
     return {**config, "maxnreg": {1: 255, 2: 128}[programs]}
 
 
-def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1, whole: int = 0, pairs: int = 0) -> Config:
+def _forward(m: int, n: int, warps: int, stages: int, bounded: int = 1) -> Config:
     """Return a configuration of the forward.
 
-    BOUNDED takes the softmax without a running maximum where it is exact, WHOLE one program per head. PAIRS takes the
-    pair form, with tiles of BLOCK_M, for calls that it serves; the other entries are for all other calls.
+    BOUNDED takes the softmax without a running maximum where it is exact.
     """
-    sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    return {**sizes, "BOUNDED": bounded, "WHOLE": whole, "PAIRS": pairs}
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "BOUNDED": bounded}
 
 
 _FORWARD_SINGLE = (  # products take the time, and both forms of the softmax the registers
@@ -35,7 +33,7 @@ _FORWARD_SINGLE = (  # products take the time, and both forms of the softmax the
 )
 # head_dim 72, 88 and 104 are padded: their masks take the registers that 80, 96 and 112 have left.
 _FORWARD_AMPERE = (
-    Row(_forward(64, 32, 4, 2, bounded=0, whole=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 32, 4, 2, bounded=0), head_dim=64, seqlen=256, half=True),
     Row(_forward(128, 64, 8, 2, bounded=0), head_dim=64, causal=True, half=True),
     Row(_forward(128, 32, 8, 2), head_dim=48, half=True),
     Row(_forward(128, 64, 8, 2), head_dim=64, half=True),
@@ -65,7 +63,7 @@ _FORWARD_HOPPER = (
 #   keys per tile                64: 127 registers     128: 254
 #   causal, with the bounded softmax, which has the online one beside it: 217, without: 122
 _FORWARD_BLACKWELL = (
-    Row(_forward(64, 64, 4, 2, bounded=0, whole=1, pairs=1), head_dim=64, seqlen=256, half=True),
+    Row(_forward(64, 64, 4, 2, bounded=0), head_dim=64, seqlen=256, half=True),
     Row(_bounded_registers(_forward(128, 64, 8, 3, bounded=0), programs=2), head_dim=64, half=True),
     Row(_forward(128, 64, 8, 3, bounded=0), head_dim=96, half=True),
     Row(_forward(128, 32, 8, 3, bounded=0), head_dim=112, half=True),
@@ -76,7 +74,7 @@ FORWARD = Table(
     "mssa_forward",
     {
         # Not square: swapping M and N must fail a test. Small: a test crosses a few tiles.
-        INTERPRETER: (Row(_forward(64, 32, 4, 1, whole=1, pairs=1)),),
+        INTERPRETER: (Row(_forward(64, 32, 4, 1)),),
         "sm_80": _FORWARD_AMPERE,
         "sm_89": _FORWARD_AMPERE,
         "sm_90": _FORWARD_HOPPER,
@@ -87,16 +85,12 @@ FORWARD = Table(
             Row(_forward(32, 32, 4, 1)),
         ),
     },
-    candidates=(
-        *(
-            _forward(m, n, warps, stages, bounded, whole)
-            for m, n in ((64, 64), (128, 32), (128, 64), (128, 128))
-            for warps in (4, 8)
-            for stages in (2, 3)
-            for bounded in (0, 1)
-            for whole in (0, 1)
-        ),
-        *(_forward(m, m, warps, 2, whole=1, pairs=1) for m in (32, 64, 128) for warps in (4, 8)),
+    candidates=tuple(
+        _forward(m, n, warps, stages, bounded)
+        for m, n in ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))
+        for warps in (4, 8)
+        for stages in (2, 3)
+        for bounded in (0, 1)
     ),
 )
 

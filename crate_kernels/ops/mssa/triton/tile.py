@@ -55,12 +55,6 @@ def split_dims(head_dim, widest=256):
     return Dims(head_dim, first, widths)
 
 
-@triton.constexpr_function
-def whole_dims(head_dim):
-    """Return one part that covers head_dim."""
-    return Dims(head_dim, (0,), (max(1 << (head_dim - 1).bit_length(), 16),))
-
-
 @triton.jit
 def _pointers(tokens, rows, k: tl.constexpr, DIMS: tl.constexpr):
     """Return the pointers of part ``k`` of a tile."""
