@@ -59,17 +59,17 @@ def called(folder, watch, minutes, needs):
 
 
 def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):
-    needs = {"smoke": 100, "suite": 10_000, "tuning": 10_000, "timing": 10_000}
-    assert called(tmp_path, watch, 25, needs) == [("smoke", 180), ("suite", 480), ("tuning", 360), ("timing", 560)]
+    needs = {"smoke": 80, "suite": 10_000, "tuning": 10_000, "timing": 10_000}
+    assert called(tmp_path, watch, 25, needs) == [("smoke", 90), ("suite", 180), ("tuning", 180), ("timing", 1060)]
 
 
 def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
-    needs = {"smoke": 100, "suite": 10_000, "tuning": 200, "timing": 300}
-    calls = [called(tmp_path, watch, 9, needs) for _ in range(3)]
+    needs = {"smoke": 80, "suite": 10_000, "tuning": 200, "timing": 300}
+    calls = [called(tmp_path, watch, 5, needs) for _ in range(3)]
     assert calls == [
-        [("smoke", 180), ("suite", 440)],
-        [("suite", 40), ("tuning", 360), ("timing", 300)],
-        [("suite", 540)],  # the others are complete
+        [("smoke", 90), ("suite", 180), ("tuning", 40)],
+        [("tuning", 140), ("timing", 160)],
+        [("timing", 300), ("suite", 160)],  # all had their minutes: what is left goes to the first that needs it
     ]
 
 
