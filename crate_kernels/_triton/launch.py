@@ -112,9 +112,16 @@ def forced(table: Table, config: Config) -> Iterator[None]:
 @functools.lru_cache(maxsize=4096)
 def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: bool, half: bool) -> Config:
     """Return the configuration of the first row that fits: the user's, this GPU's, then this architecture's."""
+    own = table.rows[_nearest(key, tuple(table.rows))]
     tuned = (*user_rows(gpu).get(table.name, ()), *_shipped_rows(gpu).get(table.name, ()))
-    rows = (*tuned, *table.rows[_nearest(key, tuple(table.rows))])
-    return next(row.config for row in rows if row.fits(head_dim, seqlen, causal, half))
+    # An earlier version's kernel had other arguments.
+    tuned = (row for row in tuned if _entries(row) == _entries(own[0]))
+    return next(row.config for row in (*tuned, *own) if row.fits(head_dim, seqlen, causal, half))
+
+
+def _entries(row: Row) -> set[str]:
+    """Return the names in a row's configuration, without what any launch may have."""
+    return row.config.keys() - {"maxnreg"}
 
 
 def bucket(seqlen: int) -> int:

@@ -66,6 +66,14 @@ def test_a_file_of_another_version_is_ignored(gpu, fake, text):
     assert fake[0].config(CUDA, 64, 197, False, torch.float16) == SHIPPED
 
 
+@pytest.mark.parametrize("change", [{"WHOLE": 1}, {"maxnreg": 128}], ids=["another", "of-any-launch"])
+def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
+    found = {**SHIPPED, **change}
+    _launch.write_user_rows(gpu, {"fake": [Row(found)]})
+    taken = found if "maxnreg" in change else SHIPPED
+    assert fake[0].config(CUDA, 64, 197, False, torch.float16) == taken
+
+
 def test_what_was_found_before_stays(gpu):
     """Of other tables, and of the same one but for the row with the same conditions."""
     old, new = {"BLOCK": 1}, {"BLOCK": 2}
