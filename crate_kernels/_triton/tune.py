@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._triton import launch
-from crate_kernels._triton.launch import Config, Row, Table
+from crate_kernels._triton.table import Config, Row, Table, forced
 
 # ("ready",), then per workload ("trying", number of the configuration), ("timed", number, seconds or None), ... and
 # ("found", config, seconds, seconds of the shipped one) or ("failed", reason).
@@ -107,7 +106,7 @@ def search(
         if number in lost:
             continue
         trying(number)
-        with launch.forced(workload.table, config):
+        with forced(workload.table, config):
             try:
                 if is_right():
                     seconds[number] = clock(call.timed)
@@ -206,7 +205,7 @@ def make_each(workload: Workload, shipped: Config, send: Callable[[Message], obj
         if number in lost:
             continue
         send(("trying", number))
-        with launch.forced(workload.table, config):
+        with forced(workload.table, config):
             try:
                 call.timed()
             except Exception:  # refused by the compiler, or too large

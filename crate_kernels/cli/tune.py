@@ -23,6 +23,7 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import backends
 from crate_kernels._triton import launch, tune
+from crate_kernels._triton.table import LONGEST, Config, user_table, write_user_rows
 from crate_kernels.bench import clock
 from crate_kernels.cli import table
 
@@ -41,7 +42,7 @@ class Log:
     def __init__(self, path: Path | None) -> None:
         """Read what earlier runs wrote; a line that was cut off is left out."""
         self.path = path
-        self.found: dict[str, launch.Config] = {}
+        self.found: dict[str, Config] = {}
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             try:
                 entry = json.loads(line)
@@ -100,7 +101,7 @@ def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = N
     Raises:
         ValueError: the file cannot be read, or is no mapping of workloads to lists of configurations.
     """
-    found: dict[str, tuple[launch.Config, ...]] = {}
+    found: dict[str, tuple[Config, ...]] = {}
     try:
         if path is not None:
             chosen = json.loads(path.read_text())
@@ -108,7 +109,7 @@ def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = N
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"--candidates must map workloads to configurations, got {path}: {error}") from error
 
-    def few(workload: tune.Workload) -> tuple[launch.Config, ...]:
+    def few(workload: tune.Workload) -> tuple[Config, ...]:
         if str(workload) in found:
             return found[str(workload)][:most]  # from the best on
         candidates = workload.table.candidates
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_name(device)
     if args.forget:
-        launch.user_table(gpu).unlink(missing_ok=True)
+        user_table(gpu).unlink(missing_ok=True)
         print(f"tune: the shipped configurations serve {gpu} again")
         return 0
     ops: list[str] = args.op or [*backends.OPS]
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tune: {reason}")
         return 1
     try:
-        launch.user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
+        user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
         print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
         return 1
@@ -154,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
     return _tune(args, gpu, ops, every, log)
 
 
-def _write(args: argparse.Namespace, gpu: str, workload: tune.Workload, config: launch.Config) -> None:
-    path = launch.write_user_rows(gpu, {workload.table.name: [workload.tuned(config)]})
+def _write(args: argparse.Namespace, gpu: str, workload: tune.Workload, config: Config) -> None:
+    path = write_user_rows(gpu, {workload.table.name: [workload.tuned(config)]})
     if args.table is not None:
         shutil.copyfile(path, args.table)
 
@@ -197,7 +198,7 @@ def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.W
     except KeyboardInterrupt:
         print("tune: interrupted; what follows is written and serves")
     print("\n" + table.render(["workload", "times faster", "configuration"], lines))
-    print(f"\ntune: written to {launch.user_table(gpu)}")
+    print(f"\ntune: written to {user_table(gpu)}")
     return _INCOMPLETE if left else int(failed > 0)
 
 
@@ -295,10 +296,10 @@ def judge(call: tune.Prepared) -> Callable[[], bool]:
     return lambda: all(m.passed for m in testing.measure(call.results(), eager, exact, call.dtype))
 
 
-def _shipped(workload: tune.Workload, device: torch.device) -> launch.Config:
+def _shipped(workload: tune.Workload, device: torch.device) -> Config:
     row = workload.row
     dtype = torch.float32 if row.half is False else torch.bfloat16
-    return workload.table.shipped(device, row.head_dim or 64, row.seqlen or launch.LONGEST, bool(row.causal), dtype)
+    return workload.table.shipped(device, row.head_dim or 64, row.seqlen or LONGEST, bool(row.causal), dtype)
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from crate_kernels import cli
 from crate_kernels._triton import tune
-from crate_kernels._triton.launch import Row
+from crate_kernels._triton.table import Row
 from crate_kernels.bench import clock
 from crate_kernels.cli.tune import Log, judge
 from tests.gpu import processes

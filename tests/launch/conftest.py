@@ -4,22 +4,23 @@ import pytest
 import torch
 
 from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.launch import Row, Table
+from crate_kernels._triton.table import Row, Table
 from tests.launch.common import BROKEN, CANDIDATES, CUDA, SECONDS, SHIPPED, WRONG
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """Pretend that there is a GPU, and an empty home."""
-    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(_table.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(_launch, "arch", lambda device: "sm_90")
-    monkeypatch.setattr(_launch, "_gpu_name", lambda device: "Fake GPU (80 GB)")
-    _launch.user_rows.cache_clear()
-    _launch._find.cache_clear()
+    monkeypatch.setattr(_launch, "gpu_name", lambda device: "Fake GPU (80 GB)")
+    _table.user_rows.cache_clear()
+    _table._find.cache_clear()
     yield "Fake GPU (80 GB)"
-    _launch.user_rows.cache_clear()
-    _launch._find.cache_clear()
+    _table.user_rows.cache_clear()
+    _table._find.cache_clear()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels._triton import launch
-from crate_kernels._triton.launch import Row, Table
+from crate_kernels._triton.table import Row, Table, bucket, forced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TABLE = Table(
@@ -25,7 +25,7 @@ TABLE = Table(
 
 def pretend(monkeypatch, key):
     monkeypatch.setattr(launch, "arch", lambda device: key)
-    monkeypatch.setattr(launch, "_gpu_name", lambda device: "")
+    monkeypatch.setattr(launch, "gpu_name", lambda device: "")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_cpu_tensors_get_the_row_of_the_interpreter():
 
 
 def test_a_forced_configuration_is_taken_and_given_back():
-    with launch.forced(TABLE, {"X": 7}):
+    with forced(TABLE, {"X": 7}):
         assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 7}
     assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 0}
 
@@ -67,7 +67,7 @@ def test_a_forced_configuration_is_taken_and_given_back():
     ("seqlen", "expected"), [(0, 1), (1, 1), (2, 2), (197, 256), (256, 256), (257, 512), (2**30, 2**20)]
 )
 def test_lengths_share_buckets(seqlen, expected):
-    assert launch.bucket(seqlen) == expected
+    assert bucket(seqlen) == expected
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.launch import Row
+from crate_kernels._triton.table import Row
 from crate_kernels.cli import tune
 from tests.launch.common import BROKEN, CANDIDATES, CUDA, SHIPPED, WRONG
 
@@ -27,9 +28,9 @@ def test_what_is_written_is_what_later_calls_get(gpu, fake):
     for head_dim, seqlen in ((64, None), (64, 256)):
         workload = _tune.Workload(table, Row({}, head_dim, seqlen, half=True), make)
         found = _tune.search(workload, SHIPPED, clock, tune.judge)
-        path = _launch.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
+        path = _table.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
     assert path.name == "Fake-GPU-80-GB-.json"
-    assert [(row.head_dim, row.seqlen) for row in _launch.user_rows(gpu)["fake"]] == [(64, 256), (64, None)]
+    assert [(row.head_dim, row.seqlen) for row in _table.user_rows(gpu)["fake"]] == [(64, 256), (64, None)]
 
     def got(head_dim, dtype):
         return table.config(CUDA, head_dim, 197, False, dtype)["BLOCK"]
@@ -40,36 +41,36 @@ def test_what_is_written_is_what_later_calls_get(gpu, fake):
 def test_a_table_that_was_committed_serves_until_the_user_tunes(gpu, fake, monkeypatch, tmp_path):
     """What tune wrote is copied as it is; a GPU of another name has the architecture's rows."""
     table, device = fake[0], torch.device("cuda", 0)
-    monkeypatch.setattr(_launch, "_TUNED", tmp_path / "tuned")
-    path = _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0], 64), Row(CANDIDATES[1], 128)]})
+    monkeypatch.setattr(_table, "_TUNED", tmp_path / "tuned")
+    path = _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0], 64), Row(CANDIDATES[1], 128)]})
     (tmp_path / "tuned").mkdir()
     path.replace(tmp_path / "tuned" / path.name)
 
     def got(head_dim):
-        for cached in (_launch.user_rows, _launch._shipped_rows, _launch._find):
+        for cached in (_table.user_rows, _table._shipped_rows, _table._find):
             cached.cache_clear()
         return table.config(device, head_dim, 197, False, torch.bfloat16)
 
     assert (got(64), got(128), got(256)) == (CANDIDATES[0], CANDIDATES[1], SHIPPED)
-    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[2], 64)]})
+    _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[2], 64)]})
     assert (got(64), got(128)) == (CANDIDATES[2], CANDIDATES[1])
     assert table.shipped(device, 64, 197, False, torch.bfloat16) == SHIPPED
-    monkeypatch.setattr(_launch, "_gpu_name", lambda device: "Another GPU")
+    monkeypatch.setattr(_launch, "gpu_name", lambda device: "Another GPU")
     assert got(64) == SHIPPED
-    _launch._shipped_rows.cache_clear()
+    _table._shipped_rows.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": {"fake": [{"unknown": 1}]}}', '{"tables": 3}'])
 def test_a_file_of_another_version_is_ignored(gpu, fake, text):
-    _launch.user_table(gpu).parent.mkdir(parents=True)
-    _launch.user_table(gpu).write_text(text)
+    _table.user_table(gpu).parent.mkdir(parents=True)
+    _table.user_table(gpu).write_text(text)
     assert fake[0].config(CUDA, 64, 197, False, torch.float16) == SHIPPED
 
 
 @pytest.mark.parametrize("change", [{"WHOLE": 1}, {"maxnreg": 128}], ids=["another", "of-any-launch"])
 def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
     found = {**SHIPPED, **change}
-    _launch.write_user_rows(gpu, {"fake": [Row(found)]})
+    _table.write_user_rows(gpu, {"fake": [Row(found)]})
     taken = found if "maxnreg" in change else SHIPPED
     assert fake[0].config(CUDA, 64, 197, False, torch.float16) == taken
 
@@ -77,38 +78,38 @@ def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
 def test_what_was_found_before_stays(gpu):
     """Of other tables, and of the same one but for the row with the same conditions."""
     old, new = {"BLOCK": 1}, {"BLOCK": 2}
-    _launch.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
-    _launch.write_user_rows(gpu, {"fake": [Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
-    assert _launch.user_rows(gpu) == {
+    _table.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
+    _table.write_user_rows(gpu, {"fake": [Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
+    assert _table.user_rows(gpu) == {
         "other": (Row(old, 64),),
         "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True)),
     }
 
 
 def test_rows_of_a_table_of_another_version_are_lost_alone(gpu):
-    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED, 64)], "fake": [Row(SHIPPED)]})
-    path = _launch.user_table(gpu)
+    _table.write_user_rows(gpu, {"other": [Row(SHIPPED, 64)], "fake": [Row(SHIPPED)]})
+    path = _table.user_table(gpu)
     path.write_text(path.read_text().replace('"fake": [\n   {', '"fake": [\n   {\n    "unknown": 1,'))
-    _launch.user_rows.cache_clear()
-    assert _launch.user_rows(gpu) == {"other": (Row(SHIPPED, 64),)}
-    _launch.write_user_rows(gpu, {"third": [Row(SHIPPED)]})
-    assert _launch.user_rows(gpu) == {"other": (Row(SHIPPED, 64),), "third": (Row(SHIPPED),)}
+    _table.user_rows.cache_clear()
+    assert _table.user_rows(gpu) == {"other": (Row(SHIPPED, 64),)}
+    _table.write_user_rows(gpu, {"third": [Row(SHIPPED)]})
+    assert _table.user_rows(gpu) == {"other": (Row(SHIPPED, 64),), "third": (Row(SHIPPED),)}
 
 
 def test_operators_may_be_tuned_side_by_side(gpu, monkeypatch):
     """Each writes the whole file: none may do so from what it read before another wrote."""
-    put = _launch.files.put
+    put = _table.files.put
 
     def slowly(path, content):
         time.sleep(0.05)
         return put(path, content)
 
-    monkeypatch.setattr(_launch.files, "put", slowly)
+    monkeypatch.setattr(_table.files, "put", slowly)
     tables = [f"table-{n}" for n in range(4)]
     with ThreadPoolExecutor(len(tables)) as pool:
-        list(pool.map(lambda name: _launch.write_user_rows(gpu, {name: [Row(SHIPPED)]}), tables))
-    _launch.user_rows.cache_clear()
-    assert set(_launch.user_rows(gpu)) == set(tables)
+        list(pool.map(lambda name: _table.write_user_rows(gpu, {name: [Row(SHIPPED)]}), tables))
+    _table.user_rows.cache_clear()
+    assert set(_table.user_rows(gpu)) == set(tables)
 
 
 @pytest.mark.parametrize("block", [WRONG, BROKEN])
@@ -204,7 +205,7 @@ def test_workloads_are_rows_of_the_tables(op):
         keys = set(workload.table.rows["sm_90"][0].config)
         assert all(set(candidate) == keys for candidate in workload.table.candidates)
         # A length that is no power of two would stand for shorter ones than its own.
-        assert workload.row.seqlen in (None, _launch.bucket(workload.row.seqlen or 1))
+        assert workload.row.seqlen in (None, _table.bucket(workload.row.seqlen or 1))
     assert len({str(w) for w in workloads}) == len(workloads)
 
 
@@ -235,7 +236,7 @@ def test_launches_follow_what_was_tuned(gpu):
         "ista_product": [Row(library, 768, 1024, half=True)],
         "ista_backward_form": [Row(never, 768, 1024, half=True)],
     }
-    _launch.write_user_rows(gpu, rows)
+    _table.write_user_rows(gpu, rows)
     assert launched(image) == ["_tssa_fwd_kernel"] * 3
     # Forward still one product; back the masked gradient, dx and the residual, dr having no epilogue.
     assert launched(step) == ["_ista_update_kernel"] * 4

@@ -12,8 +12,9 @@ import torch
 from crate_kernels import cli
 from crate_kernels._core import backends
 from crate_kernels._triton import launch as _launch
+from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.launch import Row
+from crate_kernels._triton.table import Row
 from crate_kernels.cli import tune
 from tests.gpu.tuning import MOST
 from tests.launch.common import CANDIDATES, CUDA, SHIPPED
@@ -47,16 +48,16 @@ def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, c
         if first == 0:  # ends after the first workload, whose row is there by then
             second = [at for at, message in enumerate(messages) if message == ("trying", 0)][1]
             yield from messages[: second + 1]
-            assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [64]
+            assert [row.head_dim for row in _table.user_rows(gpu)["fake"]] == [64]
             return
         assert lost == {0}
         yield from messages
 
     monkeypatch.setattr(_tune, "in_process", in_process)
-    _launch.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
+    _table.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
     assert cli.main(["tune", "--op", "mssa"]) == 0
-    assert set(_launch.user_rows(gpu)) == {"fake", "other"}
-    assert [(row.head_dim, row.config["BLOCK"]) for row in _launch.user_rows(gpu)["fake"]] == [
+    assert set(_table.user_rows(gpu)) == {"fake", "other"}
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _table.user_rows(gpu)["fake"]] == [
         (16, 2),
         (32, 2),
         (64, 2),
@@ -82,7 +83,7 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
 
     monkeypatch.setattr(_tune, "in_process", in_process)
     assert cli.main(["tune"]) == 1
-    assert [row.head_dim for row in _launch.user_rows(gpu)["fake"]] == [16, 32]
+    assert [row.head_dim for row in _table.user_rows(gpu)["fake"]] == [16, 32]
     assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
 
 
@@ -127,7 +128,7 @@ def test_what_is_shipped_for_the_architecture_is_timed(
 def test_what_is_shipped_are_configurations_of_the_kernels_as_they_are(path):
     """If a table of candidates has changed, rank again: ``python -m tests.tools.aot.candidates``."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
-    assert path.stem in _launch._CUDA
+    assert path.stem in _table._CUDA
     known = {str(one): one.table.candidates for one in tune.workloads([*backends.OPS])}
     for name, configs in json.loads(path.read_text()).items():
         assert name in known
@@ -147,7 +148,7 @@ def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, tried):
     path.write_text(json.dumps({str(command[0]): [CANDIDATES[0]], str(command[1]): []}))
     assert cli.main(["tune", "--candidates", str(path)]) == 0
     assert tried == [0, 1, 0, 0, 1, 2, 3]
-    assert {row.head_dim: row.config for row in _launch.user_rows(gpu)["fake"]} == {
+    assert {row.head_dim: row.config for row in _table.user_rows(gpu)["fake"]} == {
         64: CANDIDATES[0],
         32: SHIPPED,
         16: CANDIDATES[0],
@@ -180,8 +181,8 @@ def test_a_log_has_every_timing_and_is_gone_on_from(command, gpu, tmp_path, monk
     timings = [(e["config"], e["seconds"]) for e in entries if e["workload"] == str(command[0]) and "config" in e]
     assert timings == [("shipped", 5.0), (CANDIDATES[0], 2.0), (CANDIDATES[1], None), (CANDIDATES[2], None)]
     assert json.loads((tmp_path / "table.json").read_text())["gpu"] == gpu
-    written = _launch.user_table(gpu).read_text()
-    _launch.user_table(gpu).unlink()
+    written = _table.user_table(gpu).read_text()
+    _table.user_table(gpu).unlink()
     capsys.readouterr()
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"workload": "cut')
@@ -189,7 +190,7 @@ def test_a_log_has_every_timing_and_is_gone_on_from(command, gpu, tmp_path, monk
     assert cli.main(["tune", *files]) == 0
     assert "us, as shipped" not in capsys.readouterr().out
     assert started == []
-    assert _launch.user_table(gpu).read_text() == written
+    assert _table.user_table(gpu).read_text() == written
 
 
 def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
@@ -209,7 +210,7 @@ def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
 
     monkeypatch.setattr(_tune, "in_process", in_process)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(_launch, "forced", ahead_forced(_launch.forced))
+    monkeypatch.setattr(_table, "forced", ahead_forced(_table.forced))
     assert cli.main(["tune", "--jobs", "3"]) == 0
     assert tried == 3 * [0, 1, 3]
 
@@ -241,7 +242,7 @@ def test_a_file_without_candidates_is_refused(command, tmp_path, capsys, text):
 
 
 def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
-    _launch.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
+    _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
     assert command[0].table.config(CUDA, 64, 100, False, torch.bfloat16) == CANDIDATES[0]
     assert tune._shipped(command[0], CUDA) == SHIPPED
 
@@ -254,7 +255,7 @@ def test_without_a_gpu_tuning_says_so(capsys):
 
 def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(_launch.Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(_table.Path, "home", lambda: tmp_path / "file")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

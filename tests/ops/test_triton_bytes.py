@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels._triton import launch
+from crate_kernels._triton.table import forced
 from tests.ops.common import home, kernels, randn
 
 if "triton" not in kernels("tssa") or home("triton") != "cpu":
@@ -165,7 +165,7 @@ def test_triton_forms_are_chosen_by_the_table():
         for percent, forward, backward in ((0, (1, 1), (5, 2)), (1 << 40, (3, 2), (11, 4))):
             form = {"ONE": percent}
             with (
-                launch.forced(tables.FORWARD_FORM, form),
-                launch.forced(tables.BACKWARD_FORM, form),
+                forced(tables.FORWARD_FORM, form),
+                forced(tables.BACKWARD_FORM, form),
             ):
                 assert step(MANY) == step(FEW) == [forward, backward]

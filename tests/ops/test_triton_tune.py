@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crate_kernels._triton import tune
-from crate_kernels._triton.launch import Row
+from crate_kernels._triton.table import Row
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.ista.triton import tables as ista_tables
 from crate_kernels.ops.mssa.triton import tables as mssa_tables

@@ -6,6 +6,7 @@ import torch
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import products
 from crate_kernels._triton import launch
+from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.triton import tables
 from tests.ops.common import backends, over_budget, randn
 
@@ -18,7 +19,7 @@ LIBRARY = pytest.mark.parametrize("library", [0, 1], ids=["fused", "library"])
 
 def going(library):
     """Make every product Triton's own, or the library's with an elementwise kernel behind it."""
-    return launch.forced(tables.PRODUCT, {**tables.PRODUCT.rows[launch.INTERPRETER][0].config, "LIBRARY": library})
+    return forced(tables.PRODUCT, {**tables.PRODUCT.rows[launch.INTERPRETER][0].config, "LIBRARY": library})
 
 
 EPILOGUES = {
@@ -105,7 +106,7 @@ def test_every_width(dim, dtype, backend, device):
 def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend, device):
     """Tuning may take either form of a step, and either way of a product, for any number of tokens."""
     case = next(c for c in testing.cases("ista") if c.name == name)
-    with going(library), launch.forced(tables.FORWARD_FORM, form), launch.forced(tables.BACKWARD_FORM, form):
+    with going(library), forced(tables.FORWARD_FORM, form), forced(tables.BACKWARD_FORM, form):
         assert over_budget(case, dtype, backend, device) == []
 
 

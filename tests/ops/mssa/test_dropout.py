@@ -26,7 +26,7 @@ def test_dropout_keeps_the_expectation(backend, device):
     assert factors[~kept].abs().max() < 1e-4
     # Five standard deviations of a binomial, of each weight's mean and of the whole.
     assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
-    assert factors.var() == pytest.approx(p / (1 - p), rel=0.05)
+    assert factors.var().item() == pytest.approx(p / (1 - p), rel=0.05)
     for dim in (1, 2, 3):
         counts = kept.double().sum(dim)
         assert counts.std() > 0.5 * math.sqrt(kept.shape[dim] * p * (1 - p)), "one mask value for all"

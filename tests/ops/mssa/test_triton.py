@@ -9,6 +9,7 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import checks, philox
 from crate_kernels._triton import launch
+from crate_kernels._triton.table import forced
 from tests.ops.common import DTYPES, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
@@ -64,7 +65,7 @@ def run(w, table=tables.FORWARD, causal=False, **changed):
     """Return out, lse and dw, with some entries of the configuration of ``table`` replaced."""
     w = w.detach().requires_grad_()
     config = table.config(w.device, w.shape[-1], w.shape[-2], causal, w.dtype)
-    with launch.forced(table, {**config, **changed}):
+    with forced(table, {**config, **changed}):
         out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
         (dw,) = torch.autograd.grad(out.sum() + lse.sum(), w)
     return out.detach(), lse.detach(), dw
@@ -146,7 +147,7 @@ def test_bounded_sums_are_of_the_weights_as_the_products_have_them(causal):
     # Just above the middle of two neighbours in bf16, times 2^11: norms that the bounded form still takes.
     score = (11 + math.log2(1 + 2**-8 + 2**-12)) * math.log(2)
     config = tables.FORWARD.config(w.device, 16, 80, causal, w.dtype)
-    with launch.forced(tables.FORWARD, {**config, "BOUNDED": 1}):
+    with forced(tables.FORWARD, {**config, "BOUNDED": 1}):
         out = mssa(w, causal=causal, scale=score / w[0, 0, 0].double().square().sum().item(), backend="triton")
     assert torch.equal(out[:, :, :79], w[:, :, :79])
 
@@ -164,7 +165,7 @@ def test_every_tiling_of_the_forward_gives_the_same(tiling, causal, seqlen):
     w = tokens(2, 2, seqlen, 48)
     expected, expected_lse = mssa(w.double(), causal=causal, return_lse=True, backend="reference")
     config = {**tables.FORWARD.config(w.device, 48, seqlen, causal, w.dtype), **tiling}
-    with launch.forced(tables.FORWARD, config):
+    with forced(tables.FORWARD, config):
         out, lse = mssa(w, causal=causal, return_lse=True, backend="triton")
     torch.testing.assert_close((out.double(), lse.double()), (expected, expected_lse), rtol=1e-5, atol=1e-5)
 

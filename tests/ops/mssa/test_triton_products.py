@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa
-from crate_kernels._triton import launch
+from crate_kernels._triton.table import forced
 from tests.ops.common import home, kernels, randn
 
 if "triton" not in kernels("mssa"):
@@ -19,7 +19,7 @@ INTERPRETED = DEVICE == "cpu"
 def tiles(rows):
     """Make every forward take tiles of so many rows."""
     config = {"BLOCK_M": rows, "BLOCK_N": rows, "num_warps": 4, "num_stages": 1, "BOUNDED": 0}
-    return launch.forced(tables.FORWARD, config)
+    return forced(tables.FORWARD, config)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -74,7 +74,7 @@ def test_triton_takes_five_products_a_tile_back(causal, expected, monkeypatch):
     w = randn(1, 1, 128, 16, dtype=torch.float32).requires_grad_()
     out = mssa(w, causal=causal, backend="triton")
     config = {"BLOCK_J": 64, "BLOCK_I": 32, "num_warps": 4, "num_stages": 1, "DERIVED": 1}
-    with launch.forced(tables.BACKWARD, config):
+    with forced(tables.BACKWARD, config):
         counted = multiplied(monkeypatch, lambda: torch.autograd.grad(out, w, torch.randn_like(out)))
     # And g out^T of blocks of 32 rows, of which the diagonal is delta.
     assert counted == 16 * (expected + 4 * 32 * 32)

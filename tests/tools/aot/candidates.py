@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from crate_kernels._core import backends
-from crate_kernels._triton import launch
+from crate_kernels._triton.table import forced
 from crate_kernels.cli import tune
 from tests.tools.aot import harness, report
 from tests.tools.sass.rates import RATES
@@ -80,7 +80,7 @@ def rank(task):
     workload = tune.workloads(ops)[index]
     call, found, known = prepared(workload, target), [], set()
     for config in workload.table.candidates:
-        with launch.forced(workload.table, config), OnMeta():
+        with forced(workload.table, config), OnMeta():
             launches = harness.launches(call, target)
         same = str([(one.function.__name__, one.arguments, one.options) for one in launches])
         if same in known:

@@ -11,7 +11,7 @@ from tests.tools.aot import harness
 harness.needs_compiler()
 
 from crate_kernels._core import backends  # noqa: E402  # only where Triton compiles
-from crate_kernels._triton import launch  # noqa: E402
+from crate_kernels._triton import table  # noqa: E402
 from crate_kernels.cli import tune  # noqa: E402
 from tests.tools.aot import candidates  # noqa: E402
 from tests.tools.sass import kernel  # noqa: E402
@@ -69,7 +69,7 @@ def test_the_best_come_first(monkeypatch):
     scores = dict(zip(map(str, configs), (2.0, None, 1.0, "refused", 2.0), strict=True))
 
     def launches(call, target):
-        value = scores[str(launch._forced[workload.table.name])]
+        value = scores[str(table._forced[workload.table.name])]
         return [SimpleNamespace(function=test_the_best_come_first, arguments={"value": value}, options={})]
 
     def score(launches, target):
@@ -106,7 +106,7 @@ def test_what_is_shipped_compiles_and_fits(target, name):
     workload = next(one for one in tune.workloads([*backends.OPS]) if str(one) == name)
     call, wrong = candidates.prepared(workload, target), []
     for config in json.loads((tune._RANKED / f"{target}.json").read_text())[name]:
-        with launch.forced(workload.table, config), candidates.OnMeta():
+        with table.forced(workload.table, config), candidates.OnMeta():
             launches = harness.launches(call, target)
         if candidates.score(launches, target) is None:
             wrong.append(config)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.launch import Table
+from crate_kernels._triton.table import Table
 from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.triton.product import Epilogue, gated, product
 from crate_kernels.ops.ista.triton.tables import BACKWARD_FORM, FORWARD_FORM

@@ -6,7 +6,8 @@ compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates o
 
 from __future__ import annotations
 
-from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Config, Row, Table
 
 
 def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) -> Config:

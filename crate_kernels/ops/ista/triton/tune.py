@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.launch import Row, Table
+from crate_kernels._triton.table import Row, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.ista import composite
 from crate_kernels.ops.ista.call import Call

@@ -7,7 +7,8 @@ and keep a second block of warps busy. ``python -m crate_kernels tune`` times th
 
 from __future__ import annotations
 
-from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Config, Row, Table
 
 
 def _bounded_registers(config: Config, programs: int) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.launch import Row
+from crate_kernels._triton.table import Row
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.mssa import composite, reference
 from crate_kernels.ops.mssa import triton as kernels

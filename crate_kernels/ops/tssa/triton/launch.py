@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._triton import launch
-from crate_kernels._triton.launch import Config, Table
+from crate_kernels._triton.table import Config, Table
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton.scan import scan_chunks
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_FORWARD

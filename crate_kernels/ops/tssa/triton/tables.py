@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import itertools
 
-from crate_kernels._triton.launch import INTERPRETER, Config, Row, Table
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Config, Row, Table
 
 
 def _every_arch(config: Config, interpreter: Config, **others: tuple[Row, ...]) -> dict[str, tuple[Row, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.launch import Row, Table
+from crate_kernels._triton.table import Row, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.tssa import reference
 from crate_kernels.ops.tssa import triton as kernels
