@@ -54,7 +54,7 @@ aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
 # network. docs/gpu.md says what comes back.
 gpu: OUT = build/gpu
 MINUTES ?= 25
-## everything that this machine's GPU can tell in half an hour: smoke test, suite, tuning, benchmarks
+## everything that this machine's GPU can tell in half an hour: smoke test, suite, host, tuning, benchmarks
 gpu:
 	$(PYTHON) -m tests.gpu.unattended --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
