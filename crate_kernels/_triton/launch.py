@@ -15,6 +15,7 @@ import torch
 INTERPRETER = "interpreter"  # the architecture of CPU tensors
 _MOST = 4096  # compiled kernels by key: sizes that a kernel specialises on are few
 _compiled: dict[tuple, Any] = {}
+_sizes: dict[Any, frozenset[str]] = {}  # the arguments whose values a kernel does not depend on
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,9 +73,13 @@ def _key(kernel: Any, arguments: dict[str, Any]) -> tuple | None:
     Kernels depend on the type of every argument, on the dtype of a tensor and whether its address is a multiple of 16,
     and on what numbers may be: 1, a multiple of 16, wide. AMD's depend on the sizes of tensors too.
     """
-    sizes = _unspecialised(kernel)
+    function = kernel.fn  # hashed at once, where a kernel is hashed by its source
+    sizes = _sizes.get(function)
     if sizes is None:
-        return None
+        found = getattr(kernel, "do_not_specialize", None)
+        if found is None or torch.version.hip:  # an interpreted kernel, or one for AMD
+            return None
+        sizes = _sizes[function] = frozenset(found)
     flat: list[Any] = []
     for name, value in arguments.items():
         if name in sizes:
@@ -89,20 +94,13 @@ def _key(kernel: Any, arguments: dict[str, Any]) -> tuple | None:
         tensor = flat[place]
         address |= tensor.data_ptr()
         device, flat[place] = tensor.get_device(), tensor.dtype
-    return None if address % 16 else (kernel, device, *arguments, types, *flat)
+    return None if address % 16 else (function, device, *arguments, types, *flat)
 
 
 @functools.lru_cache(maxsize=1024)
 def _tensors(types: tuple[type, ...]) -> tuple[int, ...]:
     """Return the places of the tensors among values of these types."""
     return tuple(place for place, kind in enumerate(types) if issubclass(kind, torch.Tensor))
-
-
-@functools.cache
-def _unspecialised(kernel: Any) -> frozenset[str] | None:
-    """Return the arguments whose values a kernel does not depend on; None if it is interpreted, or for AMD."""
-    found = getattr(kernel, "do_not_specialize", None)
-    return None if found is None or torch.version.hip else frozenset(found)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
