@@ -64,10 +64,9 @@ def draw(d, seed, kind, forced):
     small = backend == "triton"
     while rows * dim * (hidden or dim) > (200_000 if small else 4_000_000) or (small and max(dim, hidden or 1) > 64):
         if max(dim, hidden or 1) > 40:
-            dim, hidden = dim * 3 // 4, hidden and hidden * 3 // 4
+            dim, hidden = max(dim * 3 // 4, 1), hidden and max(hidden * 3 // 4, 1)
         else:
             before, rows = (60,), 60
-    dim, hidden = max(dim, 1), hidden and max(hidden, 1)
     if d.chance(0.02):
         before = (0, *before[1:])
     steps = d.integer(1, 5) if over else 1
