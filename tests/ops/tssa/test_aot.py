@@ -50,3 +50,13 @@ def test_lengths_share_kernels():
             for seqlen, batch in ((2048, 256), (3000, 256), (4096, 100))
         ]
         assert constants[0] == constants[1] == constants[2]
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_small_tokens_leave_no_lane_without_a_channel_in_the_causal_backward(target):
+    """Triton 3.6 compiles no tile of 4 tokens with fewer channels than lanes."""
+    lanes = harness.TARGETS[target].warp_size
+    for heads, head_dim in ((1, 1), (1, 16), (3, 4), (5, 3), (33, 1)):
+        launches = harness.launches(causal(33, heads, head_dim), target)
+        tiles = [launch.arguments for launch in launches if launch.function.__name__ == "_tssa_causal_bwd_kernel"]
+        assert all(tile["BLOCK_H"] * tile["BLOCK_D"] >= lanes for tile in tiles)

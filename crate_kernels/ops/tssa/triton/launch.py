@@ -154,7 +154,8 @@ def warps_of(sizes: Launch, lane: int) -> int:
 def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
     """Return the arguments that cut a token's heads into groups, a program each; no group has padding among its heads.
 
-    A thread has 16 bytes of a token, and all tokens of a tile.
+    A thread has 16 bytes of a token, and all tokens of a tile. Channels are padded until every lane of a warp has one:
+    where lanes have none, Triton 3.6 fails to compile the step DMEMBERS (TritonGPURemoveLayoutConversions).
     """
     config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
     lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
@@ -163,9 +164,9 @@ def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
     heads = sizes.nheads
     if heads > most:
         heads = next(h for h in (1 << k for k in range(30, -1, -1)) if h <= most and sizes.nheads % h == 0)
-    warps = power_of_two(-(-heads * channels * sizes.dtype.itemsize // (lanes * 16)))
-    groups = {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "HEADS": heads, "BLOCK_H": power_of_two(heads)}
-    return {**groups, "num_warps": min(warps, 512 // lanes)}
+    warps, padded = power_of_two(-(-heads * channels * sizes.dtype.itemsize // (lanes * 16))), power_of_two(heads)
+    groups = {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "HEADS": heads, "BLOCK_H": padded}
+    return {**groups, "BLOCK_D": max(channels, lanes // padded), "num_warps": min(warps, 512 // lanes)}
 
 
 def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[str, int], int]:
