@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help extension demo test test-all aot aot-report gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
+.PHONY: help extension demo test test-all aot aot-report aot-sweep gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -48,6 +48,14 @@ aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
 	$(REPORT)
 	PYTHONPATH=.venv-triton-3.6 $(REPORT)
 	$(REPORT) --cuda
+
+# make aot-sweep TARGET=gfx942 ARGS='--draws 3': 2,000 kernels of a draw take a quarter of an hour per version of Triton.
+# Run again, it goes on where it was stopped.
+SWEEP = $(BIN)/python -m tests.tools.aot.sweep --target $(TARGET) $(ARGS)
+## compile what the operators launch on small and odd sizes, with both versions of Triton, without a GPU
+aot-sweep: .venv/test.stamp .venv-triton-3.6/made.stamp
+	PYTHONPATH=.venv-triton-3.6 $(SWEEP)
+	$(SWEEP)
 
 # make gpu MINUTES=9 OUT=folder: a call of 9 minutes; run again with the same folder, it goes on. With the Python that is
 # active, which needs PyTorch, Triton, NumPy, pytest 9 and, to compile the CUDA library by nvcc, ninja; no git, no
