@@ -1,6 +1,9 @@
 """Every kind of kernel of tssa compiles for every kind of GPU, within its budget."""
 
+import itertools
+
 import pytest
+import torch
 
 from tests.tools.aot import harness
 
@@ -53,10 +56,23 @@ def test_lengths_share_kernels():
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_small_tokens_leave_no_lane_without_a_channel_in_the_causal_backward(target):
-    """Triton 3.6 compiles no tile of 4 tokens with fewer channels than lanes."""
+@pytest.mark.parametrize(("form", "kernel"), [(causal, "_tssa_causal_bwd_kernel"), (full, "_tssa_bwd_kernel")])
+def test_small_tokens_leave_no_thread_of_the_backward_without_an_element(form, kernel, target):
+    """Triton 3.6 compiles no full form with dropout with one, and no causal form with a lane without a channel."""
     lanes = harness.TARGETS[target].warp_size
-    for heads, head_dim in ((1, 1), (1, 16), (3, 4), (5, 3), (33, 1)):
-        launches = harness.launches(causal(33, heads, head_dim), target)
-        tiles = [launch.arguments for launch in launches if launch.function.__name__ == "_tssa_causal_bwd_kernel"]
-        assert all(tile["BLOCK_H"] * tile["BLOCK_D"] >= lanes for tile in tiles)
+    for heads, head_dim, seqlen in itertools.product((1, 3, 33), (1, 4, 16), (1, 2, 33)):
+        launches = harness.launches(form(seqlen, heads, head_dim, dropout_p=0.1), target)
+        found = [launch for launch in launches if launch.function.__name__ == kernel]
+        assert found
+        for tile, threads in ((launch.arguments, lanes * launch.options["num_warps"]) for launch in found):
+            channels = tile["BLOCK_H"] * tile["BLOCK_D"]
+            assert tile["BLOCK_N"] * channels >= threads
+            assert channels >= lanes or form is full
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_tiles_of_wide_tokens_fit_shared_memory_in_any_dtype(target):
+    for heads, head_dim in ((33, 100), (64, 256)):
+        for launch in harness.launches(decode(3, heads, head_dim, torch.float32), target):
+            tile = launch.arguments
+            assert tile["BLOCK_N"] == 1 or tile["BLOCK_N"] * tile["BLOCK_H"] * tile["BLOCK_D"] <= 8192

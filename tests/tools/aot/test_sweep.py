@@ -1,4 +1,4 @@
-"""The sweep of small sizes: its smallest kernels compile, it has every kernel, and no kernel ends it."""
+"""The sweep of small sizes: kernels of extreme sizes compile, it has every kernel, and no kernel ends it."""
 
 import ast
 import os
@@ -19,12 +19,15 @@ from tests.tools.aot import sizes, sweep  # noqa: E402
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 # name: (call, target, the steps of it that are compiled, all by default)
-SMALLEST = {
+EXTREMES = {
     "tssa.causal-1x2": (tssa.causal(33, 1, 2, SINGLE), "sm_90", ("DMEMBERS", "DW")),
     "tssa.causal-1x16-half": (tssa.causal(33, 1, 16, HALF), "sm_90", ("DMEMBERS",)),
     "tssa.causal-3x4-padded": (tssa.causal(17, 3, 4, SINGLE, padded=True), "sm_90", ("DMEMBERS",)),
     "tssa.causal-2x16": (tssa.causal(33, 2, 16, SINGLE), "gfx942", ("DMEMBERS",)),
     "tssa.causal-1x1": (tssa.causal(1, 1, 1, SINGLE), "sm_90", ()),
+    "tssa.full-1x16-dropout": (tssa.full(2, 1, 16, HALF, dropout_p=0.1), "sm_90", ("DW",)),
+    "tssa.full-1x128-dropout": (tssa.full(1, 1, 128, SINGLE, dropout_p=0.1), "sm_90", ("DW",)),
+    "tssa.decode-64x256": (tssa.decode(3, 64, 256, SINGLE), "sm_90", ()),
     "tssa.full": (tssa.full(1, 1, 1, HALF), "sm_90", ()),
     "tssa.decode": (tssa.decode(1, 1, 1, HALF), "sm_90", ()),
     "mssa.forward": (mssa.forward(1, 1, HALF), "sm_90", ()),
@@ -34,8 +37,8 @@ SMALLEST = {
 }
 
 
-@pytest.mark.parametrize(("call", "target", "steps"), SMALLEST.values(), ids=SMALLEST)
-def test_the_smallest_kernels_compile(call, target, steps):
+@pytest.mark.parametrize(("call", "target", "steps"), EXTREMES.values(), ids=EXTREMES)
+def test_kernels_of_extreme_sizes_compile(call, target, steps):
     chosen = [k for k in sweep.kernels(target, [("", call)]) if not steps or set(steps) & k.steps]
     assert len(chosen) >= max(len(steps), 1)
     assert {str(kernel): reason for kernel in chosen if (reason := sweep.fault(kernel))} == {}

@@ -130,6 +130,10 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
     if nchunks > 1 and config["LANE"]:
         # There are many programs: each can have few warps, and a token at a time.
         tokens, warps = 1, warps_of(sizes, config["LANE"])
+    # Where threads have no element, Triton 3.6 fails to compile the backward with dropout (RemoveLayoutConversions).
+    lanes = lanes_of(sizes)
+    channels = max(channels, lanes // (tokens * heads))
+    warps = min(warps, tokens * heads * channels // lanes)
     arguments |= {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"]}
     arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": warps}
     arguments |= {"sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
@@ -140,13 +144,18 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
         _run_steps(kernel, steps, sizes, arguments, lambda parts: parts.sum(1))
 
 
+def lanes_of(sizes: Launch) -> int:
+    """Return the threads of a warp."""
+    return 64 if launch.arch(sizes.device).startswith("gfx") else 32
+
+
 def warps_of(sizes: Launch, lane: int) -> int:
     """Return the warps of a program that has all heads of a token, ``lane`` numbers of it in a thread.
 
     Few warps, of many numbers per thread: heads meet in the softmax, and within a warp that takes no barrier. Heads
     that are nothing but padding in every lane are left out by the compiler.
     """
-    lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
+    lanes = lanes_of(sizes)
     width = sizes.nheads * power_of_two(sizes.head_dim)
     return min(power_of_two(-(-width // (lanes * lane))), 512 // lanes)
 
@@ -155,10 +164,10 @@ def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
     """Return the arguments that cut a token's heads into groups, a program each; no group has padding among its heads.
 
     A thread has 16 bytes of a token, and all tokens of a tile. Channels are padded until every lane of a warp has one:
-    where lanes have none, Triton 3.6 fails to compile the step DMEMBERS (TritonGPURemoveLayoutConversions).
+    where lanes have none, Triton 3.6 fails to compile the step DMEMBERS (RemoveLayoutConversions).
     """
     config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
-    lanes = 64 if launch.arch(sizes.device).startswith("gfx") else 32
+    lanes = lanes_of(sizes)
     channels = power_of_two(sizes.head_dim)
     most = max(config["LANE"] * lanes // channels, 1)
     heads = sizes.nheads
@@ -186,9 +195,14 @@ def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[
     return {**tile, **shared}, nchunks
 
 
+# Elements per tile: Triton passes up to 10 bytes of each through shared memory, of which sm_89 has 99 KB.
+_LARGEST = 8192
+
+
 def run_causal(kernel: Any, sizes: Launch, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Launch the forward in one go, or by chunks; return the sums over all of these."""
     tile, nchunks = causal_tile(CAUSAL_FORWARD, sizes, alone=True)
+    tile["BLOCK_N"] = min(tile["BLOCK_N"], max(_LARGEST // (tile["BLOCK_H"] * tile["BLOCK_D"]), 1))
     arguments |= {**tile, "sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
     steps = ("ENERGY", "MEMBERS", "OUTPUT")
     with launch.guard(sizes.device):
