@@ -49,7 +49,7 @@ aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
 	PYTHONPATH=.venv-triton-3.6 $(REPORT)
 	$(REPORT) --cuda
 
-# make aot-sweep TARGET=gfx942 ARGS='--draws 3': 2,000 kernels of a draw take a quarter of an hour per version of Triton.
+# make aot-sweep TARGET=gfx942 ARGS='--draws 3': 2,000 kernels of a draw take about half an hour per version of Triton.
 # Run again, it goes on where it was stopped.
 SWEEP = $(BIN)/python -m tests.tools.aot.sweep --target $(TARGET) $(ARGS)
 ## compile what the operators launch on small and odd sizes, with both versions of Triton, without a GPU
