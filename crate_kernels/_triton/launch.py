@@ -51,7 +51,8 @@ def run(kernel: Any, programs: int, /, **arguments: Any) -> None:
     """Launch a kernel over a number of programs, its multiplies and adds fused.
 
     To find what it compiled, Triton describes each argument, which takes the host longer than all the rest of a
-    launch: it is asked once for each of our own keys, which are cheaper.
+    launch: it is asked once for each of our own keys, which are cheaper. Settings of Triton that change what it
+    compiles, as for debugging, are those of that time.
     """
     # From Triton 3.10 on they are fused only where a launch asks for it, and 3.9 warns where one does not say.
     arguments["enable_fp_fusion"] = True

@@ -1,8 +1,8 @@
 """Where the host's time goes in small calls: ``python -m tests.gpu.host --out FOLDER --seconds S``.
 
 Calls follow one another without waiting for the device, so that each line is what the host alone takes: of an operator
-without and with a gradient, of its kernel module alone, and of each launch in it, beside PyTorch's attention and
-PyTorch's addition. What Python spends it on is in the line of the backward.
+without a gradient, with one and with its backward, and of each launch in it, by us and by Triton, beside PyTorch's
+attention and addition. An operator's line has what Python spends it on.
 """
 
 import argparse

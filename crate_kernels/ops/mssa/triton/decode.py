@@ -26,7 +26,7 @@ from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import DecodeCall, empty_decoded
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
-from crate_kernels.ops.mssa.triton.head import Form, Scores, find_head, key_range, tokens_of
+from crate_kernels.ops.mssa.triton.head import Scores, find_head, form_of, key_range, tokens_of
 from crate_kernels.ops.mssa.triton.launch import magnitude, strided
 from crate_kernels.ops.mssa.triton.rows import LOG2_E, attend_tiles, empty_state, finish
 
@@ -167,7 +167,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     )
     shared = {"step": step, "nheads": nheads, "new": new, "capacity": data.shape[2], "splits": splits}
     dims, precision = tile.split_dims(head_dim), launch.dot_precision(w.dtype)
-    cached = Form(**dims._asdict(), PRECISION=precision, BLOCK=block_n, TAIL=block_n, NEGATIVE=call.scale < 0)
+    cached = form_of(*dims, PRECISION=precision, BLOCK=block_n, TAIL=block_n, NEGATIVE=call.scale < 0)
     with launch.guard(w.device):
         launch.run(
             _mssa_decode_kernel,

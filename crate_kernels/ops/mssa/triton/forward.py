@@ -21,7 +21,7 @@ from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa.call import Call, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
-from crate_kernels.ops.mssa.triton.head import Form, find_head, largest, scores_of, tokens_of
+from crate_kernels.ops.mssa.triton.head import find_head, form_of, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
 
@@ -100,7 +100,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded else None
     with launch.guard(w.device):
         if top is not None:
-            norms_form = Form(**tile.split_dims(sizes.head_dim)._asdict(), PACKED=call.packed)
+            norms_form = form_of(*tile.split_dims(sizes.head_dim), PACKED=call.packed)
             launch.run(_mssa_norms_kernel, sizes.heads * num_m, **shared, top_ptr=top, FORM=norms_form)
         launch.run(
             _mssa_fwd_kernel,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -64,6 +65,10 @@ class Form(NamedTuple):
     def unmasked(self) -> Form:
         """The form without what depends on a query and its key: a kernel that all such calls share."""
         return self._replace(CAUSAL=False, PADDED=False, DROPOUT=False, NEGATIVE=False)
+
+
+# The host takes as long to make one anew as to launch a kernel.
+form_of = functools.lru_cache(maxsize=1024)(Form)
 
 
 class Head(NamedTuple):

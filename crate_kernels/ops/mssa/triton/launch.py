@@ -5,8 +5,6 @@ Kernels take any strides and write into what their launchers allocate; no launch
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +13,8 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.splits import cdiv
-from crate_kernels.ops.mssa.triton.head import Form, Options, Strided
-from crate_kernels.ops.mssa.triton.tile import Dims, split_dims
-
-# Triton's wrapper of it takes the host 4 us.
-_dims: Callable[[int, int], Dims] = functools.cache(split_dims)  # pyright: ignore[reportAssignmentType]
-
-
-@functools.lru_cache(maxsize=1024)
-def _form(dims: Dims, *constants: Any) -> Form:
-    """Return the constants of kernels; the host takes as long to build them as to launch one."""
-    return Form(*dims, *constants)
+from crate_kernels.ops.mssa.triton.head import Form, Options, Strided, form_of
+from crate_kernels.ops.mssa.triton.tile import split_dims
 
 
 class Launch:
@@ -57,22 +46,22 @@ class Launch:
         rest = self.seqlen % size
         return size if self.call.packed or not rest else min(max(1 << (rest - 1).bit_length(), 16), size)
 
-    def form(self, block: int, tail: int, dims: Dims | None = None, softmax: str = "online") -> Form:
+    def form(self, block: int, tail: int, softmax: str = "online") -> Form:
         """Return the constants of the kernels that walk over tiles of ``block`` rows, of ``tail`` where masks cut."""
         call = self.call
         # Products of fp32 hold all of a part's channels in each thread: 128 of them leave too few registers.
         widest = 64 if self.dtype == torch.float32 else 256
-        return _form(
-            dims or _dims(self.head_dim, widest),
-            launch.dot_precision(self.dtype),
-            block,
-            tail,
-            softmax,
-            call.causal,
-            call.padded,
-            call.packed,
-            call.seed is not None,
-            call.scale < 0,
+        return form_of(
+            *split_dims(self.head_dim, widest),
+            PRECISION=launch.dot_precision(self.dtype),
+            BLOCK=block,
+            TAIL=tail,
+            SOFTMAX=softmax,
+            CAUSAL=call.causal,
+            PADDED=call.padded,
+            PACKED=call.packed,
+            DROPOUT=call.seed is not None,
+            NEGATIVE=call.scale < 0,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ Of a record that a kernel takes as a constant, Triton 3.6 passes on numbers only
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -39,15 +40,16 @@ class Dims(NamedTuple):
     WIDTHS: tuple[int, ...]
 
 
-@triton.constexpr_function
-def split_dims(head_dim, widest=256):
+@functools.cache
+def split_dims(head_dim: int, widest: int = 256) -> Dims:
     """Split head_dim, padded to a multiple of 16 (of 32 above 128), into powers of two up to ``widest``.
 
     Three at most with the default: 240 would need four, hence the coarser padding of wide heads; 256 is one part.
     """
     step = 16 if head_dim <= 128 else 32
     left = max(-(-head_dim // step) * step, 16)
-    first, widths = (), ()
+    first: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
     while left:
         first += (sum(widths),)
         widths += (min(1 << (left.bit_length() - 1), widest),)
