@@ -1,8 +1,8 @@
 """Subspace attention in which every rank keeps its rows: one tensor travels, where others send keys and values.
 
 Form "gather" fetches everybody's tokens at once, form "ring" one rank's at a time, the next ones on their way already.
-The backward sends w and dout, and lse and delta; a rank then has all that the gradient of its own rows needs, so that
-nothing is added up over ranks: crate_kernels/ops/mssa/rectangular/__init__.py.
+The backward sends w and dout, and lse, delta and dlse; a rank then has all that the gradient of its own rows needs, so
+that nothing is added up over ranks: crate_kernels/ops/mssa/rectangular/__init__.py.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class Rows(torch.autograd.Function):
         """Return dw, complete."""
         w, out, lse = operator.saved_tensors("mssa", ctx)
         call: Call = ctx.call
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
+        numbers = lse, rectangular.delta(dout, out, call.backend), dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
-        own = call.tokens(call.ranks.rank, w, dout, lse, delta)
-        for rank, (both, numbers) in call.visits(torch.cat((w, dout), -1), torch.stack((lse, delta), -1)):
-            theirs = call.tokens(rank, *both.chunk(2, -1), *numbers.unbind(-1))
+        own = call.tokens(call.ranks.rank, w, dout, *numbers)
+        for rank, (both, more) in call.visits(torch.cat((w, dout), -1), torch.stack(numbers, -1)):
+            theirs = call.tokens(rank, *both.chunk(2, -1), *more.unbind(-1))
             for place, rows, columns in call.meetings(own, rank, theirs):
                 if rectangular.sees(rows, columns, call.attention) or rectangular.sees(columns, rows, call.attention):
                     dw[:, :, place] += rectangular.backward(rows, columns, call.attention, call.backend)

@@ -36,7 +36,7 @@ def traffic(
     With X = batch * nheads * own tokens * head_dim numbers and P ranks, ``mssa`` sends
 
     - "heads": 2 X (P - 1) / P each way, for separate tensors 4: query, key, value and output.
-    - "gather" and "ring": X (P - 1) forward, and 2 X (1 + 1 / head_dim) (P - 1) backward: w and dout, and two
+    - "gather" and "ring": X (P - 1) forward, and (2 + 3 / head_dim) X (P - 1) backward: w and dout, and three
       numbers a row. Separate tensors send 2 forward and 4 backward: key and value, and the gradients of both.
 
     Args:
@@ -79,5 +79,5 @@ def traffic(
     # Around a ring pass the tokens of all ranks but the next one.
     tokens = others * lengths[0] if form == "gather" else seqlen - lengths[1 % ranks]
     sent = tokens * per_token
-    numbers = 2 * tokens * batch * nheads * statistic
+    numbers = 3 * tokens * batch * nheads * statistic
     return Traffic(sent, 2 * sent + numbers, 2 * sent, 4 * sent)

@@ -88,9 +88,10 @@ inline MssaDecodeCall Arguments::take<MssaDecodeCall>() {
 // The results of rectangular ops are contiguous and fp32.
 #define CRATE_MSSA_RECTANGULAR_FWD \
   "Tensor rows, Tensor columns, " CRATE_MSSA_RECTANGULAR_CALL ", Tensor(a!) out, Tensor(b!) lse"
-#define CRATE_MSSA_RECTANGULAR_BWD                                                                              \
-  "Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor columns, Tensor column_dout, Tensor column_lse, " \
-  "Tensor column_delta, " CRATE_MSSA_RECTANGULAR_CALL ", Tensor(a!) dw"
+#define CRATE_MSSA_RECTANGULAR_DELTA "Tensor dout, Tensor out, Tensor(a!) delta"
+#define CRATE_MSSA_RECTANGULAR_BWD                                                                        \
+  "Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns, Tensor column_dout, " \
+  "Tensor column_lse, Tensor column_delta, Tensor column_dlse, " CRATE_MSSA_RECTANGULAR_CALL ", Tensor(a!) dw"
 #define CRATE_MSSA_DECODE \
   "Tensor w, Tensor(a!) data, Tensor(b!) lengths, " CRATE_MSSA_DECODE_CALL ", Tensor(c!) out, Tensor(d!) lse"
 

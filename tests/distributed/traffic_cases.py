@@ -95,7 +95,7 @@ def half_of_separate(group):
     for form in ("heads", "gather", "ring"):
         bytes_of = distributed.traffic("mssa", (1, 16, 8192, 64), 8, form)
         assert bytes_of.forward == bytes_of.separate_forward / 2
-        assert bytes_of.backward <= (1 + 4 / 128) * bytes_of.separate_backward / 2
+        assert bytes_of.backward <= (1 + 6 / 128) * bytes_of.separate_backward / 2
 
 
 def refused(group):

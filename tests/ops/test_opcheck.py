@@ -120,10 +120,10 @@ SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
 
 def _rectangular_args(backend, backward=False):
     device = home(backend)
-    (w, dout), (lse, delta) = torch.randn(2, 2, 3, 5, 8, device=device), torch.randn(2, 2, 3, 5, device=device)
+    (w, dout), numbers = torch.randn(2, 2, 3, 5, 8, device=device), torch.randn(3, 2, 3, 5, device=device)
     kept, seed = torch.rand(2, 5, device=device) > 0.3, torch.tensor(5, device=device)
     call = rectangular.Call(kept[:, :3], kept[:, 2:], 4, 2, True, 0.3, seed, 0.2, 1, 5)
-    sides = [[t[:, :, part] for t in (w, dout, lse, delta)] for part in (slice(3), slice(2, 5))]
+    sides = [[t[:, :, part] for t in (w, dout, *numbers)] for part in (slice(3), slice(2, 5))]
     tensors = [*sides[0], *sides[1]] if backward else [side[0] for side in sides]
     return *tensors, *call, backend
 
@@ -131,8 +131,10 @@ def _rectangular_args(backend, backward=False):
 def rectangular_checks(backend):
     """List the checks of one backend of the attention of rows to columns."""
     fwd, bwd = rectangular.op.mssa_rectangular_fwd, rectangular.op.mssa_rectangular_bwd
+    both = torch.randn(2, 2, 3, 5, 8, device=home(backend))
     return {
         f"mssa_rectangular_fwd-{backend}": (fwd, lambda: _rectangular_args(backend)),
+        f"mssa_rectangular_delta-{backend}": (rectangular.op.mssa_rectangular_delta, lambda: (*both, backend)),
         f"mssa_rectangular_bwd-{backend}": (bwd, lambda: _rectangular_args(backend, backward=True)),
     }
 

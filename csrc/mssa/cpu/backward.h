@@ -268,6 +268,29 @@ class Backward : Measure<T> {
     return sums;
   }
 
+  // Where the lse of a range's row is large, and no more than its rounding from the largest score here, takes that
+  // score in its place: a weight that is all of its row is then exactly 1.
+  void shift_by_one_weight(Block& b, const float* queries, float* residual) const {
+    constexpr double kRounding = 0x1.01p-24;  // of lse, relative
+    float shift[kTile];
+    bool large[kTile], any = false;
+    for (int r = 0; r < b.count; ++r) {
+      shift[r] = b.shift[r];
+      large[r] = b.has_keys(r) && fabsf(head_.lse[b.token[r]]) > trusted_lse(p_.dtype);
+      if (large[r]) b.shift[r] = NAN;
+      any = any || large[r];
+    }
+    if (!any) return;
+    Base::shift_by_maxima(b, queries);
+    for (int r = 0; r < b.count; ++r) {
+      if (!large[r]) continue;
+      const double lse = head_.lse[b.token[r]] * kLog2e;
+      const bool all = fabs(b.shift[r] - lse) <= kRounding * fabs(lse);
+      if (all) residual[r] = 1.0f;
+      if (!all) b.shift[r] = shift[r];
+    }
+  }
+
   // Divides the factors of rows that are not measured by the sums of their weights, which the rounding of lse keeps
   // from being 1.
   void divide_by_sums(const Block& b, const float* queries, float* factor) {
@@ -306,6 +329,7 @@ class Backward : Measure<T> {
       find_selection(b, queries, least, residual);
     } else {
       if (shift_rows(b, residual, terms)) divide_by_sums(b, queries, residual);
+      if (head_.delta != nullptr) shift_by_one_weight(b, queries, residual);
       Base::scale_staged(residual, b.count);
     }
     pack_rows<T>(staging_, width, width_, b.count, dout_rows_);

@@ -17,7 +17,8 @@ struct GradientSide {
 //   row_scale_i * weight * (dropout factor * dout_i . w_j - u_j delta_i + w_i . dout_j - u_i delta_j
 //                           + u_j dlse_i + u_i dlse_j).
 // delta is the sum of two numbers, delta and rest. Without column.dout, the terms with delta_j and dlse_j are absent
-// too. With ratios, the first difference is multiplied by row_ratio_i * column_ratio_j.
+// too. With ratios, the sides are those of the products: the first difference has column.dlse added, and is then
+// multiplied by row_ratio_i * column_ratio_j, and the second has row.dlse added.
 struct ScoreGradients {
   GradientSide row, column;
   int words;  // of a panel; 0: no product at all
@@ -49,8 +50,10 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
         if (s.row.rest != nullptr) x -= load(s.column.u + j0 + v * kLanes) * s.row.rest[r0 + r];
       });
       if constexpr (kRatios) {
-        for_each_vector(d, [&](Vf& x, int r, int v)
-                               CRATE_LAMBDA { x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r]; });
+        for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
+          x += load(s.column.dlse + j0 + v * kLanes);
+          x *= load(s.column_ratio + j0 + v * kLanes) * s.row_ratio[r0 + r];
+        });
       }
       if (s.column.dout != nullptr) {
         by_column.template add<kLong>(d, r0, j0);
@@ -61,7 +64,9 @@ void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
       }
       // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
       // be much smaller.
-      if (s.row.dlse != nullptr) {
+      if constexpr (kRatios) {
+        for_each_vector(d, [&](Vf& x, int r, int) CRATE_LAMBDA { x += s.row.dlse[r0 + r]; });
+      } else if (s.row.dlse != nullptr) {
         for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
           x += load(s.column.u + j0 + v * kLanes) * s.row.dlse[r0 + r];
           if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];

@@ -20,6 +20,7 @@ constexpr float kSafeSpread = 86.5f;
 // Largest h, in bits, for the forms without maxima. Scores of this size are rounded to 2^-10. From 2^29 on, the
 // rounding makes weights of nearly equal tokens overflow.
 constexpr float kSafeHeight = 4096.0f;
+constexpr float kSafeHeightOfRange = 16.0f;  // scores of 22 nats
 // Least level of phi = "threshold" for rows that are shifted by bounds: their sum may be so small that weights above a
 // smaller level underflow.
 constexpr float kLeastLevel = 0x1p-38f;
@@ -118,9 +119,9 @@ struct Extent {
     most = max(highest);
     least = -max(-lowest);
   }
-  // True if the head needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so 2^(S_ij - h_i - h_j) is at most
-  // 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
-  bool safe() const { return most - least <= kSafeSpread && most <= kSafeHeight; }
+  // True if a head of at most this height needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so
+  // 2^(S_ij - h_i - h_j) is at most 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
+  bool safe(float height) const { return most - least <= kSafeSpread && most <= height; }
 };
 
 // A block of queries, the keys [first, stop) that each sees, and what is subtracted from their scores.
@@ -207,9 +208,13 @@ class Head {
 
   // True if tiles may serve their rows and their columns, without maxima.
   bool pairs_allowed(const Extent& extent) const {
-    return head_.itself && extent.safe() && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) && !p_.dropout &&
-           !p_.threshold;
+    return head_.itself && extent.safe(safe_height()) && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) &&
+           !p_.dropout && !p_.threshold;
   }
+
+  // The largest h with which scores are shifted by their bound. In fp32 a weight that is all of its row is exactly 1
+  // only if the maximum is subtracted, and the row's out its token to the bit: a range's delta rests on that.
+  float safe_height() const { return p_.range && p_.dtype == Dtype::f32 ? kSafeHeightOfRange : kSafeHeight; }
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
   int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * width_; }
@@ -355,7 +360,8 @@ class Head {
     b.powered = false;
     for (int r = 0; r < kTile; ++r) {
       const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
-      bool safe = p_.scale > 0 && keys_.count > 1 && bound <= kSafeHeight && (!p_.threshold || p_.level >= kLeastLevel);
+      bool safe =
+          p_.scale > 0 && keys_.count > 1 && bound <= safe_height() && (!p_.threshold || p_.level >= kLeastLevel);
       float own = 0.0f;
       if (head_.itself) {
         own = half_norm_[keys_.rank[b.token[r]]];
@@ -365,7 +371,7 @@ class Head {
       } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
         const int64_t width = staging_width(p_.head_dim);
         own = half_norm(staging_ + r * width, width, factor_);
-        safe = own <= kSafeHeight && b.stop[r] - b.first[r] > 1;
+        safe = own <= safe_height() && b.stop[r] - b.first[r] > 1;
       }
       b.power[r] = safe ? own + bound : 0.0f;
       b.shift[r] = safe ? 0.0f : NAN;

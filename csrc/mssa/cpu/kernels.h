@@ -31,6 +31,7 @@ struct MssaProblem {
   bool threshold;  // phi = "threshold": probabilities above `level` become `level`, others 0
   float level;
   float keep_factor;   // 1 / (1 - dropout_p)
+  bool range;          // of tokens of a longer sequence: its backward is given delta
   uint64_t keep_from;  // a weight is kept iff its random word is at least this
   uint64_t seed;
 };
@@ -48,7 +49,7 @@ struct MssaHead {
   const uint8_t* keep;  // not 0: the token is a key; null: all are. A byte of a bool tensor may be any number.
   float* lse;
   const float* dlse;     // null: no gradient
-  const float* delta;    // of the queries, less dlse; null: to be computed from out. If given, lse is over more keys.
+  const float* delta;    // of the queries; null: to be computed from out. If given, lse is over more keys.
   const MssaHead* next;  // the head that this thread is likely to take next; null: none
 };
 
@@ -74,6 +75,8 @@ struct MssaKernels {
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
   // Sum the shares of keys [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
+  // Write delta of the queries, from their dout and out alone.
+  void (*rectangular_delta)(const MssaProblem&, const MssaHead&, Arena&, float* delta);
   // Add to `partial` the share of dw that a part of the pairs of rows and columns has. In `rows` the rows are queries
   // and the columns keys, in `columns` the other way round.
   void (*rectangular_backward)(const MssaProblem&, const MssaHead& rows, const MssaHead& columns, int part, int parts,

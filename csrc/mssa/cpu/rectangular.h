@@ -1,9 +1,9 @@
-// Backward of some tokens of a sequence, the rows, from others, the columns: what these add to dw of the rows. lse and
-// delta are given, over all keys of the sequence.
+// Backward of some tokens of a sequence, the rows, from others, the columns: what these add to dw of the rows. lse,
+// delta and dlse are given, over all keys of the sequence.
 //
-// Rows and columns that all see each other share one exponential:
+// Rows and columns that all see each other share one exponential, unless an lse is so large that its rounding counts:
 //   P_ij = 2^(S_ij - lse_i), P_ji = P_ij 2^(lse_i - lse_j)
-//   A_ij = scale P_ij (dout_i . w_j - delta_i + 2^(lse_i - lse_j) (dout_j . w_i - delta_j))
+//   A_ij = scale P_ij (dout_i . w_j - delta_i + dlse_i + 2^(lse_i - lse_j) (dout_j . w_i - delta_j + dlse_j))
 //   dw_i += sum_j P_ji dout_j + A_ij w_j:  five products per tile.
 // Rows that are the columns have a symmetric A, and a tile serves its columns too, with dw_j += sum_i P_ij dout_i +
 // A_ij w_i: seven products per pair of tiles.
@@ -23,17 +23,18 @@ constexpr float kSafeRatio = 63.0f;
 // The least and the largest lse of some tokens, in bits.
 struct LseExtent {
   float least = INFINITY, most = -INFINITY;
-  bool finite = true;
+  bool finite = true, trusted = true;
 
-  void add(const MssaHead& head) {
+  void add(const MssaHead& head, Dtype dtype) {
     for (int64_t n = 0; n < head.seqlen; ++n) {
       const float lse = head.lse[n] * static_cast<float>(kLog2e);
       finite = finite && fabsf(lse) < INFINITY;
+      trusted = trusted && fabsf(head.lse[n]) <= trusted_lse(dtype);
       most = lse > most ? lse : most;
       least = lse < least ? lse : least;
     }
   }
-  bool safe() const { return finite && most - least <= kSafeRatio; }
+  bool safe() const { return finite && trusted && most - least <= kSafeRatio; }
 };
 
 template <class T>
@@ -66,6 +67,7 @@ class Mutual : Head<T> {
     dout_panels_ = s.floats(padded / kTile * panel);
     dout_rows_ = s.floats(padded / T::kPair * width_);
     delta_ = s.floats(padded);
+    dlse_ = s.floats(padded);
     ratio_ = s.floats(padded);
     own_dout_panel_ = s.floats(panel);
     own_dout_rows_ = s.floats(kTile / T::kPair * width_);
@@ -73,7 +75,7 @@ class Mutual : Head<T> {
 
   float ratio(float lse) const { return exp2f(static_cast<float>(lse * kLog2e - middle_)); }
 
-  // Packs dout of the columns, their delta and 2^(middle - lse).
+  // Packs dout of the columns, their delta, dlse and 2^(middle - lse).
   void pack_columns(int j) {
     const int count = in_block(keys_.count, j), first = j * kTile;
     const int32_t* const token = keys_.token + first;
@@ -82,6 +84,7 @@ class Mutual : Head<T> {
     pack_panel<T>(staging_, width, p_.head_dim, count, dout_panels_ + panel_at(j));
     for (int n = 0; n < kTile; ++n) {
       delta_[first + n] = n < count ? columns_.delta[token[n]] : 0.0f;
+      dlse_[first + n] = n < count ? columns_.dlse[token[n]] : 0.0f;
       ratio_[first + n] = n < count ? 1.0f / ratio(columns_.lse[token[n]]) : 0.0f;
     }
     Base::scale_staged(ratio_ + first, count);
@@ -93,7 +96,8 @@ class Mutual : Head<T> {
     const int64_t width = staging_width(p_.head_dim);
     stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
     pack_panel<T>(staging_, width, p_.head_dim, b.count, own_dout_panel_);
-    alignas(64) float residual[kTile], row_scale[kTile], row_ratio[kTile], value_factor[kTile], delta[kTile];
+    alignas(64) float residual[kTile], row_scale[kTile], row_ratio[kTile], value_factor[kTile];
+    alignas(64) float delta[kTile], dlse[kTile];
     for (int r = 0; r < kTile; ++r) {
       const bool real = r < b.count;
       const double lse = head_.lse[b.token[r]] * kLog2e;
@@ -103,6 +107,7 @@ class Mutual : Head<T> {
       row_ratio[r] = real ? ratio(head_.lse[b.token[r]]) : 0.0f;
       value_factor[r] = residual[r] * row_ratio[r];
       delta[r] = real ? head_.delta[b.token[r]] : 0.0f;
+      dlse[r] = real ? head_.dlse[b.token[r]] : 0.0f;
     }
     const int own = b.token[0] / kTile;
     if (head_.itself) {
@@ -114,8 +119,8 @@ class Mutual : Head<T> {
       compute_weights<T>(weigh(b, panel, j), weights_);
       ScoreGradients g = {};
       // The terms of the columns as queries come first: the ratio is theirs.
-      g.row = {panel, own_dout_panel_, ones_, nullptr, delta};
-      g.column = {key_panels_ + panel_at(j), dout_panels_ + panel_at(j), ones_, nullptr, delta_ + j * kTile};
+      g.row = {panel, own_dout_panel_, ones_, dlse, delta};
+      g.column = {key_panels_ + panel_at(j), dout_panels_ + panel_at(j), ones_, dlse_ + j * kTile, delta_ + j * kTile};
       g.words = words_;
       g.rows = b.count;
       g.columns = b.columns(j);
@@ -143,7 +148,7 @@ class Mutual : Head<T> {
   const MssaHead& columns_;
   const float middle_;
   float* share_;
-  float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *ratio_, *own_dout_panel_, *own_dout_rows_;
+  float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *dlse_, *ratio_, *own_dout_panel_, *own_dout_rows_;
   alignas(64) float ones_[kTile];
   alignas(64) float exact_[T::kPair == 1 ? 1 : kTile * kTile];
   Tile<T> weights_, gradients_;
@@ -157,8 +162,8 @@ void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const
   const MssaShares share = shares(p, rows.seqlen, partial + part * size);
   memset(share.as_key, 0, size * sizeof(float));
   LseExtent extent;
-  extent.add(rows);
-  extent.add(columns);
+  extent.add(rows, p.dtype);
+  extent.add(columns, p.dtype);
   const bool all_see = hides_none(p.mask) && rows.keep == nullptr && columns.keep == nullptr && !p.dropout;
   if (all_see && extent.safe()) {
     Mutual<T>(p, rows, columns, part, parts, 0.5f * (extent.least + extent.most)).run(arena, share.as_query);
@@ -167,6 +172,35 @@ void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const
   } else {
     Backward<T>(p, rows, part, parts).run_rows(arena, {nullptr, share.as_query});
     Backward<T>(p, columns, part, parts).run_rows(arena, {share.as_key, nullptr});
+  }
+}
+
+// Writes the product of each row of dout with the same row of out, summed as the products of tiles are: if one weight
+// makes up a row, out is that token, and the backward subtracts equal numbers.
+template <class T>
+void mssa_rectangular_delta(const MssaProblem& p, const MssaHead& head, Arena& arena, float* delta) {
+  [[maybe_unused]] const typename T::Registers registers;
+  const int64_t width = staging_width(p.head_dim);
+  float *staging, *dout_panel, *out_panel;
+  cut_arena(arena, [&](Scratch& s) {
+    staging = s.floats(kTile * width);
+    dout_panel = s.floats(panel_size<T>(p.head_dim));
+    out_panel = s.floats(panel_size<T>(p.head_dim));
+  });
+  const int rows = static_cast<int>(head.seqlen);
+  for (int first = 0; first < rows; first += kTile) {
+    const int count = in_block(rows, first / kTile);
+    int32_t token[kTile];
+    for (int n = 0; n < count; ++n) token[n] = first + n;
+    const auto pack = [&](const MssaView& view, float* panel) {
+      stage(view, p.dtype, p.head_dim, token, count, nullptr, width, staging);
+      pack_panel<T>(staging, width, p.head_dim, count, panel);
+    };
+    pack(head.dout, dout_panel);
+    pack(head.out, out_panel);
+    alignas(64) float dots[kTile];
+    dot_columns<T>(dout_panel, out_panel, channel_words<T>(p.head_dim), count, dots);
+    memcpy(delta + first, dots, count * sizeof(float));
   }
 }
 

@@ -9,10 +9,10 @@ namespace {
 
 constexpr int64_t kBlock = 64;  // rows of a tile
 
-// A range of tokens. dout, lse and delta are null for a forward.
+// A range of tokens. dout, lse, delta and dlse are null for a forward.
 struct Range {
   const Tensor& w;
-  const Tensor *dout, *lse, *delta;
+  const Tensor *dout, *lse, *delta, *dlse;
   const std::optional<Tensor>& mask;
   int64_t start;
 
@@ -46,6 +46,7 @@ MssaHead meet(const Range& queries, const Range& keys, bool itself, int64_t b, i
   if (keys.mask.has_value()) head.keep = static_cast<const uint8_t*>(keys.mask->data_ptr()) + b * keys.tokens();
   head.lse = floats(queries.lse);
   head.delta = floats(queries.delta);
+  head.dlse = floats(queries.dlse);
   return head;
 }
 
@@ -75,13 +76,14 @@ int64_t parts_of(int64_t heads, int64_t tokens) {
 MssaProblem rectangular_problem(const Tensor& rows, const MssaRectangularCall& call) {
   MssaProblem p = problem(rows, call.attention());
   p.result = Dtype::f32;
+  p.range = true;
   return p;
 }
 
 void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
   const MssaProblem p = rectangular_problem(rows, call);
-  const Range own = {rows, nullptr, &lse, nullptr, call.row_mask, call.row_start};
-  const Range others = {columns, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
+  const Range own = {rows, nullptr, &lse, nullptr, nullptr, call.row_mask, call.row_start};
+  const Range others = {columns, nullptr, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
   std::vector<MssaHead> heads = list_heads(own, others, call).rows;
   const MssaKernels& k = kernels(p);
   const int64_t count = static_cast<int64_t>(heads.size()), parts = parts_of(count, own.tokens());
@@ -91,11 +93,26 @@ void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, 
   });
 }
 
-void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor columns, Tensor column_dout, Tensor column_lse,
-              Tensor column_delta, MssaRectangularCall call, Tensor dw) {
+void find_delta(Tensor dout, Tensor out, Tensor delta) {
+  const MssaProblem p = problem(dout, MssaCall{});
+  const int64_t nheads = dout.size(1), tokens = dout.size(2);
+  const MssaKernels& k = kernels(p);
+  auto* const numbers = static_cast<float*>(delta.data_ptr());
+  for_each_task(dout.size(0) * nheads, [&](int64_t i, Arena& arena) {
+    MssaHead head = {};
+    head.seqlen = tokens;
+    head.dout = view(dout, false, i / nheads, i % nheads, 0);
+    head.out = view(out, false, i / nheads, i % nheads, 0);
+    k.rectangular_delta(p, head, arena, numbers + i * tokens);
+  });
+}
+
+void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns, Tensor column_dout,
+              Tensor column_lse, Tensor column_delta, Tensor column_dlse, MssaRectangularCall call, Tensor dw) {
   const MssaProblem p = rectangular_problem(rows, call);
-  const Range own = {rows, &dout, &lse, &delta, call.row_mask, call.row_start};
-  const Range others = {columns, &column_dout, &column_lse, &column_delta, call.column_mask, call.column_start};
+  const Range own = {rows, &dout, &lse, &delta, &dlse, call.row_mask, call.row_start};
+  const Range others = {columns,      &column_dout,     &column_lse,      &column_delta,
+                        &column_dlse, call.column_mask, call.column_start};
   Heads heads = list_heads(own, others, call);
   const MssaKernels& k = kernels(p);
   const int64_t count = static_cast<int64_t>(heads.rows.size());
@@ -129,11 +146,13 @@ void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor columns
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("mssa_rectangular_fwd(" CRATE_MSSA_RECTANGULAR_FWD ") -> ()");
+  m.def("mssa_rectangular_delta(" CRATE_MSSA_RECTANGULAR_DELTA ") -> ()");
   m.def("mssa_rectangular_bwd(" CRATE_MSSA_RECTANGULAR_BWD ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("mssa_rectangular_fwd", CRATE_BOX(&forward));
+  m.impl("mssa_rectangular_delta", CRATE_BOX(&find_delta));
   m.impl("mssa_rectangular_bwd", CRATE_BOX(&backward));
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 template <class T>
 const crate_kernels::MssaKernels kMssaKernels = {
-    mssa_forward<T>, mssa_backward<T>, mssa_combine, mssa_rectangular_backward<T>, mssa_decode, mssa_decode_combine};
+    mssa_forward<T>, mssa_backward<T>,   mssa_combine, mssa_rectangular_delta<T>, mssa_rectangular_backward<T>,
+    mssa_decode,     mssa_decode_combine};
 
 }  // namespace

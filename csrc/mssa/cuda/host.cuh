@@ -10,6 +10,8 @@ namespace crate_kernels {
 namespace plain {
 void forward(mssa::Problem problem, int32_t device);
 void backward(mssa::Problem problem, int32_t device);
+// Writes delta from g and out, summed in the backward's order.
+void find_delta(mssa::Problem problem, int32_t device);
 }  // namespace plain
 
 // Steps with a cache, whose new tokens are `problem.w`.

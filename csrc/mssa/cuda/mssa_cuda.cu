@@ -125,12 +125,24 @@ void forward_between(Tensor rows, Tensor columns, MssaRectangularCall call, Tens
   plain::forward(problem_of(rows, columns, call, out, lse), device);
 }
 
-void backward_between(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor columns, Tensor column_dout,
-                      Tensor column_lse, Tensor column_delta, MssaRectangularCall call, Tensor dw) {
+void delta_between(Tensor dout, Tensor out, Tensor delta) {
+  if (delta.numel() == 0) return;
+  const int32_t device = dout.get_device_index();
+  const OnDevice guard(device);
+  Problem problem = problem_of(dout, MssaCall{}, nullptr, out, delta);
+  problem.g = problem.w;
+  problem.delta = problem.lse;
+  plain::find_delta(problem, device);
+}
+
+void backward_between(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns,
+                      Tensor column_dout, Tensor column_lse, Tensor column_delta, Tensor column_dlse,
+                      MssaRectangularCall call, Tensor dw) {
   if (dw.numel() == 0) return;
   const int32_t device = rows.get_device_index();
   const OnDevice guard(device);
-  const Side own = {rows, dout, lse, delta}, others = {columns, column_dout, column_lse, column_delta};
+  const Side own = {rows, dout, lse, delta, dlse};
+  const Side others = {columns, column_dout, column_lse, column_delta, column_dlse};
   plain::backward(problem_of(own, others, call, dw), device);
 }
 
@@ -140,6 +152,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("cuda_mssa_fwd(" CRATE_MSSA_FWD ") -> ()");
   m.def("cuda_mssa_bwd(" CRATE_MSSA_BWD ", Tensor(b!) delta) -> ()");
   m.def("cuda_mssa_rectangular_fwd(" CRATE_MSSA_RECTANGULAR_FWD ") -> ()");
+  m.def("cuda_mssa_rectangular_delta(" CRATE_MSSA_RECTANGULAR_DELTA ") -> ()");
   m.def("cuda_mssa_rectangular_bwd(" CRATE_MSSA_RECTANGULAR_BWD ") -> ()");
   m.def("cuda_mssa_decode(" CRATE_MSSA_DECODE ", Tensor(e!)? part, Tensor(f!)? statistics) -> ()");
 }
@@ -148,6 +161,7 @@ STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
   m.impl("cuda_mssa_fwd", CRATE_BOX(&forward));
   m.impl("cuda_mssa_bwd", CRATE_BOX(&backward));
   m.impl("cuda_mssa_rectangular_fwd", CRATE_BOX(&forward_between));
+  m.impl("cuda_mssa_rectangular_delta", CRATE_BOX(&delta_between));
   m.impl("cuda_mssa_rectangular_bwd", CRATE_BOX(&backward_between));
   m.impl("cuda_mssa_decode", CRATE_BOX(&decode));
 }

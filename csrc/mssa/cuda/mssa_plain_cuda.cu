@@ -28,6 +28,12 @@ bool apart(const Problem& c) {
 
 }  // namespace
 
+void find_delta(Problem c, int32_t device) {
+  Launch l = launch_rows(c, device, kDeltaShared);
+  l.grid /= c.groups;
+  launch<mssa_plain_delta_kernel>(l, c);
+}
+
 // With levels, the forward writes what the backward needs of it, and nothing else.
 void forward(Problem c, int32_t device) {
   const Launch l = launch_rows(c, device, kForwardShared);
@@ -43,10 +49,9 @@ void backward(Problem c, int32_t device) {
   if (c.levels != nullptr) {
     forward(c, device);
   } else if (!apart(c)) {
-    Launch l = launch_rows(c, device, kDeltaShared);
+    if (c.products && c.seed == nullptr) find_delta(c, device);
+    Launch l = launch_rows(c, device, kMeasureShared);
     l.grid /= c.groups;
-    if (c.products && c.seed == nullptr) launch<mssa_plain_delta_kernel>(l, c);
-    l.shared_bytes = kMeasureShared;
     launch<mssa_plain_measure_kernel>(l, c);
   }
   const Launch l = launch_rows(c, device, kBackwardShared);

@@ -22,7 +22,7 @@ template <bool APART, class Tokens>
 CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
   if (row >= t.length) return {INFINITY, 0.0f, 0.0f, 0.0f};
   const int64_t n = t.row + row;
-  if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], 0.0f};
+  if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], c.others.dlse[n]};
   const float dlse = c.dlse != nullptr ? c.dlse[n] : 0.0f;
   if (c.levels != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.levels[n]};
   const float low = c.low == nullptr ? 0.0f : c.low[n];

@@ -50,12 +50,12 @@ inline int head_dim_of(const Tensor& w) {
 
 // Another range of the rows' sequence, which they meet instead of themselves. Places count from the sequence's start.
 struct Range {
-  Rows g;                    // gradient of its out
-  const float *lse, *delta;  // (sequences, nheads, count)
-  const uint8_t* keep;       // (sequences, count); null: every token is a key
-  int count, start;          // its tokens, and the place of the first
-  int row_start;             // place of the first row
-  int first_head, nheads;    // heads before those that are here, and all heads: dropout counts them
+  Rows g;                           // gradient of its out
+  const float *lse, *delta, *dlse;  // (sequences, nheads, count)
+  const uint8_t* keep;              // (sequences, count); null: every token is a key
+  int count, start;                 // its tokens, and the place of the first
+  int row_start;                    // place of the first row
+  int first_head, nheads;           // heads before those that are here, and all heads: dropout counts them
 };
 
 struct Problem {

@@ -22,7 +22,7 @@ inline Problem problem_of(const Tensor& rows, const Tensor& columns, const MssaR
 
 // Tokens of a range, and what a backward is given of them.
 struct Side {
-  const Tensor &w, &dout, &lse, &delta;
+  const Tensor &w, &dout, &lse, &delta, &dlse;
 };
 
 inline Problem problem_of(const Side& rows, const Side& columns, const MssaRectangularCall& call, const Tensor& dw) {
@@ -30,10 +30,12 @@ inline Problem problem_of(const Side& rows, const Side& columns, const MssaRecta
   p.dw = p.out;
   p.g = rows_of(rows.dout, false);
   p.delta = static_cast<float*>(rows.delta.data_ptr());
+  p.dlse = static_cast<const float*>(rows.dlse.data_ptr());
   p.keep = pointer<const uint8_t>(call.row_mask);
   p.others.g = rows_of(columns.dout, false);
   p.others.lse = static_cast<const float*>(columns.lse.data_ptr());
   p.others.delta = static_cast<const float*>(columns.delta.data_ptr());
+  p.others.dlse = static_cast<const float*>(columns.dlse.data_ptr());
   p.values = p.products = p.scores = true;
   return p;
 }

@@ -55,7 +55,7 @@ def _range(start, count, head_dim, dtype, padded):
     """Return a range of the tokens of 4 sequences, with the tensors of a backward."""
     w, numbers = _empty(4, 12, count, head_dim, dtype), torch.empty(4, 12, count, device="meta")
     mask = torch.empty(4, count, dtype=torch.bool, device="meta") if padded else None
-    return rectangular.Tokens(start, w, mask, w, numbers, numbers)
+    return rectangular.Tokens(start, w, mask, w, numbers, numbers, numbers)
 
 
 def between(backward, seqlen, head_dim, dtype=HALF, causal=False, padded=False, dropout_p=0.0):

@@ -88,18 +88,21 @@ def rectangular_gradient_loop(
     call: Any,
     keep: Callable[[int, int, int], bool] = lambda *_: True,
 ) -> Tensor:
-    """Add what each column, as key and as query, gives to dw of each row: (w, dout, lse, delta) of both are given."""
-    (w, dout, lse, delta), (others, other_dout, other_lse, other_delta) = rows, columns
+    """Add what each column, as key and as query, gives to dw of each row; both are (w, dout, lse, delta, dlse)."""
+    w, dout, lse, delta, dlse = rows
+    others, other_dout, other_lse, other_delta, other_dlse = columns
     dw = torch.zeros_like(w)
     for b, h, i, j in itertools.product(*map(range, (*w.shape[:3], others.shape[2]))):
         row, column, head = call.row_start + i, call.column_start + j, b * call.nheads + call.first_head + h
         score, mine, other = call.scale * float(w[b, h, i] @ others[b, h, j]), (b, h, i), (b, h, j)
         if _allowed(row, column, call.causal, call.column_mask, b, j):
             factor = keep(head, row, column) / (1 - call.dropout_p)
-            dscore = math.exp(score - lse[mine]) * (factor * float(dout[mine] @ others[other]) - float(delta[mine]))
+            shift = float(delta[mine] - dlse[mine])
+            dscore = math.exp(score - lse[mine]) * (factor * float(dout[mine] @ others[other]) - shift)
             dw[mine] += call.scale * dscore * others[other]
         if _allowed(column, row, call.causal, call.row_mask, b, i):
             factor, weight = keep(head, column, row) / (1 - call.dropout_p), math.exp(score - other_lse[other])
-            dscore = weight * (factor * float(other_dout[other] @ w[mine]) - float(other_delta[other]))
+            shift = float(other_delta[other] - other_dlse[other])
+            dscore = weight * (factor * float(other_dout[other] @ w[mine]) - shift)
             dw[mine] += factor * weight * other_dout[other] + call.scale * dscore * others[other]
     return dw

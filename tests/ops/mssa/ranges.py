@@ -46,6 +46,9 @@ CASES = {
     "negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.3}),
     "many-channels": Ranges(((0, 20), (20, 37)), {"causal": True}, head_dim=72),
     "far-norms": Ranges(((0, 40), (40, 75)), {}, spread=4.0),
+    # Each token has all of its own weight: what a backward subtracts from its products must be equal to the bit.
+    "saturated": Ranges(((0, 40), (40, 75)), {}, head_dim=64, spread=4.0),
+    "causal-saturated": Ranges(THREE, {"causal": True}, head_dim=48, spread=4.0),
 }
 
 
@@ -79,8 +82,8 @@ def together(case, w, dout, dlse, mask, backend):
         rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
     out = out.to(w.dtype)
     dw = torch.zeros_like(w, dtype=torch.float32)
-    delta = (dout.float() * out.float()).sum(-1) - dlse
-    for rows, columns in itertools.product(ranges(dout, lse, delta), ranges(dout, lse, delta)):
+    numbers = dout, lse, rectangular.delta(dout, out, backend), dlse
+    for rows, columns in itertools.product(ranges(*numbers), ranges(*numbers)):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
     return {"out": out, "lse": lse, "dw": dw}
 

@@ -85,7 +85,10 @@ def mask_of(padded, seqlen):
 
 
 def drawn(case, dtype, device="cpu"):
-    """Return the rows, the columns and the call; lse and delta are those of the whole sequence, rounded to fp32."""
+    """Return the rows, the columns and the call.
+
+    lse and delta are those of the whole sequence, rounded to fp32; dlse is drawn.
+    """
     shape = 2, 2, case.seqlen, case.head_dim
     w, dout = (randn(*shape, seed=seed).to(device, dtype) for seed in (0, 1))
     w = w * case.magnitude
@@ -101,12 +104,14 @@ def drawn(case, dtype, device="cpu"):
     mask = None if mask is None else mask.to(device)
     whole = Tokens(0, w.double(), mask)
     out, lse = forward(whole, whole, call, "composite")
-    every = Tokens(0, w, mask, dout, lse.float(), (dout.double() * out).sum(-1).float())
+    dlse = randn(*shape[:3], seed=2).to(device, torch.float32)
+    every = Tokens(0, w, mask, dout, lse.float(), (dout.double() * out).sum(-1).float(), dlse)
     return every.part(slice(*case.rows)), every.part(slice(*case.columns)), call
 
 
 def in_dtype(tokens, dtype):
-    """Return the same tokens in another dtype, lse and delta in that of its statistics."""
+    """Return the same tokens in another dtype, lse, delta and dlse in that of its statistics."""
     stat = torch.float64 if dtype == torch.float64 else torch.float32
-    dout, lse, delta = tokens.gradients()
-    return tokens._replace(w=tokens.w.to(dtype), dout=dout.to(dtype), lse=lse.to(stat), delta=delta.to(stat))
+    dout, *numbers = tokens.gradients()
+    numbers = dict(zip(("lse", "delta", "dlse"), (t.to(stat) for t in numbers), strict=True))
+    return tokens._replace(w=tokens.w.to(dtype), dout=dout.to(dtype), **numbers)

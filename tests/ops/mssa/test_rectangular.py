@@ -87,9 +87,9 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
 
-    delta = (dout * out).sum(-1) - dlse
+    delta = rectangular.delta(dout, out, "composite")
     total = torch.zeros_like(w)
-    sides = [tokens(*place, *parts) for place, parts in ranges(cuts, dout, lse, delta)]
+    sides = [tokens(*place, *parts) for place, parts in ranges(cuts, dout, lse, delta, dlse)]
     for own, other in itertools.product(sides, sides):
         total[:, :, own.start : own.stop] += rectangular.backward(own, other, call, "composite")
     torch.testing.assert_close(total, dw, **EXACT)
@@ -134,7 +134,7 @@ def test_composite_is_the_loops(name):
 def test_products_are_counted():
     """Causal ranges count what they see; all ranges of a sequence together, what one process counts."""
     w, rest = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
-    early, late = (Tokens(start, w, None, w, rest, rest) for start in (0, 8))
+    early, late = (Tokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
     with FlopCounterMode(display=False) as counter:
         for rows, columns in itertools.product((early, late), (early, late)):
             rectangular.forward(rows, columns, Call(causal=True), "composite")

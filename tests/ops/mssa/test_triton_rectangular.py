@@ -12,7 +12,7 @@ if "triton" not in kernels("mssa.rectangular"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 # The interpreter takes a second or more for a case: those here reach every branch of the kernels.
-QUICK = ("full", "causal-padded", "causal-dropout")
+QUICK = ("full", "causal-padded", "causal-dropout", "saturated")
 TOGETHER = [
     pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.exhaustive)
     for name, case in ranges.CASES.items()

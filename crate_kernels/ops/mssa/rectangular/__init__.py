@@ -2,11 +2,11 @@
 
 ``rows`` and ``columns`` are ranges of the sequence's tokens, w of both the same projection. Results of several ranges
 of columns are put together by their lse. The backward gives what the columns add to the gradient of the rows, as
-queries and keys at once (docs/mssa.md): with everybody's w, dout, lse and delta, each range of tokens is completed
-where it is, and nothing is added up over processes.
+queries and keys at once (docs/mssa.md): with everybody's w, dout, lse, delta and dlse, each range of tokens is
+completed where it is, and nothing is added up over processes.
 """
 
 from crate_kernels.ops.mssa.rectangular.call import Call, Tokens, sees
-from crate_kernels.ops.mssa.rectangular.op import PART, backward, forward, merge_
+from crate_kernels.ops.mssa.rectangular.op import PART, backward, delta, forward, merge_
 
-__all__ = ["PART", "Call", "Tokens", "backward", "forward", "merge_", "sees"]
+__all__ = ["PART", "Call", "Tokens", "backward", "delta", "forward", "merge_", "sees"]

@@ -18,7 +18,8 @@ class Tokens(NamedTuple):
         key_padding_mask: (batch, tokens) bool, True = keep; None keeps all.
         dout: gradient of the output, in w's shape and dtype; for the backward, as all below.
         lse: (batch, nheads, tokens), over all keys of the sequence, in fp32 or better.
-        delta: sum over channels of dout * out, less the gradient of lse; in lse's shape and dtype.
+        delta: sum over channels of dout * out, in lse's shape and dtype, as the backend's ``delta`` rounds it.
+        dlse: gradient of lse, in its shape and dtype.
     """
 
     start: int
@@ -27,6 +28,7 @@ class Tokens(NamedTuple):
     dout: Tensor | None = None
     lse: Tensor | None = None
     delta: Tensor | None = None
+    dlse: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -38,17 +40,18 @@ class Tokens(NamedTuple):
         """Places in the sequence, (tokens,) int64."""
         return torch.arange(self.start, self.stop, device=self.w.device)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dout, lse and delta, which a backward needs."""
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return dout, lse, delta and dlse, which a backward needs."""
         assert self.dout is not None
         assert self.lse is not None
         assert self.delta is not None
-        return self.dout, self.lse, self.delta
+        assert self.dlse is not None
+        return self.dout, self.lse, self.delta, self.dlse
 
     def part(self, place: slice) -> Tokens:
         """Return some of the tokens."""
         mask = self.key_padding_mask
-        rest = (None if t is None else t[:, :, place] for t in (self.dout, self.lse, self.delta))
+        rest = (None if t is None else t[:, :, place] for t in (self.dout, self.lse, self.delta, self.dlse))
         return Tokens(self.start + place.start, self.w[:, :, place], None if mask is None else mask[:, place], *rest)
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Tokens]]:
@@ -96,7 +99,7 @@ class Call(NamedTuple):
         )
 
     def tokens(self, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> tuple[Tokens, Tokens]:
-        """Return the ranges of this call; either has w and, for a backward, dout, lse and delta."""
+        """Return the ranges of this call; either has w and, for a backward, dout, lse, delta and dlse."""
         w, *rest = rows
         others, *other_rest = columns
         return (

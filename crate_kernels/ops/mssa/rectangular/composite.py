@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, philox
@@ -12,6 +13,7 @@ from crate_kernels.ops.mssa.rectangular.call import Call, Tokens, sees
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
 _CHUNK_ELEMENTS = 1 << 24
+_DELTA_ROWS = 64  # rows that are multiplied with each other, for the diagonal alone
 
 
 def _chunks(rows: Tokens, columns: Tokens) -> Iterator[tuple[slice, Tokens]]:
@@ -69,30 +71,41 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out``, in fp32 or better.
+
+    The diagonal of a product as the backward's is summed in its order: where one weight is all, they cancel.
+    """
+    dtype, rows = operator.stat_dtype(dout.dtype), dout.shape[2]
+    # Whole blocks: a product of fewer rows may be summed in another order.
+    g, o = (F.pad(t.to(dtype), (0, 0, 0, -rows % _DELTA_ROWS)).unflatten(2, (-1, _DELTA_ROWS)) for t in (dout, out))
+    return (g @ o.mT).diagonal(dim1=-2, dim2=-1).flatten(2)[:, :, :rows].contiguous()
+
+
 def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32 or better."""
     dtype = operator.stat_dtype(rows.w.dtype)
     dw = rows.w.new_zeros(rows.w.shape, dtype=dtype)
     if not (sees(rows, columns, call) or sees(columns, rows, call)):
         return dw
-    dcolumns, column_lse, column_delta = columns.gradients()
+    dcolumns, column_lse, column_delta, column_dlse = columns.gradients()
     others, dothers = columns.w.to(dtype), dcolumns.to(dtype)
     for place, chunk in _chunks(rows, columns):
-        dout, lse, delta = chunk.gradients()
+        dout, lse, delta, dlse = chunk.gradients()
         w, dout = chunk.w.to(dtype), dout.to(dtype)
         scores = call.scale * (w @ others.mT)
         dscores = torch.zeros_like(scores)
         if sees(chunk, columns, call):
             weights = (_hide(scores, chunk, columns, call) - _finite(lse).unsqueeze(-1)).exp_()
             dweights = _times(dout @ others.mT, _factor(chunk, columns, call, dtype))
-            dscores += weights * (dweights - delta.unsqueeze(-1))
+            dscores += weights * (dweights - delta.unsqueeze(-1) + dlse.unsqueeze(-1))
         if sees(columns, chunk, call):
             # Transposed: the columns are the queries, the rows their keys.
             hidden = _hide(scores.mT, columns, chunk, call)
             weights = (hidden - _finite(column_lse).unsqueeze(-1)).exp_()
             factor = _factor(columns, chunk, call, dtype)
             dweights = _times(dothers @ w.mT, factor)
-            dscores += (weights * (dweights - column_delta.unsqueeze(-1))).mT
+            dscores += (weights * (dweights - column_delta.unsqueeze(-1) + column_dlse.unsqueeze(-1))).mT
             dw[:, :, place] = _times(weights, factor).mT @ dothers
         dw[:, :, place] += call.scale * (dscores @ others)
     return dw

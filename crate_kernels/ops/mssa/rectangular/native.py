@@ -36,6 +36,14 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out``, summed as the backward's are."""
+    lib = _library(dout)
+    delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
+    lib.mssa_rectangular_delta(dout, out, delta)
+    return delta
+
+
 def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
     lib = _library(rows.w)
@@ -44,7 +52,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
         return dw.zero_()
     sides = []
     for side in (rows, columns):
-        dout, lse, delta = side.gradients()
-        sides += [side.w, dout, lse.contiguous(), delta.contiguous()]
+        dout, *numbers = side.gradients()
+        sides += [side.w, dout, *(t.contiguous() for t in numbers)]
     lib.mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
     return dw

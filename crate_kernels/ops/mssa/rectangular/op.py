@@ -1,6 +1,8 @@
-"""The op boundary of the attention of rows to columns. A kernel module defines forward and backward of two ``Tokens``.
+"""The op boundary of the attention of rows to columns.
 
-Each returns fp32 or better, in the rows' shapes and contiguous: results of several columns are added up afterwards.
+A kernel module defines forward and backward of two ``Tokens``, and the delta of some rows, which the backward subtracts
+from its own products. Each returns fp32 or better, in the rows' shapes and contiguous: results of several columns are
+added up afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
 
 PART = "mssa.rectangular"
 backends.add_part(PART)
-for _function in ("forward", "backward"):
+for _function in ("forward", "delta", "backward"):
     backends.PUBLIC[PART, _function] = "mssa"
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
 
@@ -25,14 +27,22 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return backends.run(PART, "forward", backend, rows, *call.tokens((rows,), (columns,)), call)
 
 
+def _run_delta(dout: Tensor, out: Tensor, backend: str) -> Tensor:
+    return backends.run(PART, "delta", backend, dout, dout, out)
+
+
 def _run_backward(*args: Any) -> Tensor:
     tensors, call, backend = operator.split(Call, args)
-    return backends.run(PART, "backward", backend, tensors[0], *call.tokens(tensors[:4], tensors[4:]), call)
+    return backends.run(PART, "backward", backend, tensors[0], *call.tokens(tensors[:5], tensors[5:]), call)
 
 
 def _fake_forward(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = rows.new_empty(rows.shape, dtype=operator.stat_dtype(rows.dtype))
     return out, out.new_empty(rows.shape[:3])
+
+
+def _fake_delta(dout: Tensor, out: Tensor, backend: str) -> Tensor:
+    return dout.new_empty(dout.shape[:3], dtype=operator.stat_dtype(dout.dtype))
 
 
 def _fake_backward(rows: Tensor, *_: Any) -> Tensor:
@@ -66,10 +76,13 @@ mssa_rectangular_fwd = operator.define(
     _fake_forward,
     flops=lambda *args, out_shape=None, **_: _flops(args, 2, 0),
 )
+mssa_rectangular_delta = operator.define(
+    "mssa_rectangular_delta(Tensor dout, Tensor out, str backend) -> Tensor", _run_delta, _fake_delta
+)
 # Over all ranges of a sequence the products add up to the five of the whole backward.
 mssa_rectangular_bwd = operator.define(
-    "mssa_rectangular_bwd(Tensor rows, Tensor dout, Tensor lse, Tensor delta, "
-    f"Tensor columns, Tensor column_dout, Tensor column_lse, Tensor column_delta, {_OPTIONS}) -> Tensor",
+    "mssa_rectangular_bwd(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns, "
+    f"Tensor column_dout, Tensor column_lse, Tensor column_delta, Tensor column_dlse, {_OPTIONS}) -> Tensor",
     _run_backward,
     _fake_backward,
     flops=lambda *args, out_shape=None, **_: _flops(args, 2, 3),
@@ -79,6 +92,14 @@ mssa_rectangular_bwd = operator.define(
 def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone; a row without a key gives 0 and -inf."""
     return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
+
+
+def delta(dout: Tensor, out: Tensor, backend: str) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out``, as the backward's products are rounded.
+
+    Where one weight is all, ``out`` is its token, and what the backward subtracts from each other is equal.
+    """
+    return mssa_rectangular_delta(dout, out, backend)
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:

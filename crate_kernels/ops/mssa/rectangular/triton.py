@@ -77,8 +77,8 @@ def _mssa_rectangular_fwd_kernel(
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=[*_SIZES, "num_j", "num_m"])
 def _mssa_rectangular_bwd_kernel(
-    w, g, dw, lse_ptr, delta_ptr, row_mask_ptr,
-    others, other_g, other_lse_ptr, factor_ptr, other_delta_ptr, extent_ptr,
+    w, g, dw, lse_ptr, delta_ptr, dlse_ptr, row_mask_ptr,
+    others, other_g, other_lse_ptr, factor_ptr, other_delta_ptr, other_dlse_ptr, extent_ptr,
     nheads, rows, columns, offset, start, first_head, all_heads, call, num_j, num_m,
     BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
@@ -87,14 +87,16 @@ def _mssa_rectangular_bwd_kernel(
     start_j = pid % num_j * BLOCK_J
     head = find_head(pid // num_j, nheads, rows)
     at = head.row
-    own = Inputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, lse_ptr)
+    dlse_at = dlse_ptr + at if TERMS.HAS_DLSE else lse_ptr
+    own = Inputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, dlse_at)
     end = offset + rows
     scores = _scores_of_range(head, end, start, rows, first_head, all_heads, row_mask_ptr, call, FORM)
     own = load_block(own, scores, start_j, rows, BLOCK_J, FORM, TERMS, offset)
 
     at = find_head(pid // num_j, nheads, columns).row
     w, g = tokens_of(head, others), tokens_of(head, other_g)
-    inputs = Inputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, other_lse_ptr)
+    dlse_at = other_dlse_ptr + at if TERMS.HAS_DLSE else other_lse_ptr
+    inputs = Inputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -167,13 +169,46 @@ def _mask(tokens: Tokens) -> Tensor:
     return mask.contiguous()
 
 
+_DELTA_ROWS = 32  # rows per program of delta.py
+
+
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out``, as the backward's are summed."""
+    delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
+    if delta.numel() == 0:
+        return delta
+    sizes = Launch(dout, whole.Call())
+    num_m = sizes.blocks(_DELTA_ROWS)
+    with launch.guard(dout.device):
+        launch.run(
+            _mssa_bwd_delta_kernel,
+            sizes.heads * num_m,
+            g=strided(dout),
+            out=strided(out),
+            w=strided(dout),  # not read
+            lse_ptr=None,
+            factor_ptr=None,
+            delta_ptr=delta,
+            extent_ptr=None,
+            num_m=num_m,
+            **sizes.arguments(),
+            DELTA="out",
+            FORM=sizes.form(_DELTA_ROWS, _DELTA_ROWS),
+        )
+    return delta
+
+
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout
-_EXTENT_ROWS = 32  # rows per program of delta.py
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32."""
-    w, (dout, lse, delta), (column_dout, column_lse, column_delta) = rows.w, rows.gradients(), columns.gradients()
+    w, (dout, lse, delta, dlse) = rows.w, rows.gradients()
+    column_dout, column_lse, column_delta, column_dlse = columns.gradients()
+    # In 16 bits the rounding of delta - dlse is nothing, and one number in place of two saves registers.
+    apart = w.dtype == torch.float32
+    if not apart:
+        delta, column_delta = delta - dlse, column_delta - column_dlse
     dw = w.new_empty(w.shape, dtype=torch.float32)
     if dw.numel() == 0:
         return dw
@@ -185,7 +220,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     block_i = config.pop("BLOCK_I")
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
-    num_j, num_m = cdiv(w.shape[2], config["BLOCK_J"]), sizes.blocks(_EXTENT_ROWS)
+    num_j, num_m = cdiv(w.shape[2], config["BLOCK_J"]), sizes.blocks(_DELTA_ROWS)
     form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
     others, column_lse = strided(columns.w), column_lse.contiguous()
     numbers = {
@@ -206,7 +241,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
                 **numbers,
                 **sizes.arguments(),
                 DELTA="",
-                FORM=form.unmasked._replace(BLOCK=_EXTENT_ROWS, TAIL=_EXTENT_ROWS),
+                FORM=form.unmasked._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS),
             )
         launch.run(
             _mssa_rectangular_bwd_kernel,
@@ -217,15 +252,17 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
             dw=strided(dw),
             lse_ptr=lse.contiguous(),
             delta_ptr=delta.contiguous(),
+            dlse_ptr=dlse.contiguous() if apart else None,
             row_mask_ptr=_mask(rows) if padded else None,
             others=others,
             other_g=strided(column_dout),
             other_lse_ptr=column_lse,
             other_delta_ptr=column_delta.contiguous(),
+            other_dlse_ptr=column_dlse.contiguous() if apart else None,
             **numbers,
             num_j=num_j,
             FORM=form._replace(APART=True),
-            TERMS=Terms(VALUES=True, SCORES=True, PRODUCTS=True, DERIVED=derived),
+            TERMS=Terms(VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=apart, DERIVED=derived),
             **config,
         )
     return dw

@@ -67,8 +67,9 @@ def _mssa_bwd_delta_kernel(
 ):  # fmt: skip
     """Write exp(-lse) of every row, the largest |lse| of every FORM.BLOCK rows, and delta by DELTA, unless that is "".
 
-    "out": the product of g and out; "weights": the sum over the row's weights. "threshold": what a forward compares
-    its weights with, in place of delta, and the maximum that they are below, in place of exp(-lse).
+    Without lse, delta alone. "out": the product of g and out; "weights": the sum over the row's weights. "threshold":
+    what a forward compares its weights with, in place of delta, and the maximum that they are below, in place of
+    exp(-lse).
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
@@ -97,6 +98,8 @@ def _mssa_bwd_delta_kernel(
             own = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
+    if lse_ptr is None:
+        return
     base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
     tl.store(factor_ptr + head.row + offs_m, shared_factor(base), mask=mask_m)
     tl.store(extent_ptr + pid, tl.max(tl.abs(base), 0))
