@@ -1,15 +1,18 @@
 """Matrix products on CPUs: by which of PyTorch's libraries, and in which dtype. Most of a model's time are products.
 
-PyTorch multiplies float32 by its BLAS, MKL in its builds for x86, which leaves half of the width of an AMD processor
-with AVX-512 unused; oneDNN does not, and is slower elsewhere. In 16 bits, where the processor has no arithmetic for
-them, PyTorch multiplies number by number, and it pays to convert. So it does, by less, on an Intel processor that has
-AVX512-BF16 and not AMX: a dot product of bfloat16 pairs starts every second clock there, and two float32 multiply-adds
-start in each. GFLOP/s of a product of (384, 384) matrices by one thread, and of two threads for 16 bits:
+PyTorch multiplies float32 by its BLAS, MKL in its builds for x86, which leaves half of the width of an AMD Zen 5 with
+AVX-512 unused, and a little of a Zen 4; oneDNN does not, and is slower elsewhere. It wants rows on the left, which a
+sum over tokens does not have there: PyTorch then copies by one thread, 8 GB/s on a Zen 4, and the extension transposes
+at 28 GB/s. In 16 bits, where the processor has no arithmetic for them, PyTorch multiplies number by number, and it pays
+to convert. So it does, by less, on an Intel processor that has AVX512-BF16 and not AMX: a dot product of bfloat16 pairs
+starts every second clock there, and two float32 multiply-adds start in each. GFLOP/s of a product of (384, 384)
+matrices by one thread, and of two threads for 16 bits:
 
 ============================= ==== ======= ==================== ========================
 processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via float32
 ============================= ==== ======= ==================== ========================
 AMD Zen 5 (AVX512-BF16)       101  226     940-955              not taken: 220-440
+AMD Zen 4 (AVX512-BF16)       104  112     420-440              not taken
 AMD Zen 3 (AVX2)              68   51-60   2-23                 70-104
 Intel Emerald Rapids, no AMX  160  not     165                  180-310
                                    taken
@@ -27,6 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from crate_kernels._native import extension
 
 
 class Detour(NamedTuple):
@@ -102,7 +107,29 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (right.is_contiguous() or right.t().is_contiguous()):
         right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
     assert _library is not None
-    return _library(left, right, bias, "none", [], "")
+    if bias is None and _is_transposed(left) and _is_transposed(right) and _spares(left, right):
+        return _transposed(_library(_transposed(right.t()), left, None, "none", [], ""))
+    return _library(_transposed(left.t()) if _is_transposed(left) else left, right, bias, "none", [], "")
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    """Tell whether this is the transpose of rows, and `_transposed` can make rows of it."""
+    return (
+        extension.PATH is not None and matrix.dim() == 2 and not matrix.is_contiguous() and matrix.t().is_contiguous()
+    )
+
+
+def _transposed(rows: Tensor) -> Tensor:
+    """Return the transpose of contiguous rows as rows."""
+    out = rows.new_empty(rows.shape[::-1])
+    extension.library(rows.device).transpose(rows, out)
+    return out
+
+
+def _spares(left: Tensor, right: Tensor) -> bool:
+    """Tell whether to transpose ``right`` and the result is less work than to transpose ``left``."""
+    (m, k), n = left.shape, right.shape[0]
+    return n * (k + m) < m * k
 
 
 def _in_float32(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,5 @@
-// The CPU ops of sparse coding: all passes except PyTorch's products, cut into tasks.
+// The CPU ops of sparse coding: all passes except PyTorch's products, cut into tasks. And the transpose of a matrix,
+// for all operators' products.
 #include <algorithm>
 #include <optional>
 
@@ -41,30 +42,37 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> ga
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { k.update(u, begin, end); });
 }
 
-const float* square_of_floats(const Tensor& t, const char* name, int64_t dim) {
-  const Operand a = operand(t, name, dim * dim);
+float* floats(const Tensor& t, const char* name, int64_t numel) {
+  const Operand a = operand(t, name, numel);
   STD_TORCH_CHECK(a.dtype == Dtype::f32, name, " must be float32, got scalar type ", static_cast<int>(t.scalar_type()));
-  return static_cast<const float*>(a.data);
+  return static_cast<float*>(a.data);
 }
 
-void for_each_band(void (*kernel)(const IstaSquare&, int64_t), const IstaSquare& s) {
-  const int64_t bands = (s.dim + kIstaBand - 1) / kIstaBand;
-  const int64_t together = std::max<int64_t>(1, kGrain / (s.dim * kIstaBand + 1));
+template <class Pass>
+void for_each_band(void (*kernel)(const Pass&, int64_t), const Pass& pass, int64_t rows, int64_t columns) {
+  const int64_t bands = (rows + kIstaBand - 1) / kIstaBand;
+  const int64_t together = std::max<int64_t>(1, kGrain / (columns * kIstaBand + 1));
   for_each_task((bands + together - 1) / together, [&](int64_t i, Arena&) {
-    for (int64_t band = i * together; band < std::min((i + 1) * together, bands); ++band) kernel(s, band);
+    for (int64_t band = i * together; band < std::min((i + 1) * together, bands); ++band) kernel(pass, band);
   });
 }
 
 void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
   const int64_t dim = a.size(0);
-  for_each_band(kernels().subtract_symmetric,
-                {square_of_floats(a, "a", dim), square_of_floats(b, "b", dim), operand(out, "out", dim * dim), dim});
+  const IstaSquare s = {floats(a, "a", dim * dim), floats(b, "b", dim * dim), operand(out, "out", dim * dim), dim};
+  for_each_band(kernels().subtract_symmetric, s, dim, dim);
 }
 
 void add_transposed(Tensor a, Tensor out) {
   const int64_t dim = a.size(0);
-  for_each_band(kernels().add_transposed,
-                {square_of_floats(a, "a", dim), nullptr, operand(out, "out", dim * dim), dim});
+  const IstaSquare s = {floats(a, "a", dim * dim), nullptr, operand(out, "out", dim * dim), dim};
+  for_each_band(kernels().add_transposed, s, dim, dim);
+}
+
+void transpose(Tensor a, Tensor out) {
+  const int64_t rows = a.size(0), columns = a.size(1);
+  const IstaTranspose t = {floats(a, "a", rows * columns), floats(out, "out", rows * columns), rows, columns};
+  for_each_band(kernels().transpose, t, rows, columns);
 }
 
 }  // namespace
@@ -75,12 +83,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
       "Tensor(a!) out) -> ()");
   m.def("ista_subtract_symmetric(Tensor a, Tensor b, Tensor(a!) out) -> ()");
   m.def("ista_add_transposed(Tensor a, Tensor(a!) out) -> ()");
+  m.def("transpose(Tensor a, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("ista_update", TORCH_BOX(&update));
   m.impl("ista_subtract_symmetric", TORCH_BOX(&subtract_symmetric));
   m.impl("ista_add_transposed", TORCH_BOX(&add_transposed));
+  m.impl("transpose", TORCH_BOX(&transpose));
 }
 
 }  // namespace crate_kernels

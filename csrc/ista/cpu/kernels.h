@@ -21,7 +21,14 @@ struct IstaSquare {
   int64_t dim;
 };
 
-// Rows of a square matrix per task. Products that compute one half of a symmetric matrix have the same bands.
+// An fp32 matrix, `rows` contiguous rows of `columns`, and room for its transpose.
+struct IstaTranspose {
+  const float* in;
+  float* out;
+  int64_t rows, columns;
+};
+
+// Rows of a matrix per task. Products that compute one half of a symmetric matrix have the same bands.
 constexpr int64_t kIstaBand = 16;
 
 struct IstaKernels {
@@ -31,6 +38,8 @@ struct IstaKernels {
   void (*subtract_symmetric)(const IstaSquare&, int64_t band);
   // Band `band` of out = a + a^T.
   void (*add_transposed)(const IstaSquare&, int64_t band);
+  // Band `band` of the rows, as columns of the output.
+  void (*transpose)(const IstaTranspose&, int64_t band);
 };
 
 extern const IstaKernels ista_portable, ista_avx2, ista_avx512;

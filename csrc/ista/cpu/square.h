@@ -1,12 +1,14 @@
-// Passes over (dim, dim) matrices that read one matrix transposed, tile by tile.
+// Passes over matrices that read one transposed, tile by tile.
 #pragma once
 
+#include "../../common/cpu/transpose.h"
 #include "elementwise.h"
 
 namespace {
 namespace ista {
 
 using crate_kernels::IstaSquare;
+using crate_kernels::IstaTranspose;
 
 constexpr int kBand = crate_kernels::kIstaBand;
 
@@ -19,13 +21,23 @@ CRATE_INLINE int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// tile[r][c] = m[column + c][row + r]: reads whole lines, and transposes in the cache.
-CRATE_INLINE void load_transposed(const float* m, int64_t dim, int64_t row, int64_t column, Tile& tile) {
-  const int64_t rows = least(kBand, dim - row), columns = least(kBand, dim - column);
-  for (int64_t c = 0; c < columns; ++c) {
-    const float* const line = m + (column + c) * dim + row;
-    for (int64_t r = 0; r < rows; ++r) tile.at[r][c] = line[r];
+// out[c][r] = in[r][c] for r < rows <= kBand and c < columns. A line of `out` is written at once.
+CRATE_INLINE void transpose_rows(const float* in, int64_t in_stride, int64_t rows, int64_t columns, float* out,
+                                 int64_t out_stride) {
+  const int64_t whole = rows == kBand ? columns / kLanes * kLanes : 0;
+  for (int64_t c = 0; c < whole; c += kLanes) {
+    for (int64_t r = 0; r < kBand; r += kLanes) {
+      transpose_block(in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
+    }
   }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = whole; c < columns; ++c) out[c * out_stride + r] = in[r * in_stride + c];
+  }
+}
+
+void transpose(const IstaTranspose& t, int64_t band) {
+  const int64_t row = band * kBand;
+  transpose_rows(t.in + row * t.columns, t.columns, least(kBand, t.rows - row), t.columns, t.out + row, t.rows);
 }
 
 // out[row][column + c] = a[row][column + c] + sign * b[c] for c < n <= kSegment.
@@ -40,9 +52,10 @@ CRATE_INLINE void combine(const IstaSquare& s, int64_t row, int64_t column, int 
 
 CRATE_INLINE void combine_transposed(const IstaSquare& s, int64_t row, int64_t column, float sign, const float* b) {
   Tile tile;
-  load_transposed(b, s.dim, row, column, tile);
+  const int64_t rows = least(kBand, s.dim - row);
   const int n = static_cast<int>(least(kBand, s.dim - column));
-  for (int64_t r = 0; r < least(kBand, s.dim - row); ++r) combine(s, row + r, column, n, sign, tile.at[r]);
+  transpose_rows(b + column * s.dim + row, s.dim, n, rows, tile.at[0], kBand);
+  for (int64_t r = 0; r < rows; ++r) combine(s, row + r, column, n, sign, tile.at[r]);
 }
 
 void subtract_symmetric(const IstaSquare& s, int64_t band) {

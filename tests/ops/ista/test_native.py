@@ -1,5 +1,6 @@
 """Sparse coding by the C++ extension: levels, tails, strides, threads, and the products it chooses among."""
 
+import itertools
 import threading
 
 import pytest
@@ -98,6 +99,17 @@ def test_of_the_symmetric_product_the_upper_half_is_read(name, level):
         out = torch.empty_like(a)
         torch.ops.crate_kernels_C.ista_subtract_symmetric(a, b.masked_fill(below, torch.nan), out)
         torch.testing.assert_close(out, a - torch.where(below, b.T, b), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_matrix_is_transposed(name, level, threads):
+    """Whole bands of 16 rows and blocks of 4 to 16 columns, what is left of either, and several tasks."""
+    level(name)
+    threads(2)
+    for rows, columns in itertools.product((0, 1, 15, 16, 17, 33, 700), (0, 1, 3, 16, 21, 64, 130)):
+        matrix, out = randn(rows, columns).float(), torch.full((columns, rows), torch.nan)
+        torch.ops.crate_kernels_C.transpose(matrix, out)
+        assert torch.equal(out, matrix.T), (rows, columns)
 
 
 @pytest.mark.parametrize("special", ["", "tied"])
@@ -201,6 +213,10 @@ def test_arguments_that_python_should_have_caught():
         ops.ista_update(t, None, None, 1.0, 0.0, False, torch.zeros(4, 8)[:, ::2])
     with pytest.raises(RuntimeError, match="a must be float32, got scalar type"):
         ops.ista_add_transposed(t.half(), t)
+    with pytest.raises(RuntimeError, match="a must be contiguous"):
+        ops.transpose(torch.zeros(4, 8)[:, ::2], t)
+    with pytest.raises(RuntimeError, match="out must have 12 elements, got 16"):
+        ops.transpose(torch.zeros(3, 4), t)
 
 
 @pytest.mark.parametrize("tokens", [300, 2000])

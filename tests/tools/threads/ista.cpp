@@ -17,4 +17,5 @@ void run_ista(ScalarType dtype) {
   subtract_symmetric(a, b, Tensor(dtype, {dim, dim}));
   subtract_symmetric(a, b, a);
   add_transposed(a, Tensor(dtype, {dim, dim}));
+  transpose(product, Tensor(ScalarType::Float, {dim, rows}));
 }

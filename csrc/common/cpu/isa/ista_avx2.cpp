@@ -5,7 +5,7 @@
 #include "../../../ista/cpu/square.h"
 
 namespace crate_kernels {
-extern const IstaKernels ista_avx2 = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+extern const IstaKernels ista_avx2 = {ista::update, ista::subtract_symmetric, ista::add_transposed, ista::transpose};
 }  // namespace crate_kernels
 
 #endif

@@ -3,5 +3,6 @@
 #include "../../../ista/cpu/square.h"
 
 namespace crate_kernels {
-extern const IstaKernels ista_portable = {ista::update, ista::subtract_symmetric, ista::add_transposed};
+extern const IstaKernels ista_portable = {ista::update, ista::subtract_symmetric, ista::add_transposed,
+                                          ista::transpose};
 }  // namespace crate_kernels
