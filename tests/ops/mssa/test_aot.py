@@ -1,5 +1,7 @@
 """Every kind of kernel of mssa compiles for every kind of GPU, within its budget; ``make aot`` compiles them all."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
+from crate_kernels.ops.mssa.triton.tile import split_dims  # noqa: E402  # only where Triton compiles
 from tests.ops.mssa.aot import HALF, SINGLE, backward, between, decode, forward  # noqa: E402  # only where Triton compiles
 
 PRODUCTS = ("_mssa_fwd_kernel", "_mssa_bwd_kernel", "_mssa_rectangular_bwd_kernel")
@@ -86,3 +89,15 @@ def test_lengths_share_kernels():
     ]
     assert found[0] == found[2] == found[4]
     assert found[1] == found[3] == found[5]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_fp32_sums_of_a_tile_do_not_continue_those_of_the_tiles_before(head_dim):
+    """In one chain the roundings of 10,000 tokens add up; Triton makes one of ``acc + tl.dot(p, w)``."""
+    (launch,) = (x for x in harness.launches(forward(1024, head_dim, SINGLE), "sm_90") if "fwd" in x.function.__name__)
+    code = harness.assemble(launch, "sm_90").compiled.asm["ttgir"]
+    started_from = re.findall(r"tt\.dot %\S+, %\S+, %(\S+)", code)
+    parts = len(split_dims(head_dim).WIDTHS)
+    values = [name for name in started_from if not name.startswith("s_")]  # but scores, summed over parts of channels
+    assert len(values) >= 2 * parts  # of the loop, and of the last keys
+    assert [name for name in values if not name.startswith("cst")] == []

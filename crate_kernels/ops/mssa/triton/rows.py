@@ -104,7 +104,7 @@ def attend_tiles(
         if PASS != "statistics":
             if FORM.DROPOUT:
                 p = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), p, 0.0)
-            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM)
+            acc = tile.add_product(acc, p.to(w_n[0].dtype), w_n, FORM, APART=True)
     return acc, m_i, l_i
 
 
