@@ -18,11 +18,12 @@ from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/performance-zen5.md", "docs/performance-intel.md")
+PAGES = ("README.md", *(f"docs/performance{name}.md" for name in ("", "-zen5", "-zen4", "-intel")))
 # Folders of results by the names that tables have for them.
 CPUS = {
     "avx2": "amd-epyc-avx2-2-threads",
     "zen5": "amd-epyc-avx512-2-threads",
+    "zen4": "amd-epyc-zen4-avx512-2-threads",
     "intel": "intel-xeon-avx512-2-threads",
 }
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
