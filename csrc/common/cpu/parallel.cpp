@@ -33,15 +33,20 @@ int64_t region_threads() {
 Shared::Shared() : start_(nanoseconds(CLOCK_MONOTONIC)) {}
 
 Shared::~Shared() {
-  const int64_t now = nanoseconds(CLOCK_MONOTONIC), lost = now - start_ - ran_.load();
+  const int64_t now = nanoseconds(CLOCK_MONOTONIC), lost = now - start_ - ran_.load() - still_;
   if (lost < kLongWait) return;
   alone_until.store(now + kAlone * std::min(lost, kMostLost), std::memory_order_relaxed);
 }
 
-Shared::Thread::Thread(Shared& region) : region_(region), ran_before_(nanoseconds(CLOCK_THREAD_CPUTIME_ID)) {}
+Shared::Thread::Thread(Shared& region)
+    : region_(region), start_(nanoseconds(CLOCK_MONOTONIC)), ran_before_(nanoseconds(CLOCK_THREAD_CPUTIME_ID)) {}
 
 Shared::Thread::~Thread() {
-  region_.ran_ += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - ran_before_;
+  const int64_t ran = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - ran_before_;
+  region_.ran_ += ran;
+  if (std::this_thread::get_id() == region_.caller_) {
+    region_.still_ += nanoseconds(CLOCK_MONOTONIC) - start_ - ran;
+  }
 }
 
 }  // namespace crate_kernels

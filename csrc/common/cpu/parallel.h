@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <thread>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -16,8 +17,9 @@ namespace crate_kernels {
 //
 // A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. On a machine whose cores
 // others use, two threads then take longer than one. After a region that took longer than its threads ran together, one
-// thread would have been faster: the calling thread works alone for a time in proportion to what was lost. A wait that
-// is short beside the region costs less than a thread, and changes nothing.
+// thread would have been faster: the calling thread works alone for a time in proportion to what was lost. That counts
+// nothing for which the calling thread itself stood still in the midst of its tasks: alone it would have, too. A wait
+// that is short beside the region costs less than a thread, and changes nothing.
 int64_t region_threads();
 
 // Compares the time of a shared region with the time that its threads ran.
@@ -38,11 +40,13 @@ class Shared {
 
    private:
     Shared& region_;
-    int64_t ran_before_;  // ns
+    int64_t start_, ran_before_;  // ns
   };
 
  private:
+  const std::thread::id caller_ = std::this_thread::get_id();
   int64_t start_;                // ns
+  int64_t still_ = 0;            // ns that the caller had tasks and did not run
   std::atomic<int64_t> ran_{0};  // ns, of all threads
 };
 
