@@ -82,7 +82,7 @@ def together(case, w, dout, dlse, mask, backend):
         rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
     out = out.to(w.dtype)
     dw = torch.zeros_like(w, dtype=torch.float32)
-    numbers = dout, lse, rectangular.delta(dout, out, backend), dlse
+    numbers = dout, lse, rectangular.delta(w, dout, out, lse, call.scale, backend), dlse
     for rows, columns in itertools.product(ranges(*numbers), ranges(*numbers)):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
     return {"out": out, "lse": lse, "dw": dw}

@@ -7,6 +7,7 @@ added up afterwards.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ PART = "mssa.rectangular"
 backends.add_part(PART)
 for _function in ("forward", "delta", "backward"):
     backends.PUBLIC[PART, _function] = "mssa"
+_LARGE = 16.0  # nats
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
 
 
@@ -94,12 +96,20 @@ def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Te
     return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
 
 
-def delta(dout: Tensor, out: Tensor, backend: str) -> Tensor:
-    """Return the product of each row of ``dout`` with the same row of ``out``, as the backward's products are rounded.
+def delta(w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, scale: float, backend: str) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out``, which the backward subtracts from its own.
 
-    Where one weight is all, ``out`` is its token, and what the backward subtracts from each other is equal.
+    In fp32, ``g . o = g . w + g . (o - w)`` of a row that has half of its own weight: the first is rounded as the
+    backward rounds it, the second is small. Of another whose scores are large one weight may be all, and ``out`` that
+    token: ``g . o`` is rounded so too. What is left is summed by PyTorch, which rounds less.
     """
-    return mssa_rectangular_delta(dout, out, backend)
+    if dout.dtype != torch.float32:
+        return mssa_rectangular_delta(dout, out, backend)
+    own = scale * w.square().sum(-1) - lse > math.log(0.5)
+    rounded = mssa_rectangular_delta(dout, torch.where(own.unsqueeze(-1), w, out), backend)
+    return torch.where(
+        own, rounded + (dout * (out - w)).sum(-1), torch.where(lse.abs() > _LARGE, rounded, (dout * out).sum(-1))
+    )
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
