@@ -20,7 +20,7 @@ PART = "mssa.rectangular"
 backends.add_part(PART)
 for _function in ("forward", "delta", "backward"):
     backends.PUBLIC[PART, _function] = "mssa"
-_LARGE = 16.0  # nats
+_LARGE = 16.0  # |lse| in nats: the backward magnifies what rounding leaves of delta by the size of scores
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
 
 
@@ -97,19 +97,18 @@ def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Te
 
 
 def delta(w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, scale: float, backend: str) -> Tensor:
-    """Return the product of each row of ``dout`` with the same row of ``out``, which the backward subtracts from its own.
+    """Return the product of each row of ``dout`` with the same row of ``out``, which the backward subtracts.
 
-    In fp32, ``g . o = g . w + g . (o - w)`` of a row that has half of its own weight: the first is rounded as the
-    backward rounds it, the second is small. Of another whose scores are large one weight may be all, and ``out`` that
-    token: ``g . o`` is rounded so too. What is left is summed by PyTorch, which rounds less.
+    In fp32, ``g . o = g . w + g . (o - w)`` of a row that has half of its own weight or more: the first is rounded as
+    the backward's own product is, which it is subtracted from, the second is small. Where scores are large another
+    token may have all of the weight, and be ``out``: ``g . o`` is rounded so too. Elsewhere PyTorch's sum rounds less.
     """
     if dout.dtype != torch.float32:
         return mssa_rectangular_delta(dout, out, backend)
-    own = scale * w.square().sum(-1) - lse > math.log(0.5)
+    own = scale * w.square().sum(-1) - lse >= math.log(0.5)
     rounded = mssa_rectangular_delta(dout, torch.where(own.unsqueeze(-1), w, out), backend)
-    return torch.where(
-        own, rounded + (dout * (out - w)).sum(-1), torch.where(lse.abs() > _LARGE, rounded, (dout * out).sum(-1))
-    )
+    another = torch.where(lse.abs() > _LARGE, rounded, (dout * out).sum(-1))
+    return torch.where(own, rounded + (dout * (out - w)).sum(-1), another)
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
