@@ -116,7 +116,7 @@ class Rows(torch.autograd.Function):
         """Return dw, complete."""
         w, out, lse = operator.saved_tensors("mssa", ctx)
         call: Call = ctx.call
-        numbers = lse, rectangular.delta(w, dout, out, lse, call.attention.scale, call.backend), dlse
+        numbers = lse, rectangular.delta(w, dout, out, lse, call.attention, call.backend), dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
         own = call.tokens(call.ranks.rank, w, dout, *numbers)
         for rank, (both, more) in call.visits(torch.cat((w, dout), -1), torch.stack(numbers, -1)):

@@ -49,6 +49,7 @@ CASES = {
     # Each token has all of its own weight: what a backward subtracts from its products must be equal to the bit.
     "saturated": Ranges(((0, 40), (40, 75)), {}, head_dim=64, spread=4.0),
     "causal-saturated": Ranges(THREE, {"causal": True}, head_dim=48, spread=4.0),
+    "dropout-saturated": Ranges(((0, 40), (40, 75)), {"dropout_p": 0.3}, head_dim=64, spread=4.0),
 }
 
 
@@ -82,7 +83,7 @@ def together(case, w, dout, dlse, mask, backend):
         rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
     out = out.to(w.dtype)
     dw = torch.zeros_like(w, dtype=torch.float32)
-    numbers = dout, lse, rectangular.delta(w, dout, out, lse, call.scale, backend), dlse
+    numbers = dout, lse, rectangular.delta(w, dout, out, lse, call, backend), dlse
     for rows, columns in itertools.product(ranges(*numbers), ranges(*numbers)):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
     return {"out": out, "lse": lse, "dw": dw}

@@ -87,7 +87,7 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
 
-    delta = rectangular.delta(w, dout, out, lse, call.scale, "composite")
+    delta = rectangular.delta(w, dout, out, lse, call, "composite")
     total = torch.zeros_like(w)
     sides = [tokens(*place, *parts) for place, parts in ranges(cuts, dout, lse, delta, dlse)]
     for own, other in itertools.product(sides, sides):

@@ -93,8 +93,8 @@ def test_a_range_meets_a_copy_of_itself(backend, name):
 @pytest.mark.parametrize("name", ranges.CASES)
 @pytest.mark.parametrize("backend", ["composite", *CPP])
 def test_ranges_together_are_within_budget(backend, name, dtype):
-    if (backend, name) == ("composite", "causal-saturated"):
-        pytest.skip("a BLAS sums products of two rows, which is all that a range has there, in an order of their own")
+    if (backend, name, dtype) == ("composite", "causal-saturated", torch.float32):
+        pytest.skip("needs a BLAS that sums products of two rows, all that a range has there, as it does those of 64")
     assert ranges.over_budget(ranges.CASES[name], dtype, backend, "cpu") == []
 
 
@@ -126,7 +126,7 @@ def test_ranges_together_are_the_whole_operator(options, cuts, backend):
         rectangular.merge_(out[:, :, place], lse[:, :, place], *rectangular.forward(rows, columns, call, backend))
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
-    every = Tokens(0, w, None, dout, lse, rectangular.delta(w, dout, out, lse, 0.25, backend), torch.zeros_like(lse))
+    every = Tokens(0, w, None, dout, lse, rectangular.delta(w, dout, out, lse, call, backend), torch.zeros_like(lse))
     parts, dw = [every.part(slice(*cut)) for cut in cuts], torch.zeros_like(w)
     for rows, columns in itertools.product(parts, parts):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)

@@ -7,7 +7,6 @@ added up afterwards.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -96,19 +95,22 @@ def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Te
     return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
 
 
-def delta(w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, scale: float, backend: str) -> Tensor:
+def delta(w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str) -> Tensor:
     """Return the product of each row of ``dout`` with the same row of ``out``, which the backward subtracts.
 
-    In fp32, ``g . o = g . w + g . (o - w)`` of a row that has half of its own weight or more: the first is rounded as
-    the backward's own product is, which it is subtracted from, the second is small. Where scores are large another
-    token may have all of the weight, and be ``out``: ``g . o`` is rounded so too. Elsewhere PyTorch's sum rounds less.
+    ``g . o = f g . w + g . (o - f w)`` of a row whose output is about its own token times the dropout factor f: the
+    first is rounded as the backward's own product is, which it is subtracted from; the second is small, and 0 if
+    ``out`` is the rounded token. Where scores are large another token may have all of the weight, and be ``out``:
+    ``g . o`` is rounded so too. Elsewhere PyTorch's sum rounds less.
     """
-    if dout.dtype != torch.float32:
-        return mssa_rectangular_delta(dout, out, backend)
-    own = scale * w.square().sum(-1) - lse >= math.log(0.5)
-    rounded = mssa_rectangular_delta(dout, torch.where(own.unsqueeze(-1), w, out), backend)
-    another = torch.where(lse.abs() > _LARGE, rounded, (dout * out).sum(-1))
-    return torch.where(own, rounded + (dout * (out - w)).sum(-1), another)
+    dtype = operator.stat_dtype(w.dtype)
+    factor = 1.0 if call.seed is None else 1.0 / (1.0 - call.dropout_p)
+    g, o, own = dout.to(dtype), out.to(dtype), factor * w.to(dtype)
+    is_own = (o * own).sum(-1) > 0.5 * own.square().sum(-1)
+    rounded = mssa_rectangular_delta(dout, torch.where(is_own.unsqueeze(-1), w, out), backend)
+    rest = (g * (o - own.to(out.dtype).to(dtype))).sum(-1)
+    another = torch.where(lse.abs() > _LARGE, rounded, (g * o).sum(-1))
+    return torch.where(is_own, factor * rounded + rest, another)
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
