@@ -10,6 +10,8 @@
 #include <string.h>
 #if CRATE_X86_LEVELS
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define CRATE_LAMBDA __attribute__((always_inline))  // between the parameters and the body of a lambda
@@ -50,6 +52,20 @@ CRATE_INLINE Vf select(Vi mask, Vf yes, Vf no) {
 }
 CRATE_INLINE Vf max(Vf a, Vf b) {
   return a > b ? a : b;
+}
+
+// c + a * b, rounded once on every level that can. Written as a sum, GCC 16 rounds the product too in some loops with
+// one sum, and what another loop makes of the same numbers has other bits.
+CRATE_INLINE Vf multiply_add(Vf c, Vf a, Vf b) {
+#if CRATE_LANES == 16
+  return (Vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif CRATE_LANES == 8
+  return (Vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return c + a * b;
+#endif
 }
 
 // Returns v, and keeps the compiler from fusing the product that made v with a later addition.

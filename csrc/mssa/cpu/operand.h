@@ -21,7 +21,7 @@ struct Float32 {
   static constexpr bool kMatrix = false;  // multiplied by tiles: matrix.h
   struct Registers {};                    // what a thread holds to multiply
   static CRATE_INLINE Vf broadcast(const float* word) { return splat(*word); }
-  static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return acc + a * b; }
+  static CRATE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return multiply_add(acc, a, b); }
   // A row of `words` words from floats.
   static CRATE_INLINE void pack(const float* in, int words, float* out) { memcpy(out, in, words * sizeof(float)); }
   // Word n holds (even[n], odd[n]).
