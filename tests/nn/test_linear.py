@@ -163,6 +163,20 @@ def test_onednn_gets_rows_on_the_left(taken, m, n, of_left, of_right, turned, wi
     torch.testing.assert_close(out, torch.nn.functional.linear(left, right, bias), rtol=1e-5, atol=1e-5)
 
 
+SAID = {
+    "linux": ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", 25),
+    "windows": ("AMD64 Family 26 Model 2 Stepping 1, AuthenticAMD", 26),
+    "unknown": ("arm", 0),
+}
+
+
+@pytest.mark.parametrize(("said", "family"), SAID.values(), ids=SAID)
+def test_the_family_of_a_processor(said, family, monkeypatch):
+    monkeypatch.setattr(products, "_processor", lambda: said)
+    assert products._family() == family
+    assert products._is_made_by("AuthenticAMD") == (family > 0)
+
+
 VENDORS = {"intel": "GenuineIntel", "amd": "AuthenticAMD"}
 
 
