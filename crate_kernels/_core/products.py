@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import platform
 import re
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,7 @@ _ZEN_4 = 25  # AMD's family of Zen 3 and Zen 4, the latter if it has AVX-512
 NUMBER_BY_NUMBER, HALF_RATE = Detour(8, 32, 1), Detour(64, 64, 64)
 
 
+@cache
 def _processor() -> str:
     """Return the vendor and the family of the processor, among other words: by Linux, and elsewhere by Python."""
     info = Path("/proc/cpuinfo")
@@ -85,8 +87,8 @@ _FASTER = _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" an
 _library = torch.ops.mkldnn._linear_pointwise.default if _FASTER else None
 _slow = _detours()
 # Multiplications of a product below which oneDNN costs more than it spares: 12 us per call and, between others' work,
-# a start with cold caches. On a Zen 4, where it spares little, `ista` of 197 tokens of 384 channels took 1.29 ms by it
-# and 1.07 by MKL.
+# a start with cold caches. On a Zen 4, where it spares little, `ista` of 197 tokens of 384 channels took 1.12 to
+# 1.29 ms by it and 1.01 to 1.07 by MKL.
 _LEAST_WORK = 1 << (25 if _family() == _ZEN_4 else 24)
 _LARGE = 1 << 23  # elements of a matrix that has to be fetched from the system before it is converted
 _AT_ONCE = 1024  # rows that are converted at a time: more leave the caches before they are multiplied

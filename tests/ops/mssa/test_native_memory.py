@@ -37,7 +37,7 @@ def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads):
 @pytest.fixture
 def little_memory():
     """Let this process get another GiB of addresses at most."""
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="needs a Unix, whose processes have limits of memory")
     statm = Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("needs Linux, which says what a process has")
