@@ -18,19 +18,19 @@ from tests.tools.aot import harness
 
 
 def cases():
-    """Yield (name, target, call) for every case with recorded spills."""
-    for name, (call, targets, strict) in test_mssa.COVERING.items():
-        yield from ((name, target, call) for target in targets if not (strict and target in harness.STRICT))
+    """Yield (name, target, call, strict) for every case whose spills are recorded with this version of Triton."""
+    known = dict(test_mssa.COVERING)
     calls = {
         **{n: (make(*args, causal=causal), *args[1:]) for n, (make, *args, causal) in exhaustive.CALLS.items()},
         **{n: (mssa.decode(*args), *args[1:]) for n, args in exhaustive.STEPS.items()},
     }
-    for name, (call, head_dim, dtype) in calls.items():
-        strict = exhaustive.strict(head_dim, dtype)
-        yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
-    others = {**exhaustive_tssa.CALLS, **{name: (call, True) for name, call in exhaustive_ista.CALLS.items()}}
-    for name, (call, strict) in others.items():
-        yield from ((name, target, call) for target in harness.TARGETS if not (strict and target in harness.STRICT))
+    known |= {n: (call, harness.TARGETS, exhaustive.strict(*kind)) for n, (call, *kind) in calls.items()}
+    known |= {n: (call, harness.TARGETS, strict) for n, (call, strict) in exhaustive_tssa.CALLS.items()}
+    known |= {n: (call, harness.TARGETS, True) for n, call in exhaustive_ista.CALLS.items()}
+    for name, (call, targets, strict) in known.items():
+        for target in targets:
+            if not (strict and target in harness.STRICT and harness.VERSION in harness.TUNED):
+                yield name, target, call, strict
 
 
 def main():
@@ -39,12 +39,12 @@ def main():
     parser.add_argument("--grow", action="store_true", help="write larger numbers too")
     args = parser.parse_args()
     recorded, refused = json.loads(harness.RECORDED.read_text()), []
-    for name, target, call in cases():
+    for name, target, call, strict in cases():
         if args.part not in name:
             continue
         stacks = Counter()  # the largest per kernel, which may be compiled more than once, as for its steps
         for kernel in harness.compiled(call, target):
-            key = f"{name} {target} {kernel.name}"
+            key = harness.spill_key(name, target, kernel, strict)
             stacks[key] = max(stacks[key], kernel.stack)
         for key, stack in stacks.items():
             if not args.grow and stack > recorded.get(key, stack):
