@@ -39,3 +39,8 @@ def prompts(batch=2, seqlen=5, seed=3):
 def greedy(model, tokens, new=8, **options):
     options.setdefault("attention_mask", torch.ones_like(tokens))
     return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
+
+
+def cache_of(result):
+    """Return the cache in a result, by the name of this version of transformers: the new one is from 5.24."""
+    return result["cache"] if "cache" in result else result.get("past_key_values")

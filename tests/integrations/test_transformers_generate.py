@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from crate_kernels.integrations.transformers.caches import StateLayer
-from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, greedy, pair, prompts, wrapped
+from tests.integrations.language import CONFIGS, CROPPABLE, VOCABULARY, cache_of, greedy, pair, prompts, wrapped
 
 each_family = pytest.mark.parametrize("family", CONFIGS)
 
@@ -62,13 +62,19 @@ def test_a_cache_changes_no_token(family, options):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @each_family
-def test_a_cache_is_continued(family):
+def test_a_cache_is_continued(family, name):
+    """By the name of this version of transformers and by that of others, in ``generate`` and in a call."""
     _, model = pair(family)
     expected = greedy(model, prompts(), 9)
     first = greedy(model, prompts(), 4, return_dict_in_generate=True)
-    assert first.past_key_values.get_seq_length() == 8  # the last token was not run
-    assert torch.equal(greedy(model, first.sequences, 5, past_key_values=first.past_key_values), expected)
+    cache = cache_of(first)
+    assert cache.get_seq_length() == 8  # the last token was not run
+    with torch.no_grad():
+        ahead = model(first.sequences[:, 8:], use_cache=False, **{name: copy.deepcopy(cache)}).logits[:, -1]
+    assert torch.equal(ahead.argmax(-1), expected[:, 9])
+    assert torch.equal(greedy(model, first.sequences, 5, **{name: cache}), expected)
 
 
 @each_family
@@ -81,7 +87,7 @@ def test_chunks_of_any_size_give_the_same_logits(family):
         whole = model(tokens, attention_mask=mask, use_cache=False).logits
         cache, parts = DynamicCache(config=model.config), []
         for start, stop in ((0, 4), (4, 5), (5, 9)):
-            out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], cache=cache)
             parts.append(out.logits)
     kept = mask.bool()
     torch.testing.assert_close(torch.cat(parts, 1)[kept], whole[kept])
@@ -170,7 +176,7 @@ def test_caches_move_between_devices_and_rows(family, waiting):
         model = accelerate.cpu_offload(wrapped(ours, family), torch.device("cpu"))
     tokens = prompts(3)
     with torch.no_grad():
-        cache = model(tokens, use_cache=True).past_key_values
+        cache = cache_of(model(tokens, use_cache=True))
         for layer in cache.layers:
             layer.offload()
             layer.prefetch()
@@ -178,7 +184,7 @@ def test_caches_move_between_devices_and_rows(family, waiting):
         cache.batch_select_indices(torch.tensor([5, 0]))
         cache.reorder_cache(torch.tensor([1, 0]))
         rows = torch.tensor([0, 2])
-        result = model(tokens[rows, :1], past_key_values=cache).logits
+        result = model(tokens[rows, :1], cache=cache).logits
         expected = model(torch.cat([tokens, tokens[:, :1]], 1)[rows], use_cache=False).logits[:, -1:]
     torch.testing.assert_close(result, expected)
     cache.reset()
@@ -231,11 +237,11 @@ def test_cropping_keeps_the_padding():
     _, model = pair("crate_lm")
     mask = torch.tensor([[0, 0, 1, 1, 1]])
     with torch.no_grad():
-        cache = model(prompts(1), attention_mask=mask, use_cache=True).past_key_values
+        cache = cache_of(model(prompts(1), attention_mask=mask, use_cache=True))
         model(
             prompts(1, 3),
             attention_mask=torch.ones(1, 8).index_fill_(1, torch.tensor([0, 1]), 0),
-            past_key_values=cache,
+            cache=cache,
         )
     cache.crop(-2)
     assert cache.get_seq_length() == 6
@@ -251,10 +257,10 @@ def test_a_static_cache_has_its_capacity():
     cache = StaticCache(config=model.config, max_cache_len=6)
     assert cache.get_max_length() == 6
     with torch.no_grad():
-        model(prompts(), past_key_values=cache)
-        model(prompts(2, 1), past_key_values=cache)
+        model(prompts(), cache=cache)
+        model(prompts(2, 1), cache=cache)
         with pytest.raises(ValueError, match="its capacity is 6 tokens a sequence"):
-            model(prompts(2, 1), past_key_values=cache)
+            model(prompts(2, 1), cache=cache)
 
 
 REFUSED = {
@@ -264,9 +270,19 @@ REFUSED = {
         r"CRATELMModel: tokens must be at most block_size = 24, the number of positions, got 25",
     ),
     "cache": (
-        lambda model: model(prompts(), past_key_values=DynamicCache()),
+        lambda model: model(prompts(), cache=DynamicCache()),
         ValueError,
-        r"CRATELMModel: past_key_values must be a cache of this model",
+        r"CRATELMModel: cache must be a cache of this model",
+    ),
+    "two_caches": (
+        lambda model: model(prompts(), cache=DynamicCache(), past_key_values=DynamicCache()),
+        TypeError,
+        "CRATELMForCausalLM: give either cache or past_key_values, which are the same",
+    ),
+    "a_cache_by_another_name": (
+        lambda model: model(prompts(), cache_params=DynamicCache()),
+        TypeError,
+        "CRATELMForCausalLM: a cache must be given as cache or past_key_values, got cache_params",
     ),
     "mask": (
         lambda model: model(prompts(), attention_mask=torch.ones(2, 1, 5, 5)),
@@ -309,20 +325,20 @@ def test_a_model_in_training_generates(family):
     model = wrapped(ours, family, dropout=0.3).train()
     kept = family == "aot_mhsa_lm"
     with torch.no_grad():
-        assert (model(prompts()).past_key_values is not None) == kept
+        assert (cache_of(model(prompts())) is not None) == kept
     results = []
     for use_cache in (True, False):
         torch.manual_seed(0)
         results.append(greedy(model, prompts(), use_cache=use_cache))
     assert results[0].shape == (2, 13)
     assert torch.equal(*results) or kept
-    assert (greedy(model, prompts(), return_dict_in_generate=True).past_key_values is not None) == kept
+    assert (cache_of(greedy(model, prompts(), return_dict_in_generate=True)) is not None) == kept
     assert torch.equal(greedy(model.eval(), prompts()), ours.generate(prompts(), 8, temperature=0))
 
 
 CACHED = {
-    "forward": lambda model, cache: model(prompts(), past_key_values=cache),
-    "generate": lambda model, cache: greedy(model, prompts(), past_key_values=cache),
+    "forward": lambda model, cache: model(prompts(), cache=cache),
+    "generate": lambda model, cache: greedy(model, prompts(), cache=cache),
     "embeddings": lambda model, cache: model.generate(
         inputs_embeds=model.get_input_embeddings()(prompts()), max_new_tokens=2, pad_token_id=0
     ),

@@ -55,7 +55,7 @@ class LanguageModelConfig(ModelConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]  # by both versions' names
     state: ClassVar[str]
 
     use_cache: bool = True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -16,6 +17,11 @@ from crate_kernels.integrations.transformers.caches import StateLayer
 from crate_kernels.models import aot, crate_lm, tost_lm
 from crate_kernels.models._shared.base import run
 
+# transformers 5.24 renamed the cache of earlier tokens, in calls and in results. Calls may have either name.
+_CACHE, _OTHER = "cache", "past_key_values"
+if _CACHE not in {field.name for field in fields(BaseModelOutputWithPast)}:
+    _CACHE, _OTHER = _OTHER, _CACHE
+
 
 class LanguageBase(base.Model):
     """Embeddings and blocks: everything but the head. Parameters: ``wte``, ``wpe``, ``h.{i}.*``, ``ln_f.*``."""
@@ -23,7 +29,7 @@ class LanguageBase(base.Model):
     base_model_prefix = "transformer"
     block_class: type[nn.Module]  # ours, which transformers can recompute
     _no_split_modules = ["CRATEBlock", "ToSTBlock", "AoTLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [_CACHE, _OTHER]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -49,10 +55,11 @@ class LanguageBase(base.Model):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the input of the head.
@@ -60,19 +67,23 @@ class LanguageBase(base.Model):
         Args:
             input_ids: (batch, new) tokens.
             attention_mask: (batch, past + new), 0 for padding; positions count the rest alone.
-            past_key_values: the cache of earlier tokens, ``DynamicCache(config=...)`` or ``StaticCache``.
+            cache: the cache of earlier tokens, ``DynamicCache(config=...)`` or ``StaticCache``. The result has it as
+                ``cache``, before transformers 5.24 as ``past_key_values``.
             inputs_embeds: (batch, new, n_embd) in the place of ``input_ids``.
             use_cache: return a cache; by default the config's. None is made while gradients are recorded, or while
                 the attention drops (``drops``).
             output_hidden_states: return the input of each block, and the result.
+            past_key_values: the same as ``cache``, by its name before transformers 5.24.
             **kwargs: position_ids and the like are refused; the rest is of no concern here.
 
         Raises:
             ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, any
                 cache while the attention drops, more tokens than the model has positions.
             NotImplementedError: ``position_ids`` or ``output_attentions``.
+            TypeError: a cache by both names, or by a third.
         """
         owner = type(self).__name__
+        cache = _one_cache(owner, cache, past_key_values, kwargs)
         base.refuse_attentions(self, kwargs.get("output_attentions"))
         if kwargs.get("position_ids") is not None:
             reason = "positions follow from attention_mask and the cache"
@@ -81,9 +92,9 @@ class LanguageBase(base.Model):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not torch.is_grad_enabled() and not self.drops():
-            past_key_values = DynamicCache(config=self.config)
-        layers = _layers(owner, past_key_values, len(cast(nn.ModuleList, self.h)))
+        if use_cache and cache is None and not torch.is_grad_enabled() and not self.drops():
+            cache = DynamicCache(config=self.config)
+        layers = _layers(owner, cache, len(cast(nn.ModuleList, self.h)))
         if layers and self.drops():
             rate = self.config.dropout
             raise ValueError(f"{owner}: dropout must be 0 with a cache, got {rate} in training mode: call model.eval()")
@@ -102,8 +113,8 @@ class LanguageBase(base.Model):
             if collect:
                 states.append(rows.unpack(x))
                 x = rows.pack(states[-1])  # through what is returned, for its gradient
-            if past_key_values is not None:
-                x, _ = past_key_values.update(x, x, index, block, rows.keep, rows.padded)
+            if cache is not None:
+                x, _ = cache.update(x, x, index, block, rows.keep, rows.padded)
             else:
                 x = run(self.config.grad_checkpointing, block, x, rows.keep)
         if hasattr(self, "ln_f"):
@@ -111,8 +122,8 @@ class LanguageBase(base.Model):
         x = rows.unpack(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states, x) if collect else None,
+            **{_CACHE: cache if use_cache else None},
         )
 
     def drops(self) -> bool:
@@ -147,6 +158,8 @@ class LanguageHead(base.Model):
         """Generate as transformers does; without a cache while the attention drops (``LanguageBase.drops``)."""
         if self.transformer.drops():
             kwargs["use_cache"] = False
+        if _OTHER in kwargs and _CACHE not in kwargs:
+            kwargs[_CACHE] = kwargs.pop(_OTHER)
         return cast(Any, super()).generate(*args, **kwargs)
 
     @can_return_tuple
@@ -154,18 +167,20 @@ class LanguageHead(base.Model):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens.
 
         Args:
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states: as in the base.
+            input_ids, attention_mask, cache, inputs_embeds, use_cache, output_hidden_states, past_key_values: as in the
+                base.
             labels: (batch, new), the tokens again, which are shifted here; -100 is ignored.
             logits_to_keep: number of last tokens with logits, or their indices; 0 for all.
             **kwargs: of the loss, such as ``num_items_in_batch``.
@@ -173,7 +188,7 @@ class LanguageHead(base.Model):
         hidden = self.transformer(
             input_ids,
             attention_mask,
-            past_key_values=past_key_values,
+            cache=_one_cache(type(self).__name__, cache, past_key_values, kwargs),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -187,9 +202,19 @@ class LanguageHead(base.Model):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=hidden.past_key_values,
             hidden_states=hidden.hidden_states,
+            **{_CACHE: hidden[_CACHE] if _CACHE in hidden else None},
         )
+
+
+def _one_cache(owner: str, cache: Any, past_key_values: Any, others: dict[str, Any]) -> Any:
+    """Return the cache of a call, which may be given by either name and by no other: tokens would be wrong without."""
+    if cache is not None and past_key_values is not None:
+        raise TypeError(f"{owner}: give either cache or past_key_values, which are the same")
+    for name, value in others.items():
+        if isinstance(value, Cache):
+            raise TypeError(f"{owner}: a cache must be given as cache or past_key_values, got {name}")
+    return past_key_values if cache is None else cache
 
 
 def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
@@ -199,7 +224,7 @@ def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
     layers = getattr(cache, "layers", None)
     if layers is None or len(layers) != count or not all(isinstance(layer, StateLayer) for layer in layers):
         raise ValueError(
-            f"{owner}: past_key_values must be a cache of this model, DynamicCache(config=model.config) or "
+            f"{owner}: cache must be a cache of this model, DynamicCache(config=model.config) or "
             f"StaticCache(config=model.config, max_cache_len=...), got {cache!r}"
         )
     return layers
