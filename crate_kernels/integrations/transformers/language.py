@@ -203,7 +203,7 @@ class LanguageHead(base.Model):
             loss=loss,
             logits=logits,
             hidden_states=hidden.hidden_states,
-            **{_CACHE: hidden[_CACHE] if _CACHE in hidden else None},
+            **{_CACHE: getattr(hidden, _CACHE)},
         )
 
 
