@@ -59,7 +59,6 @@ class LanguageBase(base.Model):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the input of the head.
@@ -73,8 +72,8 @@ class LanguageBase(base.Model):
             use_cache: return a cache; by default the config's. None is made while gradients are recorded, or while
                 the attention drops (``drops``).
             output_hidden_states: return the input of each block, and the result.
-            past_key_values: the same as ``cache``, by its name before transformers 5.24.
-            **kwargs: position_ids and the like are refused; the rest is of no concern here.
+            **kwargs: ``past_key_values`` is ``cache`` by its name before transformers 5.24; position_ids and the like
+                are refused; the rest is of no concern here.
 
         Raises:
             ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, any
@@ -83,7 +82,7 @@ class LanguageBase(base.Model):
             TypeError: a cache by both names, or by a third.
         """
         owner = type(self).__name__
-        cache = _one_cache(owner, cache, past_key_values, kwargs)
+        cache = _one_cache(owner, cache, kwargs)
         base.refuse_attentions(self, kwargs.get("output_attentions"))
         if kwargs.get("position_ids") is not None:
             reason = "positions follow from attention_mask and the cache"
@@ -173,22 +172,20 @@ class LanguageHead(base.Model):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens.
 
         Args:
-            input_ids, attention_mask, cache, inputs_embeds, use_cache, output_hidden_states, past_key_values: as in the
-                base.
+            input_ids, attention_mask, cache, inputs_embeds, use_cache, output_hidden_states: as in the base.
             labels: (batch, new), the tokens again, which are shifted here; -100 is ignored.
             logits_to_keep: number of last tokens with logits, or their indices; 0 for all.
-            **kwargs: of the loss, such as ``num_items_in_batch``.
+            **kwargs: ``past_key_values`` as in the base; of the loss, such as ``num_items_in_batch``.
         """
         hidden = self.transformer(
             input_ids,
             attention_mask,
-            cache=_one_cache(type(self).__name__, cache, past_key_values, kwargs),
+            cache=_one_cache(type(self).__name__, cache, kwargs),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -207,14 +204,18 @@ class LanguageHead(base.Model):
         )
 
 
-def _one_cache(owner: str, cache: Any, past_key_values: Any, others: dict[str, Any]) -> Any:
-    """Return the cache of a call, which may be given by either name and by no other: tokens would be wrong without."""
-    if cache is not None and past_key_values is not None:
+def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
+    """Return the cache of a call, taken out of the other arguments if it is among them by its other name.
+
+    A cache by a third name is refused: without it, tokens would be wrong.
+    """
+    given = others.pop("past_key_values", None)
+    if cache is not None and given is not None:
         raise TypeError(f"{owner}: give either cache or past_key_values, which are the same")
     for name, value in others.items():
         if isinstance(value, Cache):
             raise TypeError(f"{owner}: a cache must be given as cache or past_key_values, got {name}")
-    return past_key_values if cache is None else cache
+    return given if cache is None else cache
 
 
 def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
