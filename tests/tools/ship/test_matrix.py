@@ -1,5 +1,6 @@
 """The table of supported versions: what is run, remembered, and said where it cannot be had."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_packages_are_shared_where_uv_is(there, monkeypatch):
     command = matrix.installer(Path("of-a-cell/bin/python"))
     assert (command[0] == "uv") == there
     assert "of-a-cell/bin/python" in command
+
+
+def test_an_environment_is_made_again_for_other_packages(monkeypatch, tmp_path):
+    made = []
+
+    def install(step, **_):
+        tmp_path.mkdir(exist_ok=True)
+        made.append(step)
+        return subprocess.CompletedProcess(step, 0, "3.11", "")
+
+    monkeypatch.setattr(matrix.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(matrix.subprocess, "run", install)
+    cell, counts = matrix.Cell("3.11", "2.13.0"), []
+    for tools in (("numpy",), ("numpy",), ("numpy", "transformers")):
+        monkeypatch.setattr(matrix, "TOOLS", tools)
+        assert matrix.environment(cell, tmp_path) == tmp_path / "bin" / "python"
+        counts.append(len(made))
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 def test_the_summary_is_pytests():
