@@ -40,7 +40,15 @@ TOOLS = (
 )
 PARTS = {
     "smoke": ("tests/ops/test_contract.py", "tests/ops/test_philox.py", "tests/test_house.py"),
-    "main": ("tests/ops", "tests/nn", "tests/models", "tests/patch", "tests/core", "tests/launch", "tests/integrations"),
+    "main": (
+        "tests/ops",
+        "tests/nn",
+        "tests/models",
+        "tests/patch",
+        "tests/core",
+        "tests/launch",
+        "tests/integrations",
+    ),
     "whole": ("tests",),
 }
 
