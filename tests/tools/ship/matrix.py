@@ -69,12 +69,13 @@ class Cell:
         return f"python{self.python}-torch{self.torch}{triton}-{self.compiler}"
 
 
-# Every Python on one PyTorch, every PyTorch on one Python, the oldest of all, and the other compiler.
+# Every Python on one PyTorch that has it, every PyTorch on one Python, the oldest of all, and the other compiler.
 CELLS = (
     Cell("3.10", "2.11.0", "3.6.0"),
     *(Cell(python, "2.13.0", "3.7.1") for python in ("3.10", "3.11", "3.12", "3.13", "3.14")),
     Cell("3.12", "2.11.0", "3.6.0"),
     *(Cell("3.12", torch) for torch in ("2.12.1", "2.14.1", "2.15.0")),
+    Cell("3.15", "2.15.0"),
     Cell("3.11", "2.13.0", "3.6.0"),
     Cell("3.11", "2.13.0", "3.7.1", "clang++"),
 )

@@ -84,4 +84,4 @@ def test_the_summary_is_pytests():
 def test_cells_are_of_supported_versions():
     assert len({cell.name for cell in matrix.CELLS}) == len(matrix.CELLS)
     assert {"2.11.0", "2.12.1", "2.13.0"} < {cell.torch for cell in matrix.CELLS}
-    assert {cell.python for cell in matrix.CELLS} == {"3.10", "3.11", "3.12", "3.13", "3.14"}
+    assert {cell.python for cell in matrix.CELLS} == {"3.10", "3.11", "3.12", "3.13", "3.14", "3.15"}
