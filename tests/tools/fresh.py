@@ -13,9 +13,8 @@ def fill(patch):
 
     PyTorch can do so below Python too, but then forbids operations without a deterministic form on a GPU.
     """
-    with torch.device(
-        "cpu"
-    ):  # PyTorch lists its allocators once, for this: ours would stay in the list, in their place
+    # PyTorch lists its allocators once, for contexts of a device: ours would stay in the list, in their place.
+    with torch.device("cpu"):
         torch.empty(0)
     for owner, names in ALLOCATORS.items():
         for name in names:
