@@ -1,5 +1,8 @@
 """The NaN that fills uninitialised memory in these tests is seen, and changes nothing that was written."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +31,20 @@ def test_uninitialised_memory_is_nan(allocate, dtype):
 def test_integers_and_meta_tensors_are_left_alone():
     assert torch.empty(3, dtype=torch.int64).shape == (3,)
     assert torch.empty(3, device="meta").device.type == "meta"
+
+
+def test_contexts_of_a_device_hold_afterwards():
+    """In a process of its own: PyTorch lists the allocators for them once, and PyTorch 2.15's compiler asks for the list."""
+    lines = (
+        "import pytest, torch",
+        "from tests.tools import fresh",
+        "with pytest.MonkeyPatch.context() as patch:",
+        "    fresh.fill(patch)",
+        "    with torch.device('cpu'): torch.empty(0)",
+        "with torch.device('meta'): print(torch.empty(0).device)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stdout == "meta\n", done.stderr
 
 
 def test_an_output_that_a_kernel_leaves_unwritten_is_over_budget(monkeypatch):

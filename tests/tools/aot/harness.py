@@ -168,9 +168,10 @@ def compiled(call, target):
 
 def spill_key(case, target, kernel, strict):
     """Return what a kernel's spills are recorded as; None if it may not spill, now or ever."""
+    key = f"{case} {target} {kernel.name}"
     if not (strict and target in STRICT):
-        return f"{case} {target} {kernel.name}"
-    return None if VERSION in TUNED else f"{case} {target} {kernel.name} triton {VERSION[0]}.{VERSION[1]}"
+        return key
+    return None if VERSION in TUNED else f"{key} triton {VERSION[0]}.{VERSION[1]}"
 
 
 def over_budget(kernels, target, case, strict):
