@@ -187,16 +187,29 @@ def test_a_token_alone_among_its_opposites(options, height, dtype, backend, devi
 
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("height", [0.1, 1.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_the_only_token_has_weight_1_and_its_score_is_lse(packed, dtype, backend, device):
-    w = (0.1 * randn(1, 3, 34, device=device)).to(dtype).requires_grad_()
-    options = {"cu_seqlens": offsets([1]).to(device), "max_seqlen": 2} if packed else {}
-    out, lse = mssa(w if packed else w[:, :, None], return_lse=True, backend=backend, **options)
-    g = randn(1, 3, 34, seed=1, dtype=dtype, device=device)
+def test_the_only_token_has_weight_1_and_its_score_is_lse(packed, causal, height, dtype, backend, device):
+    w = (height * randn(2, 3, 34, device=device)).to(dtype).requires_grad_()
+    options = {"cu_seqlens": offsets([1, 1]).to(device), "max_seqlen": 2} if packed else {}
+    tokens = w if packed else w[:, :, None]
+    out, lse = mssa(tokens, causal=causal, return_lse=True, backend=backend, **options)
+    g = randn(2, 3, 34, seed=1, dtype=dtype, device=device)
     assert torch.equal(out.view_as(w), w)
     assert torch.equal(torch.autograd.grad(out, w, g.view_as(out))[0], g)
     expected = w.double().square().sum(-1) * 34**-0.5
-    torch.testing.assert_close(lse.double().flatten(), expected.flatten(), rtol=1e-6, atol=0.0)
+    actual = lse.T if packed else lse[:, :, 0]
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_by_a_scale_of_0_the_lse_of_one_key_is_0(causal, backend, device):
+    w = 1e4 * randn(2, 3, 34, 16, dtype=torch.float32, device=device)
+    mask = (torch.arange(34, device=device) == 0).expand(2, 34)
+    _, lse = mssa(w, causal=causal, scale=0.0, key_padding_mask=mask, return_lse=True, backend=backend)
+    assert torch.equal(lse, torch.zeros_like(lse))
 
 
 @pytest.mark.parametrize(("backend", "device"), KERNELS)

@@ -90,10 +90,8 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     num_m = sizes.blocks(block_m)
     softmax = call.threshold is None and call.scale > 0
     # fp16 holds weights down to 2^-24 only: all of a row may be smaller in the bounded form, never in the online one.
-    # A query that does not see itself has a sum without a lower bound. A token alone has weight 1, and its score is
-    # lse: exactly in the online form.
-    alone = (sizes.total or sizes.seqlen) == 1
-    bounded = bounded and softmax and w.dtype != torch.float16 and not call.may_be_empty and not alone
+    # A query that does not see itself has a sum without a lower bound.
+    bounded = bounded and softmax and w.dtype != torch.float16 and not call.may_be_empty
     kind = "bounded" if bounded else "online" if call.threshold is None else "threshold"
     tail_n = min(block_n, _MASKED_KEYS) if call.causal else min(sizes.tail(block_n), _MASKED_KEYS)
     shared = {"w": strided(w), "num_m": num_m, "BLOCK_M": block_m, **sizes.arguments()}

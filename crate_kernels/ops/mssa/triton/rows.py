@@ -144,15 +144,16 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     mask_m = offs_m < scores.length
     factor = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-    unit = scores.call.qk_scale
+    unit = tl.abs(scores.call.scale)  # 0 of 0, so that lse is exact
     if FORM.SOFTMAX == "bounded":
-        n_m = norms(w_m, unit)
+        n_m = norms(w_m, scores.call.qk_scale)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
         if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
             own = tl.arange(0, BLOCK_M)
             top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
-        far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST))
+        # A token alone has weight 1, and its score is lse: exactly in the online form.
+        far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST) | (scores.length == 1))
         near = mask_m & (far == 0)
         # A whole number of powers of two is exact, and the scaling then one multiply-add.
         shift = tl.ceil((n_m + top) * LOG2_E)
