@@ -207,8 +207,8 @@ class Block(_Scaled):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next patch tokens (batch, patches, dim)."""
-        x = x + self.drop_path(self.gamma1 * self.attn(self.norm1(x)))
-        return x + self.drop_path(self.gamma2 * self.mlp(self.norm2(x)))
+        x = torch.addcmul(x, self.gamma1, self.drop_path(self.attn(self.norm1(x))))
+        return torch.addcmul(x, self.gamma2, self.drop_path(self.mlp(self.norm2(x))))
 
 
 class ClassAttention(nn.Module):
@@ -246,7 +246,7 @@ class ClassAttentionBlock(_Scaled):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next tokens (batch, patches + 1, dim), class token first."""
-        x = x + self.gamma1 * self.attn(self.norm1(x))
+        x = torch.addcmul(x, self.gamma1, self.attn(self.norm1(x)))
         x = self.norm2(x) if self.tokens_norm else torch.cat((self.norm2(x[:, :1]), x[:, 1:]), dim=1)
         return x + torch.cat((self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]), dim=1)
 

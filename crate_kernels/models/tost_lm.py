@@ -74,8 +74,8 @@ class Block(nn.Module):
         self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
     ) -> Tensor:
         """Return the next tokens (batch, seqlen, n_embd)."""
-        x = x + self.gamma1 * self.attn(self.ln_1(x), key_padding_mask, cache)
-        return x + self.gamma2 * self.mlp(self.ln_2(x))
+        x = torch.addcmul(x, self.gamma1, self.attn(self.ln_1(x), key_padding_mask, cache))
+        return torch.addcmul(x, self.gamma2, self.mlp(self.ln_2(x)))
 
 
 class ToSTLM(LanguageModel):

@@ -122,4 +122,4 @@ class Linear(nn.Linear):
             return False
         if torch.compiler.is_compiling():
             return not (torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight))
-        return products.pays(x, weight) and operator.is_plain(x, weight)
+        return products.pays(x, weight, self.bias) and operator.is_plain(x, weight)

@@ -202,6 +202,17 @@ def test_a_processor_that_multiplies_16_bits_is_left_to_it(monkeypatch):
     assert products.fast_dtype(torch.bfloat16, 65) == torch.bfloat16
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_bias_in_bfloat16_is_not_copied_first(taken, bias, monkeypatch):
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("needs a processor on which oneDNN multiplies bfloat16")
+    monkeypatch.setattr(products, "_slow", {})
+    x = torch.randn(2, 65, IN, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    check(*pair(bias, dtype=torch.bfloat16), x)
+    assert len(taken) == bias  # neither gradient has a bias
+    assert not products.pays(x[..., ::2], torch.ones(OUT, IN // 2, dtype=torch.bfloat16), torch.ones(OUT))
+
+
 @pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded"])
 def test_linear_takes_any_strides(taken, strided):
     x = torch.randn(9, IN, 2, generator=torch.Generator().manual_seed(1))
