@@ -102,8 +102,8 @@ def fast_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
 
 
 def may_pay(dtype: torch.dtype) -> bool:
-    """Tell whether ``product`` has another way for this dtype than ``F.linear``."""
-    return dtype in _slow or (_library is not None and dtype in (torch.float32, torch.bfloat16))
+    """Tell whether ``product`` has another way for this dtype than ``F.linear``, whatever the bias."""
+    return dtype in _slow or (dtype == torch.float32 and _library is not None)
 
 
 def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
@@ -113,10 +113,11 @@ def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
     detour = _slow.get(left.dtype)
     if detour is not None:
         return left.numel() >= right.shape[1] * (detour.rows if right.numel() < _LARGE else detour.rows_of_large)
-    if left.dtype == torch.bfloat16 and (bias is None or not left.is_contiguous()):
-        return False  # it is oneDNN's already, and there is nothing to copy
+    if _library is None or left.numel() * right.shape[0] < _LEAST_WORK:
+        return False
     enabled = bool(torch.backends.mkldnn.enabled)  # pyright: ignore[reportAttributeAccessIssue]
-    return enabled and may_pay(left.dtype) and left.numel() * right.shape[0] >= _LEAST_WORK
+    copies = left.dtype == torch.bfloat16 and bias is not None and left.is_contiguous()
+    return enabled and (left.dtype == torch.float32 or copies)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -113,7 +113,6 @@ class Linear(nn.Linear):
         if (
             not isinstance(x, Tensor)  # torch.fx passes a proxy
             or x.dtype != weight.dtype
-            or not products.may_pay(x.dtype)
             or not (x.is_cpu and weight.is_cpu)
             or self.backend not in _OURS
             or x.dim() == 0
@@ -121,5 +120,6 @@ class Linear(nn.Linear):
         ):
             return False
         if torch.compiler.is_compiling():
-            return not (torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight))
+            seen = torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight)
+            return products.may_pay(x.dtype) and not seen
         return products.pays(x, weight, self.bias) and operator.is_plain(x, weight)
