@@ -107,8 +107,8 @@ def may_pay(dtype: torch.dtype) -> bool:
 
 
 def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Tell whether ``product`` is faster than ``F.linear``."""
-    if left.dtype != right.dtype:
+    """Tell whether ``product`` is faster than ``F.linear``, which refuses what differs in dtype."""
+    if left.dtype != right.dtype or (bias is not None and bias.dtype != left.dtype):
         return False
     detour = _slow.get(left.dtype)
     if detour is not None:

@@ -326,10 +326,13 @@ def test_flops_are_those_of_nn_linear(taken):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("x", [torch.zeros(3, IN + 1), torch.tensor(1.0)], ids=["width", "scalar"])
-def test_errors_are_those_of_nn_linear(taken, x):
-    messages = []
-    for layer in pair():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(3, IN + 1), (), (3, IN)], ids=["width", "scalar", "bias-in-float64"])
+def test_errors_are_those_of_nn_linear(taken, shape, dtype):
+    messages, x = [], torch.zeros(shape, dtype=dtype)
+    for layer in pair(dtype=dtype):
+        if shape == (3, IN):
+            layer.bias = nn.Parameter(layer.bias.detach().double())
         with pytest.raises(RuntimeError) as caught:
             layer(x)
         messages.append(str(caught.value))
