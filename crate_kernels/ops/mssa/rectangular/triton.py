@@ -71,7 +71,7 @@ def _mssa_rectangular_fwd_kernel(
     state = empty_state(BLOCK_M, FORM)
     state = walk_keys(state, w_m, tokens_of(head, keys), scores, start_m + (offset - first), "online", BLOCK_M, FORM)
     out, lse_ptr = _numbered_from(first, tokens_of(head, out)), lse_ptr + (head.row - first)
-    finish(state, tl.abs(call.scale), out, lse_ptr, offs_m, mask_m, call.keep_factor, FORM)
+    finish(state, call.qk_scale, out, lse_ptr, offs_m, mask_m, call.keep_factor, FORM)
 
 
 # Sizes vary per call: do not specialise on them.

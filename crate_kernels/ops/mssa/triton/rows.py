@@ -144,9 +144,9 @@ def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr,
     mask_m = offs_m < scores.length
     factor = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-    unit = tl.abs(scores.call.scale)  # exactly 0 for a scale of 0, where qk_scale is not
+    unit = scores.call.qk_scale
     if FORM.SOFTMAX == "bounded":
-        n_m = norms(w_m, scores.call.qk_scale)
+        n_m = norms(w_m, unit)
         top = tl.zeros((BLOCK_M,), tl.float32) + before
         if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
