@@ -39,6 +39,10 @@ CRATE_INLINE Vf load_bf16(const uint16_t* p) {
 }
 // Rounds to nearest, subnormals included, which the instruction of AVX512-BF16 flushes.
 CRATE_INLINE Vs round_to_bf16(Vf v) {
+#if CRATE_BF16_DOT
+  constexpr int kSubnormal = 0x20;
+  if (_mm512_fpclass_ps_mask((__m512)v, kSubnormal) == 0) return (Vs)_mm512_cvtneps_pbh((__m512)v);
+#endif
   const Vu bits = (Vu)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return __builtin_convertvector(v != v ? Vu{} + 0x7fc0u : rounded, Vs);
 }
@@ -108,31 +112,36 @@ CRATE_INLINE void read_row(const void* row, Dtype dtype, int64_t stride, int n, 
   }
 }
 
-// row[d * stride] = in[d] for d < n, rounded once.
-CRATE_INLINE void write_row(void* row, Dtype dtype, int64_t stride, int n, const float* in) {
-  if (dtype == Dtype::f32) {
-    float* p = static_cast<float*>(row);
-    if (stride == 1) {
-      memcpy(p, in, n * sizeof(float));
-    } else {
-      for (int d = 0; d < n; ++d) p[d * stride] = in[d];
+// row[d * stride] = factor * in[d] for d < n, rounded once.
+CRATE_INLINE void write_row(void* row, Dtype dtype, int64_t stride, int n, const float* in, float factor = 1.0f) {
+  if (dtype != Dtype::f16 && stride == 1 && n % kLanes == 0) {
+    for (int d = 0; d < n; d += kLanes) {
+      const Vf v = load(in + d) * factor;
+      if (dtype == Dtype::f32) {
+        store(static_cast<float*>(row) + d, v);
+      } else {
+        const Vs halves = round_to_bf16(v);
+        memcpy(static_cast<uint16_t*>(row) + d, &halves, sizeof halves);
+      }
     }
     return;
   }
-  if (dtype == Dtype::bf16 && stride == 1 && n % kLanes == 0) {
-    for (int d = 0; d < n; d += kLanes) {
-      const Vs halves = round_to_bf16(load(in + d));
-      memcpy(static_cast<uint16_t*>(row) + d, &halves, sizeof halves);
+  if (dtype == Dtype::f32) {
+    float* const p = static_cast<float*>(row);
+    if (stride == 1) {
+      for (int d = 0; d < n; ++d) p[d] = factor * in[d];
+    } else {
+      for (int d = 0; d < n; ++d) p[d * stride] = factor * in[d];
     }
     return;
   }
   uint16_t rounded[256];
   if (dtype == Dtype::bf16) {
-    for (int d = 0; d < n; ++d) rounded[d] = float_to_bf16(in[d]);
+    for (int d = 0; d < n; ++d) rounded[d] = float_to_bf16(factor * in[d]);
   } else {
-    for (int d = 0; d < n; ++d) rounded[d] = float_to_f16(in[d]);
+    for (int d = 0; d < n; ++d) rounded[d] = float_to_f16(factor * in[d]);
   }
-  uint16_t* p = static_cast<uint16_t*>(row);
+  uint16_t* const p = static_cast<uint16_t*>(row);
   if (stride == 1) {
     memcpy(p, rounded, n * sizeof(uint16_t));
   } else {

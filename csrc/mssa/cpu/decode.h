@@ -111,11 +111,10 @@ struct DecodeQuery {
     part[width] = largest;
     part[width + 1] = total;
   }
-  CRATE_INLINE void finish(const MssaProblem& p, const MssaDecode& d, int64_t token, int width) {
+  CRATE_INLINE void finish(const MssaProblem& p, const MssaDecode& d, int64_t token) {
     const bool any = d.visible[token] > 0;
     const float inverse = any ? 1.0f / total : 0.0f;
-    for (int c = 0; c < width; ++c) out[c] *= inverse;
-    write_row(element(d.out, token, p.dtype), p.dtype, d.out.dim_stride, p.head_dim, out);
+    write_row(element(d.out, token, p.dtype), p.dtype, d.out.dim_stride, p.head_dim, out, inverse);
     if (d.lse != nullptr) d.lse[token] = any ? (log2f(total) + largest) * 0.693147181f : -INFINITY;
   }
   CRATE_INLINE void reset(int width) {
@@ -172,7 +171,7 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
     if (parts > 1) {
       state[i].leave(left_by(p, d, part, first + i), width);
     } else {
-      state[i].finish(p, d, first + i, width);
+      state[i].finish(p, d, first + i);
     }
   }
 }
@@ -190,7 +189,7 @@ void mssa_decode_combine(const MssaProblem& p, const MssaDecode& d, int parts) {
   for (int64_t token = 0; token < d.new_tokens; ++token) {
     q.reset(width);
     for (int part = 0; part < parts; ++part) q.add(left_by(p, d, part, token), width);
-    q.finish(p, d, token, width);
+    q.finish(p, d, token);
   }
 }
 

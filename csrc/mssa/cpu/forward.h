@@ -69,12 +69,11 @@ class Forward : Head<T> {
       const int first = b * kTile;
       alignas(64) float totals[kTile], exact[kTile];
       double shifts[kTile];
-      for (int n = 0; n < kTile; ++n) {
-        totals[n] = total_of(sums_, first + n);
-        exact[n] = T::kPair == 2 ? total_of(exact_sums_, first + n) : totals[n];
-        shifts[n] = half_norm_[first + n] + largest;
-      }
-      finish(keys_.token + first, in_block(keys_.count, b), out_ + rows_at(b) * T::kPair, totals, exact, shifts);
+      totals_of(sums_, first, totals);
+      if (T::kPair == 2) totals_of(exact_sums_, first, exact);
+      for (int n = 0; n < kTile; ++n) shifts[n] = half_norm_[first + n] + largest;
+      finish(keys_.token + first, in_block(keys_.count, b), out_ + rows_at(b) * T::kPair, totals,
+             T::kPair == 2 ? exact : totals, shifts);
     }
   }
 
@@ -164,15 +163,14 @@ class Forward : Head<T> {
   }
 
   // Writes out and lse of up to kTile tokens. Totals of rounded and of exact weights, 0 for a row without keys.
-  void finish(const int32_t* token, int count, float* out, const float* total, const float* exact,
+  void finish(const int32_t* token, int count, const float* out, const float* total, const float* exact,
               const double* shift) {
     double logs[kTile];
     for (int n = 0; n < kTile; ++n) logs[n] = log2_of(exact[n]);
     for (int n = 0; n < count; ++n) {
       const float inverse = total[n] > 0.0f ? 1.0f / total[n] : total[n];  // NaN stays
-      float* const row = out + static_cast<int64_t>(n) * width_;
-      for (int d = 0; d < width_; ++d) row[d] *= inverse;
-      write_row(element(head_.out, token[n], p_.result), p_.result, head_.out.dim_stride, p_.head_dim, row);
+      write_row(element(head_.out, token[n], p_.result), p_.result, head_.out.dim_stride, p_.head_dim,
+                out + static_cast<int64_t>(n) * width_, inverse);
       const bool normal = exact[n] >= 0x1p-126f && exact[n] < INFINITY;
       // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
       const double log = normal ? logs[n] : log2(static_cast<double>(exact[n]));

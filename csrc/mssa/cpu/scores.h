@@ -18,6 +18,15 @@ CRATE_INLINE void clear(const Sums& sums, int64_t tokens) {
 CRATE_INLINE float total_of(const Sums& sums, int64_t token) {
   return sum(load(sums.row + token * kLanes)) + sums.column[token];
 }
+// The totals of kTile tokens.
+CRATE_INLINE void totals_of(const Sums& of, int64_t token, float* total) {
+  for (int n = 0; n < kTile; n += kLanes) {
+    Vf rows[kLanes];
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) rows[r] = load(of.row + (token + n + r) * kLanes);
+    store(total + n, sums(rows) + load(of.column + token + n));
+  }
+}
 // The destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for add_columns.
 CRATE_INLINE Sums sums_at(const Sums& sums, int i, float* column) {
   return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};

@@ -106,6 +106,15 @@ def test_lse_is_rounded_once(name, level):
         assert torch.equal(lse, exact.float()), seqlen
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_subnormal_result_is_rounded_to_nearest(name, level):
+    """The instruction that rounds to bf16 takes subnormals for 0."""
+    level(name)
+    w = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
+    w[:, :, ::2] = torch.finfo(torch.bfloat16).tiny
+    assert torch.equal(mssa(w, backend="cpp"), torch.full_like(w, torch.finfo(torch.bfloat16).tiny / 2))
+
+
 def test_bf16_is_multiplied_as_the_processor_does_it_best(level):
     """AVX512-BF16 without AMX is an Intel processor's last choice, and an AMD's first."""
     w = randn(1, 2, 70, 32, dtype=torch.bfloat16)
