@@ -82,6 +82,14 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
+    def checked_fake(*args: Any) -> Any:
+        # It serves tensors on the meta device too, of which all must be there.
+        found = [(a.device, s.name) for a, s in zip(args, arguments, strict=False) if isinstance(a, Tensor)]
+        for device, argument in found:
+            if device != found[0][0]:
+                raise ValueError(f"{name}: {argument} must be on {found[0][1]}'s device {found[0][0]}, got {device}")
+        return fake(*args)
+
     def run(*args: Any) -> Any:
         result = body(*args)
         if written:
@@ -100,7 +108,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
     _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"crate_kernels::{name}", fake, lib=_LIB)
+    torch.library.register_fake(f"crate_kernels::{name}", checked_fake, lib=_LIB)
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
         # Importing the counter imports Triton, or logs a warning if Triton is absent.

@@ -51,4 +51,19 @@ struct Box<function> {
 
 #define CRATE_BOX(function) (&crate_kernels::Box<function>::run)
 
+// CRATE_IMPLEMENT(m) { m.impl(...); }: implements ops. A tensor may be on another device than their kernels by mistake:
+// they are called then too, and their checks say which.
+#define CRATE_IMPLEMENT(m)                                      \
+  static void implement(torch::stable::detail::StableLibrary&); \
+  STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, library) {    \
+    implement(library);                                         \
+  }                                                             \
+  STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CUDA, library) {   \
+    implement(library);                                         \
+  }                                                             \
+  STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, Meta, library) {   \
+    implement(library);                                         \
+  }                                                             \
+  static void implement(torch::stable::detail::StableLibrary& m)
+
 }  // namespace crate_kernels

@@ -1,8 +1,6 @@
 // Turns PyTorch's stable tensors into the plain structs that instruction-set units take.
 #pragma once
 
-#include <optional>
-
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -26,16 +24,6 @@ inline Dtype dtype_of(const Tensor& t) {
       STD_TORCH_CHECK(false, "dtype must be float32, bfloat16 or float16, got scalar type ",
                       static_cast<int>(t.scalar_type()));
   }
-}
-
-// Returns the elements of a contiguous tensor; `name` is for error messages.
-inline Operand operand(const Tensor& t, const char* name, int64_t numel) {
-  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
-  STD_TORCH_CHECK(t.numel() == numel, name, " must have ", numel, " elements, got ", t.numel());
-  return {t.data_ptr(), dtype_of(t)};
-}
-inline Operand operand(const std::optional<Tensor>& t, const char* name, int64_t numel) {
-  return t.has_value() ? operand(*t, name, numel) : Operand{};
 }
 
 }  // namespace crate_kernels

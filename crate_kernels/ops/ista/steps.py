@@ -8,11 +8,12 @@ scaled and rounded. Derivations are in ``reference.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from crate_kernels.ops.ista import given
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 
@@ -261,12 +262,16 @@ def passes(step: Callable[[Tensor], Engine], overcomplete: Callable | None = Non
     """
     overcomplete = overcomplete or step
 
-    def on(engine_of: Callable[[Tensor], Engine], run: Callable, x: int) -> Callable:
-        return lambda *args: run(engine_of(args[x]), *args)
+    def on(engine_of: Callable[[Tensor], Engine], run: Callable, check: Callable, x: int) -> Callable:
+        def call(*args: Any) -> Any:
+            check(*args)
+            return run(engine_of(args[x]), *args)
+
+        return call
 
     return (
-        on(step, forward, x=0),
-        on(step, backward, x=1),
-        on(overcomplete, forward_overcomplete, x=0),
-        on(overcomplete, backward_overcomplete, x=1),
+        on(step, forward, given.forward, x=0),
+        on(step, backward, given.backward, x=1),
+        on(overcomplete, forward_overcomplete, given.forward_overcomplete, x=0),
+        on(overcomplete, backward_overcomplete, given.backward_overcomplete, x=1),
     )

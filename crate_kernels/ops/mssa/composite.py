@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
+from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 
@@ -115,6 +116,7 @@ def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Te
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``uniform``: every length is ``bound``."""
+    given.decode(w, data, lengths, call)
     key_padding_mask, bound, uniform, scale, need_lse = call
     new = w.shape[2]
     end = min(bound + new, data.shape[2])

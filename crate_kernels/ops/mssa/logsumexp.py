@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, empty_lse
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
@@ -40,6 +41,7 @@ def _forward(w: Tensor, *options: Any) -> Tensor:
 def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
     # dS = P * dlse; w is the query of a row and the key of a column.
     call = Call(*options)
+    given.logsumexp_backward(dlse, w, lse, call)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)
     for rows in _chunks(x):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call, State
 
 # Tokens whose sum is one product: a library may add them one by one, and rounds at the size of the sum each time. The
@@ -51,6 +52,7 @@ def _layout(w: Tensor, call: Call) -> tuple[packing.Layout, Call]:
 
 def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
+    given.forward(w, temp, call)
     if call.packed:
         where, batched = _layout(w, call)
         out, membership, energy, moment = forward(where.pad(w), temp, batched)
@@ -87,6 +89,7 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
+    given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
     if call.packed:
         where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
@@ -207,6 +210,7 @@ def _run_causal(
 
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
+    given.forward_causal(w, temp, denom_bias, call)
     if call.packed:
         where, batched = _layout(w, call)
         out, membership = forward_causal(where.pad(w), temp, denom_bias, batched)
@@ -228,6 +232,7 @@ def backward_causal(
 
     ``real``, (batch, seqlen), marks the tokens of packed sequences; None: all are.
     """
+    given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
     if call.packed:
         where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
@@ -285,11 +290,12 @@ def decode(
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place."""
+    given.decode(w, temp, denom_bias, state, key_padding_mask)
     bias = None
     if denom_bias is not None:
         position = state.lengths[:, None] + torch.arange(w.shape[2], device=w.device)
         # Never past the end through the public function; on a GPU an index error would end the process.
-        bias = denom_bias[:, position.clamp(max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
+        bias = denom_bias[:, position.clamp(min=0, max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
     out, membership = _run_causal(w, temp, bias, Call(key_padding_mask), state)
     state.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))
     return out, membership

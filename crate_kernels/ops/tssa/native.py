@@ -32,11 +32,12 @@ class _Saved(NamedTuple):
     moment: Tensor | None = None
 
 
-def _plain(x: Tensor | None) -> Any:
+def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a parameter contiguous, and in float32 if it is of ``dtype``; C++ refuses others."""
     # A fifth of the time of two calls that do nothing.
     if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
         return x
-    return x.to(torch.float32).contiguous()
+    return (x.float() if x.dtype == dtype else x).contiguous()
 
 
 def _nchunks(lib: Library, w: Tensor, dout: Tensor | None, call: Call, causal: bool) -> int:
@@ -82,7 +83,7 @@ def _run_forward(
     _clear(lib, call, out, membership)
     sums = [_empty_sums(w, call, nchunks) for _ in range(2)]
     held = state or (*(statistics or (None, None)), None, None)
-    lib.tssa_fwd(causal, w, _plain(temp), _plain(denom_bias), *call, out, membership, *held, *sums)
+    lib.tssa_fwd(causal, w, _plain(temp, w.dtype), _plain(denom_bias, w.dtype), *call, out, membership, *held, *sums)
     return out, membership, *(statistics or (s[:, -1] for s in sums if s is not None))
 
 
@@ -92,7 +93,7 @@ def _run_backward(
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     w, temp, lib = saved.w, saved.temp, library(saved.w.device)
     nchunks = _nchunks(lib, w, dout, call, causal)
-    dw, bias = operator.empty_out(w), _plain(saved.denom_bias)
+    dw, bias = operator.empty_out(w), _plain(saved.denom_bias, w.dtype)
     _clear(lib, call, dw)
     ddenom_bias = None if bias is None else torch.empty_like(bias)
     dlogit = call.empty_membership(w) if nchunks or (causal and lib.cuda) else None
@@ -104,7 +105,7 @@ def _run_backward(
         dtemp = written = w.new_empty(sizes, dtype=torch.float32)
     else:
         dtemp, written = sums_3[:, -1, w.shape[1] * w.shape[-1] :], None
-    tensors = w, *(_plain(x) for x in (temp, bias, saved.membership, saved.energy, saved.moment))
+    tensors = w, _plain(temp, w.dtype), bias, *(_plain(x) for x in (saved.membership, saved.energy, saved.moment))
     workspace = dlogit, sums_1, sums_2, sums_3
     lib.tssa_bwd(causal, dout, _plain(dmembership), *tensors, *call, dw, written, ddenom_bias, *workspace)
     gradient = (dtemp.sum(0) if lib.cuda else dtemp).to(temp.dtype)

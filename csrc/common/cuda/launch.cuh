@@ -10,9 +10,6 @@
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
-#define CRATE_DEVICE_KEY CUDA
-#else
-#define CRATE_DEVICE_KEY CPU
 #endif
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -21,9 +18,18 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "../tensor.h"
+#include "../given.h"
 
 namespace crate_kernels {
+
+// The type of device that kernels run on.
+inline int32_t device_type() {
+#ifdef __CUDACC__
+  return aoti_torch_device_type_cuda();
+#else
+  return aoti_torch_device_type_cpu();
+#endif
+}
 
 // Clears the error that it reports: the check after the next launch must not find it again.
 #define CRATE_CUDA_CHECK(call)                                             \

@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <optional>
 
-#include <torch/csrc/stable/library.h>
-
+#include "../../common/box.h"
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
-#include "../../common/tensor.h"
+#include "../../common/given.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -28,11 +27,12 @@ const IstaKernels& kernels() {
 
 void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale, double threshold,
             bool nonnegative, Tensor out) {
+  const Given given("ista", aoti_torch_device_type_cpu(), "out", out);
   const int64_t numel = out.numel();
-  const IstaUpdate u = {operand(product, "product", numel),
-                        operand(base, "base", numel),
-                        operand(gate, "gate", numel),
-                        operand(out, "out", numel),
+  const IstaUpdate u = {given.elements("product", product, numel),
+                        given.elements("base", base, numel),
+                        given.elements("gate", gate, numel),
+                        given.elements("out", out, numel),
                         static_cast<float>(scale),
                         static_cast<float>(threshold),
                         nonnegative};
@@ -42,10 +42,8 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> ga
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { k.update(u, begin, end); });
 }
 
-float* floats(const Tensor& t, const char* name, int64_t numel) {
-  const Operand a = operand(t, name, numel);
-  STD_TORCH_CHECK(a.dtype == Dtype::f32, name, " must be float32, got scalar type ", static_cast<int>(t.scalar_type()));
-  return static_cast<float*>(a.data);
+float* floats(const Tensor& t) {
+  return static_cast<float*>(t.data_ptr());
 }
 
 template <class Pass>
@@ -58,21 +56,31 @@ void for_each_band(void (*kernel)(const Pass&, int64_t), const Pass& pass, int64
 }
 
 void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
+  const Given given("ista", aoti_torch_device_type_cpu(), "a", a);
+  given.rank("a", a, 2);
   const int64_t dim = a.size(0);
-  const IstaSquare s = {floats(a, "a", dim * dim), floats(b, "b", dim * dim), operand(out, "out", dim * dim), dim};
+  given.numbers("a", a, {dim, dim});
+  given.numbers("b", b, {dim, dim});
+  const IstaSquare s = {floats(a), floats(b), given.elements("out", out, dim * dim), dim};
   for_each_band(kernels().subtract_symmetric, s, dim, dim);
 }
 
 void add_transposed(Tensor a, Tensor out) {
+  const Given given("ista", aoti_torch_device_type_cpu(), "a", a);
+  given.rank("a", a, 2);
   const int64_t dim = a.size(0);
-  const IstaSquare s = {floats(a, "a", dim * dim), nullptr, operand(out, "out", dim * dim), dim};
+  given.numbers("a", a, {dim, dim});
+  const IstaSquare s = {floats(a), nullptr, given.elements("out", out, dim * dim), dim};
   for_each_band(kernels().add_transposed, s, dim, dim);
 }
 
 void transpose(Tensor a, Tensor out) {
+  const Given given("transpose", aoti_torch_device_type_cpu(), "a", a);
+  given.rank("a", a, 2);
   const int64_t rows = a.size(0), columns = a.size(1);
-  const IstaTranspose t = {floats(a, "a", rows * columns), floats(out, "out", rows * columns), rows, columns};
-  for_each_band(kernels().transpose, t, rows, columns);
+  given.numbers("a", a, {rows, columns});
+  given.numbers("out", out, {columns, rows});
+  for_each_band(kernels().transpose, IstaTranspose{floats(a), floats(out), rows, columns}, rows, columns);
 }
 
 }  // namespace
@@ -86,7 +94,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("transpose(Tensor a, Tensor(a!) out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("ista_update", TORCH_BOX(&update));
   m.impl("ista_subtract_symmetric", TORCH_BOX(&subtract_symmetric));
   m.impl("ista_add_transposed", TORCH_BOX(&add_transposed));

@@ -1,6 +1,7 @@
 // The CUDA ops of sparse coding: all passes except PyTorch's products.
 #include <optional>
 
+#include "../../common/box.h"
 #include "../../common/cuda/launch.cuh"
 #include "update.cuh"
 
@@ -9,13 +10,14 @@ namespace {
 
 void update(std::optional<Tensor> product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale,
             double threshold, bool nonnegative, Tensor out, std::optional<Tensor> gated) {
+  const Given given("ista", device_type(), "out", out);
   IstaUpdate u = {};
   u.numel = out.numel();
-  u.product = operand(product, "product", u.numel);
-  u.base = operand(base, "base", u.numel);
-  u.gated = operand(gated, "gated", u.numel);
-  u.gate = operand(gate, "gate", u.numel);
-  u.out = operand(out, "out", u.numel);
+  u.product = given.elements("product", product, u.numel);
+  u.base = given.elements("base", base, u.numel);
+  u.gated = given.elements("gated", gated, u.numel);
+  u.gate = given.elements("gate", gate, u.numel);
+  u.out = given.elements("out", out, u.numel);
   u.scale = static_cast<float>(scale);
   u.threshold = static_cast<float>(threshold);
   u.gate_all = gate.has_value() && !gated.has_value();
@@ -32,9 +34,12 @@ void update(std::optional<Tensor> product, std::optional<Tensor> base, std::opti
 }
 
 void symmetrize(Tensor a, Tensor both) {
+  const Given given("ista", device_type(), "a", a);
+  given.rank("a", a, 2);
   const int64_t dim = a.size(0), tiles = (dim + kIstaTile - 1) / kIstaTile;
-  const Operand from = operand(a, "a", dim * dim), to = operand(both, "both", dim * dim);
-  STD_TORCH_CHECK(from.dtype == to.dtype, "both must have the dtype of a");
+  given.contiguous("a", a, a.scalar_type(), {dim, dim});
+  given.contiguous("both", both, a.scalar_type(), {dim, dim});
+  const Operand from = given.elements("a", a, dim * dim), to = given.elements("both", both, dim * dim);
   const int32_t device = a.get_device_index();
   const OnDevice on(device);
   const Launch where = {tiles * tiles, kIstaTile * kIstaTileRows,
@@ -54,7 +59,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("cuda_ista_symmetrize(Tensor a, Tensor(a!) both) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("cuda_ista_update", TORCH_BOX(&update));
   m.impl("cuda_ista_symmetrize", TORCH_BOX(&symmetrize));
 }

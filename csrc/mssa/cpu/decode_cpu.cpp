@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../given.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -55,6 +56,7 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
 }
 
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse) {
+  mssa::check_decode(aoti_torch_device_type_cpu(), w, data, lengths, call, out, lse);
   const MssaProblem p = problem(w, call.attention());
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;
@@ -66,7 +68,8 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
     Sequence& s = sequences[b];
-    s = {held[b], std::min<int64_t>(held[b], capacity), mask == nullptr ? nullptr : mask + b * tokens};
+    const int64_t start = std::clamp<int64_t>(held[b], 0, capacity);
+    s = {start, start, mask == nullptr ? nullptr : mask + b * tokens};
     for (int64_t i = 0; i < tokens; ++i) {
       if (s.keep == nullptr || s.keep[i] != 0) s.end = std::min(s.end + 1, capacity);
       visible[b * tokens + i] = static_cast<int32_t>(s.end);
@@ -116,7 +119,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("mssa_decode(" CRATE_MSSA_DECODE ") -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("mssa_decode", CRATE_BOX(&decode));
 }
 

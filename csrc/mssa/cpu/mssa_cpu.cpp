@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "../given.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -63,6 +64,7 @@ int parts_of(const std::vector<MssaHead>& heads) {
 }
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
+  mssa::check_forward(aoti_torch_device_type_cpu(), w, call, out, lse);
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
   const MssaKernels& k = kernels(p);
@@ -75,6 +77,7 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
 
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw) {
+  mssa::check_backward(aoti_torch_device_type_cpu(), dout, dlse, w, out, lse, call, dw);
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
   const MssaKernels& k = kernels(p);
@@ -109,7 +112,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("mssa_bwd(" CRATE_MSSA_BWD ") -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("mssa_fwd", CRATE_BOX(&forward));
   m.impl("mssa_bwd", CRATE_BOX(&backward));
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../given.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -81,6 +82,7 @@ MssaProblem rectangular_problem(const Tensor& rows, const MssaRectangularCall& c
 }
 
 void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
+  mssa::check_rectangular_forward(aoti_torch_device_type_cpu(), rows, columns, call, out, lse);
   const MssaProblem p = rectangular_problem(rows, call);
   const Range own = {rows, nullptr, &lse, nullptr, nullptr, call.row_mask, call.row_start};
   const Range others = {columns, nullptr, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
@@ -94,6 +96,7 @@ void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, 
 }
 
 void find_delta(Tensor dout, Tensor out, Tensor delta) {
+  mssa::check_delta(aoti_torch_device_type_cpu(), dout, out, delta);
   const MssaProblem p = problem(dout, MssaCall{});
   const int64_t nheads = dout.size(1), tokens = dout.size(2);
   const MssaKernels& k = kernels(p);
@@ -109,6 +112,8 @@ void find_delta(Tensor dout, Tensor out, Tensor delta) {
 
 void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns, Tensor column_dout,
               Tensor column_lse, Tensor column_delta, Tensor column_dlse, MssaRectangularCall call, Tensor dw) {
+  mssa::check_rectangular_backward(aoti_torch_device_type_cpu(), {rows, dout, lse, delta, dlse},
+                                   {columns, column_dout, column_lse, column_delta, column_dlse}, call, dw);
   const MssaProblem p = rectangular_problem(rows, call);
   const Range own = {rows, &dout, &lse, &delta, &dlse, call.row_mask, call.row_start};
   const Range others = {columns,      &column_dout,     &column_lse,      &column_delta,
@@ -150,7 +155,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("mssa_rectangular_bwd(" CRATE_MSSA_RECTANGULAR_BWD ") -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("mssa_rectangular_fwd", CRATE_BOX(&forward));
   m.impl("mssa_rectangular_delta", CRATE_BOX(&find_delta));
   m.impl("mssa_rectangular_bwd", CRATE_BOX(&backward));

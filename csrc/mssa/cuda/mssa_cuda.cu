@@ -1,4 +1,5 @@
 // The CUDA ops of subspace attention: the choice of kernels for a call, and the calls of those on tensor cores.
+#include "../given.h"
 #include "host.cuh"
 #include "mma_backward_kernel.cuh"
 #include "mma_forward.cuh"
@@ -79,6 +80,25 @@ bool rounds_gradients(const Problem& call) {
   return call.dtype == Dtype::f16 && call.scores && std::fabs(call.scale) < 0x1p-8f;
 }
 
+// `delta` is scratch, as problem_of says.
+void check_delta_scratch(const Tensor& w, const MssaCall& call, const Tensor& delta) {
+  const Given given("mssa backward", device_type(), "w", w);
+  const Extent e = extent_of(given, "w", w, call.packed());
+  const int64_t copies = call.threshold.has_value() ? 3 : 2;
+  given.numbers("delta", delta,
+                e.packed ? Sizes{copies, e.nheads, e.seqlen} : Sizes{copies, e.batch, e.nheads, e.seqlen});
+}
+
+// Scratch of a step, for as many stretches as `part` says.
+void check_stretches(const Tensor& w, const Tensor& part, const std::optional<Tensor>& statistics) {
+  const Given given("mssa", device_type(), "w", w);
+  const Extent e = extent_of(given, "w", w, false);
+  given.rank("part", part, 4);
+  given.present("statistics", statistics);
+  given.numbers("part", part, {e.batch * e.nheads, part.size(1), e.seqlen, e.head_dim});
+  given.numbers("statistics", statistics, {e.batch * e.nheads, part.size(1), e.seqlen, 2});
+}
+
 // Attends to the tokens themselves, or to a cache.
 void attend(Problem problem, int32_t device) {
   if (tensor_cores_take(problem, device)) return launch_forward(problem, device);
@@ -86,15 +106,17 @@ void attend(Problem problem, int32_t device) {
 }
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
+  check_forward(device_type(), w, call, out, lse);
   if (out.numel() == 0) return;
   const int32_t device = w.get_device_index();
   const OnDevice guard(device);
   attend(problem_of(w, call, nullptr, out, lse), device);
 }
 
-// `delta` is scratch, as problem_of says.
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw, Tensor delta) {
+  check_backward(device_type(), dout, dlse, w, out, lse, call, dw);
+  check_delta_scratch(w, call, delta);
   if (dw.numel() == 0) return;
   const int32_t device = w.get_device_index();
   const OnDevice guard(device);
@@ -106,12 +128,16 @@ void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, 
 // Without `part` and `statistics`, a forward reads the cache.
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse,
             std::optional<Tensor> part, std::optional<Tensor> statistics) {
+  check_decode(device_type(), w, data, lengths, call, out, lse);
   if (out.numel() == 0) return;
   const int32_t device = w.get_device_index();
   const OnDevice guard(device);
   const Cache cache = {data, lengths};
   const Problem problem = problem_of(w, call.attention(), &cache, out, lse);
-  if (part.has_value()) return decoding::step(problem, *part, *statistics, device);
+  if (part.has_value()) {
+    check_stretches(w, *part, statistics);
+    return decoding::step(problem, *part, *statistics, device);
+  }
   decoding::append(problem, device);
   attend(problem, device);
   decoding::advance(problem, device);
@@ -119,6 +145,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
 
 // Ranges of a sequence take fp32 products in every dtype: the tensor-core kernels have no rows apart from their keys.
 void forward_between(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
+  check_rectangular_forward(device_type(), rows, columns, call, out, lse);
   if (out.numel() == 0) return;
   const int32_t device = rows.get_device_index();
   const OnDevice guard(device);
@@ -126,6 +153,7 @@ void forward_between(Tensor rows, Tensor columns, MssaRectangularCall call, Tens
 }
 
 void delta_between(Tensor dout, Tensor out, Tensor delta) {
+  check_delta(device_type(), dout, out, delta);
   if (delta.numel() == 0) return;
   const int32_t device = dout.get_device_index();
   const OnDevice guard(device);
@@ -138,11 +166,12 @@ void delta_between(Tensor dout, Tensor out, Tensor delta) {
 void backward_between(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns,
                       Tensor column_dout, Tensor column_lse, Tensor column_delta, Tensor column_dlse,
                       MssaRectangularCall call, Tensor dw) {
+  const Side own = {rows, dout, lse, delta, dlse};
+  const Side others = {columns, column_dout, column_lse, column_delta, column_dlse};
+  check_rectangular_backward(device_type(), own, others, call, dw);
   if (dw.numel() == 0) return;
   const int32_t device = rows.get_device_index();
   const OnDevice guard(device);
-  const Side own = {rows, dout, lse, delta, dlse};
-  const Side others = {columns, column_dout, column_lse, column_delta, column_dlse};
   plain::backward(problem_of(own, others, call, dw), device);
 }
 
@@ -157,7 +186,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("cuda_mssa_decode(" CRATE_MSSA_DECODE ", Tensor(e!)? part, Tensor(f!)? statistics) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("cuda_mssa_fwd", CRATE_BOX(&forward));
   m.impl("cuda_mssa_bwd", CRATE_BOX(&backward));
   m.impl("cuda_mssa_rectangular_fwd", CRATE_BOX(&forward_between));

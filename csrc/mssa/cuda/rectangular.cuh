@@ -2,6 +2,7 @@
 // fp32: those of several ranges are put together.
 #pragma once
 
+#include "../given.h"
 #include "problem.cuh"
 
 namespace crate_kernels::mssa {
@@ -19,11 +20,6 @@ inline Problem problem_of(const Tensor& rows, const Tensor& columns, const MssaR
   p.others.nheads = static_cast<int>(call.nheads > 0 ? call.nheads : rows.size(1));
   return p;
 }
-
-// Tokens of a range, and what a backward is given of them.
-struct Side {
-  const Tensor &w, &dout, &lse, &delta, &dlse;
-};
 
 inline Problem problem_of(const Side& rows, const Side& columns, const MssaRectangularCall& call, const Tensor& dw) {
   Problem p = problem_of(rows.w, columns.w, call, dw, rows.lse);

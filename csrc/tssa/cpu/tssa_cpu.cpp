@@ -6,7 +6,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
-#include "../call.h"
+#include "../given.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -138,11 +138,12 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
 }
 
 void forward(const TssaForwardArgs& t) {
+  check_tssa_forward(aoti_torch_device_type_cpu(), t);
   const TssaProblem p = problem(t);
   auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t) {
     s.out = tokens_of(t.out, t.call.packed(), b, first);
     if (!t.lengths.has_value()) return;
-    s.position = static_cast<const int32_t*>(t.lengths->data_ptr())[b];
+    s.position = std::max(static_cast<const int32_t*>(t.lengths->data_ptr())[b], 0);
     if (s.position > 0) s.first_key = 0;
     s.state_mass = floats(t.mass) + b * p.nheads;
   });
@@ -151,7 +152,9 @@ void forward(const TssaForwardArgs& t) {
 
 // Sums over sequences, in their order.
 void backward(const TssaBackwardArgs& t) {
-  STD_TORCH_CHECK(t.dtemp.has_value(), "dtemp must be given");
+  const auto [given, extent] = check_tssa_backward(aoti_torch_device_type_cpu(), t);
+  given.present("dtemp", t.dtemp);
+  given.numbers("dtemp", t.dtemp, {extent.nheads});
   const TssaProblem p = problem(t);
   const int64_t count = t.call.nsequences(t.w);
   std::vector<float> dtemp(count * p.nheads);
@@ -189,7 +192,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def(CRATE_TSSA_BWD);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("tssa_fwd", CRATE_BOX(&forward));
   m.impl("tssa_bwd", CRATE_BOX(&backward));
 }

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
                                             : nullptr,
                      *const moments = alone && has_state ? f.moment + channels : nullptr,
                      *const masses = alone && has_state ? f.mass + heads : nullptr;
-  const int position = has_state ? f.lengths[s.index] : 0;
+  const int position = has_state ? max(f.lengths[s.index], 0) : 0;
   int keys = position + (alone ? 0 : static_cast<int>(energies[p.width]));
   const TssaCausalShared layout(p, N);
   unsigned char* const memory = shared_memory();

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "../../common/cuda/launch.cuh"
-#include "../call.h"
+#include "../given.h"
 #include "access.cuh"
 #include "scan.cuh"
 
@@ -115,10 +115,11 @@ inline void scan_chunks(const TssaProblem& p, float* sums, int64_t size, TssaSca
                                     a);
 }
 
-inline void check_sums(const char* name, const std::optional<Tensor>& sums, const TssaProblem& p, int64_t size) {
-  STD_TORCH_CHECK(
-      sums.has_value() && sums->size(0) == p.nsequences && sums->size(1) == p.nchunks + 1 && sums->size(2) == size,
-      name, " must be (", p.nsequences, ", ", p.nchunks + 1, ", ", size, ")");
+inline void check_sums(const char* name, const std::optional<Tensor>& sums, const Tensor& w, const TssaProblem& p,
+                       int64_t size) {
+  const Given given("tssa", device_type(), "w", w);
+  given.present(name, sums);
+  given.numbers(name, sums, {p.nsequences, p.nchunks + 1, size});
 }
 
 }  // namespace crate_kernels

@@ -13,9 +13,13 @@ TssaForm choose(bool causal, TssaProblem& p, const Tensor& w, const Tensor* dout
 // Number of chunks per sequence. 0: a sequence is not cut. -1: the device has no room for its tokens.
 int64_t chunks(bool causal, Tensor w, std::optional<Tensor> dout, std::optional<Tensor> cu_seqlens,
                int64_t max_seqlen) {
+  const Given given("tssa", device_type(), "w", w);
+  const TssaCall call = {std::nullopt, cu_seqlens, max_seqlen};
+  given.rank("w", w, call.packed() ? 3 : 4);
+  given.options({}, cu_seqlens, {}, 0, 0);
   const int32_t device = w.get_device_index();
   const OnDevice on(device);
-  TssaProblem p = tssa_problem(w, {std::nullopt, cu_seqlens, max_seqlen});
+  TssaProblem p = tssa_problem(w, call);
   const TssaForm form = choose(causal, p, w, dout.has_value() ? &*dout : nullptr, device);
   return form.fits ? form.cuts : -1;
 }
@@ -26,19 +30,22 @@ void check_fits(const TssaForm& form, const TssaProblem& p) {
 }
 
 void forward(const TssaForwardArgs& t) {
+  check_tssa_forward(device_type(), t);
   const int32_t device = t.w.get_device_index();
   const OnDevice on(device);
   TssaForward f = tssa_forward(t);
   const TssaForm form = choose(t.causal, f.problem, t.w, nullptr, device);
   check_fits(form, f.problem);
   if (form.cuts > 0) {
-    check_sums("sums_1", t.sums_1, f.problem, f.problem.width + f.problem.nheads);
-    check_sums("sums_2", t.sums_2, f.problem, f.problem.width + f.problem.nheads);
+    check_sums("sums_1", t.sums_1, t.w, f.problem, f.problem.width + f.problem.nheads);
+    check_sums("sums_2", t.sums_2, t.w, f.problem, f.problem.width + f.problem.nheads);
   }
   (t.causal ? tssa_causal::forward : tssa_full::forward)(f, form, form.launch(f.problem, device));
 }
 
 void backward(const TssaBackwardArgs& t) {
+  const auto [given, extent] = check_tssa_backward(device_type(), t);
+  given.numbers("dtemp", t.dtemp, {extent.sequences, extent.nheads});
   const int32_t device = t.w.get_device_index();
   const OnDevice on(device);
   TssaBackward b = tssa_backward(t);
@@ -46,9 +53,9 @@ void backward(const TssaBackwardArgs& t) {
   const TssaForm form = choose(t.causal, b.problem, t.w, &t.dout, device);
   check_fits(form, p);
   if (form.cuts > 0) {
-    check_sums("sums_1", t.sums_1, p, (t.causal ? 2 : 1) * p.width + p.nheads);
-    check_sums("sums_2", t.sums_2, p, p.width + p.nheads);
-    if (t.causal) check_sums("sums_3", t.sums_3, p, p.width + p.nheads);
+    check_sums("sums_1", t.sums_1, t.w, p, (t.causal ? 2 : 1) * p.width + p.nheads);
+    check_sums("sums_2", t.sums_2, t.w, p, p.width + p.nheads);
+    if (t.causal) check_sums("sums_3", t.sums_3, t.w, p, p.width + p.nheads);
   }
   STD_TORCH_CHECK(t.dtemp.has_value() || (t.causal && form.cuts > 0), "dtemp must be given unless sums_3 ends in it");
   STD_TORCH_CHECK(t.dlogit.has_value() || form.cluster > 0, "dlogit must be given unless a sequence is on chip");
@@ -64,7 +71,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("cuda_" CRATE_TSSA_BWD);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+CRATE_IMPLEMENT(m) {
   m.impl("cuda_tssa_chunks", CRATE_BOX(&chunks));
   m.impl("cuda_tssa_fwd", CRATE_BOX(&forward));
   m.impl("cuda_tssa_bwd", CRATE_BOX(&backward));

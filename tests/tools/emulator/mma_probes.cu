@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_products() -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("probe_product", TORCH_BOX(&product));
   m.impl("probe_tile", TORCH_BOX(&tile));
   m.impl("probe_offsets", TORCH_BOX(&offsets));

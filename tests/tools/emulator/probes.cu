@@ -180,7 +180,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_facts(Tensor(a!) out, int cluster, int bytes) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CRATE_DEVICE_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("probe_sums", TORCH_BOX(&sums));
   m.impl("probe_shuffles", TORCH_BOX(&shuffles));
   m.impl("probe_neighbours", TORCH_BOX(&neighbours));

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
+from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
@@ -98,6 +99,7 @@ _DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied wi
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
+    given.backward(dout, dlse, w, out, lse, call)
     select = call.threshold is not None
     # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
     products = dout is not None and not select

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_causal
@@ -111,7 +112,7 @@ def _tssa_causal_fwd_kernel(
     if OUTPUT and sums_2_ptr is not None:
         moment, mass = before_chunk(sums_2_ptr, pid, chunk, 1, DIMS)
     if lengths_ptr is not None:
-        position = tl.load(lengths_ptr + index)
+        position = tl.maximum(tl.load(lengths_ptr + index), 0)
         before_keys += position
     temp = tile.load_heads(temp_ptr, DIMS)
     # Running sums are carried in the scale in which their reciprocals are taken. Those of a chunk alone begin with 0.
@@ -218,6 +219,7 @@ def forward_causal(
     call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
+    given.forward_causal(w, temp, denom_bias, call)
     sizes = Launch(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     run_causal(_tssa_causal_fwd_kernel, sizes, causal_arguments(sizes, w, temp, denom_bias, out, membership))

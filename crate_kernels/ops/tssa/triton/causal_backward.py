@@ -37,6 +37,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
@@ -290,6 +291,7 @@ def backward_causal(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
+    given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
     sizes = Launch(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut |= head_groups(CAUSAL_BACKWARD, sizes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call, State
 from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
 from crate_kernels.ops.tssa.triton.launch import Launch, run_causal
@@ -27,6 +28,7 @@ def decode(
     A step is one launch, which reads the sums and writes them back; the host reads nothing. The sums of a long block,
     which goes by chunks, are added to the state at the end.
     """
+    given.decode(w, temp, denom_bias, state, key_padding_mask)
     sizes, (energy, weighted, mass, lengths) = Launch(w, Call(key_padding_mask)), state
     out, membership = operator.empty_out(w), sizes.empty_rows()
     arguments = causal_arguments(sizes, w, temp, denom_bias, out, membership)

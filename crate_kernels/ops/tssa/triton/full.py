@@ -32,6 +32,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
@@ -181,6 +182,7 @@ def forward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
+    given.forward(w, temp, call)
     sizes = Launch(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     energy = w.new_empty(sizes.nsequences, sizes.nheads, sizes.head_dim, dtype=torch.float32)

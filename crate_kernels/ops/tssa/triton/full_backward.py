@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
+from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
@@ -180,6 +181,7 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
+    given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
     sizes = Launch(w, call)
     dw, scratch = operator.empty_out(w), sizes.empty_rows(2)
     dtemp = w.new_empty(sizes.nsequences, sizes.nheads, dtype=torch.float32)

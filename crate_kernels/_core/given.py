@@ -1,0 +1,46 @@
+"""Holds the tensors that a kernel is given against each other, as csrc/common/given.h does for kernels in C++.
+
+Kernels trust sizes and devices, and PyTorch's operators broadcast. Autograd hands a backward what its forward saved,
+which its owner, or a hook, may have changed since.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def _refuse(call: str, name: str, wanted: str, value: Any) -> NoReturn:
+    found = isinstance(value, Tensor)
+    got = f"{value.dtype} {tuple(value.shape)} on {value.device}" if found else type(value).__name__
+    raise ValueError(f"{call}: {name} must be {wanted}, got {got}")
+
+
+def tensor(
+    call: str, name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Require a tensor of this dtype, shape and device; messages begin with ``call``."""
+    if value is None or value.dtype != dtype or value.shape != shape or value.device != device:
+        _refuse(call, name, f"{dtype} {tuple(shape)} on {device}", value)
+
+
+def floating(call: str, name: str, value: Tensor, ndim: int) -> None:
+    """Require a floating tensor of ``ndim`` dimensions."""
+    if value.dim() != ndim or not value.is_floating_point():
+        _refuse(call, name, f"floating, of {ndim} dimensions", value)
+
+
+def options(
+    call: str, w: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None
+) -> None:
+    """Require tokens in the layout that their options say, and the tensors among the options of a call on them."""
+    floating(call, "w", w, 4 if cu_seqlens is None else 3)
+    device = w.device
+    if key_padding_mask is not None:
+        tensor(call, "key_padding_mask", key_padding_mask, torch.bool, (w.shape[0], w.shape[2]), device)
+    if cu_seqlens is not None:
+        tensor(call, "cu_seqlens", cu_seqlens, torch.int32, (max(cu_seqlens.numel(), 1),), device)
+    if seed is not None:
+        tensor(call, "seed", seed, torch.int64, (), device)

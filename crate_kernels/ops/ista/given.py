@@ -1,0 +1,60 @@
+"""Checks of the tensors that the passes of every backend are given: steps.py."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import given
+from crate_kernels.ops.ista.call import OvercompleteCall
+
+
+def _weight(call: str, x: Tensor, weight: Tensor) -> None:
+    """Require tokens, and a dictionary of their dtype or float32."""
+    given.floating(call, "weight", weight, 2)
+    given.floating(call, "x", x, max(x.dim(), 1))
+    dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
+    given.tensor(call, "weight", weight, dtype, (x.shape[-1], weight.shape[1]), x.device)
+
+
+def forward(x: Tensor, weight: Tensor, call: object, name: str = "ista") -> None:
+    """Check the tensors of a step."""
+    _weight(name, x, weight)
+    if weight.shape[0] != weight.shape[1]:
+        given.tensor(name, "weight", weight, weight.dtype, (x.shape[-1], x.shape[-1]), x.device)
+
+
+def backward(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, *_: object) -> None:
+    """Check the tensors of a step's backward."""
+    forward(x, weight, None, "ista backward")
+    given.tensor("ista backward", "dy", dy, x.dtype, x.shape, x.device)
+    given.tensor("ista backward", "y", y, x.dtype, x.shape, x.device)
+
+
+def forward_overcomplete(
+    x: Tensor, weight: Tensor, decoder: Tensor | None, *_: object, name: str = "ista_overcomplete"
+) -> None:
+    """Check the tensors of some steps."""
+    _weight(name, x, weight)
+    if decoder is not None:
+        given.tensor(name, "decoder", decoder, weight.dtype, weight.shape, x.device)
+
+
+def backward_overcomplete(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    decoder: Tensor | None,
+    codes: Tensor,
+    residuals: Tensor,
+    call: OvercompleteCall,
+) -> None:
+    """Check the tensors of some steps' backward."""
+    name = "ista_overcomplete backward"
+    forward_overcomplete(x, weight, decoder, name=name)
+    rows = prod(x.shape[:-1])
+    given.tensor(name, "dout", dout, x.dtype, x.shape, x.device)
+    given.tensor(name, "codes", codes, x.dtype, (call.steps, rows, weight.shape[1]), x.device)
+    given.tensor(name, "residuals", residuals, x.dtype, (call.steps - 1, rows, x.shape[-1]), x.device)

@@ -1,0 +1,98 @@
+"""Checks of the tensors that kernels in Python are given; csrc/tssa/given.h has those of kernels in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import given, operator
+from crate_kernels.ops.tssa.call import Call, State
+
+_BACKWARD = "tssa backward"
+
+
+def _parameter(name: str, label: str, value: Tensor, w: Tensor, shape: tuple[int, ...]) -> None:
+    """Require a parameter of w's dtype, or float32."""
+    dtype = torch.float32 if value is not None and value.dtype == torch.float32 else w.dtype
+    given.tensor(name, label, value, dtype, shape, w.device)
+
+
+def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, tokens: int = -1) -> None:
+    """Check tokens, options and parameters; a bias covers ``tokens``, by default the sequence."""
+    given.options(name, w, call.key_padding_mask, call.cu_seqlens, call.seed)
+    _parameter(name, "temp", temp, w, (w.shape[1],))
+    if denom_bias is None:
+        return
+    if tokens < 0:
+        tokens = min(w.shape[0], 1) if call.packed else w.shape[2]
+    held = denom_bias.shape[1] if denom_bias.dim() == 2 else 0
+    _parameter(name, "denom_bias", denom_bias, w, (w.shape[1], max(held, tokens)))
+
+
+def _rows(w: Tensor, call: Call) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+    """Return what numbers by head and token must be."""
+    shape = (w.shape[1], w.shape[0]) if call.packed else w.shape[:3]
+    return operator.stat_dtype(w.dtype), shape, w.device
+
+
+def _gradients(dout: Tensor, dmembership: Tensor | None, w: Tensor, membership: Tensor, call: Call) -> None:
+    rows = _rows(w, call)
+    given.tensor(_BACKWARD, "dout", dout, w.dtype, w.shape, w.device)
+    given.tensor(_BACKWARD, "membership", membership, *rows)
+    if dmembership is not None:
+        given.tensor(_BACKWARD, "dmembership", dmembership, *rows)
+
+
+def forward(w: Tensor, temp: Tensor, call: Call) -> None:
+    """Check the tensors of a forward of the full form."""
+    _inputs("tssa", w, temp, None, call)
+
+
+def backward(
+    dout: Tensor,
+    dmembership: Tensor | None,
+    w: Tensor,
+    temp: Tensor,
+    membership: Tensor,
+    energy: Tensor,
+    moment: Tensor,
+    call: Call,
+) -> None:
+    """Check the tensors of a backward of the full form."""
+    _inputs(_BACKWARD, w, temp, None, call)
+    _gradients(dout, dmembership, w, membership, call)
+    channels = (call.nsequences(w), w.shape[1], w.shape[-1])
+    given.tensor(_BACKWARD, "energy", energy, operator.stat_dtype(w.dtype), channels, w.device)
+    given.tensor(_BACKWARD, "moment", moment, operator.stat_dtype(w.dtype), channels, w.device)
+
+
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> None:
+    """Check the tensors of a forward of the causal form."""
+    _inputs("tssa", w, temp, denom_bias, call)
+
+
+def backward_causal(
+    dout: Tensor,
+    dmembership: Tensor | None,
+    w: Tensor,
+    temp: Tensor,
+    denom_bias: Tensor | None,
+    membership: Tensor,
+    call: Call,
+) -> None:
+    """Check the tensors of a backward of the causal form."""
+    _inputs(_BACKWARD, w, temp, denom_bias, call)
+    _gradients(dout, dmembership, w, membership, call)
+
+
+def decode(
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key_padding_mask: Tensor | None
+) -> None:
+    """Check the tensors of a step with a cache."""
+    _inputs("tssa", w, temp, denom_bias, Call(key_padding_mask), tokens=min(w.shape[2], 1))
+    batch, nheads, _, head_dim = w.shape
+    dtype, device = operator.stat_dtype(w.dtype), w.device
+    given.tensor("tssa", "cache.energy", state.energy, dtype, (batch, nheads, head_dim), device)
+    given.tensor("tssa", "cache.weighted", state.weighted, dtype, (batch, nheads, head_dim), device)
+    given.tensor("tssa", "cache.mass", state.mass, dtype, (batch, nheads), device)
+    given.tensor("tssa", "cache.lengths", state.lengths, torch.int32, (batch,), device)

@@ -1,0 +1,112 @@
+// Checks of the tensors that the ops of subspace attention take, the same for either device: call.h has the schemas.
+#pragma once
+
+#include <utility>
+
+#include "../common/given.h"
+#include "call.h"
+
+namespace crate_kernels::mssa {
+
+// Sizes of a tensor of tokens, and of its numbers per head and token.
+struct Extent {
+  bool packed;
+  int64_t batch, nheads, seqlen, head_dim;  // packed: batch is not used, seqlen is the number of rows
+
+  Sizes tokens() const { return packed ? Sizes{seqlen, nheads, head_dim} : Sizes{batch, nheads, seqlen, head_dim}; }
+  Sizes rows() const { return packed ? Sizes{nheads, seqlen} : Sizes{batch, nheads, seqlen}; }
+};
+
+inline Extent extent_of(const Given& given, const char* name, const Tensor& w, bool packed) {
+  given.rank(name, w, packed ? 3 : 4);
+  if (packed) return {true, 0, w.size(1), w.size(0), w.size(2)};
+  return {false, w.size(0), w.size(1), w.size(2), w.size(3)};
+}
+
+inline Extent check_call(const Given& given, const Tensor& w, const MssaCall& call) {
+  const Extent e = extent_of(given, "w", w, call.packed());
+  given.options(call.key_padding_mask, call.cu_seqlens, call.seed, e.batch, e.seqlen);
+  return e;
+}
+
+inline void check_forward(int32_t device_type, const Tensor& w, const MssaCall& call, const Tensor& out,
+                          const Tensor& lse) {
+  const Given given("mssa", device_type, "w", w);
+  const Extent e = check_call(given, w, call);
+  given.strided("out", out, w.scalar_type(), e.tokens());
+  given.numbers("lse", lse, e.rows());
+}
+
+inline void check_backward(int32_t device_type, const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
+                           const Tensor& w, const Tensor& out, const Tensor& lse, const MssaCall& call,
+                           const Tensor& dw) {
+  const Given given("mssa backward", device_type, "w", w);
+  const Extent e = check_call(given, w, call);
+  given.strided("dout", dout, w.scalar_type(), e.tokens());
+  given.numbers("dlse", dlse, e.rows());
+  given.strided("out", out, w.scalar_type(), e.tokens());
+  given.numbers("lse", lse, e.rows());
+  given.strided("dw", dw, w.scalar_type(), e.tokens());
+}
+
+inline void check_decode(int32_t device_type, const Tensor& w, const Tensor& data, const Tensor& lengths,
+                         const MssaDecodeCall& call, const Tensor& out, const Tensor& lse) {
+  const Given given("mssa", device_type, "w", w);
+  const Extent e = extent_of(given, "w", w, false);
+  given.options(call.key_padding_mask, {}, {}, e.batch, e.seqlen);
+  given.rank("cache.data", data, 4);
+  given.strided("cache.data", data, w.scalar_type(), {e.batch, e.nheads, data.size(2), e.head_dim});
+  given.contiguous("cache.lengths", lengths, ScalarType::Int, {e.batch});
+  given.strided("out", out, w.scalar_type(), e.tokens());
+  if (call.need_lse) given.numbers("lse", lse, e.rows());
+}
+
+// Tokens of a range, and what a backward is given of them.
+struct Side {
+  const Tensor &w, &dout, &lse, &delta, &dlse;
+};
+
+// Returns the extents of rows and of columns.
+inline std::pair<Extent, Extent> check_rectangle(const Given& given, const Tensor& rows, const Tensor& columns,
+                                                 const MssaRectangularCall& call) {
+  const Extent own = extent_of(given, "rows", rows, false);
+  const Extent others = extent_of(given, "columns", columns, false);
+  given.strided("columns", columns, rows.scalar_type(), {own.batch, own.nheads, others.seqlen, own.head_dim});
+  given.contiguous("row_mask", call.row_mask, ScalarType::Bool, {own.batch, own.seqlen});
+  given.contiguous("column_mask", call.column_mask, ScalarType::Bool, {own.batch, others.seqlen});
+  given.contiguous("seed", call.seed, ScalarType::Long, {});
+  return {own, others};
+}
+
+inline void check_rectangular_forward(int32_t device_type, const Tensor& rows, const Tensor& columns,
+                                      const MssaRectangularCall& call, const Tensor& out, const Tensor& lse) {
+  const Given given("mssa", device_type, "rows", rows);
+  const Extent own = check_rectangle(given, rows, columns, call).first;
+  given.numbers("out", out, own.tokens());
+  given.numbers("lse", lse, own.rows());
+}
+
+inline void check_rectangular_backward(int32_t device_type, const Side& rows, const Side& columns,
+                                       const MssaRectangularCall& call, const Tensor& dw) {
+  const Given given("mssa backward", device_type, "rows", rows.w);
+  const ScalarType dtype = rows.w.scalar_type();
+  const auto [own, others] = check_rectangle(given, rows.w, columns.w, call);
+  given.strided("dout", rows.dout, dtype, own.tokens());
+  given.numbers("lse", rows.lse, own.rows());
+  given.numbers("delta", rows.delta, own.rows());
+  given.numbers("dlse", rows.dlse, own.rows());
+  given.strided("column_dout", columns.dout, dtype, others.tokens());
+  given.numbers("column_lse", columns.lse, others.rows());
+  given.numbers("column_delta", columns.delta, others.rows());
+  given.numbers("column_dlse", columns.dlse, others.rows());
+  given.numbers("dw", dw, own.tokens());
+}
+
+inline void check_delta(int32_t device_type, const Tensor& dout, const Tensor& out, const Tensor& delta) {
+  const Given given("mssa backward", device_type, "dout", dout);
+  const Extent e = extent_of(given, "dout", dout, false);
+  given.strided("out", out, dout.scalar_type(), e.tokens());
+  given.numbers("delta", delta, e.rows());
+}
+
+}  // namespace crate_kernels::mssa

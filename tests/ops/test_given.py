@@ -1,0 +1,267 @@
+"""What the ops are given: autograd and caches hand back tensors that may have changed. Each wrong one is refused."""
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels._core import backends, operator
+from crate_kernels._native import extension
+from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import op as mssa_op
+from crate_kernels.ops.mssa.rectangular import op as rectangular_op
+from crate_kernels.ops.tssa import op as tssa_op
+from tests.ops.common import KERNELS, kernels, offsets, randn
+
+BATCH, NHEADS, SEQLEN, HEAD_DIM, NEW, ROWS, HIDDEN = 2, 3, 5, 16, 2, 4, 24
+OTHER = {torch.float32: torch.bfloat16, torch.bool: torch.uint8, torch.int32: torch.int64, torch.int64: torch.int32}
+
+
+WRONG, ABSENT = (RuntimeError, ValueError), (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
+
+
+def floats(*shape):
+    return randn(*shape, dtype=torch.float32)
+
+
+def packed_sizes(packed):
+    tokens = (SEQLEN, NHEADS, HEAD_DIM) if packed else (BATCH, NHEADS, SEQLEN, HEAD_DIM)
+    return tokens, ((NHEADS, SEQLEN) if packed else (BATCH, NHEADS, SEQLEN))
+
+
+def options(packed):
+    return {
+        "key_padding_mask": None if packed else torch.ones(BATCH, SEQLEN, dtype=torch.bool),
+        "cu_seqlens": offsets((2, 3)) if packed else None,
+        "max_seqlen": 3 if packed else 0,
+        "seed": torch.tensor(7),
+        "causal": False,
+        "scale": 0.25,
+        "dropout_p": 0.5,
+        "threshold": None,
+    }
+
+
+def mssa(packed=False):
+    tokens, rows = packed_sizes(packed)
+    names = {"w": tokens, "out": tokens, "dout": tokens, "dw": tokens, "lse": rows, "dlse": rows, "delta": (2, *rows)}
+    return {**{name: floats(*shape) for name, shape in names.items()}, **options(packed)}
+
+
+def tssa(packed=False):
+    tokens, rows = packed_sizes(packed)
+    channels = (BATCH, NHEADS, HEAD_DIM)
+    names = {"w": tokens, "dout": tokens, "out": tokens, "dw": tokens, "membership": rows, "dmembership": rows}
+    names |= {"temp": (NHEADS,), "denom_bias": (NHEADS, SEQLEN), "ddenom_bias": (NHEADS, SEQLEN), "dlogit": rows}
+    names |= {"energy": channels, "moment": channels, "dtemp": (NHEADS,)}
+    return {**{name: floats(*shape).abs() for name, shape in names.items()}, **options(packed), **unused_sums()}
+
+
+def unused_sums():
+    return {**dict.fromkeys(("sums_1", "sums_2", "sums_3")), "mass": None, "lengths": None}
+
+
+def full(packed=False):
+    return {**tssa(packed), "denom_bias": None, "ddenom_bias": None, "causal": False}
+
+
+def causal(packed=False):
+    return {**tssa(packed), "causal": True, "energy": None, "moment": None}
+
+
+def tssa_cache():
+    channels = (BATCH, NHEADS, HEAD_DIM)
+    state = {"energy": floats(*channels), "weighted": floats(*channels), "mass": floats(BATCH, NHEADS)}
+    state = {name: t.abs() for name, t in state.items()} | {"lengths": torch.zeros(BATCH, dtype=torch.int32)}
+    values = {**causal(), "seed": None, "dropout_p": 0.0}
+    return {**values, **state, "moment": state["weighted"]}
+
+
+def mssa_cache():
+    tokens = (BATCH, NHEADS, NEW, HEAD_DIM)
+    data = floats(BATCH, NHEADS, 7, HEAD_DIM)
+    held = {"data": data, "lengths": torch.full((BATCH,), 3, dtype=torch.int32), "bound": 3, "uniform": True}
+    own = {"w": floats(*tokens), "out": floats(*tokens), "lse": floats(BATCH, NHEADS, NEW), "need_lse": True}
+    mask = torch.ones(BATCH, NEW, dtype=torch.bool)
+    return {**held, **own, "key_padding_mask": mask, "scale": 0.25, "part": None, "statistics": None}
+
+
+def rectangular():
+    own, others = (BATCH, NHEADS, ROWS), (BATCH, NHEADS, SEQLEN)
+    names = {"rows": (*own, HEAD_DIM), "dout": (*own, HEAD_DIM), "out": (*own, HEAD_DIM), "dw": (*own, HEAD_DIM)}
+    names |= {"columns": (*others, HEAD_DIM), "column_dout": (*others, HEAD_DIM)}
+    names |= {name: own for name in ("lse", "delta", "dlse")} | {f"column_{n}": others for n in ("lse", "delta", "dlse")}
+    masks = {name: torch.ones(BATCH, n, dtype=torch.bool) for name, n in (("row_mask", ROWS), ("column_mask", SEQLEN))}
+    values = {**options(False), "row_start": 0, "column_start": 0, "first_head": 0, "nheads": 0}
+    return {**{name: floats(*shape) for name, shape in names.items()}, **masks, **values}
+
+
+def ista(square=True):
+    dim, hidden, tokens = HEAD_DIM, HEAD_DIM if square else HIDDEN, (BATCH, SEQLEN, HEAD_DIM)
+    names = {"x": tokens, "y": tokens, "dy": tokens, "dout": tokens, "weight": (dim, hidden), "decoder": (dim, hidden)}
+    names |= {"codes": (2, BATCH * SEQLEN, hidden), "residuals": (1, BATCH * SEQLEN, dim)}
+    numbers = {"step_size": 0.1, "lambd": 0.1, "nonnegative": True, "compute": torch.float32, "steps": 2}
+    flags = {"need_dx": True, "need_dweight": True, "keep": True}
+    return {**{name: floats(*shape) for name, shape in names.items()}, **numbers, **flags}
+
+
+def passes():
+    names = dict.fromkeys(("product", "base", "gate", "out", "gated", "a", "b", "both"), (HEAD_DIM, HEAD_DIM))
+    numbers = {"scale": 0.5, "threshold": 0.1, "nonnegative": True}
+    return {**{name: floats(*shape) for name, shape in names.items()}, **numbers}
+
+
+# Entry point: operator, op, good arguments, and changes of an argument that give another good call.
+ANY_SIZE = {"w": "dtype integer short-1 long-1 short-3 long-3"}
+WITH_TEMP = {"w": "dtype short-3 long-3"}
+SEQUENCES = {"cu_seqlens": "short-0 long-0"}  # fewer or more sequences
+ENTRIES = {
+    "mssa_fwd": ("mssa", mssa_op.mssa_fwd, mssa, {"w": "dtype short-1 long-1 short-3 long-3"}),
+    "mssa_fwd-packed": ("mssa", mssa_op.mssa_fwd, lambda: mssa(True), {
+        "w": "dtype short-0 long-0 short-1 long-1 short-2 long-2", **SEQUENCES}),
+    "mssa_bwd": ("mssa", mssa_op.mssa_bwd, mssa, {}),
+    "mssa_bwd-packed": ("mssa", mssa_op.mssa_bwd, lambda: mssa(True), SEQUENCES),
+    "mssa_decode": ("mssa", mssa_op.mssa_decode, mssa_cache, {"data": "short-2 long-2"}),
+    "mssa_rectangular_fwd": (rectangular_op.PART, rectangular_op.mssa_rectangular_fwd, rectangular, {}),
+    "mssa_rectangular_delta": (rectangular_op.PART, rectangular_op.mssa_rectangular_delta, rectangular, {}),
+    "mssa_rectangular_bwd": (rectangular_op.PART, rectangular_op.mssa_rectangular_bwd, rectangular, {}),
+    "tssa_fwd": ("tssa", tssa_op.tssa_fwd, full, WITH_TEMP),
+    "tssa_fwd-packed": ("tssa", tssa_op.tssa_fwd, lambda: full(True), {
+        "w": "dtype short-0 long-0 short-2 long-2", **SEQUENCES}),
+    "tssa_bwd": ("tssa", tssa_op.tssa_bwd, full, {}),
+    "tssa_bwd-packed": ("tssa", tssa_op.tssa_bwd, lambda: full(True), {}),
+    "tssa_causal_fwd": ("tssa", tssa_op.tssa_causal_fwd, causal, {**WITH_TEMP, "denom_bias": "long-1"}),
+    "tssa_causal_bwd": ("tssa", tssa_op.tssa_causal_bwd, causal, {"denom_bias": "long-1"}),
+    "tssa_decode": ("tssa", tssa_op.tssa_decode, tssa_cache, {"w": "dtype", "denom_bias": "short-1 long-1"}),
+    "ista_fwd": ("ista", ista_op.ista_fwd, ista, {"x": "dtype rank short-0 long-0 short-1 long-1"}),
+    "ista_bwd": ("ista", ista_op.ista_bwd, ista, {}),
+    "ista_overcomplete_fwd": ("ista", ista_op.ista_overcomplete_fwd, lambda: ista(False), {
+        "x": "dtype rank short-0 long-0 short-1 long-1"}),
+    "ista_overcomplete_bwd": ("ista", ista_op.ista_overcomplete_bwd, lambda: ista(False), {}),
+}  # fmt: skip
+
+
+# Ops of the C++ libraries, CPU and CUDA, whose results are arguments too.
+LIBRARY = {
+    "mssa_fwd": (mssa, {}),
+    "mssa_fwd-packed": (lambda: mssa(True), SEQUENCES),
+    "mssa_bwd": (mssa, {}),
+    "mssa_bwd-packed": (lambda: mssa(True), SEQUENCES),
+    "mssa_decode": (mssa_cache, {"data": "short-2 long-2"}),
+    "mssa_rectangular_fwd": (rectangular, {}),
+    "mssa_rectangular_delta": (rectangular, {}),
+    "mssa_rectangular_bwd": (rectangular, {}),
+    "tssa_fwd": (full, {}),
+    "tssa_fwd-packed": (lambda: full(True), {}),
+    "tssa_fwd-causal": (causal, {"denom_bias": "long-1"}),
+    "tssa_fwd-cache": (tssa_cache, {"denom_bias": "short-1 long-1"}),
+    "tssa_bwd": (full, {}),
+    "tssa_bwd-packed": (lambda: full(True), {}),
+    "tssa_bwd-causal": (causal, {}),
+    "ista_update": (passes, dict.fromkeys(("product", "base", "gate", "out", "gated"), "dtype rank")),
+    "ista_subtract_symmetric": (passes, {"out": "dtype rank"}),
+    "ista_add_transposed": (passes, {"out": "dtype rank"}),
+    "ista_symmetrize": (passes, {}),
+    "transpose": (lambda: {"a": floats(3, 5), "out": floats(5, 3)}, {}),
+}
+STRIDED = "w out dout dw data rows columns column_dout".split()  # tensors of tokens
+
+
+def wrong(t):
+    """Yield changes of a tensor, by name, after which it fits no longer; None stands for its absence."""
+    yield "none", None
+    yield "dtype", t.to(OTHER[t.dtype])
+    if t.is_floating_point():
+        yield "integer", t.int()
+    yield "rank", t.unsqueeze(0)
+    yield "device", t.to("meta")
+    for d, size in enumerate(t.shape):
+        yield f"short-{d}", t.narrow(d, 0, size - 1)
+        yield f"long-{d}", torch.cat((t, t.narrow(d, 0, 1)), d)
+
+
+def accepted(function, schema, values, good):
+    """Return the changes of one argument with which a call succeeds although it should not."""
+    found = []
+    for argument in schema.arguments:
+        value = values.get(argument.name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        for name, changed in wrong(value):
+            optional = changed is None and "Optional" in str(argument.type)
+            if optional or name in good.get(argument.name, "").split():
+                continue
+            fresh = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+            try:
+                function(*({**fresh, argument.name: changed}.get(a.name) for a in schema.arguments))
+            except ABSENT if changed is None else WRONG as error:
+                if changed is not None and " must be " not in str(error): print("NOMSG", name, argument.name, repr(error)[:200])
+                continue
+            found.append(f"{argument.name} {name}")
+    return found
+
+
+def copied(values):
+    return [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+@pytest.fixture
+def chosen(request):
+    """Return the backend of this name; the emulated one is registered first."""
+    if request.param == "emulated":
+        request.getfixturevalue("backend")
+    return request.param
+
+
+NAMES = sorted({*kernels("mssa"), "composite", "emulated"} - ({"emulated"} if backends._INTERPRETED else set()))
+
+
+@pytest.mark.parametrize("chosen", NAMES, indirect=True)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_op_refuses_each_wrong_tensor(entry, chosen):
+    room, function, inputs, good = ENTRIES[entry]
+    schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
+    values = {**inputs(), "backend": chosen}
+    if chosen not in KERNELS and room == "mssa" and "decode" not in entry:
+        pytest.skip("composite is not behind this op")
+    function(*copied(values.get(a.name) for a in schema.arguments))  # as it is, the call is good
+    assert accepted(function, schema, values, good) == []
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_argument_is_on_the_meta_device_alone(entry):
+    # The dispatcher takes such a call for one on the meta device, and asks the fake.
+    _, _, inputs, _ = ENTRIES[entry]
+    overload = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default
+    values = {**inputs(), "backend": "cpp"}
+    for argument in overload._schema.arguments:
+        if isinstance(value := values.get(argument.name), torch.Tensor):
+            others = [values[a.name] for a in overload._schema.arguments if a.name != argument.name]
+            if any(isinstance(v, torch.Tensor) for v in others):
+                changed = {**values, argument.name: value.to("meta")}
+                with pytest.raises(ValueError, match="must be on .*'s device"):
+                    overload(*(changed.get(a.name) for a in overload._schema.arguments))
+
+
+def library_calls(entry, cuda):
+    """Return an op of a C++ library, its schema, good arguments and what leaves them good."""
+    name, (inputs, good) = entry.partition("-")[0], LIBRARY[entry]
+    values = inputs()
+    if cuda and "tssa_bwd" in name:
+        values["dtemp"] = floats(BATCH, NHEADS)
+    overload = getattr(torch.ops.crate_kernels_C, f"cuda_{name}" if cuda else name).default
+    return overload, overload._schema, values, good
+
+
+@pytest.mark.parametrize("entry", [e for e in LIBRARY if "symmetrize" not in e])
+def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
+    extension.load()
+    overload, schema, values, good = library_calls(entry, cuda=False)
+    overload(*copied(values.get(a.name) for a in schema.arguments))
+    assert accepted(overload, schema, values, good) == []
+
+
+@pytest.mark.parametrize("entry", [e for e in LIBRARY if e not in ("transpose", "ista_subtract_symmetric", "ista_add_transposed")])
+def test_an_emulated_op_refuses_each_wrong_tensor(entry, library):
+    overload, schema, values, good = library_calls(entry, cuda=True)
+    overload(*copied(values.get(a.name) for a in schema.arguments))
+    assert accepted(overload, schema, values, good) == []
