@@ -94,11 +94,11 @@ def right_padded(op: str, mask: Tensor) -> None:
 
 
 def cu_seqlens_values(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Require 0 = cu_seqlens[0] <= ... <= cu_seqlens[-1] = total, no sequence above max_seqlen."""
+    """Require 0 <= cu_seqlens[0] <= ... <= cu_seqlens[-1] <= total, no sequence above max_seqlen."""
     bounds = cu_seqlens.tolist()
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
-        raise ValueError(f"{op}: cu_seqlens must rise from 0 to total = {total}, got {bounds}")
+    if bounds[0] < 0 or bounds[-1] > total or any(n < 0 for n in lengths):
+        raise ValueError(f"{op}: cu_seqlens must rise within 0 to total = {total}, got {bounds}")
     if lengths and max(lengths) > max_seqlen:
         raise ValueError(f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}")
 
@@ -109,7 +109,7 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
         raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {_type_name(cu_seqlens)}")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        raise ValueError(f"{op}: cu_seqlens must be int32 (sequences + 1,), got {got}")
+        raise ValueError(f"{op}: cu_seqlens must be int32 (sequences + 1,), of one sequence or more, got {got}")
     same_device(op, "cu_seqlens", cu_seqlens, w)
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
         raise TypeError(f"{op}: max_seqlen must be an int with cu_seqlens, got {_type_name(max_seqlen)}")

@@ -293,6 +293,8 @@ def empty_out(w: Tensor) -> Tensor:
     """Allocate an output of w's shape in which merging heads for the output projection is a view."""
     if w.dim() == 3:
         return w.new_empty(w.shape)
+    if w.dim() != 4:
+        raise ValueError(f"w must be (batch, nheads, seqlen, head_dim) or packed, got {tuple(w.shape)}")
     _, nheads, seqlen, head_dim = w.shape
     return w.new_empty_strided(w.shape, (seqlen * nheads * head_dim, head_dim, nheads * head_dim, 1))
 

@@ -65,6 +65,16 @@ def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Layout]
     return where.pad(w), where
 
 
+def join(parts: list[Tensor], bounds: list[int], total: int, dim: int) -> Tensor:
+    """Return the results of sequences one behind the other along ``dim``; rows that none covers are 0."""
+    before, after = bounds[0], total - bounds[-1]
+    if before or after:
+        size = list(parts[0].shape)
+        empty = (parts[0].new_zeros([*size[:dim], rows, *size[dim + 1 :]]) for rows in (before, after))
+        parts = [next(empty), *parts, next(empty)]
+    return torch.cat(parts, dim)
+
+
 def clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
     """Zero the rows of ``x``, along ``dim``, that no packed sequence covers; return ``x``."""
     if cu_seqlens is not None and x.numel():

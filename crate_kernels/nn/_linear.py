@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crate_kernels._core import checks, operator, products
+from crate_kernels._core import checks, given, operator, products
 from crate_kernels._core.products import product
 
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
@@ -17,6 +17,10 @@ _OURS = (None, "cpp")  # the backends that may take other products than PyTorch'
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    given.floating("linear backward", "weight", weight, 2)
+    rows = x.shape[:-1]
+    given.tensor("linear backward", "x", x, weight.dtype, (*rows, weight.shape[1]), weight.device)
+    given.tensor("linear backward", "dy", dy, weight.dtype, (*rows, weight.shape[0]), weight.device)
     g = dy.reshape(-1, weight.shape[0])
     dx = product(g, weight.t()).view(x.shape) if need_dx else x.new_empty(0)
     dweight = product(g.t(), x.reshape(-1, weight.shape[1]).t()) if need_dweight else x.new_empty(0)

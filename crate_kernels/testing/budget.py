@@ -108,6 +108,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
         max_seqlen: the largest length allowed.
 
     Raises:
-        ValueError: the offsets do not rise from 0 to ``total``, or a sequence is longer than ``max_seqlen``.
+        ValueError: the offsets fall, or leave 0 to ``total``, or a sequence is longer than ``max_seqlen``.
     """
     checks.cu_seqlens_values("check_cu_seqlens", cu_seqlens, total, max_seqlen)

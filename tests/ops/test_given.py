@@ -1,22 +1,28 @@
 """What the ops are given: autograd and caches hand back tensors that may have changed. Each wrong one is refused."""
 
+import re
+
 import pytest
 import torch
 
 import crate_kernels
-from crate_kernels._core import backends, operator
+from crate_kernels._core import backends
 from crate_kernels._native import extension
+from crate_kernels.nn import _linear
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.mssa.rectangular import op as rectangular_op
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import KERNELS, kernels, offsets, randn
+from tests.ops.common import kernels, offsets, randn
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM, NEW, ROWS, HIDDEN = 2, 3, 5, 16, 2, 4, 24
 OTHER = {torch.float32: torch.bfloat16, torch.bool: torch.uint8, torch.int32: torch.int64, torch.int64: torch.int32}
 
 
-WRONG, ABSENT = (RuntimeError, ValueError), (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
+# In words of ours, but for what allocating and clearing results says before a kernel is asked.
+SAYS = re.compile(
+    r"must be (contiguous|.*, got)|too many values to unpack|cannot be converted to Scalar|Tensor.item\(\)"
+)
 
 
 def floats(*shape):
@@ -89,7 +95,9 @@ def rectangular():
     own, others = (BATCH, NHEADS, ROWS), (BATCH, NHEADS, SEQLEN)
     names = {"rows": (*own, HEAD_DIM), "dout": (*own, HEAD_DIM), "out": (*own, HEAD_DIM), "dw": (*own, HEAD_DIM)}
     names |= {"columns": (*others, HEAD_DIM), "column_dout": (*others, HEAD_DIM)}
-    names |= {name: own for name in ("lse", "delta", "dlse")} | {f"column_{n}": others for n in ("lse", "delta", "dlse")}
+    names |= {name: own for name in ("lse", "delta", "dlse")} | {
+        f"column_{n}": others for n in ("lse", "delta", "dlse")
+    }
     masks = {name: torch.ones(BATCH, n, dtype=torch.bool) for name, n in (("row_mask", ROWS), ("column_mask", SEQLEN))}
     values = {**options(False), "row_start": 0, "column_start": 0, "first_head": 0, "nheads": 0}
     return {**{name: floats(*shape) for name, shape in names.items()}, **masks, **values}
@@ -104,6 +112,11 @@ def ista(square=True):
     return {**{name: floats(*shape) for name, shape in names.items()}, **numbers, **flags}
 
 
+def linear():
+    needs = dict.fromkeys(("need_dx", "need_dweight", "need_dbias"), True)
+    return {"x": floats(BATCH, SEQLEN, 8), "weight": floats(HIDDEN, 8), "dy": floats(BATCH, SEQLEN, HIDDEN), **needs}
+
+
 def passes():
     names = dict.fromkeys(("product", "base", "gate", "out", "gated", "a", "b", "both"), (HEAD_DIM, HEAD_DIM))
     numbers = {"scale": 0.5, "threshold": 0.1, "nonnegative": True}
@@ -111,7 +124,6 @@ def passes():
 
 
 # Entry point: operator, op, good arguments, and changes of an argument that give another good call.
-ANY_SIZE = {"w": "dtype integer short-1 long-1 short-3 long-3"}
 WITH_TEMP = {"w": "dtype short-3 long-3"}
 SEQUENCES = {"cu_seqlens": "short-0 long-0"}  # fewer or more sequences
 ENTRIES = {
@@ -137,6 +149,7 @@ ENTRIES = {
     "ista_overcomplete_fwd": ("ista", ista_op.ista_overcomplete_fwd, lambda: ista(False), {
         "x": "dtype rank short-0 long-0 short-1 long-1"}),
     "ista_overcomplete_bwd": ("ista", ista_op.ista_overcomplete_bwd, lambda: ista(False), {}),
+    "linear_bwd": ("linear", _linear._backward_op, linear, {}),
 }  # fmt: skip
 
 
@@ -163,7 +176,6 @@ LIBRARY = {
     "ista_symmetrize": (passes, {}),
     "transpose": (lambda: {"a": floats(3, 5), "out": floats(5, 3)}, {}),
 }
-STRIDED = "w out dout dw data rows columns column_dout".split()  # tensors of tokens
 
 
 def wrong(t):
@@ -179,8 +191,17 @@ def wrong(t):
         yield f"long-{d}", torch.cat((t, t.narrow(d, 0, 1)), d)
 
 
+def refusal(function, args):
+    """Return the error that a call ends with; None if it has a result."""
+    try:
+        function(*args)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        return error
+    return None
+
+
 def accepted(function, schema, values, good):
-    """Return the changes of one argument with which a call succeeds although it should not."""
+    """Return the changes of one argument that a call does not refuse, or not in the words for it."""
     found = []
     for argument in schema.arguments:
         value = values.get(argument.name)
@@ -190,13 +211,11 @@ def accepted(function, schema, values, good):
             optional = changed is None and "Optional" in str(argument.type)
             if optional or name in good.get(argument.name, "").split():
                 continue
-            fresh = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-            try:
-                function(*({**fresh, argument.name: changed}.get(a.name) for a in schema.arguments))
-            except ABSENT if changed is None else WRONG as error:
-                if changed is not None and " must be " not in str(error): print("NOMSG", name, argument.name, repr(error)[:200])
-                continue
-            found.append(f"{argument.name} {name}")
+            args = copied({**values, argument.name: changed}.get(a.name) for a in schema.arguments)
+            error = refusal(function, args)
+            told = isinstance(error, (RuntimeError, ValueError)) and SAYS.search(str(error))
+            if error is None or (changed is not None and not told):
+                found.append(f"{argument.name} {name}: {error!r}")
     return found
 
 
@@ -212,7 +231,7 @@ def chosen(request):
     return request.param
 
 
-NAMES = sorted({*kernels("mssa"), "composite", "emulated"} - ({"emulated"} if backends._INTERPRETED else set()))
+NAMES = sorted({*kernels("mssa"), "composite", *(() if backends._INTERPRETED else ("emulated",))})
 
 
 @pytest.mark.parametrize("chosen", NAMES, indirect=True)
@@ -221,8 +240,8 @@ def test_an_op_refuses_each_wrong_tensor(entry, chosen):
     room, function, inputs, good = ENTRIES[entry]
     schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
     values = {**inputs(), "backend": chosen}
-    if chosen not in KERNELS and room == "mssa" and "decode" not in entry:
-        pytest.skip("composite is not behind this op")
+    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (room == "linear" and chosen != "cpp"):
+        pytest.skip("needs a backend that has this op")
     function(*copied(values.get(a.name) for a in schema.arguments))  # as it is, the call is good
     assert accepted(function, schema, values, good) == []
 
@@ -238,7 +257,7 @@ def test_no_argument_is_on_the_meta_device_alone(entry):
             others = [values[a.name] for a in overload._schema.arguments if a.name != argument.name]
             if any(isinstance(v, torch.Tensor) for v in others):
                 changed = {**values, argument.name: value.to("meta")}
-                with pytest.raises(ValueError, match="must be on .*'s device"):
+                with pytest.raises(ValueError, match=r"must be on .*'s device"):
                     overload(*(changed.get(a.name) for a in overload._schema.arguments))
 
 
@@ -260,8 +279,75 @@ def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
     assert accepted(overload, schema, values, good) == []
 
 
-@pytest.mark.parametrize("entry", [e for e in LIBRARY if e not in ("transpose", "ista_subtract_symmetric", "ista_add_transposed")])
+@pytest.mark.parametrize(
+    "entry", [e for e in LIBRARY if e not in ("transpose", "ista_subtract_symmetric", "ista_add_transposed")]
+)
 def test_an_emulated_op_refuses_each_wrong_tensor(entry, library):
     overload, schema, values, good = library_calls(entry, cuda=True)
     overload(*copied(values.get(a.name) for a in schema.arguments))
     assert accepted(overload, schema, values, good) == []
+
+
+W, TEMP, BIAS = floats(BATCH, NHEADS, SEQLEN, HEAD_DIM), floats(NHEADS).abs(), floats(NHEADS, SEQLEN)
+X, WEIGHT, DICTIONARY = floats(BATCH, SEQLEN, HEAD_DIM), floats(HEAD_DIM, HEAD_DIM), floats(HEAD_DIM, HIDDEN)
+CALLS = {
+    "mssa": (lambda w, backend: crate_kernels.mssa(w, backend=backend), (W,)),
+    "mssa-lse": (lambda w, backend: crate_kernels.mssa(w, return_lse=True, backend=backend)[1], (W,)),
+    "tssa": (lambda w, temp, backend: crate_kernels.tssa(w, temp, backend=backend), (W, TEMP)),
+    "tssa-causal": (
+        lambda w, temp, bias, backend: crate_kernels.tssa(w, temp, causal=True, denom_bias=bias, backend=backend),
+        (W, TEMP, BIAS),
+    ),
+    "ista": (lambda x, d, backend: crate_kernels.ista(x, d, backend=backend), (X, WEIGHT)),
+    "ista_overcomplete": (
+        lambda x, d, backend: crate_kernels.ista_overcomplete(x, d, backend=backend),
+        (X, DICTIONARY),
+    ),
+}
+
+
+def change(t, how):
+    """Replace what a tensor holds, as no version counter sees."""
+    t.data = {"emptied": torch.empty(0), "bfloat16": t.data.bfloat16(), "shorter": t.data[1:]}[how]
+
+
+@pytest.mark.parametrize("how", ["emptied", "bfloat16", "shorter"])
+@pytest.mark.parametrize("chosen", NAMES, indirect=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_input_that_is_replaced_between_the_passes_is_refused(name, chosen, how):
+    if name.startswith("mssa") and chosen == "composite":
+        pytest.skip("needs a backward of ours: PyTorch's attention keeps a view of its own")
+    function, inputs = CALLS[name]
+    for i in range(min(len(inputs), 2)):  # of a bias the call keeps a part
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = function(*leaves, backend=chosen)
+        change(leaves[i], how)
+        with pytest.raises((RuntimeError, ValueError), match=r"must be .*, got"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("chosen", NAMES, indirect=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_saved_tensors_that_a_hook_rounds_are_refused(name, chosen):
+    function, inputs = CALLS[name]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16() if t.is_floating_point() else t, lambda t: t):
+        out = function(*leaves, backend=chosen)
+    with pytest.raises((RuntimeError, ValueError), match=r"must be .*, got|expected scalar type"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("chosen", NAMES, indirect=True)
+def test_lengths_out_of_range_write_nowhere_else(chosen):
+    # On a GPU they cannot be read: kernels clamp them.
+    for lengths in ([-3, 7], [40, 2]):
+        store = torch.full((BATCH, NHEADS, 12, HEAD_DIM), 5.0)
+        cache = crate_kernels.SubspaceCache(BATCH, NHEADS, 7, HEAD_DIM)
+        cache.data = store[:, :, 3:10]
+        cache.lengths = torch.tensor(lengths, dtype=torch.int32)
+        crate_kernels.mssa(W[:, :, :1], causal=True, cache=cache, backend=chosen)
+        assert (store[:, :, :3] == 5.0).all()
+        assert (store[:, :, 10:] == 5.0).all()
+    sums = crate_kernels.TokenStatsCache(BATCH, NHEADS, HEAD_DIM)
+    sums.lengths.fill_(-9)
+    crate_kernels.tssa(W[:, :, :1], TEMP, causal=True, cache=sums, denom_bias=BIAS, backend=chosen)

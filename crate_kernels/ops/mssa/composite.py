@@ -106,9 +106,11 @@ def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Te
         # Offsets on the CPU are free to read: each sequence costs no more than its own length.
         bounds, one = call.cu_seqlens.tolist(), call.batched(None)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        parts = [dense(sequence.transpose(0, 1)[None], one) for sequence in w.split(lengths)]
-        out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
-        return out, torch.cat([lse[0] for _, lse in parts], dim=1) if return_lse else None  # pyright: ignore
+        covered = w[bounds[0] : bounds[-1]]
+        parts = [dense(sequence.transpose(0, 1)[None], one) for sequence in covered.split(lengths)]
+        out = packing.join([out[0].transpose(0, 1) for out, _ in parts], bounds, len(w), 0)
+        lses = [lse[0] for _, lse in parts if lse is not None]
+        return out, packing.join(lses, bounds, len(w), 1) if return_lse else None
     padded, layout = packing.pad(w, call.cu_seqlens, call.max_seqlen)
     out, lse = dense(padded, call.batched(layout.mask))
     return layout.pack(out), None if lse is None else layout.pack_rows(lse)

@@ -25,7 +25,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from crate_kernels._core import philox
+from crate_kernels._core import packing, philox
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 
 
@@ -67,7 +67,7 @@ def forward(w: Tensor, call: Call, plain: str | None = None) -> tuple[Tensor, Te
         out, lse = _dense(w[start:end].transpose(0, 1).unsqueeze(0), call, plain, index)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, dim=1)
+    return packing.join(outs, bounds, len(w), 0), packing.join(lses, bounds, len(w), 1)
 
 
 def _dense(w: Tensor, call: Call, plain: str | None, first: int) -> tuple[Tensor, Tensor]:

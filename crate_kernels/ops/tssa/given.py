@@ -85,9 +85,7 @@ def backward_causal(
     _gradients(dout, dmembership, w, membership, call)
 
 
-def decode(
-    w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key_padding_mask: Tensor | None
-) -> None:
+def decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key_padding_mask: Tensor | None) -> None:
     """Check the tensors of a step with a cache."""
     _inputs("tssa", w, temp, denom_bias, Call(key_padding_mask), tokens=min(w.shape[2], 1))
     batch, nheads, _, head_dim = w.shape

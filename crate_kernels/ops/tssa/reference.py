@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from crate_kernels._core import packing
 from crate_kernels.ops.tssa.call import Call, State
 
 
@@ -104,12 +105,13 @@ def _each_sequence(dense: Callable, w: Tensor, call: Call) -> tuple[Tensor, Tens
     """Return what ``dense(w, number of its first sequence)`` does of a padded batch, or sequence by sequence."""
     if call.cu_seqlens is None:
         return dense(w, 0)
+    bounds = call.cu_seqlens.tolist()
     parts = [
         dense(w[start:end].transpose(0, 1)[None], index)
-        for index, (start, end) in enumerate(itertools.pairwise(call.cu_seqlens.tolist()))
+        for index, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
-    out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
-    return out, torch.cat([membership[0] for _, membership in parts], dim=1)
+    out = packing.join([out[0].transpose(0, 1) for out, _ in parts], bounds, len(w), 0)
+    return out, packing.join([membership[0] for _, membership in parts], bounds, len(w), 1)
 
 
 def decode(
