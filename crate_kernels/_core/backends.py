@@ -103,7 +103,7 @@ _BACKENDS = {
             "crate_kernels.ops.{op}.native",
             devices=("cpu",),
             dtypes=_FLOATS,
-            missing=None if extension.PATH else "the C++ extension is not built (python -m crate_kernels build)",
+            missing=None if extension.PATH else f"{extension.MISSING} (python -m crate_kernels build)",
             on_cuda=Backend(
                 "cpp on cuda",
                 "crate_kernels.ops.{op}.native",

@@ -181,6 +181,15 @@ def cache_matches(op: str, w: Tensor, sizes: tuple[int, ...], device: torch.devi
         raise ValueError(f"{op}: w must have the cache's dtype {dtype}, got {w.dtype}")
 
 
+def writable(op: str, held: Tensor) -> None:
+    """Refuse to write a cache that was made under inference_mode outside of it, as PyTorch does."""
+    if not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op}: cache must not have been made under torch.inference_mode() to be written outside of it; "
+            "make it outside, or under torch.no_grad()"
+        )
+
+
 def inference_only(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors that require a gradient, in a call with a cache."""
     if not torch.is_grad_enabled():

@@ -89,6 +89,7 @@ def _once(
         if libraries.fits(target, sources) and _is_of(record, compiler):
             return target, False
         compile_it()
+        libraries.put_checksum(target)
         record.write_text(repr(compiler()), encoding="utf-8")
     return target, True
 

@@ -12,6 +12,7 @@ from crate_kernels._native import libraries
 
 # Searched once, at import: a call must not touch the disk.
 PATH = libraries.find()
+MISSING = None if PATH else libraries.why_missing()
 # The CUDA library needs a PyTorch with CUDA: CPU and ROCm builds lack functions that it calls.
 CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
 
@@ -20,7 +21,7 @@ CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
 def load() -> Path:
     """Register ``torch.ops.crate_kernels_C.*`` for CPU tensors and return the path of their library."""
     if PATH is None:
-        raise ImportError("crate_kernels: the C++ extension is not built; python -m crate_kernels build")
+        raise ImportError(f"crate_kernels: {MISSING}; python -m crate_kernels build")
     torch.ops.load_library(PATH)
     return PATH
 

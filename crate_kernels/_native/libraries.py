@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sysconfig
+import zlib
 from pathlib import Path
 from typing import Literal
 
@@ -110,13 +111,28 @@ def find() -> Path | None:
 
     An old extension in the package folder is ignored: its operators may have other arguments.
     """
+    sources, places = _places()
+    return next((place for place in places if fits(place, sources)), None)
+
+
+def why_missing() -> str:
+    """Say why ``find`` returns None."""
+    for place in _places()[1]:
+        with contextlib.suppress(OSError):
+            if not _is_as_built(place, place.read_bytes()):
+                return f"the C++ extension {place} is damaged: its bytes are not those that were built"
+    return "the C++ extension is not built"
+
+
+def _places() -> tuple[str | None, list[Path]]:
+    """Return the hash of the sources, and where their extension may be."""
     folder = source_folder()
     sources = None if folder is None else source_hash(folder)
     places = [_PACKAGE / EXTENSION]
     if sources is not None:
         with contextlib.suppress(BuildError):  # no home folder
             places.append(cache_folder(sources) / EXTENSION)
-    return next((place for place in places if fits(place, sources)), None)
+    return sources, places
 
 
 def find_cuda() -> tuple[Path, ...]:
@@ -131,12 +147,39 @@ def find_cuda() -> tuple[Path, ...]:
 
 
 def fits(library: Path, sources: str | None) -> bool:
-    """Return whether a library exists, is whole, and was compiled from these sources; None means any sources."""
+    """Return whether a library exists, is whole and as it was built, from these sources; None means any sources."""
     try:
         content = library.read_bytes()
     except OSError:  # absent, or in an unreadable folder
         return False
-    return _is_whole(content) and marker("" if sources is None else sources) in content
+    as_it_was = _is_whole(content) and _is_as_built(library, content)
+    return as_it_was and marker("" if sources is None else sources) in content
+
+
+def put_checksum(library: Path) -> None:
+    """Write down a library's checksum beside it."""
+    _checksum_file(library).write_text(_checksum(library.read_bytes()), encoding="utf-8")
+
+
+def _is_as_built(library: Path, content: bytes) -> bool:
+    """Return whether a library's content has the checksum beside it; True if there is none, as in a wheel.
+
+    A wheel's checksums are its installer's, and tools that repair wheels change the library.
+    """
+    try:
+        return _checksum_file(library).read_text(encoding="utf-8") == _checksum(content)
+    except FileNotFoundError:
+        return True
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_suffix(".crc32")
+
+
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
 
 
 def _is_whole(content: bytes) -> bool:

@@ -56,7 +56,7 @@ def collect() -> dict[str, Any]:
 def _extension_facts() -> dict[str, Any]:
     """Return the facts of the C++ extension, or how to get it."""
     if _extension.PATH is None:
-        advice = "python -m crate_kernels build, with a C++ compiler installed"
+        advice = f"python -m crate_kernels build, with a C++ compiler installed ({_extension.MISSING})"
         if libraries.source_folder() is None:
             advice = "install from a source distribution: the C++ sources are not here"
         return {"path": None, "advice": advice}

@@ -112,6 +112,28 @@ def test_a_linkers_own_file_is_whole_and_a_part_of_it_is_not():
     assert not any(_libraries._is_whole(content[: len(content) * part // 8]) for part in range(1, 8))
 
 
+@pytest.mark.parametrize("change", ["library", "checksum"])
+def test_a_library_whose_bytes_changed_in_its_middle_is_refused_and_built_again(change, compiler, build, monkeypatch):
+    """Its code would be run as it is."""
+    monkeypatch.setattr(_libraries, "_PACKAGE", compiler[0].parent / "package")
+    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
+    assert build(compiler[0])[0] == 0
+    built = _libraries.find()
+    assert built is not None
+    if change == "library":
+        marker = _libraries.marker(_libraries.source_hash(SOURCES))
+        before, after = built.read_bytes().split(marker)
+        built.write_bytes(before + marker + b"?" + after[1:])
+    else:
+        built.with_suffix(".crc32").write_bytes(b"\xff")
+    assert _libraries.find() is None
+    assert _libraries.why_missing() == f"the C++ extension {built} is damaged: its bytes are not those that were built"
+    assert "compiled in" in build(compiler[0])[1]
+    assert _libraries.find() == built
+    built.unlink()
+    assert _libraries.why_missing() == "the C++ extension is not built"
+
+
 HOMES = {
     "a file": (lambda folder: folder / "file", "the user's cache cannot be written: .*Not a directory.*; set HOME"),
     "too long": (lambda folder: folder / ("x" * 300), "the user's cache cannot be written: .*too long.*; set HOME"),

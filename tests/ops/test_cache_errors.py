@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels import SubspaceCache, TokenStatsCache, mssa, tssa
 from tests.ops.common import offsets
-from tests.ops.decoding import BATCH, HEADS, TEMP, attend, contents, new_cache, tokens
+from tests.ops.decoding import BATCH, HEADS, TEMP, attend, calls, contents, new_cache, tokens
 
 
 def full_cache(op):
@@ -120,6 +120,27 @@ def test_an_error_leaves_the_cache_unchanged(op, call, kind, message):
         call(cache)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
     attend(op, tokens(2), "reference", cache)  # the refused call has taken no space
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
+def test_a_cache_of_inference_mode_is_written_only_there(op, backend, device, steps):
+    step = tokens(1).to(device)
+    with torch.inference_mode():
+        cache = new_cache(op, device=device)
+        for _ in range(steps):  # a step that repeats the one before takes a shorter way
+            attend(op, step, backend, cache)
+    before = [t.clone() for t in contents(cache)]
+    with pytest.raises(RuntimeError, match=f"^{op}: cache must not have been made under torch.inference_mode"):
+        attend(op, step, backend, cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+    with torch.inference_mode():
+        attend(op, step, backend, cache)
+    assert cache.lengths.tolist() == [steps + 1] * BATCH
+    ordinary = new_cache(op, device=device)
+    with torch.inference_mode():
+        attend(op, step, backend, ordinary)
+    attend(op, step, backend, ordinary)
 
 
 METHODS = {

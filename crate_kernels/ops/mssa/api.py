@@ -88,8 +88,8 @@ def mssa(
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. It removes keys only; padded
             queries still attend, so that what they hold must be finite. A query with no key left gives 0,
             gradient 0 and lse -inf.
-        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are
-            checked on the CPU only.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total.
+            Rows that none covers get 0. Its values are checked on the CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
         cache: append ``w`` to it and attend over everything cached so far. Needs ``causal=True`` and
             phi="softmax"; inference only. With ``key_padding_mask``, right-padded, the lengths advance by
@@ -211,6 +211,7 @@ def _check_cache(
     if phi != "softmax":
         raise ValueError(f"mssa: phi must be 'softmax' with a cache, got {phi!r}")
     checks.inference_only("mssa", w=w)
+    checks.writable("mssa", cache.data)
     cache._check_space(w)
     if key_padding_mask is not None:
         checks.right_padded("mssa", key_padding_mask)

@@ -79,8 +79,8 @@ def tssa(
         key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
             and still get an output, so that what they hold must be finite. Where no token is left, output,
             membership and gradient are 0.
-        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences. Its values are checked on the
-            CPU only.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total.
+            Rows that none covers get 0. Its values are checked on the CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
         cache: running sums to continue; needs ``causal=True``; inference only. With ``key_padding_mask``,
             right-padded, the lengths advance by its row sums, and padded tokens count as zeros.
@@ -206,6 +206,7 @@ def _check_cache(
     if dropout_p:
         raise ValueError(f"tssa: dropout_p must be 0 with a cache, got {dropout_p}")
     checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
+    checks.writable("tssa", cache.energy)
     checks.cache_matches("tssa", w, cache.energy.shape, cache.energy.device, None)
     if cache.energy.dtype != operator.stat_dtype(w.dtype):
         wanted = operator.stat_dtype(w.dtype)

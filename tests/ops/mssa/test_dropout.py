@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa
-from tests.ops.common import backends, keep_mask, randn
+from tests.ops.common import backends, keep_mask, kernels, randn
 
 BACKENDS = backends("mssa")
 
@@ -69,3 +69,16 @@ def test_dropout_repeats_with_the_seed(backend, device):
         outs.append(mssa(w, dropout_p=0.5, backend=backend))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("backend", [name for name in kernels("mssa") if name == "cpp"])
+def test_compiled_dropout_repeats_the_eager_mask_where_the_seed_is_of_torchs_generator(backend):
+    from torch._inductor import config  # importing it takes a second
+
+    def attend(w):
+        torch.manual_seed(3)
+        return mssa(w, dropout_p=0.5, backend=backend)
+
+    w = randn(1, 2, 8, 16, dtype=torch.float32)
+    with config.patch(fallback_random=True):
+        torch.testing.assert_close(torch.compile(attend)(w), attend(w), rtol=0, atol=0)
