@@ -15,6 +15,8 @@ from torch import Tensor
 
 from crate_kernels._core import operator, philox
 from crate_kernels.distributed.collectives import Ranks, without_autocast
+from crate_kernels.ops.tssa import call as whole
+from crate_kernels.ops.tssa import given
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -102,6 +104,7 @@ class Full(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw and this rank's part of dtemp."""
         w, temp, membership, energy, moment, mass = ctx.saved_tensors
+        given.backward(dout, dmembership, w, temp, membership, energy, moment, whole.Call())
         call: Call = ctx.call
         squares = _squares(w)
         attention, slope = Full.attention(w, moment, call)
@@ -188,6 +191,7 @@ class Causal(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, this rank's part of dtemp, and the gradient of its biases; scans are repeated, not saved."""
         w, temp, bias, membership, energy, *sums = ctx.saved_tensors
+        given.backward_causal(dout, dmembership, w, temp, bias, membership, whole.Call())
         call: Call = ctx.call
         squares = _squares(w)
         energy = Causal.energies(call.counted(squares), energy)

@@ -246,6 +246,15 @@ HEADS_ALONE = {
     "relu": {"seqlen": 7, "phi": "relu", "causal": True},
     "identity-dropout": {"seqlen": 7, "phi": "identity", "dropout_p": 0.3},
 }
+def rounded(group):
+    """What a hook has rounded in between is refused."""
+    w = own(drawn(2, 3, 8, 4, dtype=torch.float32), group).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+        out = distributed.mssa(w, group)
+    with pytest.raises((ValueError, RuntimeError), match=r"mssa backward: .* must be .*, got"):
+        out.sum().backward()
+
+
 CASES = {
     **{
         f"mssa-{form}-{name}": equal_to_one(form=form, backend="composite", **options)
@@ -262,6 +271,7 @@ CASES = {
     "mssa-half": half_precision,
     "mssa-twice": twice_by_the_reference,
     "mssa-refused": refused,
+    "mssa-rounded": rounded,
 }
 if backends.unavailable_reason("mssa", "cpp") is None:
     CASES["mssa-cpp"] = by_the_kernels

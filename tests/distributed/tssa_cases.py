@@ -113,6 +113,16 @@ def refused(group):
         grad.sum().backward()
 
 
+def rounded(group):
+    """What a hook has rounded in between is refused."""
+    for causal in (False, True):
+        w = own(drawn(BATCH, HEADS, 8, HEAD_DIM, dtype=torch.float32), group).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+            out = distributed.tssa(w, TEMP.float(), group, causal=causal)
+        with pytest.raises(ValueError, match=r"tssa backward: .* must be .*, got"):
+            out.sum().backward()
+
+
 CASES = {
     "tssa-full": equal_to_one(12),
     "tssa-full-uneven": equal_to_one(7, padding="right"),
@@ -129,4 +139,5 @@ CASES = {
     "tssa-any-lengths": any_lengths,
     "tssa-half": half_precision,
     "tssa-refused": refused,
+    "tssa-rounded": rounded,
 }
