@@ -246,6 +246,8 @@ HEADS_ALONE = {
     "relu": {"seqlen": 7, "phi": "relu", "causal": True},
     "identity-dropout": {"seqlen": 7, "phi": "identity", "dropout_p": 0.3},
 }
+
+
 def rounded(group):
     """What a hook has rounded in between is refused."""
     w = own(drawn(2, 3, 8, 4, dtype=torch.float32), group).requires_grad_()

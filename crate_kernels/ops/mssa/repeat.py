@@ -52,7 +52,7 @@ def _is_plain(w: object, cache: SubspaceCache) -> bool:
     return (
         type(w) is Tensor
         and not w.is_nested
-        and (not cache.data.is_inference() or torch.is_inference_mode_enabled())
         and operator.nothing_intercepts((w, cache.data, cache.lengths))
         and forward_ad._current_level < 0
+        and (not cache.data.is_inference() or torch.is_inference_mode_enabled())
     )
