@@ -10,6 +10,7 @@ from crate_kernels._core import backends
 from crate_kernels._native import extension
 from crate_kernels.nn import _linear
 from crate_kernels.ops.ista import op as ista_op
+from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.mssa.rectangular import op as rectangular_op
 from crate_kernels.ops.tssa import op as tssa_op
@@ -149,6 +150,8 @@ ENTRIES = {
     "ista_overcomplete_fwd": ("ista", ista_op.ista_overcomplete_fwd, lambda: ista(False), {
         "x": "dtype rank short-0 long-0 short-1 long-1"}),
     "ista_overcomplete_bwd": ("ista", ista_op.ista_overcomplete_bwd, lambda: ista(False), {}),
+    "mssa_lse_fwd": ("lse", logsumexp._lse_fwd, mssa, {"w": "dtype short-1 long-1 short-3 long-3"}),
+    "mssa_lse_bwd": ("lse", logsumexp._lse_bwd, mssa, {"w": "dtype short-3 long-3"}),
     "linear_bwd": ("linear", _linear._backward_op, linear, {}),
 }  # fmt: skip
 
@@ -240,7 +243,9 @@ def test_an_op_refuses_each_wrong_tensor(entry, chosen):
     room, function, inputs, good = ENTRIES[entry]
     schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
     values = {**inputs(), "backend": chosen}
-    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (room == "linear" and chosen != "cpp"):
+    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (
+        room in ("lse", "linear") and chosen != "composite"
+    ):
         pytest.skip("needs a backend that has this op")
     function(*copied(values.get(a.name) for a in schema.arguments))  # as it is, the call is good
     assert accepted(function, schema, values, good) == []

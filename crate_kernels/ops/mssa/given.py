@@ -32,7 +32,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
 
 def logsumexp_backward(dlse: Tensor, w: Tensor, lse: Tensor, call: Call) -> None:
     """Check the tensors of a backward of lse alone, in a batch."""
-    given.options(_BACKWARD, w, call.key_padding_mask, None, None)
+    given.options(_BACKWARD, w, call.key_padding_mask, None, call.seed)
     for name, numbers in (("dlse", dlse), ("lse", lse)):
         given.tensor(_BACKWARD, name, numbers, operator.stat_dtype(w.dtype), w.shape[:3], w.device)
 

@@ -34,7 +34,9 @@ def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
 
 
 def _forward(w: Tensor, *options: Any) -> Tensor:
-    w, call = w.to(operator.stat_dtype(w.dtype)), Call(*options)
+    call = Call(*options)
+    given.forward(w, call)
+    w = w.to(operator.stat_dtype(w.dtype))
     return torch.cat([_scores(w, rows, call).logsumexp(-1) for rows in _chunks(w)], dim=2)
 
 
