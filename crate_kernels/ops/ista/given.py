@@ -21,9 +21,12 @@ def _weight(call: str, x: Tensor, weight: Tensor) -> None:
 
 def forward(x: Tensor, weight: Tensor, call: object, name: str = "ista") -> None:
     """Check the tensors of a step."""
+    dtype, width = weight.dtype, x.shape[-1:]
+    known = dtype in (x.dtype, torch.float32) and weight.device == x.device
+    if known and weight.shape == width + width and x.is_floating_point():  # half of the time of the rest
+        return
     _weight(name, x, weight)
-    if weight.shape[0] != weight.shape[1]:
-        given.tensor(name, "weight", weight, weight.dtype, (x.shape[-1], x.shape[-1]), x.device)
+    given.tensor(name, "weight", weight, dtype, (*width, *width), x.device)
 
 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, *_: object) -> None:
