@@ -19,7 +19,6 @@ from tests.ops.common import kernels, offsets, randn
 BATCH, NHEADS, SEQLEN, HEAD_DIM, NEW, ROWS, HIDDEN = 2, 3, 5, 16, 2, 4, 24
 OTHER = {torch.float32: torch.bfloat16, torch.bool: torch.uint8, torch.int32: torch.int64, torch.int64: torch.int32}
 
-
 # In words of ours, but for what allocating and clearing results says before a kernel is asked.
 SAYS = re.compile(
     r"must be (contiguous|.*, got)|too many values to unpack|cannot be converted to Scalar|Tensor.item\(\)"
@@ -284,6 +283,7 @@ def library_calls(entry, cuda):
     return overload, overload._schema, values, good
 
 
+@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 @pytest.mark.parametrize("entry", [e for e in LIBRARY if e not in ("ista_symmetrize", "mssa_decode-step")])
 def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
     extension.load()
