@@ -143,13 +143,13 @@ class FourierPositions(nn.Module):
         angle = place[:, None] / 10000 ** (2 * (channel // 2) / self.hidden_dim)
         return torch.stack((angle[:, 0::2].sin(), angle[:, 1::2].cos()), dim=2).flatten(1)
 
-    def forward(self, rows: int, columns: int) -> Tensor:
-        """Return (1, dim, rows, columns)."""
-        weight = self.token_projection.weight
-        down = self._waves(rows, weight.device)[:, None].expand(-1, columns, -1)
-        across = self._waves(columns, weight.device)[None].expand(rows, -1, -1)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (1, dim, rows, columns) for patches (batch, dim, rows, columns)."""
+        rows, columns = x.shape[2], x.shape[3]
+        down = self._waves(rows, x.device)[:, None].expand(-1, columns, -1)
+        across = self._waves(columns, x.device)[None].expand(rows, -1, -1)
         waves = torch.cat((down, across), dim=2).permute(2, 0, 1)[None]
-        return self.token_projection(waves.to(weight.dtype))
+        return self.token_projection(waves.to(x.dtype))
 
 
 class MLP(nn.Module):
@@ -316,7 +316,7 @@ class ToST(Classifier):
         vision.check_images("ToST", img, self.config.in_chans, (size, size))
         x = self.patch_embed(img)
         if self.config.use_pos:
-            x = x + self.pos_embeder(x.shape[2], x.shape[3])
+            x = x + self.pos_embeder(x)
         return self.pos_drop(x.flatten(2).transpose(1, 2))
 
     def _finish(self, tokens: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels._core import checks, operator
+from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.mssa import SubspaceCache
 
 # Reasons why a process needs the whole projection.
@@ -74,6 +76,32 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def weight_of(projection: Any, x: Tensor) -> Tensor:
+    """Return the matrix W of ``projection(x) = x W^T``, as the projection applies it to ``x`` now.
+
+    A linear layer is asked for its weight. Any other is asked what it maps the identity to: an adapter around a layer,
+    a quantised layer, one whose weights are elsewhere between its calls. Its ``weight`` is not what it applies.
+    """
+    if _holds_its_weight(projection):
+        return projection.weight
+    units = F.pad(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), (0, 0, 0, 1))  # the last row asks for a bias
+    # Hooks of users see the tokens alone; those of fully_shard have to run.
+    mapped = projection(units) if is_sharded(projection.weight) else projection.forward(units)
+    return (mapped[:-1] - mapped[-1]).mT
+
+
+def _holds_its_weight(projection: Any) -> bool:
+    """Say if a projection is a linear layer that applies its ``weight`` as it is, here or on all processes."""
+    if type(projection).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(projection):
+        return False
+    return _is_cut(projection) or not operator.is_wrapper(projection.weight)
+
+
+def _is_cut(projection: Any) -> bool:
+    """Say if a layer is cut by tensor parallelism; ``fully_shard`` cuts its weight too, but gathers it for a call."""
+    return is_sharded(projection.weight) and getattr(projection, "_distribute_module_applied", False)
+
+
 def unproject(out: Tensor, weight: Tensor) -> Tensor:
     """Return ``out W`` for (batch, seqlen, heads * head_dim) and the projection's own weight W.
 
@@ -89,14 +117,14 @@ def unproject(out: Tensor, weight: Tensor) -> Tensor:
     return cast(DTensor, product).full_tensor()
 
 
-def local_heads(projection: nn.Linear, heads: int) -> int:
+def local_heads(projection: Any, heads: int) -> int:
     """Return how many of the heads this process projects onto: all but under tensor parallelism.
 
-    ``fully_shard`` cuts the weight too, but gathers it for every call. Its dimensions of the mesh come first.
+    Dimensions of the mesh that ``fully_shard`` uses come first.
     """
-    weight = cast(Any, projection.weight)
-    if not is_sharded(weight) or not getattr(projection, "_distribute_module_applied", False):
+    if not _is_cut(projection):
         return heads
+    weight = projection.weight
     return heads // weight.device_mesh.size(-1) if weight.placements[-1].is_shard(0) else heads
 
 
@@ -105,10 +133,21 @@ def merge(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def subspace_cache(projection: nn.Linear, heads: int, batch: int, max_seqlen: int) -> SubspaceCache:
+def kind(projection: Any) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype, outside autocast, and the device of what a projection makes of tokens."""
+    weight = projection.weight
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():  # quantised
+        weight = projection(torch.zeros(1, projection.in_features))
+    if weight.is_meta:  # where accelerate moves the weight for a call
+        hooks = (getattr(module, "_hf_hook", None) for module in projection.modules())
+        places = (getattr(hook, "execution_device", None) for hook in hooks)
+        return weight.dtype, torch.device(next((place for place in places if place is not None), "meta"))
+    return weight.dtype, weight.device
+
+
+def subspace_cache(projection: Any, heads: int, head_dim: int, batch: int, max_seqlen: int) -> SubspaceCache:
     """Return an empty cache for the output of ``projection`` here, in the dtype of ``mssa``'s input."""
-    weight, head_dim = projection.weight, projection.out_features // heads
-    dtype = weight.dtype
+    dtype, device = kind(projection)
     if dtype != torch.float64:
-        dtype = operator.autocast_dtype(weight) or dtype
-    return SubspaceCache(batch, local_heads(projection, heads), max_seqlen, head_dim, dtype, weight.device)
+        dtype = operator.autocast_dtype(torch.empty(0, device=device)) or dtype
+    return SubspaceCache(batch, local_heads(projection, heads), max_seqlen, head_dim, dtype, device)

@@ -80,7 +80,7 @@ class MSSA(nn.Module):
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
-        return _heads.subspace_cache(self.qkv, self.heads, batch, max_seqlen)
+        return _heads.subspace_cache(self.qkv, self.heads, self.dim_head, batch, max_seqlen)
 
     def forward(
         self,
@@ -124,7 +124,7 @@ class MSSA(nn.Module):
         )
         out = _heads.merge(out)
         if self.tied:
-            out = self.gamma * _heads.unproject(out, self.qkv.weight)
+            out = self.gamma * _heads.unproject(out, _heads.weight_of(self.qkv, x))
         return self.to_out(out)
 
     def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:

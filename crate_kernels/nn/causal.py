@@ -54,7 +54,7 @@ class CausalMSSA(nn.Module):
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
-        return _heads.subspace_cache(self.c_attn, self.n_head, batch, max_seqlen)
+        return _heads.subspace_cache(self.c_attn, self.n_head, self.n_embd // self.n_head, batch, max_seqlen)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
         """Attend over ``x``.
@@ -125,9 +125,8 @@ class CausalTSSA(nn.Module):
 
     def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
         """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored: the cache has a constant size."""
-        weight = self.c_attn.weight
-        dtype = operator.stat_dtype(weight.dtype)
-        return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, dtype, weight.device)
+        dtype, device = _heads.kind(self.c_attn)
+        return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, operator.stat_dtype(dtype), device)
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None

@@ -106,7 +106,8 @@ class ImageClassifier(base.Model):
         """
         base.refuse_attentions(self, kwargs.pop("output_attentions", None))
         kwargs.pop("output_hidden_states", None)  # kept by the decorator
-        logits = self.model.forward_head(self.model.forward_features(pixel_values))
+        logits = self.model(pixel_values)  # as a module, since accelerate moves its weights for a call
+        logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)
 

@@ -52,6 +52,10 @@ class Operator(nn.Module):
         weight = torch.randn(channels, channels, *size, dtype=dtype) if size else torch.empty(channels, channels)
         self.weight = nn.Parameter(weight if size else nn.init.kaiming_uniform_(weight, a=5**0.5))
 
+    def forward(self) -> Tensor:
+        """Return the weight, which accelerate may have to fetch for a call."""
+        return self.weight
+
 
 class ReduLayer(nn.Module):
     """A layer of ReduNet on ``(m, channels, *size)``, built from labelled data instead of trained.
@@ -86,7 +90,7 @@ class ReduLayer(nn.Module):
     @property
     def operators(self) -> Tensor:
         """Stack E, then each C_j, to ``(1 + num_classes, *size, channels, channels)``."""
-        weights: list[Tensor] = [self.E.weight, *(cast(Operator, each).weight for each in self.Cs)]
+        weights = [self.E(), *(each() for each in self.Cs)]
         return frequencies_first(torch.stack(weights).flatten(0, 1)).unflatten(-2, (-1, self.shape[0])).movedim(-3, 0)
 
     def preprocess(self, x: Tensor) -> Tensor:
@@ -150,8 +154,11 @@ class ReduLayer(nn.Module):
         return scale * torch.cholesky_inverse(factor), counts / len(labels)
 
     def _set(self, operators: Tensor) -> None:
-        for module, value in zip((self.E, *self.Cs), operators, strict=True):
-            cast(Operator, module).weight.copy_(value.movedim((-2, -1), (0, 1)))
+        weights = [cast(Operator, module).weight for module in (self.E, *self.Cs)]
+        if weights[0].is_meta:
+            raise ValueError(f"{type(self).__name__}: weights must be held here to be set, got the meta device: undo offloading first")
+        for weight, value in zip(weights, operators, strict=True):
+            weight.copy_(value.movedim((-2, -1), (0, 1)))
 
     def forward(self, z: Tensor, return_y: bool = False) -> Any:
         """Take the step from preprocessed samples ``(m, channels, *size)``.
