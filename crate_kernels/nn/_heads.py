@@ -82,7 +82,7 @@ def weight_of(projection: Any, x: Tensor) -> Tensor:
     A linear layer is asked for its weight. Any other is asked what it maps the identity to: an adapter around a layer,
     a quantised layer, one whose weights are elsewhere between its calls. Its ``weight`` is not what it applies.
     """
-    if _holds_its_weight(projection):
+    if holds_its_weight(projection):
         return projection.weight
     units = F.pad(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), (0, 0, 0, 1))  # the last row asks for a bias
     # Hooks of users see the tokens alone; those of fully_shard have to run.
@@ -90,7 +90,7 @@ def weight_of(projection: Any, x: Tensor) -> Tensor:
     return (mapped[:-1] - mapped[-1]).mT
 
 
-def _holds_its_weight(projection: Any) -> bool:
+def holds_its_weight(projection: Any) -> bool:
     """Say if a projection is a linear layer that applies its ``weight`` as it is, here or on all processes."""
     if type(projection).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(projection):
         return False

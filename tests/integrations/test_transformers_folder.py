@@ -128,6 +128,11 @@ def test_weights_may_wait_on_the_cpu_or_the_disk(tmp_path):
         model = accelerate.cpu_offload(language.wrapped(ours, family), torch.device("cpu"))
         assert next(model.parameters()).is_meta
         assert torch.equal(language.greedy(model, language.prompts(), 4), expected)
+    for family in images.CONFIGS:
+        ours, _ = images.pair(family)
+        model = accelerate.cpu_offload(images.wrapped(ours, family), torch.device("cpu"))
+        with torch.no_grad():
+            torch.testing.assert_close(model(images.images(family)).logits, ours(images.images(family)))
 
 
 FP8 = {"quant_method": "fp8"}

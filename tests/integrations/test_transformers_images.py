@@ -36,6 +36,11 @@ def test_logits_and_gradients_are_ours(family):
             torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_logits_are_one_tensor_where_ours_are_a_pair_for_distillation():
+    model = wrapped(pair("tost")[0], "tost", distillation=True).train()
+    assert model(images("tost"), labels=torch.tensor([1, 4])).logits.shape == (2, 5)
+
+
 @each_family
 def test_checkpointing_is_switched_after_construction(family):
     model = wrapped(pair(family)[0], family).train()

@@ -25,6 +25,7 @@ from crate_kernels.models.crate import RateGradientStep
 from crate_kernels.models.tost import ClassAttention, ToSTConfig
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
 from tests.models.families import FAMILIES, build, drawn, inputs, output
+from tests.nn.adapters import LowRank
 from tests.patch import published
 
 DIM, HEADS, HEAD_DIM = 16, 4, 3
@@ -221,6 +222,26 @@ def a_model_by_blocks(family, **changes):
     return run
 
 
+def a_projection_sharded_apart(name, adapt=None):
+    """A tied projection that ``fully_shard`` gathers for each of its calls, and an adapter around one."""
+
+    def run(mesh):
+        expected = made(ATTENTION[name][0])
+        if adapt is not None:
+            expected.qkv = adapt(expected.qkv)
+        model = copy.deepcopy(expected)
+        fully_shard(model.qkv, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        x = tokens(batch=4)
+        out, wanted = model(x.chunk(2)[mesh.get_rank()]), expected(x)
+        assert_close(out, wanted.chunk(2)[mesh.get_rank()], rtol=1e-11, atol=1e-13)
+        out.square().mean().backward()
+        wanted.square().mean().backward()
+        same_gradients(model, expected)
+
+    return run
+
+
 def data_parallel(family):
     """DistributedDataParallel, whose second step fails where a parameter that requires a gradient got none.
 
@@ -316,6 +337,8 @@ CASES = {
     "blocks-alpha-unpooled": a_model_by_blocks("crate_alpha", num_classes=0, pool="none"),
     "blocks-crate-variants": a_model_by_blocks("crate", attention="tied", kappa=0.5, grad_checkpointing=True),
     "blocks-crate-gradient": a_model_by_blocks("crate", attention="gradient"),
+    **{f"apart-{name}": a_projection_sharded_apart(name) for name in ("mssa-tied", "gradient")},
+    **{f"apart-{name}-adapted": a_projection_sharded_apart(name, LowRank) for name in ("mssa-tied", "gradient")},
     "blocks-attention": a_sharded_layer_shows_its_attention,
     "save-crate": saving("crate"),
     "save-tied-head": saving("crate_lm"),

@@ -72,22 +72,17 @@ class StateLayer(cache_utils.CacheLayerMixin):
         return out, out
 
     def _make_room(self, block: Any, batch: int, new: int) -> None:
-        """Allocate the cache where the block runs: weights that are moved there on demand may be elsewhere now."""
-        if self.cache is not None:
-            return
-        self.cache = block.attn.new_cache(batch, self.max_cache_len or new)
-        where = _execution_device(block)
-        if where is not None:
-            self._change(lambda tensor: torch.zeros_like(tensor, device=where) if tensor.is_meta else tensor)
+        """Allocate the cache."""
+        if self.cache is None:
+            self.cache = block.attn.new_cache(batch, self.max_cache_len or new)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the cache; the first call notes the device on which its block runs."""
         held = vars(self.cache) if self.cache is not None else {}
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
+                self.device = self.device or tensor.device
                 held[name] = function(tensor)
-                if self.device is None:  # _make_room moves a cache from the meta device to where the block runs
-                    self.device = held[name].device if tensor.is_meta else tensor.device
 
     def rows(self) -> int | Tensor:
         """Return the number of tokens that each sequence holds without padding: one for all, or (batch,)."""
@@ -124,12 +119,6 @@ class StateLayer(cache_utils.CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-
-def _execution_device(block: Any) -> torch.device | None:
-    """Return the device to which accelerate moves the weights of a block for each call; None if it does not."""
-    hooks = (getattr(module, "_hf_hook", None) for module in block.modules())
-    return next((each for hook in hooks if (each := getattr(hook, "execution_device", None)) is not None), None)
 
 
 class StatsLayer(StateLayer):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models.aot.mhsa import MHSA
-from crate_kernels.nn import MSSA
+from crate_kernels.nn import MSSA, _heads
 from crate_kernels.nn._linear import Linear
 
 _ATTENTIONS = ("mssa", "mhsa")
@@ -114,19 +114,30 @@ def start_as_derived(model: nn.Module) -> None:
         model: an AoT, or any module with ``Layer`` in it; other attention is not changed.
 
     Raises:
-        ValueError: an MSSA of one head without an output projection.
+        ValueError: an MSSA of one head without an output projection, or one whose layers were adapted, quantised,
+            parametrised or offloaded.
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, MSSA)]
     for name, module in found:
+        where = f" in {name}" if name else ""
         if isinstance(module.to_out, nn.Identity):
-            where = f" in {name}" if name else ""
             raise ValueError(
                 f"start_as_derived: MSSA must have an output projection, got none{where}: "
                 "one head as wide as the tokens; take two heads or more"
             )
+        for layer in (module.qkv, *([] if module.tied else [_output(module)])):
+            if not _heads.holds_its_weight(layer) or "weight" not in layer._parameters:
+                raise ValueError(
+                    f"start_as_derived: MSSA must hold the weights that it applies, got {type(layer).__name__}{where}: "
+                    "start before layers are adapted, quantised, parametrised or offloaded"
+                )
     for _, module in found:
         unscaled = module.scale**-0.5
         nn.init.orthogonal_(module.qkv.weight).mul_(unscaled)
         if not module.tied:
-            output = cast(nn.Linear, cast(nn.Sequential, module.to_out)[0])
-            output.weight.copy_(module.qkv.weight.mT / unscaled**2)
+            _output(module).weight.copy_(module.qkv.weight.mT / unscaled**2)
+
+
+def _output(module: MSSA) -> nn.Linear:
+    """Return the output projection of an MSSA that is not tied."""
+    return cast(nn.Linear, cast(nn.Sequential, module.to_out)[0])

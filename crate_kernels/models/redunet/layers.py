@@ -156,7 +156,8 @@ class ReduLayer(nn.Module):
     def _set(self, operators: Tensor) -> None:
         weights = [cast(Operator, module).weight for module in (self.E, *self.Cs)]
         if weights[0].is_meta:
-            raise ValueError(f"{type(self).__name__}: weights must be held here to be set, got the meta device: undo offloading first")
+            name = type(self).__name__
+            raise ValueError(f"{name}: weights must be held here to be set, got the meta device: undo offloading first")
         for weight, value in zip(weights, operators, strict=True):
             weight.copy_(value.movedim((-2, -1), (0, 1)))
 
