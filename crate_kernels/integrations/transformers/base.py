@@ -16,6 +16,8 @@ from crate_kernels.models._shared import pretrained
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# How ``fully_shard`` treats a module's gathered weights after its forward, as plans of transformers name it.
+FREED, KEPT = "free_full_weight", "keep_full_weight"
 _OURS = (None, "eager")  # what transformers calls a model's own attention
 
 

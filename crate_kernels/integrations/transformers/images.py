@@ -73,6 +73,9 @@ class ImageClassifier(base.Model):
         # As from_pretrained would leave it: transformers removes the prefix only from what it loaded itself.
         self._weight_conversions = _conversions()
         self.post_init()
+        lists = (self.model.layout.blocks, self.model.layout.after)
+        held = [name for name in lists if name and len(self.model.get_submodule(name))]
+        self._fsdp_plan = {f"{_PREFIX}.{name}.*": base.FREED for name in held}
 
     def _our_name(self, name: str) -> str:
         return name.removeprefix(f"{_PREFIX}.")

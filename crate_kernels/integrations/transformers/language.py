@@ -38,6 +38,9 @@ class LanguageBase(base.Model):
         for block in cast(nn.ModuleList, self.h):
             block.__class__ = self.block_class
         self.post_init()
+        self._fsdp_plan = {"wte": base.FREED, "h.*": base.FREED}
+        if hasattr(self, "ln_f"):
+            self._fsdp_plan["ln_f"] = base.KEPT
 
     def _our_name(self, name: str) -> str:
         return f"transformer.{name}"
@@ -146,6 +149,7 @@ class LanguageHead(base.Model):
     base_model_prefix = "transformer"
     base_class: type[LanguageBase]
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": base.KEPT}  # noqa: RUF012 (the base's is added to it)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
