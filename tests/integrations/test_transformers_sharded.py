@@ -7,8 +7,8 @@ import torch.multiprocessing
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
-mixin = pytest.importorskip("transformers.distributed.mixin", reason="needs transformers 5.24, which shards by a plan")
-from transformers.distributed import DistributedConfig
+pytest.importorskip("transformers.distributed.mixin", reason="needs transformers 5.24, which shards by a plan")
+from transformers.distributed import DistributedConfig, mixin
 
 from tests.integrations import images, language, sharded
 
