@@ -127,9 +127,16 @@ class Block(nn.Module):
         else:
             self.ista = ISTA(dim, **options)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: SubspaceCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
         """Return the next tokens (batch, seqlen, n_embd)."""
-        x = x + self.attn(self.prenorm_1(x), key_padding_mask, cache)
+        x = x + self.attn(self.prenorm_1(x), key_padding_mask, cache, cu_seqlens, max_seqlen)
         return self.ista(self.prenorm_2(x))
 
 

@@ -71,10 +71,16 @@ class Block(nn.Module):
         self.gamma2 = nn.Parameter(torch.full((config.n_embd,), float(config.eta)))
 
     def forward(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: TokenStatsCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Return the next tokens (batch, seqlen, n_embd)."""
-        x = torch.addcmul(x, self.gamma1, self.attn(self.ln_1(x), key_padding_mask, cache))
+        update = self.attn(self.ln_1(x), key_padding_mask, cache, cu_seqlens, max_seqlen)
+        x = torch.addcmul(x, self.gamma1, update)
         return torch.addcmul(x, self.gamma2, self.mlp(self.ln_2(x)))
 
 

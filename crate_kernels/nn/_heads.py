@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -126,6 +127,24 @@ def local_heads(projection: Any, heads: int) -> int:
         return heads
     weight = projection.weight
     return heads // weight.device_mesh.size(-1) if weight.placements[-1].is_shard(0) else heads
+
+
+def attend(
+    owner: str,
+    op: Callable[..., Tensor],
+    w: Tensor,
+    *args: Any,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Call an operator on w (batch, heads, seqlen, head_dim); with ``cu_seqlens``, on one row of packed sequences."""
+    if cu_seqlens is None:
+        return op(w, *args, **options, **({} if max_seqlen is None else {"max_seqlen": max_seqlen}))
+    if w.shape[0] != 1:
+        raise ValueError(f"{owner}: x must be one row of packed sequences with cu_seqlens, got {w.shape[0]} rows")
+    packed = op(w[0].transpose(0, 1), *args, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+    return packed.transpose(0, 1)[None]
 
 
 def merge(out: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ class MSSA(nn.Module):
         return_key: bool = False,
         key_padding_mask: Tensor | None = None,
         cache: SubspaceCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Attend over ``x``.
 
@@ -98,6 +100,9 @@ class MSSA(nn.Module):
             return_key: return the projection ``qkv(x)`` (batch, seqlen, heads * dim_head) instead.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a ``SubspaceCache`` to append to and attend over; default none.
+            cu_seqlens: (sequences + 1,) int32, offsets of sequences that follow each other in the one row of x: each
+                attends to itself alone; default none.
+            max_seqlen: length of the longest of them; required with ``cu_seqlens``.
 
         Returns:
             (batch, seqlen, dim), or the weights or the projection if asked for.
@@ -108,11 +113,15 @@ class MSSA(nn.Module):
             return projected
         w = _heads.split_local("MSSA", projected, self.dim_head)
         if return_attention:
-            if cache is not None:
-                raise ValueError("MSSA: return_attention must be False with a cache")
+            if cache is not None or cu_seqlens is not None:
+                raise ValueError("MSSA: return_attention must be False with a cache or cu_seqlens")
             return self._attention(w, key_padding_mask)
-        out = self._operator(
+        out = _heads.attend(
+            "MSSA",
+            self._operator,
             w,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             causal=self.causal,
             scale=self.scale,
             dropout_p=_heads.dropout_p("MSSA", self.dropout, w, self.heads),

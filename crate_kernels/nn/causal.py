@@ -56,21 +56,35 @@ class CausalMSSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.c_attn, self.n_head, self.n_embd // self.n_head, batch, max_seqlen)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: SubspaceCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: SubspaceCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
         """Attend over ``x``.
 
         Args:
             x: (batch, seqlen, n_embd) tokens.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a ``SubspaceCache`` to append to and attend over; default none.
+            cu_seqlens: (sequences + 1,) int32, offsets of sequences that follow each other in the one row of x: each
+                attends to itself alone; default none.
+            max_seqlen: length of the longest of them; required with ``cu_seqlens``.
 
         Returns:
             (batch, seqlen, n_embd).
         """
         _heads.tokens("CausalMSSA", x, self.n_embd)
         w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
-        out = self._operator(
+        out = _heads.attend(
+            "CausalMSSA",
+            self._operator,
             w,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             causal=True,
             scale=self.scale,
             dropout_p=_heads.dropout_p("CausalMSSA", self.attn_dropout, w, self.n_head),
@@ -129,23 +143,35 @@ class CausalTSSA(nn.Module):
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, operator.stat_dtype(dtype), device)
 
     def forward(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, cache: TokenStatsCache | None = None
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: TokenStatsCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Attend over ``x``.
 
         Args:
-            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` of them including the cached ones.
+            x: (batch, seqlen, n_embd) tokens, at most ``block_size`` a sequence including the cached ones.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a ``TokenStatsCache`` to continue from and update; default none.
+            cu_seqlens: (sequences + 1,) int32, offsets of sequences that follow each other in the one row of x: each
+                attends to itself alone; default none.
+            max_seqlen: length of the longest of them; required with ``cu_seqlens``.
 
         Returns:
             (batch, seqlen, n_embd).
         """
         _heads.tokens("CausalTSSA", x, self.n_embd)
         projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)
-        out = self._operator(
+        out = _heads.attend(
+            "CausalTSSA",
+            self._operator,
             _heads.split(projected, self.n_head),
             self.temp,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             causal=True,
             denom_bias=self.denom_bias,
             dropout_p=self.attn_dropout.p if self.attn_dropout.training else 0.0,

@@ -290,9 +290,9 @@ REFUSED = {
         r"CRATELMModel: attention_mask must be \(batch, past \+ new\) = \(2, 5\), got \(2, 1, 5, 5\)",
     ),
     "position_ids": (
-        lambda model: model(prompts(), position_ids=torch.arange(5)[None]),
+        lambda model: model(prompts(), position_ids=torch.arange(1, 6)[None]),
         NotImplementedError,
-        "position_ids cannot be given: positions follow from attention_mask and the cache",
+        "position_ids must be those of attention_mask and the cache, which the model counts by itself",
     ),
     "attentions": (
         lambda model: model(prompts(), output_attentions=True),

@@ -102,6 +102,24 @@ def _refuse_quantization(owner: str, given: Any) -> None:
         raise NotImplementedError(f"{owner}: quantization_config cannot be given: these models are not quantised")
 
 
+def refuse_unknown(model: PreTrainedModel, given: dict[str, Any], loss: tuple[str, ...] = ()) -> None:
+    """Refuse arguments that nothing would read; the loss reads some, and a loss of the user's own may read any.
+
+    What says only what is so anyway is no concern: the default of transformers, and ``cache_position``, which follows
+    from the cache.
+    """
+    if hasattr(model, "_loss_function"):
+        return
+    for name, value in given.items():
+        if value is None or name in (*loss, "cache_position") or (name == "is_causal" and value):
+            continue
+        if value is False and name != "is_causal":
+            continue
+        if name == "token_type_ids" and isinstance(value, Tensor) and not value.any():  # of one type, as tokenizers say
+            continue
+        raise TypeError(f"{type(model).__name__}: {name} cannot be given: it is no argument of this model")
+
+
 def refuse_attentions(model: PreTrainedModel, given: bool | None) -> None:
     """Refuse to return attention probabilities, asked for by an argument or, without one, by the config."""
     if model.config.output_attentions if given is None else given:

@@ -102,13 +102,15 @@ class ImageClassifier(base.Model):
             labels: (batch,) classes; for ``problem_type`` other than single labels, (batch, num_labels) numbers.
             **kwargs: ``output_hidden_states`` for the tokens that enter the first layer and those after each,
                 (batch, patches + 1, dim) with the class token first, or without it in ToST, whose class token comes
-                after these layers; the rest is for the loss.
+                after these layers; ``num_items_in_batch`` and ``ignore_index`` of the loss.
 
         Raises:
             NotImplementedError: ``output_attentions``.
+            TypeError: any other argument.
         """
         base.refuse_attentions(self, kwargs.pop("output_attentions", None))
         kwargs.pop("output_hidden_states", None)  # kept by the decorator
+        base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index"))
         logits = self.model(pixel_values)  # as a module, since accelerate moves its weights for a call
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)

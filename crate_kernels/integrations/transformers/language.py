@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from crate_kernels.integrations.transformers import base, configs
+from crate_kernels.integrations.transformers import base, configs, documents
 from crate_kernels.integrations.transformers.caches import StateLayer
 from crate_kernels.models import aot, crate_lm, tost_lm
 from crate_kernels.models._shared.base import run
@@ -75,40 +75,45 @@ class LanguageBase(base.Model):
             use_cache: return a cache; by default the config's. None is made while gradients are recorded, or while
                 the attention drops (``drops``).
             output_hidden_states: return the input of each block, and the result.
-            **kwargs: ``past_key_values`` is ``cache`` by its name before transformers 5.24; position_ids and the like
-                are refused; the rest is of no concern here.
+            **kwargs: ``past_key_values`` is ``cache`` by its name before transformers 5.24. ``cu_seq_lens_q`` and
+                ``_k``, ``max_length_q`` and ``_k``, ``seq_idx`` and ``position_ids`` describe documents that follow
+                each other in one row, in any combination: each attends to itself alone, and no cache is made.
 
         Raises:
             ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, any
-                cache while the attention drops, more tokens than the model has positions.
-            NotImplementedError: ``position_ids`` or ``output_attentions``.
-            TypeError: a cache by both names, or by a third.
+                cache while the attention drops, more tokens than the model has positions, documents that do not agree
+                or come with padding, a cache or several rows.
+            NotImplementedError: ``output_attentions``, or other ``position_ids`` than the model counts by itself.
+            TypeError: a cache by both names, or by a third; any other argument.
         """
         owner = type(self).__name__
         cache = _one_cache(owner, cache, kwargs)
-        base.refuse_attentions(self, kwargs.get("output_attentions"))
-        if kwargs.get("position_ids") is not None:
-            reason = "positions follow from attention_mask and the cache"
-            raise NotImplementedError(f"{owner}: position_ids cannot be given: {reason}")
+        base.refuse_attentions(self, kwargs.pop("output_attentions", None))
+        described = {name: kwargs.pop(name) for name in documents.NAMES if name in kwargs}
+        base.refuse_unknown(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and cache is None and not torch.is_grad_enabled() and not self.drops():
-            cache = DynamicCache(config=self.config)
         layers = _layers(owner, cache, len(cast(nn.ModuleList, self.h)))
         if layers and self.drops():
             rate = self.config.dropout
             raise ValueError(f"{owner}: dropout must be 0 with a cache, got {rate} in training mode: call model.eval()")
         past = layers[0].get_seq_length() if layers else 0
-        if past + x.shape[1] > self.config.block_size:
-            limit = f"block_size = {self.config.block_size}, the number of positions"
-            raise ValueError(f"{owner}: tokens must be at most {limit}, got {past + x.shape[1]}")
-
-        rows = _Rows(owner, attention_mask, past, x)
         seen = layers[0].rows() if past else 0
+        rows = _Rows(owner, attention_mask, past, x)
+        row = documents.take(owner, described, x, None if rows.keep is None else attention_mask, seen, bool(layers))
+        longest = past + x.shape[1] if row is None else row.max_seqlen
+        if longest > self.config.block_size:
+            limit = f"block_size = {self.config.block_size}, the number of positions"
+            raise ValueError(f"{owner}: tokens must be at most {limit}, got {longest}")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and cache is None and row is None and not torch.is_grad_enabled() and not self.drops():
+            cache = DynamicCache(config=self.config)
+
         x = rows.pack(x)
-        x = cast(Any, self.drop)(x + self._positions(seen, x.shape[1], x.device))
+        positions = self._positions(seen, x.shape[1], x.device) if row is None else row.positions
+        x = cast(Any, self.drop)(x + cast(Any, self.wpe)(positions))
+        packing = () if row is None else (None, row.cu_seqlens, row.max_seqlen)
         collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []
         for index, block in enumerate(cast(nn.ModuleList, self.h)):
@@ -118,7 +123,7 @@ class LanguageBase(base.Model):
             if cache is not None:
                 x, _ = cache.update(x, x, index, block, rows.keep, rows.padded)
             else:
-                x = run(self.config.grad_checkpointing, block, x, rows.keep)
+                x = run(self.config.grad_checkpointing, block, x, rows.keep, *packing)
         if hasattr(self, "ln_f"):
             x = cast(Any, self.ln_f)(x)
         x = rows.unpack(x)
@@ -133,14 +138,12 @@ class LanguageBase(base.Model):
         return self.training and self.config.dropout > 0 and self.config.state != "key_value"
 
     def _positions(self, seen: int | Tensor, new: int, device: torch.device) -> Tensor:
-        """Embed the positions of ``new`` tokens after those that each row has seen."""
+        """Return the positions of ``new`` tokens after those that each row has seen."""
         positions = torch.arange(new, device=device)
         if isinstance(seen, Tensor):
             # Only padding at the end of a row can lie beyond the last position.
-            positions = (positions + seen.to(device)[:, None]).clamp(max=self.config.block_size - 1)
-        else:
-            positions = positions + seen
-        return cast(Any, self.wpe)(positions)
+            return (positions + seen.to(device)[:, None]).clamp(max=self.config.block_size - 1)
+        return positions + seen
 
 
 class LanguageHead(base.Model):
@@ -184,21 +187,25 @@ class LanguageHead(base.Model):
             input_ids, attention_mask, cache, inputs_embeds, use_cache, output_hidden_states: as in the base.
             labels: (batch, new), the tokens again, which are shifted here; -100 is ignored.
             logits_to_keep: number of last tokens with logits, or their indices; 0 for all.
-            **kwargs: ``past_key_values`` as in the base; of the loss, such as ``num_items_in_batch``.
+            **kwargs: ``past_key_values`` and documents of one row as in the base; ``num_items_in_batch``,
+                ``ignore_index`` and ``shift_labels`` of the loss.
         """
+        passed = {name: kwargs.pop(name) for name in ("output_attentions", *documents.NAMES) if name in kwargs}
+        given = _one_cache(type(self).__name__, cache, kwargs)
+        base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index", "shift_labels"))
         hidden = self.transformer(
             input_ids,
             attention_mask,
-            cache=_one_cache(type(self).__name__, cache, kwargs),
+            cache=given,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            **{name: kwargs.pop(name) for name in ("position_ids", "output_attentions") if name in kwargs},
+            **passed,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:
+        if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -72,9 +72,17 @@ class Layer(nn.Module):
             narrow = Linear(4 * dim, dim, bias, backend=backend)
             self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Return (batch, seqlen, dim); the mask and the cache are passed to the attention."""
-        update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache)
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return (batch, seqlen, dim); the mask, the cache and the offsets are passed to the attention."""
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
         x = x + (update if self.eta == 1.0 else self.eta * update)
         return x if self.mlp is None else x + self.mlp(self.norm_2(x))
 

@@ -96,18 +96,33 @@ class MHSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return KeyValueCache(max_seqlen)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
         """Attend over (batch, seqlen, dim).
 
         Args:
             x: tokens.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a cache to append to and attend over; default none.
+            cu_seqlens, max_seqlen: offsets and the greatest length of sequences in one row, as in ``MSSA``, without a
+                mask and a cache; default none.
         """
         projected = _heads.whole("MHSA", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
         query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen: Tensor | None = None
-        if cache is not None:
+        if cu_seqlens is not None:
+            token = torch.arange(x.shape[1], dtype=cu_seqlens.dtype, device=x.device)
+            sequence = torch.searchsorted(cu_seqlens, token, right=True)
+            seen = sequence[:, None] == sequence
+            if self.causal:
+                seen = seen.tril()
+        elif cache is not None:
             key, value, seen = cache.append(key, value, key_padding_mask)
         elif key_padding_mask is not None:
             seen = key_padding_mask[:, None, None, :]
