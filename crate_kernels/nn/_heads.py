@@ -156,7 +156,8 @@ def kind(projection: Any) -> tuple[torch.dtype, torch.device]:
     """Return the dtype, outside autocast, and the device of what a projection makes of tokens."""
     weight = projection.weight
     if not isinstance(weight, Tensor) or not weight.is_floating_point():  # quantised
-        weight = projection(torch.zeros(1, projection.in_features))
+        place = getattr(weight, "device", None)
+        weight = projection(torch.zeros(1, projection.in_features, device=place))
     if weight.is_meta:  # where accelerate moves the weight for a call
         hooks = (getattr(module, "_hf_hook", None) for module in projection.modules())
         places = (getattr(hook, "execution_device", None) for hook in hooks)

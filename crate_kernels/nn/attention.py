@@ -17,7 +17,8 @@ class MSSA(nn.Module):
 
     ``w = x U``, ``o = softmax(scale * w w^T) w`` in each head and ``o W_out + b`` as published
     (CRATE, Yu et al. 2023, arXiv 2306.01129; its code). ``tied=True`` is the form the paper derives
-    (Eq. 11-12): ``gamma * o U^T`` with the softmax unscaled and no output parameters.
+    (Eq. 11-12): ``gamma * o U^T`` with the softmax unscaled and no output parameters. A ``qkv`` that is no linear layer
+    any more (adapted, quantised, offloaded) is asked for its U by what it maps the identity to.
 
     Parameters: ``qkv.weight`` (heads * dim_head, dim), no bias; ``to_out.0.weight`` (dim, heads * dim_head)
     and ``to_out.0.bias`` (dim,), absent when tied and when heads == 1 and dim_head == dim.

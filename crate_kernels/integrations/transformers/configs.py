@@ -22,7 +22,7 @@ class ModelConfig(PreTrainedConfig):
     """
 
     model_class: ClassVar[type[Configured]]
-    base_model_fsdp_plan = None  # models state theirs: that of transformers names none of our modules
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {}  # models state theirs: this would name none of our modules
 
     @classmethod
     def of(cls: type[Config], config: Any, **overrides: Any) -> Config:

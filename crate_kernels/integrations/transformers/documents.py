@@ -43,8 +43,8 @@ def take(
         cached: a cache is given.
     """
     values = {name: given[name] for name in NAMES if given.get(name) is not None}
-    positions = values.get("position_ids")
-    alone = len(values) == 1 and positions is not None
+    positions: Any = values.get("position_ids")
+    alone = values.keys() == {"position_ids"}
     if not values or (alone and _counted(positions, x, mask, seen)):
         return None
     name = next(iter(values))
