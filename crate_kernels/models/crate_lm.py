@@ -105,6 +105,7 @@ class TiedISTA(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the code (..., hidden) of ``x`` (..., dim)."""
+        checks.same_device("TiedISTA", "weight", self.weight, x, "x")  # accelerate fetches it for ``forward`` alone
         bias = self.step_size * self.lambd
         z = torch.relu(self.step_size * (x @ self.weight.T) - bias)
         for _ in range(self.steps - 1):

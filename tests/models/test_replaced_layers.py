@@ -86,6 +86,13 @@ def test_operators_that_wait_elsewhere_are_fetched_and_cannot_be_set(kind):
             change()
 
 
+def test_a_code_needs_the_weight():
+    """PyTorch multiplies by memory that is not there."""
+    model = cpu_offload(build("crate_lm_overcomplete"))
+    with pytest.raises(ValueError, match="TiedISTA: weight must be on x's device cpu, got meta"):
+        model.transformer["h"][0].ista.encode(torch.randn(2, 5, 24))
+
+
 REPLACED = {
     "adapted": lambda module: replaced(module, nn.Linear, LowRank),
     "quantised": quantised,
