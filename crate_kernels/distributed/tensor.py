@@ -72,10 +72,24 @@ def _plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             raise ValueError(
                 f"{_NAME}: ranks must divide heads and units, got {size} ranks and {units} of {kind} {name}"
             )
+        for layer in (columns, rows):
+            _require_linear(prefix, layer, module)
         plan[prefix + columns] = ColwiseParallel()
         if rows is not None:
             plan[prefix + rows] = RowwiseParallel()
     return plan
+
+
+def _require_linear(prefix: str, name: str | None, module: nn.Module) -> None:
+    """Require a linear layer that holds its weight, which is to be cut."""
+    layer = None if name is None else module.get_submodule(name)
+    if layer is not None and not (
+        isinstance(layer, nn.Linear) and "weight" in layer._parameters and "forward" not in vars(layer)
+    ):
+        raise ValueError(
+            f"{_NAME}: {prefix}{name} must be a linear layer that holds its weight, got {type(layer).__name__}: "
+            "cut the model before layers are adapted, quantised, parametrised or offloaded"
+        )
 
 
 def _pair(module: nn.Module) -> tuple[str, str | None, int] | None:

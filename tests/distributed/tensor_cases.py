@@ -13,6 +13,7 @@ from crate_kernels.nn import MSSA, TSSA
 from tests.distributed.common import same
 from tests.distributed.sequence_cases import blocks, made, same_gradients
 from tests.models import families
+from tests.nn.adapters import LowRank, replaced
 
 HEADS = {
     "crate": {"heads": 6},
@@ -79,6 +80,12 @@ def sequence_too(group):
         same_gradients(model, expected)
 
 
+def normed(module):
+    """A module whose output projection is computed before each call."""
+    torch.nn.utils.parametrizations.weight_norm(module.to_out[0])
+    return module
+
+
 def refused(group):
     mesh = mesh_of(group)
     for error, message, call in (
@@ -98,6 +105,18 @@ def refused(group):
             ValueError,
             r"tensor_parallel: ranks must divide heads and units, got \d ranks and 5 of MSSA 0",
             lambda: tensor_parallel(torch.nn.Sequential(MSSA(8, 5, 2)), mesh["tensor"]),
+        ),
+        (
+            ValueError,
+            r"tensor_parallel: 0\.qkv must be a linear layer that holds its weight, got LowRank: cut the model before",
+            lambda: tensor_parallel(
+                replaced(torch.nn.Sequential(MSSA(8, 4, 2)), torch.nn.Linear, LowRank), mesh["tensor"]
+            ),
+        ),
+        (
+            ValueError,
+            r"tensor_parallel: to_out\.0 must be a linear layer that holds its weight, got ParametrizedLinear",
+            lambda: tensor_parallel(normed(MSSA(8, 4, 2)), mesh["tensor"]),
         ),
     ):
         with pytest.raises(error, match=message):
