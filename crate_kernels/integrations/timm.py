@@ -10,6 +10,7 @@ No weights are hosted. ``pretrained=True`` reads a published checkpoint, or weig
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -86,17 +87,18 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
     return model
 
 
-def _fit(family: Any, given: Collection[str], weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
+def _fit(name: str, given: Collection[str], weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
     """Return a checkpoint under our names, fitted to the model's image size and channels.
 
     Arguments that the checkpoint determines are changed in the model, unless they were given.
 
     Args:
-        family: module of the model.
+        name: of the size.
         given: names of the arguments that the model was made with.
-        weights: as ``torch.load`` gives it, published or saved by ``save_pretrained``.
-        model: our model; ``pretrained_cfg`` has the image size and the channels of the weights.
+        weights: as ``torch.load`` gives it, published or saved by ``save_pretrained`` or timm.
+        model: our model, with what timm knows of the weights.
     """
+    family, published = _SIZES[name]
     state = bare = official.unwrap(weights)
     for system in family.SYSTEMS.values():
         implied = {name: value for name, value in system.implied(bare).items() if name not in given}
@@ -104,20 +106,39 @@ def _fit(family: Any, given: Collection[str], weights: Mapping[str, Any], model:
             _set_eps(model, implied)
         state = system.weights(state)
     wanted = model.state_dict()
-    channels, *size = model.pretrained_cfg["input_size"]
-    patch = model._patch_size()
-    old = tuple(pixels // side for pixels, side in zip(size, patch, strict=True))
-    for name in {"pos_embedding", "pos_embed"} & state.keys() & wanted.keys():
-        new = vision.grid("timm", getattr(model.config, model.layout.img_size), patch, "img_size")
-        state[name] = vision.resize_positions(state[name], old, new)
-    if channels != model.in_chans:
-        _fit_channels(state, wanted, model, channels)
+    for place in {"pos_embedding", "pos_embed"} & state.keys() & wanted.keys():
+        state[place] = _fit_positions(
+            name, getattr(published, model.layout.img_size), state[place], wanted[place], model
+        )
+    _fit_channels(state, wanted, model)
     return state
+
+
+def _fit_positions(name: str, published: Any, positions: Tensor, wanted: Tensor, model: Any) -> Tensor:
+    """Resize a checkpoint's positions (1, patches + 1, dim) to those of the model.
+
+    ``input_size`` is what images are prepared to. In a folder that timm wrote, it is not the size that the model was
+    built for; the folder's arguments say that, or have none: the published one.
+    """
+    patch, built = model._patch_size(), model.pretrained_model_args
+    size = built.get("img_size", published) if built else model.pretrained_cfg["input_size"][1:]
+    size = vision.pair(name, "img_size", size)
+    old = size[0] // patch[0], size[1] // patch[1]
+    if old[0] * old[1] == positions.shape[1] - 1:
+        new = vision.grid(name, getattr(model.config, model.layout.img_size), patch, "img_size")
+        return vision.resize_positions(positions, old, new)
+    if positions.shape == wanted.shape:
+        return positions
+    patches = f"{positions.shape[1] - 1} patches of {patch[0]}x{patch[1]}"
+    raise ValueError(
+        f"{name}: input_size in pretrained_cfg_overlay must be that of the weights, {patches}, got {size[0]}x{size[1]}"
+    )
 
 
 def _set_eps(model: Any, implied: Mapping[str, float]) -> None:
     """Change arguments of a built model that are the eps of norms."""
     model.config = replace(model.config, **implied)
+    model._model_args = {**getattr(model, "_model_args", {}), **implied}  # which timm writes into a folder
     with torch.device("meta"):
         changed = type(model)(model.config)
     for norm, wanted in zip(model.modules(), changed.modules(), strict=True):
@@ -125,15 +146,20 @@ def _set_eps(model: Any, implied: Mapping[str, float]) -> None:
             norm.eps = wanted.eps
 
 
-def _fit_channels(state: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Any, old: int) -> None:
+def _fit_channels(state: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Any) -> None:
     """Fit the stem to another number of channels: for one, their sum; for more, repeated and as bright as before.
 
     A gray image gives what it gave as one of equal channels. Where a norm of the pixels comes first, its weights are
     moved into the linear layer, which then gives the same.
     """
     stem, new = model.layout.stem, model.in_chans
-    weight = state[f"{stem}.weight"]
+    weight, fitting = state.get(f"{stem}.weight"), wanted[f"{stem}.weight"]
+    if weight is None or weight.shape == fitting.shape or weight.dim() != fitting.dim():
+        return
     flat = weight.dim() == 2  # of a flattened patch, channel last
+    old = model.pretrained_cfg["input_size"][0] if flat else weight.shape[1]
+    if flat and weight.shape[1] != old * math.prod(model._patch_size()):
+        return  # load_state_dict names both shapes
     if flat:
         norm = stem.rpartition(".")[0] + ".1"
         state[f"{stem}.bias"] = state[f"{stem}.bias"] + weight @ state[f"{norm}.bias"]
@@ -154,7 +180,7 @@ def _entry(name: str) -> Any:
             name,
             pretrained,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-            pretrained_filter_fn=partial(_fit, _SIZES[name][0], kwargs.keys()),
+            pretrained_filter_fn=partial(_fit, name, kwargs.keys()),
             **kwargs,
         )
 
