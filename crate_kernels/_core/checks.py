@@ -6,8 +6,10 @@ outside ``torch.compile``, so no check ever synchronises.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
+from collections.abc import Iterable
 from numbers import Real
 
 import torch
@@ -18,6 +20,31 @@ from torch.autograd import forward_ad
 
 def _type_name(value: object) -> str:
     return "a Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+# What others call an argument of ours, where the letters do not tell.
+_SYNONYMS = {
+    "eta": "step_size",
+    "lr": "step_size",
+    "attn_mask": "key_padding_mask",
+    "attention_mask": "key_padding_mask",
+    "mask": "key_padding_mask",
+    "max_len": "max_seqlen",
+    "num_heads": "heads",
+    "nheads": "heads",
+    "head_dim": "dim_head",
+    "num_labels": "num_classes",
+    "past_key_values": "cache",
+    "tau": "temp",
+}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known name that is nearest, "" if none is near."""
+    known = list(known)
+    meant = _SYNONYMS.get(name)
+    near = [meant] if meant in known else difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def tensor(op: str, name: str, value: object, ndim: int | None, layout: str) -> Tensor:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ _FAMILIES: tuple[ModuleType, ...] = (
     redunet.fourier2d,
 )
 _OWNERS: dict[str, Any] = {name: family for family in _FAMILIES for name in family.SIZES}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _SYSTEMS = {name: system for room in (*_FAMILIES, modules) for name, system in room.SYSTEMS.items()}
 
 
@@ -87,7 +88,8 @@ def create(name: str, **overrides: Any) -> nn.Module:
         TypeError: a value of the wrong type.
     """
     if checks.text("create", "name", name) not in _OWNERS:
-        raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}")
+        guess = checks.suggestion(name, _OWNERS)
+        raise ValueError(f"create: name must be one of {', '.join(_OWNERS)}, got {name!r}{guess}")
     family: Any = _OWNERS[name]
     overrides = official.arguments("create", overrides, [field.name for field in fields(family.Config)])
     return family.Model(replace(family.SIZES[name], **overrides))
@@ -119,17 +121,19 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
     return classes[name].from_pretrained(folder, **overrides)
 
 
-def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
+def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any] | str = _NOTHING) -> nn.Module:
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
         system: name of the system: a model (``"crate"``, ``"crate_alpha"``, ``"crate_mae"``, its encoder alone
             ``"crate_mae_encoder"``, ``"tost_vision"``, ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or
-            an attention module alone (``"tssa_attention"``, ``"tssa_causal_attention"``).
+            an attention module alone (``"tssa_attention"``, ``"tssa_causal_attention"``). Or name of a published size,
+            ``"crate_small"``.
         state_dict: the checkpoint, as ``torch.load(path, weights_only=True)`` returns it. Weights may be nested under
             ``state_dict``, ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
             It is not changed, and shares no memory with the model.
-        config: keyword arguments of the published class. Values that checkpoints do not hold (step sizes,
+        config: keyword arguments of the published class, or the name of a published size. With a size as ``system``,
+            the arguments that differ from it; none by default. Values that checkpoints do not hold (step sizes,
             thresholds, dropout) and our own options (``backend``) may be given too.
 
     Arguments that the weights do not determine are not checked. With MSSA, the number of heads is one of them:
@@ -143,12 +147,35 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
 
     Raises:
         ValueError: an unknown system or argument, a missing required one, or weights that do not fit; the message
-            lists all of these weights.
+            says which sizes of the config would, or lists all of these weights.
         TypeError: an argument of the wrong type.
     """
-    if checks.text("from_official", "system", system) not in _SYSTEMS:
-        raise ValueError(f"from_official: system must be one of {', '.join(_SYSTEMS)}, got {system!r}")
-    return _SYSTEMS[system].load(system, state_dict, config)
+    size: dict[str, Any] = {}
+    if checks.text("from_official", "system", system) in _OWNERS:
+        system, size = _published(system)
+    if system not in _SYSTEMS:
+        known = ", ".join(_SYSTEMS)
+        guess = checks.suggestion(system, (*_SYSTEMS, *_OWNERS))
+        raise ValueError(f"from_official: system must be one of {known}, or a size's name, got {system!r}{guess}")
+    if isinstance(config, str):
+        owner, size = _published(config)
+        if owner != system:
+            raise ValueError(f"from_official: config must be a size of {system}, got {config} of {owner}")
+        config = _NOTHING
+    return _SYSTEMS[system].load(system, state_dict, config, size)
+
+
+def _published(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the system of a published size and the arguments that give it."""
+    if name not in _OWNERS:
+        guess = checks.suggestion(name, _OWNERS)
+        raise ValueError(f"from_official: config must be a mapping or one of {', '.join(_OWNERS)}, got {name!r}{guess}")
+    family = _OWNERS[name]
+    size = family.SIZES[name]
+    for system, each in family.SYSTEMS.items():
+        if all(getattr(size, field) == value for field, value in each.fixed.items()):
+            return system, each.arguments_of(size)
+    raise ValueError(f"from_official: no checkpoint of {name} was published")
 
 
 def to_official(model: nn.Module) -> dict[str, Tensor]:

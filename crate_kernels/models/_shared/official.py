@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from crate_kernels._core import checks
+from crate_kernels.models._shared import fitting
+
 # Keys under which training scripts store the weights, and prefixes that parallel and compiled wrappers add.
 _NESTS = ("state_dict", "model", "model_ema")
 _PREFIXES = ("module.", "_orig_mod.")
@@ -31,6 +34,8 @@ class System:
         translated: arguments of the published class with other names or values here: from its value to our arguments.
         ours: says if a module belongs to this system.
         buffers: from our module to the further entries of the published class's state_dict.
+        fixed: fields of the config that have one value in this system.
+        defaults: values of the known arguments that need not be given.
     """
 
     known: Collection[str]
@@ -43,11 +48,16 @@ class System:
     translated: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
     ours: Callable[[Any], bool] = lambda module: False
     buffers: Callable[[Any], dict[str, Tensor]] = lambda module: {}
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def load(self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any]) -> nn.Module:
-        """Build the module of ``config`` and load ``state_dict`` into it, strictly."""
+    def load(
+        self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any], size: Mapping[str, Any]
+    ) -> nn.Module:
+        """Build the module of ``config``, which changes ``size``, and load ``state_dict`` into it, strictly."""
         known = (*self.known, *self.only, *self.ignored, *self.translated)
-        given = arguments("from_official", config, known, self.required)
+        given = arguments("from_official", config, known, [each for each in self.required if each not in size])
+        given = {**size, **given}
         for key, value in self.only.items():
             if given.pop(key, value) != value:
                 raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
@@ -57,7 +67,19 @@ class System:
                     raise ValueError(f"from_official: {ours} must be that of {key}, {value!r}, got {given[ours]!r}")
         bare = unwrap(state_dict)
         settings = {**self.implied(bare), **{k: v for k, v in given.items() if k not in self.ignored}}
-        return load(name, self.build(settings), self.weights(bare))
+        model, weights = self.build(settings), self.weights(bare)
+        try:
+            return load(name, model, weights)
+        except ValueError:
+            reason = fitting.reason(self.build, settings, self.defaults, weights)
+            if not reason:
+                raise
+        raise ValueError(f"from_official: config does not fit the weights of this {name}: {reason}")
+
+    def arguments_of(self, size: Any) -> dict[str, Any]:
+        """Return the arguments that give a config, without what is as by default."""
+        values = {name: getattr(size, name) for name in self.known}
+        return {name: v for name, v in values.items() if name in self.required or v != self.defaults[name]}
 
     def export(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the state_dict of the published class for our module."""
@@ -88,6 +110,8 @@ def family(
         [f.name for f in known if f.default is MISSING or f.name in required],
         lambda given: model_class(config_class(**given, **decided)),
         ours=ours,
+        fixed=decided,
+        defaults={f.name: f.default for f in known if f.default is not MISSING},
         **options,
     )
 
@@ -162,7 +186,8 @@ def arguments(
         raise TypeError(f"{owner}: config must be a mapping, got {type(given).__name__}")
     unknown = [str(name) for name in given if name not in known]
     if unknown:
-        raise ValueError(f"{owner}: arguments must be among {', '.join(known)}; got {', '.join(unknown)}")
+        guess = checks.suggestion(unknown[0], known)
+        raise ValueError(f"{owner}: arguments must be among {', '.join(known)}; got {', '.join(unknown)}{guess}")
     lacking = [name for name in required if name not in given]
     if lacking:
         raise ValueError(f"{owner}: config must give {', '.join(lacking)}")

@@ -175,6 +175,16 @@ def _with_tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, **{name: state[first] for name, first in official.first_names(model).items() if first in state}}
 
 
+def _check_classes(model: Any, path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse to read another head than the saved one, and say how to get it."""
+    saved, classes = config.get("num_classes"), getattr(model.config, "num_classes", None)
+    if saved not in (None, classes):
+        raise ValueError(
+            f"{_OWNER}: {path}: num_classes must be {saved!r:.100}, as saved, got {classes}; load it as it is and call "
+            f"model.reset_classifier({classes})"
+        )
+
+
 def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -> Model:
     """Build the model of a folder, which must be a ``model_class``, and load its weights strictly.
 
@@ -187,6 +197,7 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
     described = _described(parts)
     make = partial(_build, model_class, folder / CONFIG, config, overrides)
     bare = make(lambda build: skeleton.build(build, len(described)))
+    _check_classes(bare, folder / CONFIG, config)
     official.check(owner, name, bare, _with_tied(bare, described))
     model = make(lambda build: build())
     state = {name: tensor for part in parts for name, tensor in reading.tensors(_OWNER, part)[0].items()}
