@@ -7,15 +7,19 @@ outside ``torch.compile``, so no check ever synchronises.
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _type_name(value: object) -> str:
@@ -24,27 +28,37 @@ def _type_name(value: object) -> str:
 
 # What others call an argument of ours, where the letters do not tell.
 _SYNONYMS = {
-    "eta": "step_size",
-    "lr": "step_size",
-    "attn_mask": "key_padding_mask",
-    "attention_mask": "key_padding_mask",
-    "mask": "key_padding_mask",
-    "max_len": "max_seqlen",
-    "num_heads": "heads",
-    "nheads": "heads",
-    "head_dim": "dim_head",
-    "num_labels": "num_classes",
-    "past_key_values": "cache",
-    "tau": "temp",
+    "attention_mask": ("key_padding_mask",),
+    "eta": ("step_size",),
+    "head_dim": ("dim_head",),
+    "mask": ("key_padding_mask",),
+    "nheads": ("heads", "num_heads", "n_head"),
+    "num_heads": ("heads", "n_head", "nheads"),
+    "num_labels": ("num_classes",),
+    "past_key_values": ("cache",),
 }
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known name that is nearest, "" if none is near."""
     known = list(known)
-    meant = _SYNONYMS.get(name)
-    near = [meant] if meant in known else difflib.get_close_matches(name, known, 1)
+    near = [each for each in _SYNONYMS.get(name, ()) if each in known] or difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def closed(function: Function) -> Function:
+    """Leave ``**unknown`` out of the signature of a function that refuses such keywords by ``no_keyword``."""
+    signature = inspect.signature(function)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=named)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def no_keyword(function: Callable[..., Any], unknown: Mapping[str, object]) -> NoReturn:
+    """Raise for a keyword that a function does not have, as Python does, and name the nearest that it has."""
+    name = next(iter(unknown))
+    near = suggestion(name, inspect.signature(function).parameters)
+    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")
 
 
 def tensor(op: str, name: str, value: object, ndim: int | None, layout: str) -> Tensor:

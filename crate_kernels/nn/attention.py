@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ class MSSA(nn.Module):
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
 
+    @checks.closed
     def __init__(
         self,
         dim: int,
@@ -55,7 +58,10 @@ class MSSA(nn.Module):
         threshold: float | None = None,
         causal: bool = False,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(MSSA.__init__, unknown)
         super().__init__()
         self.dim = checks.integer("MSSA", "dim", dim, minimum=1)
         self.heads = checks.integer("MSSA", "heads", heads, minimum=1)
@@ -177,6 +183,7 @@ class TSSA(nn.Module):
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
 
+    @checks.closed
     def __init__(
         self,
         dim: int,
@@ -187,7 +194,10 @@ class TSSA(nn.Module):
         proj_drop: float = 0.0,
         *,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(TSSA.__init__, unknown)
         super().__init__()
         checks.multiple("TSSA", "dim", dim, "num_heads", num_heads)
         self.dim, self.heads = dim, num_heads

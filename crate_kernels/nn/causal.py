@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,7 @@ class CausalMSSA(nn.Module):
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
 
+    @checks.closed
     def __init__(
         self,
         n_embd: int,
@@ -41,7 +44,10 @@ class CausalMSSA(nn.Module):
         *,
         scale: float | None = None,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(CausalMSSA.__init__, unknown)
         super().__init__()
         checks.multiple("CausalMSSA", "n_embd", n_embd, "n_head", n_head)
         self.n_embd, self.n_head = n_embd, n_head
@@ -115,6 +121,7 @@ class CausalTSSA(nn.Module):
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
 
+    @checks.closed
     def __init__(
         self,
         n_embd: int,
@@ -124,7 +131,10 @@ class CausalTSSA(nn.Module):
         dropout: float = 0.0,
         *,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(CausalTSSA.__init__, unknown)
         super().__init__()
         checks.multiple("CausalTSSA", "n_embd", n_embd, "n_head", n_head)
         self.n_embd, self.n_head = n_embd, n_head

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ class ISTA(nn.Module):
         backend: as in ``crate_kernels.ista``; default None, the best available.
     """
 
+    @checks.closed
     def __init__(
         self,
         dim: int,
@@ -39,7 +42,10 @@ class ISTA(nn.Module):
         prox: str = "nonnegative",
         alpha: float = 1.0,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(ISTA.__init__, unknown)
         super().__init__()
         if prox not in ("nonnegative", "soft", "mm"):
             raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
@@ -80,6 +86,7 @@ class OvercompleteISTA(nn.Module):
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
     """
 
+    @checks.closed
     def __init__(
         self,
         dim: int,
@@ -90,7 +97,10 @@ class OvercompleteISTA(nn.Module):
         step_size: float = 0.1,
         lambd: float = 0.1,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(OvercompleteISTA.__init__, unknown)
         super().__init__()
         checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
         atoms = checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from crate_kernels.ops.ista.call import Call, OvercompleteCall
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@checks.closed
 def ista(
     x: Tensor,
     weight: Tensor,
@@ -20,6 +23,7 @@ def ista(
     lambd: float = 0.1,
     nonnegative: bool = True,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Take one proximal step of sparse coding.
 
@@ -49,6 +53,8 @@ def ista(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
             does not have.
     """
+    if unknown:
+        checks.no_keyword(ista, unknown)
     weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
@@ -63,6 +69,7 @@ def ista(
     return op.ista(x, weight, call, backends.of_op(name, backend))
 
 
+@checks.closed
 def ista_overcomplete(
     x: Tensor,
     weight: Tensor,
@@ -72,6 +79,7 @@ def ista_overcomplete(
     lambd: float = 0.1,
     steps: int = 2,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Take proximal steps of sparse coding in an overcomplete dictionary, and decode.
 
@@ -98,6 +106,8 @@ def ista_overcomplete(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
             does not have.
     """
+    if unknown:
+        checks.no_keyword(ista_overcomplete, unknown)
     dictionary = _dictionary("ista_overcomplete", x, weight, "(dim, hidden)")
     if decoder is not None:
         checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")

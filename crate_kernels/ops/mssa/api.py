@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ def mssa(
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.closed
 def mssa(
     w: Tensor,
     *,
@@ -67,6 +68,7 @@ def mssa(
     cache: SubspaceCache | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with one projection as query, key and value.
 
@@ -111,6 +113,8 @@ def mssa(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype or phi that the
             backend does not have.
     """
+    if unknown:
+        checks.no_keyword(mssa, unknown)
     options = causal, scale, dropout_p, phi, threshold, key_padding_mask, cu_seqlens, max_seqlen, return_lse, backend
     if cache is not None and (result := repeat(w, cache, options)) is not None:
         return result

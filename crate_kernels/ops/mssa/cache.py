@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class SubspaceCache:
         ValueError: a size is not positive, or dtype is not floating.
     """
 
+    @checks.closed
     def __init__(
         self,
         batch: int,
@@ -69,7 +70,10 @@ class SubspaceCache:
         head_dim: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(SubspaceCache.__init__, unknown)
         sizes = {"batch": batch, "nheads": nheads, "max_seqlen": max_seqlen, "head_dim": head_dim}
         checks.cache_sizes("SubspaceCache", sizes, dtype)
         self.data = torch.zeros(batch, nheads, max_seqlen, head_dim, dtype=dtype, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ def tssa(
     return_membership: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.closed
 def tssa(
     w: Tensor,
     temp: Tensor,
@@ -59,6 +60,7 @@ def tssa(
     cache: TokenStatsCache | None = None,
     return_membership: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend through second moments, in time linear in the sequence.
 
@@ -99,6 +101,8 @@ def tssa(
         NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend does
             not have.
     """
+    if unknown:
+        checks.no_keyword(tssa, unknown)
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)

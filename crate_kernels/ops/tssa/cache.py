@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ class TokenStatsCache:
         ValueError: a size is not positive, or dtype is not floating.
     """
 
+    @checks.closed
     def __init__(
         self,
         batch: int,
@@ -40,7 +43,10 @@ class TokenStatsCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            checks.no_keyword(TokenStatsCache.__init__, unknown)
         sizes = {"batch": batch, "nheads": nheads, "head_dim": head_dim}
         checks.cache_sizes("TokenStatsCache", sizes, dtype)
         self.energy = torch.zeros(batch, nheads, head_dim, dtype=dtype, device=device)

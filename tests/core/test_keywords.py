@@ -1,0 +1,73 @@
+"""A keyword that nothing has is refused as by Python, with the name that was meant."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+import crate_kernels
+from crate_kernels import SubspaceCache, TokenStatsCache, nn
+from crate_kernels._core import checks
+
+CALLS = {
+    "mssa": (crate_kernels.mssa, "is_causal", "causal"),
+    "mssa-mask": (crate_kernels.mssa, "attention_mask", "key_padding_mask"),
+    "mssa-dropout": (crate_kernels.mssa, "dropout", "dropout_p"),
+    "mssa-bias": (crate_kernels.mssa, "attn_mask", None),  # a mask per key is no bias of the scores
+    "tssa": (crate_kernels.tssa, "is_causal", "causal"),
+    "ista": (crate_kernels.ista, "eta", "step_size"),
+    "ista-lambda": (crate_kernels.ista, "lmbda", "lambd"),
+    "overcomplete": (crate_kernels.ista_overcomplete, "eta", "step_size"),
+    "overcomplete-far": (crate_kernels.ista_overcomplete, "window", None),
+    "MSSA": (nn.MSSA, "num_heads", "heads"),
+    "MSSA-dim": (nn.MSSA, "head_dim", "dim_head"),
+    "TSSA": (nn.TSSA, "heads", "num_heads"),
+    "CausalMSSA": (nn.CausalMSSA, "num_heads", "n_head"),
+    "CausalTSSA": (nn.CausalTSSA, "blocksize", "block_size"),
+    "ISTA": (nn.ISTA, "lmbda", "lambd"),
+    "OvercompleteISTA": (nn.OvercompleteISTA, "eta", "step_size"),
+    "SubspaceCache": (SubspaceCache, "max_len", "max_seqlen"),
+    "TokenStatsCache": (TokenStatsCache, "num_heads", "nheads"),
+}
+
+
+@pytest.mark.parametrize(("call", "name", "meant"), CALLS.values(), ids=CALLS)
+def test_the_name_that_was_meant(call, name, meant):
+    given = inspect.signature(call).parameters.values()
+    required = [torch.ones(2) if inspect.isfunction(call) else 1 for each in given if each.default is each.empty]
+    with pytest.raises(TypeError) as caught:
+        call(*required, **{name: 1})
+    owner = call.__name__ if inspect.isfunction(call) else f"{call.__name__}.__init__"
+    said = f"{owner}() got an unexpected keyword argument {name!r}"
+    assert str(caught.value) == (said + f"; did you mean {meant}?" if meant else said)
+
+
+@pytest.mark.parametrize(
+    "call", list(dict.fromkeys(call for call, *_ in CALLS.values())), ids=lambda call: call.__name__
+)
+def test_the_signature_names_all_that_may_be_given(call):
+    assert not [each for each in inspect.signature(call).parameters.values() if each.kind is each.VAR_KEYWORD]
+
+
+def test_every_operator_and_module_is_here():
+    named = {call for call, *_ in CALLS.values()}
+    public = [getattr(crate_kernels, name) for name in crate_kernels.__all__] + [
+        getattr(nn, each) for each in nn.__all__
+    ]
+    owned = {each for each in public if re.match(r"crate_kernels\.(ops|nn)\.", getattr(each, "__module__", ""))}
+    assert owned == named
+
+
+def test_a_call_compiles_in_one_graph():
+    compiled = torch.compile(crate_kernels.ista, fullgraph=True, backend="eager")
+    x, weight = torch.randn(3, 4), torch.randn(4, 4)
+    assert torch.equal(compiled(x, weight, lambd=0.2), crate_kernels.ista(x, weight, lambd=0.2))
+
+
+NEAR = {"letters": ("lmbda", "lambd"), "synonym": ("eta", "step_size"), "far": ("qwerty", None)}
+
+
+@pytest.mark.parametrize(("name", "meant"), NEAR.values(), ids=NEAR)
+def test_a_suggestion(name, meant):
+    assert checks.suggestion(name, ("step_size", "lambd")) == (f"; did you mean {meant}?" if meant else "")
