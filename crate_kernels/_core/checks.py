@@ -128,6 +128,15 @@ def _values_readable(t: Tensor) -> bool:
     )
 
 
+def indices(op: str, name: str, value: Tensor, stop: int, start: int = 0) -> None:
+    """Require integers in [start, stop), of a tensor whose values are free to read."""
+    if _values_readable(value) and value.numel() > 0:
+        low, high = (int(each) for each in value.aminmax())
+        if low < start or high >= stop:
+            got = low if low < start else high
+            raise ValueError(f"{op}: {name} must be {start} to {stop - 1}, got {got}")
+
+
 def right_padded(op: str, mask: Tensor) -> None:
     """Require every row of a CPU mask to be True up to its length and False after it."""
     if _values_readable(mask) and bool((mask[:, 1:] & ~mask[:, :-1]).any()):

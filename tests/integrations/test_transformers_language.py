@@ -187,3 +187,12 @@ def test_other_attention_is_refused(name):
     with pytest.raises(ValueError, match=reason):
         model.set_attn_implementation(name)
     assert AutoModelForCausalLM.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@each_family
+def test_a_token_outside_the_vocabulary(family):
+    _, model = pair(family)
+    with pytest.raises(ValueError, match="Model: input_ids must be 0 to 10, got 11"):
+        model(torch.tensor([[0, 11]]))
+    with pytest.raises(ValueError, match="Model: input_ids must be 0 to 10, got 50256"):
+        greedy(model, torch.tensor([[0, 50256]]))

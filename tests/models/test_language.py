@@ -219,6 +219,22 @@ BAD = {
         ValueError,
         r"ToSTLM: targets must be tokens' shape \(1, 4\), got \(1, 3\)",
     ),
+    "vocabulary": (
+        lambda: call(tokens=torch.tensor([[0, 11, 3]])),
+        ValueError,
+        "CRATELM: tokens must be 0 to 10, got 11",
+    ),
+    "negative": (lambda: call("tost_lm", torch.tensor([[0, -1]])), ValueError, "tokens must be 0 to 10, got -1"),
+    "prompt": (
+        lambda: build("aot_lm").generate(torch.tensor([[50256]]), 1),
+        ValueError,
+        "AoTLM: tokens must be 0 to 10, got 50256",
+    ),
+    "target": (
+        lambda: build("tost_lm")(torch.zeros(1, 4).long(), torch.tensor([[1, -1, -100, 3]])),
+        ValueError,
+        "ToSTLM: targets must be -1 to 10, got -100",
+    ),
     "heads": (lambda: call(n_head=5), ValueError, "CRATELM: n_embd must be a multiple of n_head = 5, got 24"),
     "layers": (lambda: call("tost_lm", n_layer=0), ValueError, "ToSTLM: n_layer must be >= 1, got 0"),
     "dropout": (lambda: call(dropout=1.0), ValueError, "CRATELM: dropout must be < 1.0, got 1.0"),
@@ -240,3 +256,17 @@ BAD = {
 def test_bad_input(function, error, message):
     with pytest.raises(error, match=message):
         function()
+
+
+def test_tokens_are_not_read_where_that_would_wait():
+    """As on a GPU: tensors without values stand for those that the host cannot see."""
+    with torch.device("meta"):
+        model, tokens = build("crate_lm"), torch.zeros(1, 4, dtype=torch.long)
+        assert model(tokens, tokens)[1].is_meta
+
+
+def test_a_compiled_model_reads_no_tokens():
+    model = build("crate_lm")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    tokens = torch.tensor([[0, 3, 1]])
+    assert torch.equal(compiled(tokens, tokens)[1], model(tokens, tokens)[1])

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from crate_kernels._core import checks
 from crate_kernels.integrations.transformers import base, configs, documents
 from crate_kernels.integrations.transformers.caches import StateLayer
 from crate_kernels.models import aot, crate_lm, tost_lm
@@ -93,6 +94,8 @@ class LanguageBase(base.Model):
         base.refuse_unknown(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{owner}: give either input_ids or inputs_embeds")
+        if input_ids is not None:
+            checks.indices(owner, "input_ids", input_ids, cast(nn.Embedding, self.wte).num_embeddings)
         x = cast(Tensor, self.wte(input_ids) if inputs_embeds is None else inputs_embeds)
         layers = _layers(owner, cache, len(cast(nn.ModuleList, self.h)))
         if layers and self.drops():

@@ -125,10 +125,12 @@ class LanguageModel(ReferenceModel):
             (batch, seqlen, n_embd).
 
         Raises:
-            ValueError: tokens of another shape or dtype, or more of them than ``block_size``.
+            ValueError: tokens of another shape or dtype, more of them than ``block_size``, or, on a CPU, one that is
+                not in the vocabulary.
         """
         owner, block_size = type(self).__name__, self.config.block_size
         _check_tokens(owner, tokens)
+        checks.indices(owner, "tokens", tokens, self.config.vocab_size)
         if tokens.shape[1] > block_size:
             raise ValueError(f"{owner}: tokens must be at most block_size = {block_size} long, got {tokens.shape[1]}")
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -156,7 +158,8 @@ class LanguageModel(ReferenceModel):
             targets, the published classes return only the last token's), and the mean cross-entropy, or None.
 
         Raises:
-            ValueError: tokens or targets of another shape or dtype, or more of them than ``block_size``.
+            ValueError: tokens or targets of another shape or dtype, more of them than ``block_size``, or, on a CPU, one
+                that is not in the vocabulary.
         """
         logits = self.lm_head(self.hidden(tokens))
         if targets is None:
@@ -164,6 +167,7 @@ class LanguageModel(ReferenceModel):
         if targets.shape != tokens.shape:
             wanted = f"{type(self).__name__}: targets must be tokens' shape {tuple(tokens.shape)}"
             raise ValueError(f"{wanted}, got {tuple(targets.shape)}")
+        checks.indices(type(self).__name__, "targets", targets, self.config.vocab_size, start=-1)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def generate(
