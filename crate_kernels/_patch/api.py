@@ -26,6 +26,7 @@ from crate_kernels import nn as fused
 from crate_kernels._core import backends
 from crate_kernels._patch import probe
 from crate_kernels._patch.kinds import Form, readings
+from crate_kernels._patch.obstacles import obstacle
 
 _RECORDS = {
     torch.fx.GraphModule: "a graph of torch.fx or torch.export",
@@ -172,7 +173,7 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     The model may be wrapped (``DataParallel``, ``DistributedDataParallel``, ``fully_shard``) or compiled, before or
     after. A graph of ``torch.fx`` or ``torch.export`` and a script of ``torch.jit`` have the published operators and
     no modules: they are left with that reason. So is ordinary attention with projections of its own for query, key
-    and value, as in a ViT.
+    and value, as in a ViT. A model is patched before it is quantised, or dispatched and offloaded by accelerate.
 
     Args:
         model: any module; modules of ``crate_kernels`` and modules already patched are left as they are.
@@ -259,7 +260,7 @@ def _plan(
         return None, None
     forms, reason = readings(module)
     if "forward" in vars(module) and (forms or reason):
-        return None, "its forward is set on the instance, which would hide a patched one"
+        return None, obstacle(module) or "its forward is set on the instance, which would hide a patched one"
     if not forms:
         return None, reason
     with torch.inference_mode(False):
@@ -271,7 +272,7 @@ def _plan(
         if signature is not None:
             found[signature] = form, reason
         if form is None:
-            return None, reason
+            return None, obstacle(module) or reason
         mark = _Patch(base, form, backend)
         try:
             patched = _patched_class(mark)
