@@ -6,6 +6,7 @@ than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -83,6 +84,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def checked_fake(*args: Any) -> Any:
+        _refuse_onnx(name)
         # It serves tensors on the meta device too, of which all must be there.
         found = [(a.device, s.name) for a, s in zip(args, arguments, strict=False) if isinstance(a, Tensor)]
         for device, argument in found:
@@ -98,6 +100,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
 
     def guarded(*args: Any) -> Any:
+        _refuse_onnx(name)
         # Autograd and autocast fall through to this function: switch both off here.
         with torch.no_grad(), without_autocast(next(a for a in args if isinstance(a, Tensor))):
             return run(*args)
@@ -116,6 +119,14 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
     overload, call.__name__ = packet.default, name
     return call
+
+
+def _refuse_onnx(name: str) -> None:
+    """Refuse an export to ONNX, which would fail later and not say what can be exported."""
+    onnx = sys.modules.get("torch.onnx")  # PyTorch imports it when it is first asked for
+    if onnx is not None and onnx.is_in_onnx_export():
+        built = "such as models.from_pretrained(folder, backend='reference')"
+        raise NotImplementedError(f"{name}: ONNX has no such operator; export a model of backend='reference', {built}")
 
 
 def _without_base(t: Tensor) -> Tensor:

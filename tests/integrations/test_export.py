@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from crate_kernels import models
+from crate_kernels import models, nn
+from crate_kernels._core import backends
 from tests.integrations import images, language
 from tests.models import families
 
@@ -84,9 +85,34 @@ def test_torch_export_keeps_the_operators(family, backend, tmp_path):
     assert any("crate_kernels" in str(node.target) for node in program.graph.nodes) == kept
 
 
+OPERATORS = {
+    "ista": lambda backend: nn.ISTA(8, backend=backend),
+    "overcomplete": lambda backend: nn.OvercompleteISTA(8, backend=backend),
+    "tssa": lambda backend: nn.TSSA(8, 2, backend=backend),
+    "causal-tssa": lambda backend: nn.CausalTSSA(8, 2, 8, backend=backend),
+    "mssa": lambda backend: nn.MSSA(8, 2, 4, backend=backend),
+}
+
+
+# The older exporter warns of itself, and writes to the terminal.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_onnx_refuses_our_operators_by_name(tmp_path):
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "script"])
+@pytest.mark.parametrize("build", OPERATORS.values(), ids=OPERATORS)
+def test_onnx_names_the_backend_that_can_be_exported(build, dynamo, tmp_path):
     pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
-    model, name, examples, _ = reloaded("crate_lm", tmp_path, "composite")
-    with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"No ONNX function found for.*crate_kernels"):
-        torch.onnx.export(model, (), kwargs={name: examples[0]}, dynamo=True, verbose=False)
+    backend = "cpp" if build is OPERATORS["mssa"] else "composite"  # whose mssa is PyTorch's operators
+    if backend == "cpp" and backends.unavailable_reason("mssa", "cpp"):
+        pytest.skip("needs the C++ extension: python -m crate_kernels build")
+    model, x = build(backend).eval(), torch.randn(2, 3, 8)
+    path = None if dynamo else tmp_path / "model.onnx"
+    message = "fwd: ONNX has no such operator; export a model of backend='reference', such as models.from_pretrained"
+    with pytest.raises((torch.onnx.errors.OnnxExporterError, NotImplementedError), match=message):
+        torch.onnx.export(model, (x,), path, dynamo=dynamo, verbose=False)
+    assert model(x).shape == x.shape  # only there
+
+
+def test_the_named_backend_can_be_exported(tmp_path):
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
+    program = torch.onnx.export(OPERATORS["ista"]("reference").eval(), (torch.randn(2, 8),), dynamo=True, verbose=False)
+    assert "crate_kernels" not in str(program.model.graph)
