@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._native import extension
+from crate_kernels._native import extension, libraries
 
 OPS = ("mssa", "tssa", "ista")
 _CPU = torch.device("cpu")
@@ -213,7 +215,19 @@ def _usable(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
         if takes and variant_reason(op, backend) is None and backend.unfit_reason(device) is None:
             found.append(name)
     found.append("composite")
+    if len(found) == 1 and device_type == "cpu" and not torch.compiler.is_compiling():
+        cpp = _BACKENDS["cpp"]
+        if cpp.missing is not None and dtype in (cpp.dtypes or ()):
+            _hint(cpp.missing)
     return found
+
+
+@functools.cache
+def _hint(missing: str) -> None:
+    """Log, once in a process, that a CPU could run the C++ kernels: a compiler and the sources are here."""
+    if shutil.which("c++") is not None and libraries.source_folder() is not None:
+        chosen = "on this CPU, None is backend='composite', PyTorch's own operators"
+        logging.getLogger("crate_kernels").warning("crate_kernels: %s: %s", chosen, missing)
 
 
 def _public(op: str, function: str) -> str:

@@ -112,7 +112,8 @@ def test_onnx_names_the_backend_that_can_be_exported(build, dynamo, tmp_path):
     assert model(x).shape == x.shape  # only there
 
 
-def test_the_named_backend_can_be_exported(tmp_path):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_the_named_backend_can_be_exported():
     pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
     program = torch.onnx.export(OPERATORS["ista"]("reference").eval(), (torch.randn(2, 8),), dynamo=True, verbose=False)
-    assert "crate_kernels" not in str(program.model.graph)
+    assert "crate_kernels" not in {node.domain for node in program.model.graph}
