@@ -38,3 +38,8 @@ def __getattr__(name: str) -> ModuleType:
     if name == "distributed":
         return importlib.import_module("crate_kernels.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -27,3 +27,8 @@ __all__ = [
     "subspace_coherence",
     "subspace_gram",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

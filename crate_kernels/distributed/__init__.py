@@ -15,3 +15,8 @@ from crate_kernels.distributed.traffic import Traffic, traffic
 __all__ = ["Traffic", "mssa", "sequence_parallel", "shard", "tensor_parallel", "traffic", "tssa", "unshard"]
 
 rules.register()
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

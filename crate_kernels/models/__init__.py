@@ -195,3 +195,8 @@ def to_official(model: nn.Module) -> dict[str, Tensor]:
     if system is None:
         raise ValueError(f"to_official: model must be of {', '.join(_SYSTEMS)}, got {type(model).__name__}")
     return system.export(model)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return [*__all__, "aot", "redunet"]

@@ -14,3 +14,8 @@ from crate_kernels.nn.causal import CausalMSSA, CausalTSSA
 from crate_kernels.nn.sparse import ISTA, OvercompleteISTA
 
 __all__ = ["ISTA", "MSSA", "TSSA", "CausalMSSA", "CausalTSSA", "OvercompleteISTA"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -34,3 +34,8 @@ __all__ = [
     "padding_mask",
     "run",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

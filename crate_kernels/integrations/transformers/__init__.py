@@ -81,3 +81,8 @@ for _config, _head in (
     AutoConfig.register(_config.model_type, _config)
     AutoModelForImageClassification.register(_config, _head)
 AutoConfig.register(CRATEMAEConfig.model_type, CRATEMAEConfig)  # a folder of the autoencoder, read as its encoder
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -1,0 +1,25 @@
+"""dir of each public package shows its public names alone, which are all there."""
+
+import importlib
+
+import pytest
+
+PACKAGES = {
+    "crate_kernels": (),
+    "crate_kernels.analysis": (),
+    "crate_kernels.distributed": (),
+    "crate_kernels.integrations.transformers": (),
+    "crate_kernels.models": ("aot", "redunet"),  # whose classes are named there
+    "crate_kernels.nn": (),
+    "crate_kernels.testing": (),
+}
+
+
+@pytest.mark.parametrize(("name", "more"), PACKAGES.items(), ids=PACKAGES)
+def test_dir_shows_the_public_names(name, more):
+    if "transformers" in name:
+        importlib.import_module("tests.integrations.vision_schemas")  # transformers may import torchvision
+        pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    package = importlib.import_module(name)
+    assert dir(package) == sorted([*package.__all__, *more])
+    assert all(hasattr(package, each) for each in dir(package))
