@@ -23,6 +23,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor
 
 from crate_kernels import nn
+from crate_kernels._core import checks
 from crate_kernels.models import aot, crate, crate_alpha, crate_mae_encoder, tost
 from crate_kernels.models._shared import official, vision
 from crate_kernels.models._shared.backbone import POOLS, Classifier
@@ -79,7 +80,10 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
     known = [field.name for field in fields(family.Config)]
     unknown = changes.keys() - {*known, "device", "dtype"}
     if unknown:  # timm's word for it
-        raise TypeError(f"{name}: arguments must be timm's or among {', '.join(known)}, got {', '.join(unknown)}")
+        guess = checks.suggestion(next(iter(unknown)), known)
+        raise TypeError(
+            f"{name}: arguments must be timm's or among {', '.join(known)}, got {', '.join(unknown)}{guess}"
+        )
     device, dtype = changes.pop("device", None), changes.pop("dtype", None)
     with torch.device(device or torch.get_default_device()):
         model = model_class(replace(config, **changes)).to(dtype)

@@ -201,6 +201,7 @@ BAD = {
         TypeError,
         "crate_tiny: arguments must be timm's or among dim, .*, got drop",
     ),
+    "near": ({"lmbda": 0.1}, TypeError, "crate_tiny: arguments must be .*, got lmbda; did you mean lambd"),
     "size": ({"img_size": 33}, ValueError, "CRATE: image_size must be a multiple of patch_size, got 33x33 by 16x16"),
     "no-weights": ({"pretrained": True}, RuntimeError, "No pretrained weights exist for crate_tiny"),
 }

@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from crate_kernels import models
+from crate_kernels._core import checks
 from crate_kernels.models import aot, crate, crate_alpha, crate_lm, crate_mae, crate_mae_encoder, tost, tost_lm
 from crate_kernels.models._shared.pretrained import Configured
 
@@ -172,6 +173,7 @@ def config(name: str, **overrides: Any) -> Any:
     """
     family = models._OWNERS.get(name)
     if family is None or family.Model.__name__ not in _BY_MODEL:
-        known = ", ".join(size for size, owner in models._OWNERS.items() if owner.Model.__name__ in _BY_MODEL)
-        raise ValueError(f"config: name must be one of {known}, got {name!r}")
+        known = [size for size, owner in models._OWNERS.items() if owner.Model.__name__ in _BY_MODEL]
+        guess = checks.suggestion(str(name), known)
+        raise ValueError(f"config: name must be one of {', '.join(known)}, got {name!r}{guess}")
     return _BY_MODEL[family.Model.__name__].of(family.SIZES[name], **overrides)

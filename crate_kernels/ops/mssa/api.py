@@ -10,7 +10,7 @@ from torch import Tensor
 from crate_kernels._core import backends, checks, operator
 from crate_kernels.ops.mssa import composite, op, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import Call, DecodeCall, default_scale
 from crate_kernels.ops.mssa.repeat import remember, repeat
 
 _PHI = ("softmax", "threshold", "relu", "identity")
@@ -122,7 +122,7 @@ def mssa(
     checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("mssa", "causal", causal)
     checks.flag("mssa", "return_lse", return_lse)
-    factor: float = (w.shape[-1] or 1) ** -0.5 if scale is None else checks.number("mssa", "scale", scale)
+    factor = default_scale(w) if scale is None else checks.number("mssa", "scale", scale)
     dropout_p = checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if phi not in _PHI:
         raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
@@ -159,7 +159,9 @@ def mssa(
 
     # PyTorch's own attention draws from the generator itself.
     seed = operator.draw_seed(w.device) if dropout_p and name != "composite" else None
-    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)
+    if scale is None and name != "reference" and torch.compiler.is_compiling():
+        factor = None
+    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)  # pyright: ignore
     plain = phi if phi in _PLAIN_PHI else None
     if name == "composite":
         out, lse = composite.mssa(w, call, plain, return_lse)

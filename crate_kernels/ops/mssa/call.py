@@ -20,7 +20,7 @@ class Call(NamedTuple):
         max_seqlen: length of the longest packed sequence, 0 for a batch.
         seed: int64 scalar that dropout draws from; None without dropout.
         causal: each token attends to itself and those before it only.
-        scale: factor of the scores.
+        scale: factor of the scores. None in what torch.compile records for any head_dim: a body fills it in.
         dropout_p: probability with which a weight is dropped.
         threshold: weights above it become it, others 0; None keeps the softmax.
     """
@@ -67,9 +67,17 @@ class Call(NamedTuple):
             mask = past if mask is None else mask & past
         return mask
 
+    def filled(self, w: Tensor) -> Call:
+        """Return the same call with the default scale of the tokens ``w``, where it has none."""
+        return self if self.scale is not None else self._replace(scale=default_scale(w))
+
     def batched(self, key_padding_mask: Tensor | None) -> Call:
         """Return the same call for sequences that were packed and are a batch now."""
         return self._replace(key_padding_mask=key_padding_mask, cu_seqlens=None, max_seqlen=0)
+
+
+# A number in a graph is a constant: the default scale stays open there, so that one graph serves every head_dim.
+OPTIONAL_SCALE = operator.schema_of(Call).replace("float scale", "float? scale")
 
 
 class DecodeCall(NamedTuple):
@@ -88,6 +96,11 @@ class DecodeCall(NamedTuple):
     uniform: bool
     scale: float
     need_lse: bool
+
+
+def default_scale(w: Tensor) -> float:
+    """Return the factor of the scores where none is given."""
+    return (w.shape[-1] or 1) ** -0.5
 
 
 def empty_lse(w: Tensor) -> Tensor:

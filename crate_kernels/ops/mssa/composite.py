@@ -37,13 +37,15 @@ class _FirstOrderOnly(torch.autograd.Function):
         return operator.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
 
 
-def _attend(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout_p: float) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout_p: float
+) -> Tensor:
     """Call PyTorch's attention with the keys as values.
 
     Some of its paths mask with -inf before they scale, others take row maxima of unscaled scores: only a positive scale
     is safe, so the query takes the sign.
     """
-    if scale <= 0.0:
+    if scale is not None and scale <= 0.0:
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     return F.scaled_dot_product_attention(
         query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, scale=scale
@@ -60,7 +62,7 @@ def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
 
 def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
-    scale, dropout_p = call.scale, call.dropout_p
+    dropout_p = call.dropout_p
     softmax = plain is None and call.threshold is None
     # PyTorch's attention has the causal mask itself.
     causal = softmax and call.causal and not call._replace(causal=False).masked
@@ -72,12 +74,12 @@ def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
         has_key = allowed.any(-1, keepdim=True)
         allowed = allowed | ~has_key
     if softmax:
-        out = _attend(w, w, allowed, causal, scale, dropout_p)
+        out = _attend(w, w, allowed, causal, call.scale, dropout_p)
     elif plain == "identity" and not call._replace(key_padding_mask=None).masked and not dropout_p:
         with operator.without_autocast(w):  # which would cast fp32 back to 16 bits
-            return operator.merged_layout(_linear(w, call.key_padding_mask, scale))
+            return operator.merged_layout(_linear(w, call.key_padding_mask, call.filled(w).scale))
     else:
-        scores = scale * (w @ w.transpose(-1, -2))
+        scores = call.filled(w).scale * (w @ w.transpose(-1, -2))
         if call.threshold is not None:
             scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
             weights = (scores.softmax(-1) > call.threshold).to(w.dtype) * call.threshold

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import Call, empty_lse
+from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, empty_lse
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
 _CHUNK_ELEMENTS = 1 << 24
@@ -34,7 +34,7 @@ def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
 
 
 def _forward(w: Tensor, *options: Any) -> Tensor:
-    call = Call(*options)
+    call = Call(*options).filled(w)
     given.forward(w, call)
     w = w.to(operator.stat_dtype(w.dtype))
     return torch.cat([_scores(w, rows, call).logsumexp(-1) for rows in _chunks(w)], dim=2)
@@ -42,7 +42,7 @@ def _forward(w: Tensor, *options: Any) -> Tensor:
 
 def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
     # dS = P * dlse; w is the query of a row and the key of a column.
-    call = Call(*options)
+    call = Call(*options).filled(w)
     given.logsumexp_backward(dlse, w, lse, call)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)
@@ -61,13 +61,13 @@ def _product(w_shape: tuple[int, ...]) -> int:
 
 
 _lse_fwd = operator.define(
-    f"mssa_lse_fwd(Tensor w, {operator.schema_of(Call)}) -> Tensor",
+    f"mssa_lse_fwd(Tensor w, {OPTIONAL_SCALE}) -> Tensor",
     _forward,
     lambda w, *_: empty_lse(w),
     flops=lambda w_shape, *_, **__: _product(w_shape),
 )
 _lse_bwd = operator.define(
-    f"mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, {operator.schema_of(Call)}) -> Tensor",
+    f"mssa_lse_bwd(Tensor dlse, Tensor w, Tensor lse, {OPTIONAL_SCALE}) -> Tensor",
     _backward,
     lambda dlse, w, *_: w.new_empty(w.shape),
     flops=lambda dlse_shape, w_shape, *_, **__: 3 * _product(w_shape),

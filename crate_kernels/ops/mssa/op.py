@@ -14,9 +14,10 @@ from torch import Tensor
 
 from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa import order
-from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_decoded, empty_lse
+from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, DecodeCall, default_scale, empty_decoded, empty_lse
 
-_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_OPTIONS = f"{OPTIONAL_SCALE}, str backend"
+_SCALE = Call._fields.index("scale") - len(Call._fields) - 1  # counted from the end, where the backend follows
 
 
 def _fake_forward(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -45,6 +46,18 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     return product // 2 if call.causal else product
 
 
+def _body(function: str, of: int, order: backends.Order | None = None) -> Callable:
+    """Return the body of an op, which fills in the default scale."""
+    run = operator.body("mssa", function, Call, of=of, order=order)
+
+    def filled(*args: Any) -> Any:
+        if args[_SCALE] is None:
+            args = (*args[:_SCALE], default_scale(args[of]), *args[_SCALE + 1 :])
+        return run(*args)
+
+    return filled
+
+
 _body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.decode)
 
 
@@ -60,13 +73,13 @@ def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tupl
 
 mssa_fwd = operator.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-    operator.body("mssa", "forward", Call, of=0),
+    _body("forward", of=0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
 )
 mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    operator.body("mssa", "backward", Call, of=2, order=order.backward),
+    _body("backward", of=2, order=order.backward),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
 )
