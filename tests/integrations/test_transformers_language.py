@@ -165,6 +165,8 @@ def test_configs_name_the_fields_of_transformers():
     assert "backend" not in config.to_dict()
     with pytest.raises(ValueError, match=r"config: name must be one of crate_tiny, .*, got 'redunet'"):
         integration.config("redunet")
+    with pytest.raises(ValueError, match="got 'crate_lm_bse'; did you mean crate_lm_base"):
+        integration.config("crate_lm_bse")
     with pytest.raises(Exception, match="n_embd must be a multiple of n_head = 5, got 24"):
         integration.CRATELMConfig(n_embd=24, n_head=5)
 

@@ -226,6 +226,8 @@ def official(system="crate", state=None, config=None):
 BAD = {
     "size": (lambda: models.create("crate_huge"), ValueError, "create: name must be one of crate_tiny, .*'crate_huge'"),
     "override": (lambda: models.create("crate_tiny", width=3), ValueError, "create: arguments must be among .*; got w"),
+    "near-size": (lambda: models.create("crate_smal"), ValueError, "got 'crate_smal'; did you mean crate_small"),
+    "near-override": (lambda: models.create("crate_tiny", num_labels=3), ValueError, "did you mean num_classes"),
     "size-type": (lambda: models.create(["crate"]), TypeError, "create: name must be a string, got list"),
     "system-type": (lambda: official(["crate"]), TypeError, "from_official: system must be a string, got list"),
     "image-list": (lambda: build()([1]), TypeError, r"CRATE: img must be a Tensor \(batch, channels=3, .*, got list"),

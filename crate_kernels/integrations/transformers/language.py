@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from typing import Any, cast
 
@@ -167,8 +168,8 @@ class LanguageHead(base.Model):
         """Generate as transformers does; without a cache while the attention drops (``LanguageBase.drops``)."""
         if self.transformer.drops():
             kwargs["use_cache"] = False
-        if _OTHER in kwargs and _CACHE not in kwargs:
-            kwargs[_CACHE] = kwargs.pop(_OTHER)
+        if _OTHER == "cache" and "cache" in kwargs:  # the other way round, transformers renames it and warns
+            kwargs.setdefault(_CACHE, kwargs.pop("cache"))
         return cast(Any, super()).generate(*args, **kwargs)
 
     @can_return_tuple
@@ -223,9 +224,13 @@ def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
 
     A cache by a third name is refused: without it, tokens would be wrong.
     """
+    old = "past_key_values" in others
     given = others.pop("past_key_values", None)
     if cache is not None and given is not None:
         raise TypeError(f"{owner}: give either cache or past_key_values, which are the same")
+    if old and _CACHE == "cache" and not torch.compiler.is_compiling():  # as transformers does, by its own text
+        end = f"is deprecated and will be removed in version 5.40.0 for `{owner}.forward`. Use `cache` instead."
+        warnings.warn(f"`past_key_values` {end}", FutureWarning, stacklevel=2)
     for name, value in others.items():
         if isinstance(value, Cache):
             raise TypeError(f"{owner}: a cache must be given as cache or past_key_values, got {name}")
