@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ def mssa(
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.closed
 def mssa(
     w: Tensor,
     group: Group,
@@ -66,6 +67,7 @@ def mssa(
     seqlen: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to a sequence of which each rank has a part: ``crate_kernels.mssa``.
 
@@ -101,6 +103,8 @@ def mssa(
         RuntimeError: the requested backend is unavailable.
         NotImplementedError: what a form or backend does not have, a double backward, or forward-mode AD.
     """
+    if unknown:
+        checks.no_keyword(mssa, unknown)
     checks.tensor("mssa", "w", w, 4, _OWN_LAYOUT)
     for name, value in (("causal", causal), ("balanced", balanced), ("return_lse", return_lse)):
         checks.flag("mssa", name, value)
@@ -198,6 +202,7 @@ def tssa(
     return_membership: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.closed
 def tssa(
     w: Tensor,
     temp: Tensor,
@@ -210,6 +215,7 @@ def tssa(
     seqlen: int | None = None,
     return_membership: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend through second moments to a sequence of which each rank has a part: ``crate_kernels.tssa``.
 
@@ -238,6 +244,8 @@ def tssa(
         TypeError, ValueError: an argument that does not fit.
         NotImplementedError: another backend, a double backward, or forward-mode AD.
     """
+    if unknown:
+        checks.no_keyword(tssa, unknown)
     checks.tensor("tssa", "w", w, 4, _OWN_LAYOUT)
     checks.flag("tssa", "causal", causal)
     checks.flag("tssa", "return_membership", return_membership)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import SubspaceCache, TokenStatsCache, nn
+from crate_kernels import SubspaceCache, TokenStatsCache, distributed, nn
 from crate_kernels._core import checks
 
 CALLS = {
@@ -16,6 +16,8 @@ CALLS = {
     "mssa-dropout": (crate_kernels.mssa, "dropout", "dropout_p"),
     "mssa-bias": (crate_kernels.mssa, "attn_mask", None),  # a mask per key is no bias of the scores
     "tssa": (crate_kernels.tssa, "is_causal", "causal"),
+    "distributed-mssa": (distributed.mssa, "is_causal", "causal"),
+    "distributed-tssa": (distributed.tssa, "attention_mask", "key_padding_mask"),
     "ista": (crate_kernels.ista, "eta", "step_size"),
     "ista-lambda": (crate_kernels.ista, "lmbda", "lambd"),
     "overcomplete": (crate_kernels.ista_overcomplete, "eta", "step_size"),
@@ -43,20 +45,18 @@ def test_the_name_that_was_meant(call, name, meant):
     assert str(caught.value) == (said + f"; did you mean {meant}?" if meant else said)
 
 
-@pytest.mark.parametrize(
-    "call", list(dict.fromkeys(call for call, *_ in CALLS.values())), ids=lambda call: call.__name__
-)
+FUNCTIONS = {f"{call.__module__}.{call.__name__}": call for call, *_ in CALLS.values()}
+
+
+@pytest.mark.parametrize("call", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_the_signature_names_all_that_may_be_given(call):
     assert not [each for each in inspect.signature(call).parameters.values() if each.kind is each.VAR_KEYWORD]
 
 
 def test_every_operator_and_module_is_here():
-    named = {call for call, *_ in CALLS.values()}
-    public = [getattr(crate_kernels, name) for name in crate_kernels.__all__] + [
-        getattr(nn, each) for each in nn.__all__
-    ]
-    owned = {each for each in public if re.match(r"crate_kernels\.(ops|nn)\.", getattr(each, "__module__", ""))}
-    assert owned == named
+    public = [getattr(package, name) for package in (crate_kernels, nn, distributed) for name in package.__all__]
+    ours = re.compile(r"crate_kernels\.(ops|nn|distributed\.api)\b")
+    assert {each for each in public if ours.match(getattr(each, "__module__", ""))} == set(FUNCTIONS.values())
 
 
 def test_a_call_compiles_in_one_graph():
