@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from crate_kernels._core import checks, operator
+from crate_kernels._core import checks
 from crate_kernels.nn import _heads
 from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.mssa import SubspaceCache, mssa
@@ -149,8 +149,8 @@ class CausalTSSA(nn.Module):
 
     def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
         """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored: the cache has a constant size."""
-        dtype, device = _heads.kind(self.c_attn)
-        return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, operator.stat_dtype(dtype), device)
+        _, device = _heads.kind(self.c_attn)
+        return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, device=device)
 
     def forward(
         self,

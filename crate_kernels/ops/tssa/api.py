@@ -138,6 +138,7 @@ def tssa(
         if name == "reference":
             with operator.without_autocast(w):
                 out, membership = reference.decode(w, temp, denom_bias, state, key_padding_mask)
+            membership = membership.to(operator.stat_dtype(w.dtype))
         else:
             out, membership = op.tssa_decode(w, temp, denom_bias, *state, key_padding_mask, named)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
@@ -212,8 +213,8 @@ def _check_cache(
     checks.inference_only("tssa", w=w, temp=temp, denom_bias=denom_bias)
     checks.writable("tssa", cache.energy)
     checks.cache_matches("tssa", w, cache.energy.shape, cache.energy.device, None)
-    if cache.energy.dtype != operator.stat_dtype(w.dtype):
-        wanted = operator.stat_dtype(w.dtype)
+    if cache.energy.dtype not in (torch.float64, operator.stat_dtype(w.dtype)):
+        wanted = "torch.float64" if w.dtype == torch.float64 else "torch.float64 or torch.float32"
         raise ValueError(f"tssa: cache must be {wanted} for {w.dtype} tokens, got {cache.energy.dtype}")
     if key_padding_mask is not None:
         checks.right_padded("tssa", key_padding_mask)

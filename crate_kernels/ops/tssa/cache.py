@@ -17,11 +17,15 @@ class TokenStatsCache:
     Pass it as ``tssa(w_new, temp, causal=True, cache=cache)``: the new tokens enter the sums one after the
     other. Inference only.
 
+    Sums are float64, whatever the tokens are: in float32 every step would round them, which after thousands of steps is
+    more than all other rounding. A cache with float32 sums, as earlier versions have saved, goes on in float32.
+
     Args:
         batch: number of sequences.
         nheads: number of heads.
         head_dim: channels per head.
-        dtype: dtype of the sums, float32 by default; float64 for float64 tokens.
+        dtype: dtype of the sums, float64 or, but for float64 tokens, float32. float64 by default, float32 on a device
+            without it.
         device: device of the sums; torch's default device by default.
 
     Attributes:
@@ -41,7 +45,7 @@ class TokenStatsCache:
         batch: int,
         nheads: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -49,10 +53,12 @@ class TokenStatsCache:
             checks.no_keyword(TokenStatsCache.__init__, unknown)
         sizes = {"batch": batch, "nheads": nheads, "head_dim": head_dim}
         checks.cache_sizes("TokenStatsCache", sizes, dtype)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        if dtype is None:
+            dtype = torch.float32 if self.lengths.device.type == "mps" else torch.float64
         self.energy = torch.zeros(batch, nheads, head_dim, dtype=dtype, device=device)
         self.weighted = torch.zeros_like(self.energy)
         self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # no sequence is longer
 
     def _tensors(self) -> State:

@@ -159,13 +159,19 @@ def _scan_(x: Tensor, reverse: bool = False) -> Tensor:
     return x
 
 
+def _continue(start: Tensor, running: Tensor) -> None:
+    """Add what a cache holds to running sums, and their last to the cache, which may have more digits."""
+    before = start.to(running.dtype, copy=True)
+    start += running[:, :, -1]
+    running += before.unsqueeze(2)
+
+
 def _running_energy(w: Tensor, mask: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return w^2 and c, its floored running sum over kept tokens."""
     squares = w.to(operator.stat_dtype(w.dtype)).square()
     energy = _scan_(squares.clone() if mask is None else squares * mask[:, None, :, None])
     if start is not None:
-        energy += start.unsqueeze(2)
-        start.copy_(energy[:, :, -1])
+        _continue(start, energy)
     return squares, energy.clamp_min_(_CAUSAL_FLOOR)
 
 
@@ -196,10 +202,8 @@ def _run_causal(
         membership = membership.masked_fill((held == 0)[:, None, :], 0.0)
     sums, masses = _running_moment(squares, membership, mask)
     if weighted is not None and mass is not None:
-        sums += weighted.unsqueeze(2)
-        masses += mass.unsqueeze(-1)
-        weighted.copy_(sums[:, :, -1])
-        mass.copy_(masses[:, :, -1])
+        _continue(weighted, sums)
+        _continue(mass, masses)
     attention = sums.div_((masses + _MASS_FLOOR).unsqueeze(-1)).add_(1).reciprocal_()
     factor = call.dropout_factor(w, w.shape[2], squares.dtype)
     if factor is not None:

@@ -162,8 +162,14 @@ def decode(
     """Advance the running sums over the new tokens; they are changed in place.
 
     On a GPU a step is one launch, which reads the sums and writes them back. A long block, as a prompt, goes by chunks,
-    whose sums then are the state.
+    whose sums then are added to the state. Kernels take a state in float64.
     """
+    if state.energy.dtype != torch.float64:
+        wide = State(*(t.double() for t in state[:3]), state.lengths)
+        result = decode(w, temp, denom_bias, wide, key_padding_mask)
+        for held, new in zip(state[:3], wide[:3], strict=True):
+            held.copy_(new)
+        return result
     out, membership, *sums = _run_forward(w, temp, denom_bias, Call(key_padding_mask), True, state)
     if sums:
         by_energy, by_moment = sums

@@ -1,7 +1,8 @@
 // The causal form: running sums, so that one thread reads the tokens once.
 //
-// A running sum is the total of the chunks before, plus a sum that starts with the chunk. Threads that share a sequence
-// first sum its chunks. Their results have the same bits as those of one thread.
+// A running sum is the total of the chunks before, plus a sum that starts with the chunk. Totals are added up in fp64:
+// in fp32, what each of thousands of chunks rounds off would be more than eager form's whole error. Threads that share a
+// sequence first sum its chunks. Their results have the same bits as those of one thread.
 #pragma once
 
 #include "tile.h"
@@ -19,16 +20,24 @@ struct CausalSums {
   void clear(const TssaProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
 };
 
+// The totals of a scan over chunks so far, in the order of CausalSums. The first two slots of `work` hold them.
+CRATE_INLINE double* totals(const TssaSequence& s) {
+  return reinterpret_cast<double*>(s.work);
+}
 // The sums of the chunks before `chunk`. The next slot holds the totals of `chunk` itself until they are summed.
 CRATE_INLINE CausalSums before_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
-  return CausalSums(p, s.work + chunk * CausalSums::size(p));
+  return CausalSums(p, s.work + (chunk + 2) * CausalSums::size(p));
 }
 int64_t causal_work_size(const TssaProblem& p, int64_t chunks) {
-  return (chunks + 1) * CausalSums::size(p);
+  return (chunks + 3) * CausalSums::size(p);
 }
 
-CRATE_INLINE void add_rows(const float* a, const float* b, int64_t size, float* sum) {
-  for (int64_t i = 0; i < size; ++i) sum[i] = a[i] + b[i];
+// Adds a chunk's sums to the totals and stores these, rounded, to `sums`, which may be `chunk`.
+CRATE_INLINE void add_to_totals(double* total, const float* chunk, int64_t size, float* sums) {
+  for (int64_t i = 0; i < size; ++i) {
+    total[i] += chunk[i];
+    sums[i] = static_cast<float>(total[i]);
+  }
 }
 
 // masses[n] = before + the running sum of counted, carried on in `local`.
@@ -92,20 +101,23 @@ CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const flo
   }
 }
 
-// Copies a sequence's state of decoding to the sums before its first chunk, or the sums behind its last chunk to it.
+// Starts the totals with a sequence's state of decoding, if any, or copies those of all chunks to it.
 template <bool kBegin>
 void causal_state(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  const CausalSums sums = before_chunk(p, s, kBegin ? 0 : s.chunks);
-  if (kBegin) sums.clear(p);
-  if (s.state_mass == nullptr) return;
-  const auto copy = [](float* state, float* sum, int64_t count) {
-    memcpy(kBegin ? sum : state, kBegin ? state : sum, count * sizeof(float));
-  };
-  for (int h = 0; h < p.nheads; ++h) {
-    copy(s.energy + h * p.head_dim, sums.energy + h * p.width(), p.head_dim);
-    copy(s.moment + h * p.head_dim, sums.moment + h * p.width(), p.head_dim);
+  double *const energy = totals(s), *const moment = energy + p.row_size(), *const mass = moment + p.row_size();
+  if (kBegin) memset(energy, 0, CausalSums::size(p) * sizeof(double));
+  if (s.state_mass != nullptr) {
+    const auto copy = [](double* state, double* total, int64_t count) {
+      memcpy(kBegin ? total : state, kBegin ? state : total, count * sizeof(double));
+    };
+    for (int h = 0; h < p.nheads; ++h) {
+      copy(s.state_energy + h * p.head_dim, energy + h * p.width(), p.head_dim);
+      copy(s.state_moment + h * p.head_dim, moment + h * p.width(), p.head_dim);
+    }
+    copy(s.state_mass, mass, p.nheads);
   }
-  copy(s.state_mass, sums.mass, p.nheads);
+  float* const first = before_chunk(p, s, 0).energy;
+  for (int64_t i = 0; kBegin && i < CausalSums::size(p); ++i) first[i] = static_cast<float>(energy[i]);
 }
 
 void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
@@ -115,8 +127,8 @@ void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, f
 // Some of a chunk's sums: one row per head, or the second row and the number behind it.
 enum class Part { energy, moment };
 
-CRATE_INLINE float* part_of(const CausalSums& sums, Part part) {
-  return part == Part::energy ? sums.energy : sums.moment;
+CRATE_INLINE int64_t part_start(const TssaProblem& p, Part part) {
+  return part == Part::energy ? 0 : p.row_size();
 }
 CRATE_INLINE int64_t part_size(const TssaProblem& p, Part part) {
   return p.row_size() + (part == Part::energy ? 0 : p.head_size());
@@ -125,9 +137,10 @@ CRATE_INLINE int64_t part_size(const TssaProblem& p, Part part) {
 // Adds to each chunk's sums those of the chunks before it.
 template <Part part>
 void causal_settle(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const int64_t start = part_start(p, part);
   for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
-    float* const next = part_of(before_chunk(p, s, chunk + 1), part);
-    add_rows(part_of(before_chunk(p, s, chunk), part), next, part_size(p, part), next);
+    float* const next = before_chunk(p, s, chunk + 1).energy + start;
+    add_to_totals(totals(s) + start, next, part_size(p, part), next);
   }
 }
 
@@ -179,7 +192,7 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
     });
   });
   const CausalSums after = before_chunk(p, s, chunk + 1);
-  if (kMembers && kOutput) add_rows(before.energy, local.energy, CausalSums::size(p), after.energy);
+  if (kMembers && kOutput) add_to_totals(totals(s), local.energy, CausalSums::size(p), after.energy);
   if (kMembers && !kOutput) memcpy(after.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
 }
 

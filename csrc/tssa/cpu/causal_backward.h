@@ -12,13 +12,13 @@ namespace tssa {
 
 // The sums of chunks `chunk` and later.
 CRATE_INLINE CausalSums from_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
-  return CausalSums(p, s.work + (s.chunks + 1 + chunk) * CausalSums::size(p));
+  return CausalSums(p, s.work + (s.chunks + 3 + chunk) * CausalSums::size(p));
 }
-CRATE_INLINE float* dtemp_of_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
-  return s.work + 2 * (s.chunks + 1) * CausalSums::size(p) + chunk * p.head_size();
+CRATE_INLINE double* dtemp_of_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+  return reinterpret_cast<double*>(s.work + (2 * s.chunks + 4) * CausalSums::size(p)) + chunk * p.head_size();
 }
 int64_t causal_backward_work_size(const TssaProblem& p, int64_t chunks) {
-  return 2 * (chunks + 1) * CausalSums::size(p) + chunks * p.head_size();
+  return (2 * chunks + 4) * CausalSums::size(p) + 2 * chunks * p.head_size();
 }
 
 // Goes through a chunk's running sums and calls visit(tile number) before each tile.
@@ -48,10 +48,11 @@ void causal_totals(const TssaProblem& p, const TssaSequence& s, int64_t chunk, f
 }
 
 void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
-  before_chunk(p, s, 0).clear(p);
-  from_chunk(p, s, s.chunks).clear(p);
+  causal_state<true>(p, s, 0, nullptr);
   causal_settle<Part::energy>(p, s, 0, nullptr);
   causal_settle<Part::moment>(p, s, 0, nullptr);
+  from_chunk(p, s, s.chunks).clear(p);
+  memset(totals(s), 0, CausalSums::size(p) * sizeof(double));
 }
 
 // One head of a tile, scalars by token. `partial` holds the terms of dw in fp32 until their sum is rounded to dw.
@@ -163,11 +164,11 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
   // chunk does.
   const CausalSums before = before_chunk(p, s, chunk);
   const CausalSums after = from_chunk(p, s, kLeave == Leave::dmoment ? s.chunks : chunk + 1);
-  float* const dtemp = dtemp_of_chunk(p, s, chunk);
+  double* const dtemp = dtemp_of_chunk(p, s, chunk);
   sum_forward(p, s, chunk, staging, running,
               [&](int tile) { memcpy(tile_sums + tile * sums_size, running.energy, sums_size * sizeof(float)); });
   local.clear(p);
-  memset(dtemp, 0, p.head_size() * sizeof(float));
+  memset(dtemp, 0, p.head_size() * sizeof(double));
 
   const int64_t begin = chunk * kTssaChunk, left = s.seqlen - begin;
   for (int64_t tile = ((left < kTssaChunk ? left : kTssaChunk) - 1) / kLanes; tile >= 0; --tile) {
@@ -218,14 +219,16 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
         dtemp[h] += scan_denergy<kWrite>(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
                                          after.energy + row, local.energy + row);
         if (s.bias != nullptr) {
-          dtemp[h] += sum(load(dlogit) * load_bias(s, h, first, count)) * static_cast<float>(p.head_dim);
+          // Terms of a bias that grows are far larger than their sum.
+          const Vf bias = load_bias(s, h, first, count);
+          for (int n = 0; n < count; ++n) dtemp[h] += static_cast<double>(p.head_dim) * dlogit[n] * bias[n];
         }
       }
     });
   }
 
   const CausalSums from = from_chunk(p, s, chunk);
-  if (kLeave == Leave::carried) add_rows(after.energy, local.energy, sums_size, from.energy);
+  if (kLeave == Leave::carried) add_to_totals(totals(s), local.energy, sums_size, from.energy);
   if (kLeave == Leave::denergy) memcpy(from.energy, local.energy, p.row_size() * sizeof(float));
   if (kLeave == Leave::dmoment) memcpy(from.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
 }
@@ -233,15 +236,16 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
 // Adds to each chunk's sums those of the chunks behind it.
 template <Part part>
 void causal_settle_back(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+  const int64_t start = part_start(p, part);
   for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
-    float* const from = part_of(from_chunk(p, s, chunk), part);
-    add_rows(part_of(from_chunk(p, s, chunk + 1), part), from, part_size(p, part), from);
+    float* const from = from_chunk(p, s, chunk).energy + start;
+    add_to_totals(totals(s) + start, from, part_size(p, part), from);
   }
 }
 
 void causal_settle_dtemp(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   for (int h = 0; h < p.nheads; ++h) {
-    float total = 0.0f;
+    double total = 0.0;
     for (int64_t chunk = 0; chunk < s.chunks; ++chunk) total += dtemp_of_chunk(p, s, chunk)[h];
     s.dtemp[h] = total;
   }

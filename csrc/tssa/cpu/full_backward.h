@@ -113,7 +113,7 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
   // For a single token w^2 / c is 1 for every w: skip the two large terms that would have to cancel.
   const bool single = s.seqlen == 1;
   for (int h = 0; h < p.nheads; ++h) {
-    float dtemp = 0.0f;
+    double dtemp = 0.0;
     for (int d = 0; d < p.head_dim; ++d) {
       float &denergy = work.denergy[h * p.width() + d], &inverse = work.inverse[h * p.width() + d];
       const float similarity = denergy;

@@ -56,10 +56,10 @@ struct TssaSequence {
   TssaStrided<float> membership;
   TssaStrided<const float> dmembership;
   TssaStrided<float> dlogit;
-  // (nheads, head_dim) each. In decoding the state, with `state_mass`, (nheads,): read at the start, updated at the
-  // end.
-  float *energy, *moment, *state_mass;
-  float* dtemp;       // (nheads,): this sequence's share
+  float *energy, *moment;  // (nheads, head_dim) each, of the full form
+  // The state of decoding, with (nheads,) of `state_mass`: read at the start, updated at the end.
+  double *state_energy, *state_moment, *state_mass;
+  double* dtemp;      // (nheads,): this sequence's share
   const float* bias;  // (nheads, bias_tokens); this sequence starts at its token `position`
   int64_t bias_tokens;
   int64_t position;

@@ -33,6 +33,10 @@ float* floats(const std::optional<Tensor>& t) {
   return t.has_value() ? static_cast<float*>(t->data_ptr()) : nullptr;
 }
 
+double* doubles(const std::optional<Tensor>& t) {
+  return t.has_value() ? static_cast<double*>(t->data_ptr()) : nullptr;
+}
+
 template <class Args>
 TssaProblem problem(const Args& t) {
   TssaProblem p = {};
@@ -73,11 +77,11 @@ std::vector<TssaSequence> list_sequences(const Args& t, const TssaProblem& p, co
     s.chunks = (s.seqlen + kTssaChunk - 1) / kTssaChunk;
     s.counter = static_cast<uint32_t>(b * p.nheads);
     s.w = tokens_of(t.w, packed, b, first);
-    const int64_t row = packed ? first : b * p.nheads * total, channels = b * p.nheads * p.head_dim;
+    const int64_t row = packed ? first : b * p.nheads * total;
     s.membership = {floats(t.membership) + row, total, 1, 0};
-    if (t.energy.has_value()) {
-      s.energy = floats(t.energy) + channels;
-      s.moment = floats(t.moment) + channels;
+    if (!t.causal) {
+      s.energy = floats(t.energy) + b * p.nheads * p.head_dim;
+      s.moment = floats(t.moment) + b * p.nheads * p.head_dim;
     }
     s.bias = floats(t.denom_bias);
     s.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
@@ -145,7 +149,9 @@ void forward(const TssaForwardArgs& t) {
     if (!t.lengths.has_value()) return;
     s.position = std::max(static_cast<const int32_t*>(t.lengths->data_ptr())[b], 0);
     if (s.position > 0) s.first_key = 0;
-    s.state_mass = floats(t.mass) + b * p.nheads;
+    s.state_energy = doubles(t.energy) + b * p.nheads * p.head_dim;
+    s.state_moment = doubles(t.moment) + b * p.nheads * p.head_dim;
+    s.state_mass = doubles(t.mass) + b * p.nheads;
   });
   run(p, sequences, t.causal ? kernels().causal_forward : kernels().forward);
 }
@@ -157,7 +163,7 @@ void backward(const TssaBackwardArgs& t) {
   given.numbers("dtemp", t.dtemp, {extent.nheads});
   const TssaProblem p = problem(t);
   const int64_t count = t.call.nsequences(t.w);
-  std::vector<float> dtemp(count * p.nheads);
+  std::vector<double> dtemp(count * p.nheads);
   Arena memory;
   float* const dlogit = reinterpret_cast<float*>(memory.reserve(t.membership.numel() * sizeof(float)));
   auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t row) {
@@ -168,9 +174,11 @@ void backward(const TssaBackwardArgs& t) {
     if (t.dmembership.has_value()) s.dmembership = {floats(t.dmembership) + row, s.membership.head, 1, 0};
   });
   run(p, sequences, t.causal ? kernels().causal_backward : kernels().backward);
-  float* const total = floats(t.dtemp);
-  std::fill_n(total, p.nheads, 0.0f);
-  for (int64_t i = 0; i < count * p.nheads; ++i) total[i % p.nheads] += dtemp[i];
+  for (int64_t h = 0; h < p.nheads; ++h) {
+    double total = 0.0;
+    for (int64_t b = 0; b < count; ++b) total += dtemp[b * p.nheads + h];
+    floats(t.dtemp)[h] = static_cast<float>(total);
+  }
   if (!t.ddenom_bias.has_value()) return;
   const int64_t positions = t.ddenom_bias->size(1);
   for_each_task(p.nheads, [&](int64_t h, Arena&) {
