@@ -1,8 +1,9 @@
 """Terms of sparse rate reduction, ``R(Z) - Rc(Z | U) - lambda |Z|_0`` (CRATE, Yu et al.).
 
-Rows are tokens. ``logdet(I + a Z Z^T) = logdet(I + a Z^T Z)``, so the smaller Gram matrix is factored, by
-Cholesky. Everything is float64: the terms of a logdet span many orders of magnitude, and Gram products
-square them. (On a device without float64, move the tokens to the CPU first.)
+Rows are tokens. ``I + a Z^T Z = R^T R`` of the QR factorisation of ``[sqrt(a) Z; I]``, or that of ``Z^T`` where there
+are fewer tokens than channels: ``1/2 logdet`` is the sum of ``log |R_ii|``. No Gram matrix is formed, which would square
+the tokens and lose the identity beside large equal ones; R is never singular, so that gradients are finite also where
+singular values are equal or 0. Everything is float64. (On a device without it, move the tokens to the CPU first.)
 
 The papers write ``eps^2`` where the published code writes ``eps = 0.01``. The argument here is ``eps_squared``, the
 divisor in both. Its default, 0.01, is that of the published code, so that the numbers can be compared with the
@@ -11,21 +12,29 @@ published figures (which also scale tokens to unit norm first); the papers' eps 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ._inputs import distortion, tokens_and_subspaces, trailing
 
 
-def _by_tokens(w: Tensor) -> bool:
-    """Say if the Gram matrix of the tokens is smaller than that of the channels of w (..., seqlen, dim)."""
-    return w.shape[-2] < w.shape[-1]
+def _factors(op: str, name: str, w: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first rows of Q, which belong to w (..., seqlen, dim) or its transpose, its last rows, and R."""
+    tall = w if w.shape[-2] >= w.shape[-1] else w.mT
+    if not bool(tall.isfinite().all()):
+        raise torch.linalg.LinAlgError(f"{op}: {name} must be finite")
+    identity = torch.eye(tall.shape[-1], dtype=w.dtype, device=w.device).expand(*tall.shape[:-2], -1, -1)
+    q, r = torch.linalg.qr(torch.cat([math.sqrt(alpha) * tall, identity], -2))
+    return q[..., : tall.shape[-2], :], q[..., tall.shape[-2] :, :], r
 
 
-def _factor(w: Tensor, alpha: float) -> Tensor:
-    """Return the Cholesky factor of I + alpha times the smaller Gram matrix of w (..., seqlen, dim)."""
-    gram = w @ w.mT if _by_tokens(w) else w.mT @ w
-    return torch.linalg.cholesky(torch.eye(gram.shape[-1], dtype=w.dtype, device=w.device) + alpha * gram)
+def _rate(op: str, name: str, w: Tensor, eps_squared: float) -> Tensor:
+    """Return 1/2 logdet(I + dim / (seqlen eps^2) w w^T) of float64 w (..., seqlen, dim)."""
+    seqlen, dim = w.shape[-2:]
+    *_, r = _factors(op, name, w, dim / (seqlen * eps_squared))
+    return r.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
 def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
@@ -46,10 +55,7 @@ def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
         torch.linalg.LinAlgError: z is not finite.
     """
     z = trailing("coding_rate", "z", z, "(..., seqlen, dim)").double()
-    eps_squared = distortion("coding_rate", eps_squared)
-    seqlen, dim = z.shape[-2:]
-    factor = _factor(z, dim / (seqlen * eps_squared))
-    return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return _rate("coding_rate", "z", z, distortion("coding_rate", eps_squared))
 
 
 def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
@@ -72,7 +78,7 @@ def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
         torch.linalg.LinAlgError: w is not finite.
     """
     w = trailing("projected_coding_rate", "w", w, "(..., nheads, seqlen, head_dim)")
-    return coding_rate(w, eps_squared=distortion("projected_coding_rate", eps_squared)).sum(-1)
+    return _rate("projected_coding_rate", "w", w.double(), distortion("projected_coding_rate", eps_squared)).sum(-1)
 
 
 def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
@@ -96,7 +102,7 @@ def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0
     """
     z, subspaces = tokens_and_subspaces("subspace_coding_rate", z, subspaces)
     eps_squared = distortion("subspace_coding_rate", eps_squared)
-    return projected_coding_rate(z.unsqueeze(-3) @ subspaces, eps_squared=eps_squared)
+    return _rate("subspace_coding_rate", "z @ subspaces", z.unsqueeze(-3) @ subspaces, eps_squared).sum(-1)
 
 
 def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
@@ -117,7 +123,8 @@ def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -
     """
     z, subspaces = tokens_and_subspaces("rate_reduction", z, subspaces)
     eps_squared = distortion("rate_reduction", eps_squared)
-    return coding_rate(z, eps_squared=eps_squared) - subspace_coding_rate(z, subspaces, eps_squared=eps_squared)
+    projected = _rate("rate_reduction", "z @ subspaces", z.unsqueeze(-3) @ subspaces, eps_squared)
+    return _rate("rate_reduction", "z", z, eps_squared) - projected.sum(-1)
 
 
 def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
@@ -142,12 +149,10 @@ def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) ->
     w = z.unsqueeze(-3) @ subspaces
     seqlen, head_dim = w.shape[-2:]
     alpha = head_dim / (seqlen * distortion("rate_gradient", eps_squared))
-    factor = _factor(w, alpha)
-    if _by_tokens(w):
-        solved = torch.cholesky_solve(w, factor)
-    else:
-        solved = torch.cholesky_solve(w.mT, factor).mT
-    return alpha * (solved @ subspaces.mT).sum(-3)
+    tokens, identity, _ = _factors("rate_gradient", "z @ subspaces", w, alpha)
+    # Q = [sqrt(a) w; I] R^-1, so that w (R^T R)^-1 is the product of its parts.
+    solved = tokens @ identity.mT if seqlen >= head_dim else identity @ tokens.mT
+    return math.sqrt(alpha) * (solved @ subspaces.mT).sum(-3)
 
 
 def sparsity(z: Tensor) -> Tensor:

@@ -44,10 +44,47 @@ def test_coding_rate_is_the_sum_over_eigenvalues(shape):
 
 @pytest.mark.parametrize("shape", TOKENS)
 def test_coding_rate_factors_the_smaller_side(shape, monkeypatch):
-    sizes, cholesky = [], torch.linalg.cholesky
-    monkeypatch.setattr(torch.linalg, "cholesky", lambda a: sizes.append(a.shape[-1]) or cholesky(a))
+    sizes, qr = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda a: sizes.append(a.shape[-2:]) or qr(a))
     analysis.coding_rate(_randn(*shape))
-    assert sizes == [min(shape[-2:])]
+    assert sizes == [(sum(shape[-2:]), min(shape[-2:]))]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e5, 1e6, 1e8])
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (40, 16)], ids=["tall", "wide", "many"])
+def test_rates_of_equal_tokens(shape, size):
+    """One singular value is all of them: beside its square, 1 is beyond float64."""
+    (seqlen, dim), token = shape, size * _randn(shape[1])
+    z, alpha = token.expand(shape), shape[1] / (shape[0] * 0.01)
+    expected = 0.5 * torch.log1p(alpha * seqlen * token.square().sum())
+    torch.testing.assert_close(analysis.coding_rate(z), expected, rtol=1e-9, atol=1e-14)
+    subspaces = torch.eye(dim, dtype=F64)[None]
+    torch.testing.assert_close(analysis.subspace_coding_rate(z, subspaces), expected, rtol=1e-9, atol=1e-14)
+    reduction = analysis.rate_reduction(z, subspaces)
+    torch.testing.assert_close(reduction, torch.zeros_like(reduction), rtol=0, atol=1e-7)
+
+
+EQUAL = {
+    "equal-values": 3 * torch.eye(6, dtype=F64)[:, :4],
+    "zeros": torch.zeros(5, 3, dtype=F64),
+    "equal-tokens": _randn(4).expand(9, 4),
+    "equal-tokens-wide": _randn(9).expand(4, 9),
+    "pairs": torch.block_diag(*[2 * torch.ones(2, 2, dtype=F64)] * 3),
+}
+
+
+@pytest.mark.parametrize("z", EQUAL.values(), ids=EQUAL)
+def test_gradients_where_singular_values_are_equal(z):
+    """Once against the closed form, a Z (I + a Z^T Z)^-1, and twice against differences."""
+    z = z.clone().requires_grad_()
+    alpha = z.shape[1] / (z.shape[0] * 0.5)
+    (gradient,) = torch.autograd.grad(analysis.coding_rate(z, eps_squared=0.5), z)
+    inverse = torch.linalg.inv(torch.eye(z.shape[1], dtype=F64) + alpha * z.mT @ z)
+    torch.testing.assert_close(gradient, alpha * z @ inverse, rtol=1e-11, atol=1e-12)
+    subspaces = torch.eye(z.shape[1], dtype=F64)[None]
+    torch.testing.assert_close(analysis.rate_gradient(z, subspaces, eps_squared=0.5), gradient)
+    assert torch.autograd.gradcheck(lambda z: analysis.rate_gradient(z, subspaces, eps_squared=0.5), z)
+    assert torch.autograd.gradgradcheck(lambda z: analysis.coding_rate(z, eps_squared=0.5), z)
 
 
 def test_coding_rate_of_orthogonal_tokens():
@@ -245,6 +282,17 @@ def test_errors(name, args, kwargs, error, message):
         getattr(analysis, name)(*args, **kwargs)
 
 
-def test_a_rate_of_tokens_that_are_not_finite_is_an_error():
-    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):  # pyright: ignore[reportPrivateImportUsage]
-        analysis.coding_rate(NAN * Z)
+RATES = {
+    "coding_rate": ((NAN * Z,), "z"),
+    "projected_coding_rate": ((NAN * Z[None],), "w"),
+    "subspace_coding_rate": ((NAN * Z, U), "z @ subspaces"),
+    "rate_reduction": ((NAN * Z, U), "z @ subspaces"),
+    "rate_gradient": ((Z, math.inf * U), "z @ subspaces"),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_of_tokens_that_are_not_finite_is_an_error(name):
+    args, argument = RATES[name]
+    with pytest.raises(torch.linalg.LinAlgError, match=f"^{name}: {argument} must be finite$"):  # pyright: ignore[reportPrivateImportUsage]
+        getattr(analysis, name)(*args)

@@ -61,7 +61,8 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor
     squares = w.to(operator.stat_dtype(w.dtype)).square()
     counted = squares if key_padding_mask is None else squares * key_padding_mask[:, None, :, None]
     energy = counted.sum(2).clamp_min_(_FULL_FLOOR)
-    similarity = _channels_dot(squares, energy.reciprocal())
+    # A division, as eager form has: where one token has all of c it is exactly 1.
+    similarity = (squares / energy.unsqueeze(2)).sum(-1)
     membership = (temp.to(squares.dtype)[:, None] * similarity).softmax(1)
     counted = membership
     if key_padding_mask is not None:
@@ -98,7 +99,6 @@ def backward(
         return where.pack(dw), dtemp
     key_padding_mask = call.key_padding_mask
     squares = w.to(operator.stat_dtype(w.dtype)).square()
-    similarity = _channels_dot(squares, energy.reciprocal())
     attention = (1 + moment).reciprocal()
     slope = attention.square()
     factor = call.dropout_factor(w, 1, attention.dtype)
@@ -117,11 +117,12 @@ def backward(
     if dmembership is not None:
         dmembers += dmembership
     dlogit = _softmax_backward(membership, dmembers)
-    dtemp = (dlogit * similarity).sum((0, 2)).to(temp.dtype)
+    # The ratio comes first: where one token has all of c it is exactly 1, as in eager form, and w^2 times a small
+    # gradient would underflow for channels which c itself still holds.
+    ratio = squares.div_(energy.unsqueeze(2))
+    dtemp = (dlogit * ratio.sum(-1)).sum((0, 2)).to(temp.dtype)
     dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
-    # dq less its mean by w^2 / c. The ratio comes first: where one token has all of c it is exactly 1, as in eager
-    # form, and w^2 times a small gradient would underflow for channels which c itself still holds.
-    mean = _rows_dot(dsimilarity, squares.div_(energy.unsqueeze(2)))
+    mean = _rows_dot(dsimilarity, ratio)  # dq less this is what w gets
     mean = torch.where(energy > _FULL_FLOOR, mean, 0.0).unsqueeze(2)
     # w (2 Pi dM + 2 (dq - mean) / c), reusing the two big buffers.
     kept = mean if key_padding_mask is None else mean * key_padding_mask[:, None, :, None]

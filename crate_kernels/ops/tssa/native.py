@@ -72,9 +72,9 @@ def _empty_sums(w: Tensor, call: Call, nchunks: int, by_channel: int = 1) -> Ten
 def _run_forward(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out, membership and, of the full form, energy and moment; else the sums of all chunks, if there are any.
+    """Return out, membership and, of the full form, energy and moment.
 
-    ``state`` is advanced, except its lengths; where a sequence is cut, the sums are what replaces its other tensors.
+    ``state`` is advanced: its lengths only by a GPU, and where a sequence is not cut.
     """
     lib = library(w.device)
     nchunks = _nchunks(lib, w, None, call, causal)
@@ -84,7 +84,7 @@ def _run_forward(
     sums = [_empty_sums(w, call, nchunks) for _ in range(2)]
     held = state or (*(statistics or (None, None)), None, None)
     lib.tssa_fwd(causal, w, _plain(temp, w.dtype), _plain(denom_bias, w.dtype), *call, out, membership, *held, *sums)
-    return out, membership, *(statistics or (s[:, -1] for s in sums if s is not None))
+    return out, membership, *statistics
 
 
 def _run_backward(
@@ -161,8 +161,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place.
 
-    On a GPU a step is one launch, which reads the sums and writes them back. A long block, as a prompt, goes by chunks,
-    whose sums then are added to the state. Kernels take a state in float64.
+    Kernels take the sums in float64. On a GPU a step is one launch, which reads them and writes them back.
     """
     if state.energy.dtype != torch.float64:
         wide = State(*(t.double() for t in state[:3]), state.lengths)
@@ -170,13 +169,8 @@ def decode(
         for held, new in zip(state[:3], wide[:3], strict=True):
             held.copy_(new)
         return result
-    out, membership, *sums = _run_forward(w, temp, denom_bias, Call(key_padding_mask), True, state)
-    if sums:
-        by_energy, by_moment = sums
-        channels = w.shape[1] * w.shape[-1]
-        state.energy.copy_(by_energy[:, :channels].view_as(state.energy))
-        state.weighted.copy_(by_moment[:, :channels].view_as(state.weighted))
-        state.mass.copy_(by_moment[:, channels:])
-    if sums or not library(w.device).cuda:  # a step on a GPU counts its tokens itself
+    lib, call = library(w.device), Call(key_padding_mask)
+    out, membership = _run_forward(w, temp, denom_bias, call, True, state)[:2]
+    if not lib.cuda or _nchunks(lib, w, None, call, True):  # a step on a GPU counts its tokens itself
         state.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))
     return out, membership

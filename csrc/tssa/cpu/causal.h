@@ -1,8 +1,8 @@
 // The causal form: running sums, so that one thread reads the tokens once.
 //
 // A running sum is the total of the chunks before, plus a sum that starts with the chunk. Totals are added up in fp64:
-// in fp32, what each of thousands of chunks rounds off would be more than eager form's whole error. Threads that share a
-// sequence first sum its chunks. Their results have the same bits as those of one thread.
+// in fp32, what each of thousands of chunks rounds off would be more than eager form's whole error. Threads that share
+// a sequence first sum its chunks. Their results have the same bits as those of one thread.
 #pragma once
 
 #include "tile.h"
@@ -72,8 +72,9 @@ CRATE_INLINE Vf running_dots(const TssaStrided<T>& w, int vectors, const float* 
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n, step(w, token)) {
       const Vf x = read(token);
-      run += x * keep[n] * x;
-      acc[n] += x * x / max(splat(kCausalFloor), base + run);
+      const Vf square = x * x;
+      run += square * keep[n];
+      acc[n] += square / max(splat(kCausalFloor), base + run);
     }
     store(local + v * kLanes, run);
   }
@@ -92,7 +93,7 @@ CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const flo
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n, step(w, token), step(out, to)) {
       const Vf x = read(token);
-      run += x * counted[n] * x;
+      run += x * x * counted[n];
       Vf y = x * scale[n] / (base + run + masses[n]);
       if (kDropout) y *= get(factor, n, v);
       write(to, y);

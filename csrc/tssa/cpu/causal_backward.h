@@ -87,7 +87,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead<T>& t, const float* before, const fl
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
       const Vf x = get(t.w, n, v);
-      run += x * t.counted[n] * x;
+      run += x * x * t.counted[n];
       total[n] = base + run;
     }
     Vf suffix = load(dmoment + v * kLanes), v_suffix = {};
@@ -125,7 +125,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
       const Vf x = get(t.w, n, v);
-      run += x * t.keep[n] * x;
+      run += x * x * t.keep[n];
       energy[n + 1] = base + run;
     }
     Vf suffix = load(denergy + v * kLanes);

@@ -9,20 +9,23 @@ namespace tssa {
 
 // Sums of each chunk by channel and by head, then the rows that every token needs; the last three in the backward only.
 struct FullWork {
-  float *parts, *masses, *inverse, *gate, *dmoment, *denergy, *dmass;
+  float *parts, *masses, *inverse, *rest, *gate, *dmoment, *denergy, *dmass;
 
   FullWork(const TssaProblem& p, const TssaSequence& s) {
     parts = s.work;
     masses = parts + s.chunks * p.row_size();
     inverse = masses + s.chunks * p.head_size();  // 1 / c; in the end of the backward 2 temp / c
-    gate = inverse + p.row_size();                // -A; in the backward A, dropout included
+    rest = inverse + p.row_size();                // of 1 / c
+    gate = rest + p.row_size();                   // -A; in the backward A, dropout included
     dmoment = gate + p.row_size();                // dM, in the end 2 dM
     denergy = dmoment + p.row_size();             // sum_n dlogit w^2 / c: -c dc / temp
     dmass = denergy + p.row_size();
   }
   static int64_t size(const TssaProblem& p, int64_t chunks) {
-    return chunks * (p.row_size() + p.head_size()) + 4 * p.row_size() + p.head_size();
+    return chunks * (p.row_size() + p.head_size()) + 5 * p.row_size() + p.head_size();
   }
+  // By channel of head h.
+  Reciprocals reciprocals(const TssaProblem& p, int h) const { return {inverse + h * p.width(), rest + h * p.width()}; }
   // Clears the sums of a chunk.
   void start(const TssaProblem& p, int64_t chunk) const {
     memset(parts + chunk * p.row_size(), 0, p.row_size() * sizeof(float));
@@ -38,11 +41,12 @@ void full_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, fl
   const FullWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.inverse);
   for (int h = 0; h < p.nheads; ++h) {
-    float* const row = work.inverse + h * p.width();
+    const Reciprocals row = work.reciprocals(p, h);
+    memset(row.rest, 0, p.width() * sizeof(float));
     for (int d = 0; d < p.head_dim; ++d) {
-      const float c = row[d] < kFullFloor ? kFullFloor : row[d];
+      const float c = row.inverse[d] < kFullFloor ? kFullFloor : row.inverse[d];
       s.energy[h * p.head_dim + d] = c;
-      row[d] = 1.0f / c;
+      row.set(d, c);
     }
   }
 }
@@ -56,7 +60,7 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   for_tiles(s, chunk, [&](int64_t first, int count) {
     with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       for (int h = 0; h < p.nheads; ++h) {
-        const Vf q = square_dots(tile.w.of_head(h), vectors_of(p), work.inverse + h * p.width());
+        const Vf q = ratio_dots(tile.w.of_head(h), vectors_of(p), work.reciprocals(p, h));
         store(staging.members + h * kLanes, q * p.temp[h]);
       }
       softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);

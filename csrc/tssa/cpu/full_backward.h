@@ -13,14 +13,14 @@ void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
   const FullWork work(p, s);
   for (int h = 0; h < p.nheads; ++h) {
     float* const gate = work.gate + h * p.width();
-    float* const inverse = work.inverse + h * p.width();
+    const Reciprocals row = work.reciprocals(p, h);
     for (int64_t d = 0; d < p.width(); ++d) gate[d] = 1.0f;
     if (p.dropout) dropout_row(p, s.counter + h, 0, gate);
     for (int d = 0; d < p.head_dim; ++d) {
       gate[d] /= 1.0f + s.moment[h * p.head_dim + d];
-      inverse[d] = 1.0f / s.energy[h * p.head_dim + d];
+      row.set(d, s.energy[h * p.head_dim + d]);
     }
-    for (int64_t d = p.head_dim; d < p.width(); ++d) inverse[d] = 0.0f;
+    for (int64_t d = p.head_dim; d < p.width(); ++d) row.inverse[d] = row.rest[d] = 0.0f;
   }
 }
 
@@ -101,7 +101,7 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
       for (int h = 0; h < p.nheads; ++h) {
         const float* const dlogit = staging.dots + h * kLanes;
         store_some(s.dlogit.at(h, first), load(dlogit), count);
-        add_ratios(tile.w.of_head(h), vectors_of(p), work.inverse + h * p.width(), dlogit, sums + h * p.width());
+        add_ratios(tile.w.of_head(h), vectors_of(p), work.reciprocals(p, h), dlogit, sums + h * p.width());
       }
     });
   });
@@ -110,8 +110,6 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
 void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
   const FullWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.denergy);
-  // For a single token w^2 / c is 1 for every w: skip the two large terms that would have to cancel.
-  const bool single = s.seqlen == 1;
   for (int h = 0; h < p.nheads; ++h) {
     double dtemp = 0.0;
     for (int d = 0; d < p.head_dim; ++d) {
@@ -119,8 +117,8 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
       const float similarity = denergy;
       dtemp += similarity;
       const bool above = s.energy[h * p.head_dim + d] > kFullFloor;
-      denergy = above && !single ? similarity : 0.0f;
-      inverse *= above && single ? 0.0f : 2.0f * p.temp[h];
+      denergy = above ? similarity : 0.0f;
+      inverse *= 2.0f * p.temp[h];
       work.dmoment[h * p.width() + d] *= 2.0f;
     }
     s.dtemp[h] = dtemp;

@@ -56,30 +56,42 @@ CRATE_INLINE void add_squares(const TssaStrided<T>& w, int vectors, const float*
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const Vf x = read(token + i * kLanes);
-        acc[i] += x * weight[n] * x;
+        acc[i] += x * x * weight[n];
       }
     }
     store_group(sums + v * kLanes, acc);
   });
 }
 
-// sums[d] += sum_n weight[n] w_nd^2 / c_d; `inverse` is 1 / c. Multiply by `inverse` first: w^2 times a small weight
-// underflows in channels whose c is still in range.
+// 1 / c by channel and, in `rest`, what its rounding left: w^2 times their sum is w^2 / c, exactly 1 where w^2 is c.
+struct Reciprocals {
+  float *inverse, *rest;
+
+  void set(int64_t i, float c) const {
+    inverse[i] = 1.0f / c;
+    rest[i] = static_cast<float>(1.0 / c - inverse[i]);
+  }
+};
+
+// sums[d] += sum_n weight[n] w_nd^2 / c_d. The ratio comes first: w^2 times a small weight underflows in channels whose
+// c is still in range.
 template <class T>
-CRATE_INLINE void add_ratios(const TssaStrided<T>& w, int vectors, const float* inverse, const float* weight,
+CRATE_INLINE void add_ratios(const TssaStrided<T>& w, int vectors, const Reciprocals& c, const float* weight,
                              float* sums) {
   for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
     constexpr int kCount = decltype(count)::value;
-    Vf acc[kCount], f[kCount];
+    Vf acc[kCount], f[kCount], rest[kCount];
     load_group(sums + v * kLanes, acc);
-    load_group(inverse + v * kLanes, f);
+    load_group(c.inverse + v * kLanes, f);
+    load_group(c.rest + v * kLanes, rest);
     T* token = at(w, 0, v);
 #pragma GCC unroll 4
     for (int n = 0; n < kLanes; ++n, step(w, token)) {
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const Vf x = read(token + i * kLanes);
-        acc[i] += x * f[i] * weight[n] * x;
+        const Vf square = x * x;
+        acc[i] += multiply_add(square * rest[i], square, f[i]) * weight[n];
       }
     }
     store_group(sums + v * kLanes, acc);
@@ -107,12 +119,44 @@ CRATE_INLINE Vf square_dots(const TssaStrided<T>& w, int vectors, const float* f
   return sum_each(acc);
 }
 
+// Lane n: sum_d w_nd^2 / c_d.
+template <class T>
+CRATE_INLINE Vf ratio_dots(const TssaStrided<T>& w, int vectors, const Reciprocals& c) {
+  Vf acc[kLanes] = {};
+  for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
+    constexpr int kCount = decltype(count)::value;
+    Vf f[kCount], rest[kCount];
+    load_group(c.inverse + v * kLanes, f);
+    load_group(c.rest + v * kLanes, rest);
+    T* token = at(w, 0, v);
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n, step(w, token)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i) {
+        const Vf x = read(token + i * kLanes);
+        const Vf square = x * x;
+        // The rest first: behind a sum that the other product rounds, it would be too late.
+        acc[n] = multiply_add(multiply_add(acc[n], square, rest[i]), square, f[i]);
+      }
+    }
+  });
+  return sum_each(acc);
+}
+
+// e^x of x <= 0. What x log2(e) rounds off is a factor: a membership of 1e-30, times the squares of large tokens, may
+// be all of a moment.
+CRATE_INLINE Vf exponential(Vf x) {
+  constexpr float kLog2E = 1.44269502f, kRest = 1.92596299e-8f;
+  const Vf power = rounded(x * kLog2E), lost = multiply_add(-power, x, splat(kLog2E)) + x * kRest;
+  return exp2(power) * (1.0f + select(x > -1000.0f, lost, Vf{}) * 0.69314718f);
+}
+
 // Softmax over heads of logits (nheads, kLanes), in place; 0 for tokens that `seen` leaves out.
 CRATE_INLINE void softmax_over_heads(int nheads, Vi seen, float* logits) {
   Vf largest = load(logits), total = {};
   for (int h = 1; h < nheads; ++h) largest = max(largest, load(logits + h * kLanes));
   for (int h = 0; h < nheads; ++h) {
-    const Vf e = exp2((load(logits + h * kLanes) - largest) * 1.44269504f);
+    const Vf e = exponential(load(logits + h * kLanes) - largest);
     total += e;
     store(logits + h * kLanes, e);
   }

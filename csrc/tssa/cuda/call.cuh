@@ -52,12 +52,12 @@ struct TssaPass {
   float *sums_1, *sums_2;  // of every chunk, then of the sequence; in the causal form those before every chunk
 };
 
-// The full form writes energy and moment. In the causal form they are, with `mass`, by head, and `lengths`, the state
-// of a cache: the sums before the first token; a block that has a whole sequence advances them. The sums are of w^2 and
-// kept tokens; of Pi w^2 and Pi.
+// The full form writes energy and moment. The causal form has the state of a cache, with `state_mass` by head: the sums
+// before the first token. A block that has a whole sequence advances them, else the scans over chunks do; the lengths,
+// only the former. The sums are of w^2 and kept tokens; of Pi w^2 and Pi.
 struct TssaForward : TssaPass {
   TssaTokens out;
-  float* mass;
+  double *state_energy, *state_moment, *state_mass;
   int32_t* lengths;
 };
 

@@ -52,17 +52,27 @@ CRATE_DEVICE float at_or_zero(const float* p, int64_t i) {
   return p == nullptr ? 0.0f : p[i];
 }
 
+// Sums before a block's first token: those of chunks, the state of a cache, or zeros.
+struct TssaBefore {
+  const float* sums;
+  const double* state;
+
+  CRATE_DEVICE float operator[](int64_t i) const {
+    return state == nullptr ? at_or_zero(sums, i) : static_cast<float>(state[i]);
+  }
+};
+
 // The sums of Pi w^2 and Pi up to a token: those of the block's own tokens, and those before.
 template <int N>
 struct TssaMoments {
   float before[N], sum[N], mass_before, mass;
 
-  CRATE_DEVICE void start(const float* moments, const float* masses, int column, int h) {
-    mass_before = at_or_zero(masses, h);
+  CRATE_DEVICE void start(const TssaBefore& moments, const TssaBefore& masses, int column, int h) {
+    mass_before = masses[h];
     mass = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      before[i] = at_or_zero(moments, column + i);
+      before[i] = moments[column + i];
       sum[i] = 0.0f;
     }
   }

@@ -249,12 +249,12 @@ __global__ void __launch_bounds__(256) tssa_causal_dbias_kernel(TssaBackward b, 
   if (place >= p.nheads * b.bias_tokens) return;
   const int h = static_cast<int>(place / b.bias_tokens);
   const int64_t n = place - h * b.bias_tokens;
-  float total = 0.0f;
+  double total = 0.0;
   for (int index = 0; index < p.nsequences; ++index) {
     const TssaSpan s = sequence_of(p, index);
     if (n < s.count) total += rows_of(p, b.dlogit, s)(static_cast<int>(n), h);
   }
-  dbias[place] = p.head_dim * p.temp[h] * total;
+  dbias[place] = static_cast<float>(static_cast<double>(p.head_dim) * p.temp[h] * total);
 }
 
 }  // namespace crate_kernels

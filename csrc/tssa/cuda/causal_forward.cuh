@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
   const float *const sums = f.sums_2 + sums_place(p, s), *const masses = sums + p.width;
   each_vector<N>(p, [&](int, int h, int d) {
     TssaMoments<N> running;
-    running.start(sums, masses, h * p.head_dim + d, h);
+    running.start({sums, nullptr}, {masses, nullptr}, h * p.head_dim + d, h);
 #pragma unroll 1
     for (int first = 0; first < s.rows(); first += kCausalAhead) {
       float x[kCausalAhead][N];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
 // The logits of a tile's tokens, channel by channel: the terms of q, added up over each vector.
 template <class Access>
 CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
-                                 int tile, int rows, const float* before_chunk, float* energy, float* partial) {
+                                 int tile, int rows, const TssaBefore& before_chunk, float* energy, float* partial) {
   constexpr int N = Access::kCount;
   const int vectors = p.width / N;
   each_vector<N>(p, [&](int v, int h, int d) {
@@ -59,7 +59,7 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
     float before[N], sum[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      before[i] = at_or_zero(before_chunk, column + i);
+      before[i] = before_chunk[column + i];
       sum[i] = energy[column + i];
     }
 #pragma unroll 1
@@ -99,11 +99,14 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
   const TssaRows stored = rows_of(p, f.membership, s);
   const int64_t mine = sums_place(p, s), channels = static_cast<int64_t>(s.index) * p.width;
   const int64_t heads = static_cast<int64_t>(s.index) * p.nheads;
-  const float *const energies = !alone      ? f.sums_1 + mine
-                                : has_state ? f.energy + channels
-                                            : nullptr,
-                     *const moments = alone && has_state ? f.moment + channels : nullptr,
-                     *const masses = alone && has_state ? f.mass + heads : nullptr;
+  TssaBefore energies = {}, moments = {}, masses = {};
+  if (!alone) {
+    energies.sums = f.sums_1 + mine;
+  } else if (has_state) {
+    energies.state = f.state_energy + channels;
+    moments.state = f.state_moment + channels;
+    masses.state = f.state_mass + heads;
+  }
   const int position = has_state ? max(f.lengths[s.index], 0) : 0;
   int keys = position + (alone ? 0 : static_cast<int>(energies[p.width]));
   const TssaCausalShared layout(p, N);
@@ -174,15 +177,23 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
   if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);
   if (alone && !has_state) return;
   __syncthreads();  // all threads read the state before any thread replaces it
-  float* const to_moment = alone ? f.moment + channels : f.sums_2 + mine;
-  float* const to_mass = alone ? f.mass + heads : to_moment + p.width;
+  float* const sums = alone ? nullptr : f.sums_2 + mine;
   each_vector<N>(p, [&](int v, int h, int d) {
     for (int i = 0; i < N; ++i) {
       const int column = h * p.head_dim + d + i;
-      if (alone) f.energy[channels + column] += energy[column];
-      to_moment[column] = at_or_zero(moments, column) + moment[column];
+      if (!alone) {
+        sums[column] = moment[column];
+        continue;
+      }
+      f.state_energy[channels + column] += energy[column];
+      f.state_moment[channels + column] += moment[column];
     }
-    if (d == 0) to_mass[h] = at_or_zero(masses, h) + mass[v];
+    if (d > 0) return;
+    if (alone) {
+      f.state_mass[heads + h] += mass[v];
+    } else {
+      sums[p.width + h] = mass[v];
+    }
   });
   if (alone && threadIdx.x == 0) f.lengths[s.index] = keys;
 }

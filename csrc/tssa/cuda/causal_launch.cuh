@@ -23,7 +23,8 @@ inline TssaForm choose(TssaProblem& p, const Tensor& w, const Tensor* dout, int3
   form.threads = std::clamp((p.width / count + 31) / 32 * 32, 64, dout == nullptr ? 512 : 256);
   if (dout == nullptr) {
     const bool many = int64_t{p.nsequences} * form.threads / 32 >= 16 * multiprocessors(device);
-    cut_in_chunks(p, many ? p.seqlen : std::min(p.seqlen, 64));
+    // A block adds up its tokens one after the other, and each addition rounds.
+    cut_in_chunks(p, std::min(p.seqlen, many ? 1024 : 64));
     form.shared_bytes = TssaCausalShared(p, count).bytes;
   } else {
     // Short chunks keep no running sums: they serve tokens that are too wide for long chunks.
@@ -47,9 +48,9 @@ inline void forward(const TssaForward& f, const TssaForm& form, const Launch& l)
     Launch by_thread = l;  // without shared memory
     by_thread.shared_bytes = 0;
     launch<tssa_causal_fwd_energy_kernel<Access>>(by_thread, f, access);
-    scan_chunks(p, f.sums_1, size, TssaScan::before, l.stream, f.energy);
+    scan_chunks(p, f.sums_1, size, TssaScan::before, l.stream, f.state_energy);
     launch<tssa_causal_fwd_members_kernel<Access>>(l, f, access);
-    scan_chunks(p, f.sums_2, size, TssaScan::before, l.stream, f.moment, f.mass);
+    scan_chunks(p, f.sums_2, size, TssaScan::before, l.stream, f.state_moment, f.state_mass);
     launch<tssa_causal_fwd_output_kernel<Access>>(by_thread, f, access);
   });
 }

@@ -52,8 +52,10 @@ TssaPass tssa_pass(const Args& t) {
   pass.problem.temp = tssa_floats(t.temp);
   pass.w = tssa_tokens(t.w, t.call.packed());
   pass.membership = tssa_floats(t.membership);
-  pass.energy = tssa_floats(t.energy);
-  pass.moment = tssa_floats(t.moment);
+  if (!t.causal) {
+    pass.energy = tssa_floats(t.energy);
+    pass.moment = tssa_floats(t.moment);
+  }
   pass.bias = tssa_floats(t.denom_bias);
   pass.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
   pass.sums_1 = tssa_floats(t.sums_1);
@@ -62,8 +64,13 @@ TssaPass tssa_pass(const Args& t) {
 }
 
 inline TssaForward tssa_forward(const TssaForwardArgs& t) {
-  int32_t* const lengths = t.lengths.has_value() ? static_cast<int32_t*>(t.lengths->data_ptr()) : nullptr;
-  return {tssa_pass(t), tssa_tokens(t.out, t.call.packed()), tssa_floats(t.mass), lengths};
+  TssaForward f = {tssa_pass(t), tssa_tokens(t.out, t.call.packed())};
+  if (!t.lengths.has_value()) return f;
+  f.state_energy = static_cast<double*>(t.energy->data_ptr());
+  f.state_moment = static_cast<double*>(t.moment->data_ptr());
+  f.state_mass = static_cast<double*>(t.mass->data_ptr());
+  f.lengths = static_cast<int32_t*>(t.lengths->data_ptr());
+  return f;
 }
 
 inline TssaBackward tssa_backward(const TssaBackwardArgs& t) {
@@ -105,13 +112,14 @@ inline void cut_in_chunks(TssaProblem& p, int chunk_size) {
   p.nchunks = std::max(1, (p.seqlen + p.chunk_size - 1) / p.chunk_size);
 }
 
-// Replaces the sums of every chunk in `sums`, `size` per chunk. `channels` and `by_head` are sums before the first.
+// Replaces the sums of every chunk in `sums`, `size` per chunk. `channels` and `by_head` are sums before the first, and
+// become those behind the last.
 inline void scan_chunks(const TssaProblem& p, float* sums, int64_t size, TssaScan scan, cudaStream_t stream,
-                        const float* channels = nullptr, const float* by_head = nullptr) {
+                        double* channels = nullptr, double* by_head = nullptr) {
   const TssaSums a = {sums, p.nchunks, static_cast<int>(size), scan, channels, by_head, p.nheads};
   const int64_t blocks = (size + kScanColumns - 1) / kScanColumns;
   launch<tssa_scan_chunks_kernel<>>({p.nsequences * blocks, kScanColumns * kScanParts,
-                                     static_cast<int64_t>(kScanColumns * kScanParts * sizeof(float)), 1, stream},
+                                     static_cast<int64_t>(kScanColumns * kScanParts * sizeof(double)), 1, stream},
                                     a);
 }
 

@@ -89,7 +89,8 @@ def _tssa_causal_fwd_kernel(
 
     ENERGY stores the chunk's sums of w^2 and number of kept tokens to ``parts_ptr``, MEMBERS its sums of Pi w^2 and Pi.
     ``sums_1_ptr`` and ``sums_2_ptr`` have these added up to each chunk. The state of a cache, if any, comes before the
-    first token; a program with the whole sequence also advances it.
+    first token; a program with the whole sequence also advances it, by sums of its own tokens: in what it carries, the
+    state is rounded to float32.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -106,6 +107,7 @@ def _tssa_causal_fwd_kernel(
 
     energy, moment = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     mass, keys, before_keys = tl.zeros((BLOCK_H,), tl.float32), 0.0, tl.zeros((BLOCK_H,), tl.float32)
+    new_energy, new_moment, new_mass = energy, moment, mass  # of the tokens that advance a state
     position = 0
     if MEMBERS and sums_1_ptr is not None:
         energy, before_keys = before_chunk(sums_1_ptr, pid, chunk, 1, DIMS)
@@ -118,11 +120,11 @@ def _tssa_causal_fwd_kernel(
     # Running sums are carried in the scale in which their reciprocals are taken. Those of a chunk alone begin with 0.
     if MEMBERS:
         if lengths_ptr is not None:
-            energy += tile.load_channels(energy_ptr + by_channel, DIMS)
+            energy += tile.load_channels(energy_ptr + by_channel, DIMS).to(tl.float32)
         energy *= tile.SHIFT
     if OUTPUT:
         if lengths_ptr is not None:
-            moment += tile.load_channels(weighted_ptr + by_channel, DIMS)
+            moment += tile.load_channels(weighted_ptr + by_channel, DIMS).to(tl.float32)
             mass += tile.load_heads(mass_ptr + by_head, DIMS)
         moment *= tile.SHIFT
 
@@ -154,6 +156,8 @@ def _tssa_causal_fwd_kernel(
         else:
             energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)
+        if MEMBERS and lengths_ptr is not None:
+            new_energy += tl.sum(counted, 0)
         if MEMBERS or OUTPUT:
             weights = tile.counted(members, keep, mask_ptr)
             if OUTPUT:
@@ -161,6 +165,9 @@ def _tssa_causal_fwd_kernel(
                 moments = earlier_sums(moment, weighted) + weighted
                 masses = earlier_sums(mass, weights) + weights
                 moment, mass = tile.pick(moments, BLOCK_N - 1), tile.pick(masses, BLOCK_N - 1)
+                if lengths_ptr is not None:
+                    new_moment += tl.sum(weighted, 0)
+                    new_mass += tl.sum(weights, 0)
                 shifted = (masses + tile.MASS_FLOOR) * tile.SHIFT
                 # A = 1 / (1 + M) without the division of M.
                 out = w * (-members * shifted)[:, :, None] * tile.reciprocal(moments + shifted[:, :, None], DIMS)
@@ -178,9 +185,9 @@ def _tssa_causal_fwd_kernel(
     elif MEMBERS and lengths_ptr is not None:
         # Every thread reads the state before any replaces it.
         tl.debug_barrier()
-        tile.store_channels(energy_ptr + by_channel, energy / tile.SHIFT, DIMS)
-        tile.store_channels(weighted_ptr + by_channel, moment / tile.SHIFT, DIMS)
-        tile.store_heads(mass_ptr + by_head, mass, DIMS)
+        tile.add_channels(energy_ptr + by_channel, new_energy, DIMS)
+        tile.add_channels(weighted_ptr + by_channel, new_moment / tile.SHIFT, DIMS)
+        tile.add_heads(mass_ptr + by_head, new_mass, DIMS)
         tl.store(lengths_ptr + index, position + keys.to(tl.int32))
     if PACKED and OUTPUT and chunk == 0:
         out_at = Tokens(out_ptr, stride_os, stride_oh, 1)

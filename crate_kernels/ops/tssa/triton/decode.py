@@ -1,8 +1,8 @@
 """Decoding in Triton: the causal forward, with the state of a cache before the first token and advanced by all.
 
-A step of one token is one launch. Per head it moves (2 itemsize + 16) head_dim + 12 bytes, however much was decoded
+A step of one token is one launch. Per head it moves (2 itemsize + 32) head_dim + 20 bytes, however much was decoded
 before: it reads the token and writes its output, 2 itemsize head_dim; reads and writes the state, 2 head_dim + 1 values
-in fp32; and writes the membership. A long block, as a prompt, takes the forward's chunks.
+in fp64; and writes the membership. A long block, as a prompt, takes the forward's chunks.
 """
 
 from __future__ import annotations

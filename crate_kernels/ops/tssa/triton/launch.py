@@ -178,6 +178,10 @@ def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
     return {**groups, "BLOCK_D": max(channels, lanes // padded), "num_warps": min(warps, 512 // lanes)}
 
 
+# Tokens that one program adds up one after the other: each addition rounds, and the error grows with their number.
+_LONGEST = 1024
+
+
 def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[str, int], int]:
     """Return the arguments that cut a sequence into tiles and chunks, and the number of its chunks.
 
@@ -188,7 +192,7 @@ def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[
     warps = warps_of(sizes, config["LANE"])
     chunk = config["CHUNK"]
     if alone and sizes.nsequences * warps >= 16 * launch.multiprocessors(sizes.device):
-        chunk = sizes.seqlen
+        chunk = min(max(sizes.seqlen, 1), _LONGEST)
     nchunks = max(1, -(-sizes.seqlen // max(chunk, 1)))
     tile = {"BLOCK_N": min(config["TOKENS"], power_of_two(sizes.seqlen)), "BLOCK_H": heads, "BLOCK_D": channels}
     shared = {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"], "num_warps": warps}

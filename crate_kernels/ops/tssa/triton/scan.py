@@ -141,20 +141,23 @@ def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("nchunks", "size"))
 def _scan_chunks_kernel(sums_ptr, nchunks, size, REVERSE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr):
-    """Add up (nchunks, size) sums over the chunks up to each one, or from each one on, in place."""
+    """Add up (nchunks, size) sums over the chunks up to each one, or from each one on, in place.
+
+    In float64: thousands of chunks would each round a float32 total once.
+    """
     nblocks = tl.cdiv(size, BLOCK_X)
     pid = tl.program_id(0)
     columns = (pid % nblocks) * BLOCK_X + tl.arange(0, BLOCK_X)
     sums_ptr += (pid // nblocks).to(tl.int64) * nchunks * size
-    carried = tl.zeros((BLOCK_X,), tl.float32)
+    carried = tl.zeros((BLOCK_X,), tl.float64)
     for c in tl.range(0, nchunks, BLOCK_C):
         chunks = c + tl.arange(0, BLOCK_C)
         inside = (chunks < nchunks)[:, None] & (columns < size)[None, :]
         if REVERSE:
             chunks = nchunks - 1 - chunks
         places = chunks.to(tl.int64)[:, None] * size + columns[None, :]
-        values = tl.load(sums_ptr + places, mask=inside, other=0.0)
-        tl.store(sums_ptr + places, carried[None, :] + tl.cumsum(values, 0), mask=inside)
+        values = tl.load(sums_ptr + places, mask=inside, other=0.0).to(tl.float64)
+        tl.store(sums_ptr + places, (carried[None, :] + tl.cumsum(values, 0)).to(tl.float32), mask=inside)
         carried += tl.sum(values, 0)
 
 

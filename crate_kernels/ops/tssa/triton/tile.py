@@ -275,6 +275,21 @@ def store_heads(ptr, value, DIMS: tl.constexpr):
 
 
 @triton.jit
+def add_channels(ptr, value, DIMS: tl.constexpr):
+    """Add to what ``load_channels`` loads, in its dtype."""
+    held = load_channels(ptr, DIMS)
+    store_channels(ptr, held + value.to(held.dtype), DIMS)
+
+
+@triton.jit
+def add_heads(ptr, value, DIMS: tl.constexpr):
+    """Add to a contiguous (NHEADS,), in its dtype."""
+    heads = heads_of(DIMS)
+    held = tl.load(ptr + heads, mask=heads < DIMS.NHEADS, other=0.0)
+    store_heads(ptr, held + value.to(held.dtype), DIMS)
+
+
+@triton.jit
 def load_sums(ptr, number, DIMS: tl.constexpr):
     """Load set ``number`` of sums over tokens: one per channel, and behind them one per head."""
     row = ptr + number.to(tl.int64) * (DIMS.NHEADS * (DIMS.HEAD_DIM + 1))
@@ -327,7 +342,12 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     """
     logits = (temp.to(similarity.dtype) * LOG2_E)[None, :] * similarity
     logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
-    weights = tl.exp2((logits - tl.max(logits, 1)[:, None]).to(tl.float32))
+    power = logits - tl.max(logits, 1)[:, None]
+    weights = tl.exp2(power.to(tl.float32))
+    if DIMS.WIDE:
+        # What a power rounds off is a factor: of 80, a membership of 1e-24 would lose 4e-6, and be all of a moment.
+        lost = tl.where(power > -1000.0, power - power.to(tl.float32), 0.0).to(tl.float32)
+        weights *= 1.0 + 0.6931471805599453 * lost
     return tl.where(there[:, None], weights * reciprocal(tl.sum(weights, 1), DIMS)[:, None], 0.0)
 
 
