@@ -8,6 +8,7 @@ padded first.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
@@ -168,12 +169,12 @@ def _continue(start: Tensor, running: Tensor) -> None:
 
 
 def _running_energy(w: Tensor, mask: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return w^2 and c, its floored running sum over kept tokens."""
+    """Return w^2 and its running sum over kept tokens: c, before the floor."""
     squares = w.to(operator.stat_dtype(w.dtype)).square()
     energy = _scan_(squares.clone() if mask is None else squares * mask[:, None, :, None])
     if start is not None:
         _continue(start, energy)
-    return squares, energy.clamp_min_(_CAUSAL_FLOOR)
+    return squares, energy
 
 
 def _running_moment(squares: Tensor, membership: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -195,6 +196,7 @@ def _run_causal(
     energy, weighted, mass, lengths = state or (None, None, None, None)
     mask = call.key_padding_mask
     squares, energies = _running_energy(w, mask, energy)
+    energies.clamp_min_(_CAUSAL_FLOOR)
     similarity = _causal_similarity(torch.div(squares, energies, out=energies), bias)
     membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
     if mask is not None:
@@ -247,7 +249,9 @@ def backward_causal(
     key_padding_mask = call.key_padding_mask
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
     squares, energy = _running_energy(w, key_padding_mask, None)
-    ratio = squares / energy
+    earlier = energy.roll(1, 2)
+    earlier[:, :, :1] = 0
+    ratio = squares / energy.clamp_min_(_CAUSAL_FLOOR)
     similarity = _causal_similarity(ratio, None if denom_bias is None else denom_bias[None])
     moment, mass = _running_moment(squares, membership, key_padding_mask)
     mass = (mass + _MASS_FLOOR).unsqueeze(-1)
@@ -278,11 +282,14 @@ def backward_causal(
     if denom_bias is not None:
         ddenom_bias = (w.shape[-1] * dsimilarity.sum(0)).to(denom_bias.dtype)
     per_energy = dsimilarity.unsqueeze(-1) / energy
-    denergy = torch.where(energy > _CAUSAL_FLOOR, ratio.mul_(per_energy).neg_(), 0.0)
-    denergy = _scan_(denergy, reverse=True)
+    above = energy > _CAUSAL_FLOOR
+    denergy = _scan_(torch.where(above, ratio.mul_(per_energy).neg_(), 0.0), reverse=True)
+    later = F.pad(denergy[:, :, 1:], (0, 0, 0, 1))
     if mask is not None:
-        denergy *= mask.unsqueeze(-1)
-    dw = dmoment.mul_(membership.unsqueeze(-1)).add_(per_energy).add_(denergy).mul_(w).mul_(2)
+        later *= mask.unsqueeze(-1)
+    # A token's own part, 1 / c - w^2 / c^2, is the sum before it over c^2: a difference would cancel.
+    per_energy *= torch.where(above, earlier.div_(energy), 1.0)
+    dw = dmoment.mul_(membership.unsqueeze(-1)).add_(per_energy).add_(later).mul_(w).mul_(2)
     dw.sub_(attention.mul_(grad).mul_(membership.unsqueeze(-1)))
     return operator.merged_layout(dw.to(w.dtype)), dtemp, ddenom_bias
 

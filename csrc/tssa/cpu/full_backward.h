@@ -75,7 +75,8 @@ void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, f
     float dmass = 0.0f;
     for (int d = 0; d < p.head_dim; ++d) {
       const float moment = s.moment[h * p.head_dim + d];
-      row[d] *= work.gate[h * p.width() + d] / (1.0f + moment) / mass;
+      // In this order: of tokens of 1e11, A^2 alone is below float's range.
+      row[d] = row[d] * work.gate[h * p.width() + d] / (1.0f + moment) / mass;
       dmass -= row[d] * moment;
     }
     work.dmass[h] = dmass;

@@ -64,7 +64,7 @@ TssaPass tssa_pass(const Args& t) {
 }
 
 inline TssaForward tssa_forward(const TssaForwardArgs& t) {
-  TssaForward f = {tssa_pass(t), tssa_tokens(t.out, t.call.packed())};
+  TssaForward f = {tssa_pass(t), tssa_tokens(t.out, t.call.packed()), nullptr, nullptr, nullptr, nullptr};
   if (!t.lengths.has_value()) return f;
   f.state_energy = static_cast<double*>(t.energy->data_ptr());
   f.state_moment = static_cast<double*>(t.moment->data_ptr());

@@ -23,6 +23,7 @@ MASS_FLOOR = tl.constexpr(1e-8)
 # A power of two that keeps reciprocals of sums normal: sums from 1e-12 to 3e38 times it are in [2^-80, 2^88].
 SHIFT = tl.constexpr(2.0**-40)
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 # Most tokens of a tile that a thread has all of. Only the interpreter has larger tiles in the causal form.
 APART = tl.constexpr(8)
 
@@ -346,8 +347,8 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     weights = tl.exp2(power.to(tl.float32))
     if DIMS.WIDE:
         # What a power rounds off is a factor: of 80, a membership of 1e-24 would lose 4e-6, and be all of a moment.
-        lost = tl.where(power > -1000.0, power - power.to(tl.float32), 0.0).to(tl.float32)
-        weights *= 1.0 + 0.6931471805599453 * lost
+        finite = tl.where(power > -1000.0, power, 0.0)
+        weights *= 1.0 + LN_2 * (finite - finite.to(tl.float32)).to(tl.float32)
     return tl.where(there[:, None], weights * reciprocal(tl.sum(weights, 1), DIMS)[:, None], 0.0)
 
 
