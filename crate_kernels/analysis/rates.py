@@ -1,9 +1,10 @@
 """Terms of sparse rate reduction, ``R(Z) - Rc(Z | U) - lambda |Z|_0`` (CRATE, Yu et al.).
 
 Rows are tokens. ``I + a Z^T Z = R^T R`` of the QR factorisation of ``[sqrt(a) Z; I]``, or that of ``Z^T`` where there
-are fewer tokens than channels: ``1/2 logdet`` is the sum of ``log |R_ii|``. No Gram matrix is formed, which would square
-the tokens and lose the identity beside large equal ones; R is never singular, so that gradients are finite also where
-singular values are equal or 0. Everything is float64. (On a device without it, move the tokens to the CPU first.)
+are fewer tokens than channels: ``1/2 logdet`` is the sum of ``log |R_ii|``. No Gram matrix is formed, which would
+square the tokens and lose the identity beside large equal ones; R is never singular, so that gradients are finite also
+where singular values are equal or 0. Everything is float64. (On a device without it, move the tokens to the CPU
+first.)
 
 The papers write ``eps^2`` where the published code writes ``eps = 0.01``. The argument here is ``eps_squared``, the
 divisor in both. Its default, 0.01, is that of the published code, so that the numbers can be compared with the

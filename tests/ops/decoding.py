@@ -17,7 +17,7 @@ def tokens(seqlen=CAPACITY, dtype=torch.float32, device="cpu", batch=BATCH, seed
 def new_cache(op, dtype=torch.float32, device="cpu"):
     if op == "mssa":
         return SubspaceCache(BATCH, HEADS, CAPACITY, HEAD_DIM, dtype, device)
-    return TokenStatsCache(BATCH, HEADS, HEAD_DIM, torch.float64 if dtype == torch.float64 else torch.float32, device)
+    return TokenStatsCache(BATCH, HEADS, HEAD_DIM, device=device)
 
 
 def attend(op, w, backend, cache=None, mask=None):

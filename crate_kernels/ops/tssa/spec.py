@@ -161,8 +161,8 @@ SPECS = (
             _stats_step,
             ("eager",),
             lambda step, dtype: float(
-                step.shape[0] * step.shape[1] * step.shape[3] * 4 * 4
-            ),  # two fp32 sums, in and out
+                step.shape[0] * step.shape[1] * step.shape[3] * 4 * 8
+            ),  # two fp64 sums, in and out
         ),
     ),
 )

@@ -6,6 +6,7 @@ import torch
 from crate_kernels import TokenStatsCache, testing
 from tests.ops.common import DTYPES
 from tests.ops.tssa.cuda import bias, call, temps, tokens
+from tests.ops.tssa.sums import steps_add_up
 
 
 @pytest.mark.parametrize("seqlen", [33, 133])
@@ -49,3 +50,8 @@ def test_decoding_is_the_forward_token_by_token(backend):
     out, membership = call(True, backend)(w, temps(3), b)
     torch.testing.assert_close(torch.cat([step[0] for step in steps], 2), out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat([step[1] for step in steps], 2), membership, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 70], ids=["step", "chunks"])
+def test_a_cache_keeps_what_each_step_adds(block, backend):
+    steps_add_up(backend, block=block)
