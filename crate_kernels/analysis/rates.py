@@ -25,7 +25,7 @@ def _factors(op: str, name: str, w: Tensor, alpha: float) -> tuple[Tensor, Tenso
     """Return the first rows of Q, which belong to w (..., seqlen, dim) or its transpose, its last rows, and R."""
     tall = w if w.shape[-2] >= w.shape[-1] else w.mT
     if not bool(tall.isfinite().all()):
-        raise torch.linalg.LinAlgError(f"{op}: {name} must be finite")
+        raise torch.linalg.LinAlgError(f"{op}: {name} must be finite")  # pyright: ignore[reportPrivateImportUsage]
     identity = torch.eye(tall.shape[-1], dtype=w.dtype, device=w.device).expand(*tall.shape[:-2], -1, -1)
     q, r = torch.linalg.qr(torch.cat([math.sqrt(alpha) * tall, identity], -2))
     return q[..., : tall.shape[-2], :], q[..., tall.shape[-2] :, :], r

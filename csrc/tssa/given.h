@@ -31,11 +31,11 @@ TssaExtent check_tssa_call(const Given& given, const Args& t) {
   TssaExtent e = {packed, t.call.nsequences(t.w), t.w.size(1), t.w.size(packed ? 0 : 2), t.w.size(packed ? 2 : 3)};
   given.numbers("temp", t.temp, {e.nheads});
   given.numbers("membership", t.membership, e.rows());
-  given.numbers("energy", t.energy, e.channels());
-  given.numbers("moment", t.moment, e.channels());
   if (!t.causal) {
     given.present("energy", t.energy);
     given.present("moment", t.moment);
+    given.numbers("energy", t.energy, e.channels());
+    given.numbers("moment", t.moment, e.channels());
   }
   if (!t.denom_bias.has_value()) return e;
   given.rank("denom_bias", *t.denom_bias, 2);
@@ -62,7 +62,9 @@ inline void check_tssa_forward(int32_t device_type, const TssaForwardArgs& t) {
                                     {"cache.lengths", &t.lengths}}) {
       given.present(name, *sum);
     }
-    given.numbers("cache.mass", t.mass, {e.sequences, e.nheads});
+    given.contiguous("cache.energy", t.energy, ScalarType::Double, e.channels());
+    given.contiguous("cache.weighted", t.moment, ScalarType::Double, e.channels());
+    given.contiguous("cache.mass", t.mass, ScalarType::Double, {e.sequences, e.nheads});
     given.contiguous("cache.lengths", t.lengths, ScalarType::Int, {e.sequences});
   }
   check_tssa_bias(given, t.denom_bias, e, state || e.packed ? std::min<int64_t>(e.seqlen, 1) : e.seqlen);

@@ -8,7 +8,6 @@ padded first.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
@@ -284,7 +283,8 @@ def backward_causal(
     per_energy = dsimilarity.unsqueeze(-1) / energy
     above = energy > _CAUSAL_FLOOR
     denergy = _scan_(torch.where(above, ratio.mul_(per_energy).neg_(), 0.0), reverse=True)
-    later = F.pad(denergy[:, :, 1:], (0, 0, 0, 1))
+    later = denergy.roll(-1, 2)
+    later[:, :, -1:] = 0
     if mask is not None:
         later *= mask.unsqueeze(-1)
     # A token's own part, 1 / c - w^2 / c^2, is the sum before it over c^2: a difference would cancel.

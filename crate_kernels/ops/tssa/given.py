@@ -89,7 +89,9 @@ def decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key
     """Check the tensors of a step with a cache."""
     _inputs("tssa", w, temp, denom_bias, Call(key_padding_mask), tokens=min(w.shape[2], 1))
     batch, nheads, _, head_dim = w.shape
-    dtype, device = operator.stat_dtype(w.dtype), w.device
+    dtype, device = state.energy.dtype, w.device
+    if dtype != operator.stat_dtype(w.dtype):
+        dtype = torch.float64
     given.tensor("tssa", "cache.energy", state.energy, dtype, (batch, nheads, head_dim), device)
     given.tensor("tssa", "cache.weighted", state.weighted, dtype, (batch, nheads, head_dim), device)
     given.tensor("tssa", "cache.mass", state.mass, dtype, (batch, nheads), device)
