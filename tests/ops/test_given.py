@@ -17,7 +17,13 @@ from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import kernels, offsets, randn
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM, NEW, ROWS, HIDDEN = 2, 3, 5, 16, 2, 4, 24
-OTHER = {torch.float32: torch.bfloat16, torch.bool: torch.uint8, torch.int32: torch.int64, torch.int64: torch.int32}
+OTHER = {
+    torch.float64: torch.float32,
+    torch.float32: torch.bfloat16,
+    torch.bool: torch.uint8,
+    torch.int32: torch.int64,
+    torch.int64: torch.int32,
+}
 
 # In words of ours, but for what allocating and clearing results says before a kernel is asked.
 SAYS = re.compile(
@@ -77,7 +83,7 @@ def causal(packed=False):
 def tssa_cache():
     channels = (BATCH, NHEADS, HEAD_DIM)
     state = {"energy": floats(*channels), "weighted": floats(*channels), "mass": floats(BATCH, NHEADS)}
-    state = {name: t.abs() for name, t in state.items()} | {"lengths": torch.zeros(BATCH, dtype=torch.int32)}
+    state = {name: t.abs().double() for name, t in state.items()} | {"lengths": torch.zeros(BATCH, dtype=torch.int32)}
     values = {**causal(), "seed": None, "dropout_p": 0.0}
     return {**values, **state, "moment": state["weighted"]}
 

@@ -163,7 +163,7 @@ def decode(
 
     Kernels take the sums in float64. On a GPU a step is one launch, which reads them and writes them back.
     """
-    if state.energy.dtype != torch.float64:
+    if all(t.dtype == torch.float32 for t in state[:3]):
         wide = State(state.energy.double(), state.weighted.double(), state.mass.double(), state.lengths)
         result = decode(w, temp, denom_bias, wide, key_padding_mask)
         for held, new in zip(state[:3], wide[:3], strict=True):
