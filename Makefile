@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help extension demo test test-all aot aot-report aot-sweep gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu tables clean
+.PHONY: help extension demo test test-all aot aot-report aot-sweep gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu host tables clean
 
 help:
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
@@ -197,6 +197,12 @@ RESULTS ?= bench-output
 bench-gpu:
 	$(PYTHON) -m pytest benchmarks --benchmark-only --bench-device cuda --shard $(SHARD) --minutes 7 \
 		--results $(RESULTS) $(ARGS)
+
+# make host OUT=file.json. Kernels are compiled for an H100 and launched by a driver that does nothing: no GPU is needed.
+host: OUT = benchmarks/results/host.json
+## what a call costs the host, beside PyTorch's attention, into OUT=file.json
+host: .venv/test.stamp extension
+	$(BIN)/python -m tests.tools.plans.host --out $(OUT) $(ARGS)
 
 ## write the tables of README.md and docs/ from benchmarks/results/
 tables: .venv/test.stamp

@@ -4,11 +4,13 @@
     python -m benchmarks.tables --check    # exit status 1 if a page says something else
 
 A table stands between ``<!-- table MACHINE-NAME -->`` and ``<!-- end -->``, with a machine of ``CPUS`` or "gpu".
+``host`` is the table of ``make host``, from benchmarks/results/host.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -273,12 +275,25 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
+def _host() -> str:
+    """Render what a call costs the host, as ``make host`` wrote it, beside PyTorch's attention."""
+    rows = json.loads((ROOT / "benchmarks/results/host.json").read_text(encoding="utf-8"))
+    base = rows["sdpa"]
+    lines = [
+        [f"`{name}`", *(f"{row[kind]:.1f} ({row[kind] / base[kind]:.2f})" for kind in base)]
+        for name, row in rows.items()
+    ]
+    return _markdown(["call", "without a gradient", "with one", "forward and gradient"], lines)
+
+
 def render(name: str, results: dict[str, Results]) -> str:
     """Render a table by its name, such as ``zen5-speed``.
 
     Raises:
         KeyError: there is no such table or machine.
     """
+    if name == "host":
+        return _host()
     machine, _, table = name.partition("-")
     found = _on(machine, results)
     if name == "gpu-goals" and found is None:

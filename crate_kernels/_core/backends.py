@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crate_kernels._core import plan
 from crate_kernels._native import extension, libraries
 
 OPS = ("mssa", "tssa", "ista")
@@ -45,6 +46,7 @@ class Backend:
         remedy: advice to the user, for messages.
         on_cuda: another variant of the same name for CUDA tensors; None if this one serves them.
         unfit: says why a device of a supported type cannot run the backend, None if it can; None if all can.
+        planned: whether what it does for a call may be repeated by a plan (``plan.py``).
     """
 
     name: str
@@ -55,6 +57,7 @@ class Backend:
     remedy: str = "use backend='composite'"
     on_cuda: Backend | None = None
     unfit: Callable[[torch.device], str | None] | None = None
+    planned: bool = False
 
     def for_device(self, device_type: str) -> Backend:
         """Return the variant for tensors on this type of device."""
@@ -99,6 +102,7 @@ _BACKENDS = {
             dtypes=_FLOATS,
             missing=None if find_spec("triton") else "Triton is not installed (pip install triton)",
             unfit=_too_old_for_triton,
+            planned=True,
         ),
         Backend(
             "cpp",
@@ -113,6 +117,7 @@ _BACKENDS = {
                 dtypes=_FLOATS,
                 missing=_cuda_missing(),
             ),
+            planned=True,
         ),
         Backend("composite", "crate_kernels.ops.{op}.composite"),
         Backend("reference", "crate_kernels.ops.{op}.reference"),
@@ -165,12 +170,14 @@ def for_device(name: str, device_type: str = "cpu") -> Backend:
 
 def register(backend: Backend) -> None:
     """Add a backend. Tests use this to put plain PyTorch behind the op boundary."""
+    plan.forget()
     _BACKENDS[backend.name] = backend
     _has_kernel.update({(op, backend.name): _is_there(backend.package.format(op=op)) for op in OPS})
 
 
 def unregister(name: str) -> None:
     """Remove a backend added with ``register``."""
+    plan.forget()
     del _BACKENDS[name]
     for op in OPS:
         del _has_kernel[op, name]
@@ -189,6 +196,16 @@ def kernel(op: str, backend: str, device_type: str = "cpu") -> ModuleType:
 
 class Refused(Exception):
     """A kernel does not support a shape. Raised before any write; the message says what is supported."""
+
+
+def are_planned(name: str, of: Tensor) -> bool:
+    """Return whether plans may serve calls of the op's ``backend`` argument ``name``, on tensors like ``of``."""
+    return name == AUTO or _BACKENDS[name].planned
+
+
+def are_planned_on_gpus(name: str, of: Tensor) -> bool:
+    """Return the same for an op whose options change from call to call on a CPU."""
+    return are_planned(name, of) and (of.is_cuda or name == "triton")
 
 
 def of_op(name: str, requested: str | None) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from crate_kernels._core import backends, imports
+from crate_kernels._core import backends, imports, plan
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
@@ -73,40 +73,52 @@ def body(
     return run
 
 
-def define(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> Any:
+def define(
+    schema: str,
+    body: Callable,
+    fake: Callable,
+    flops: Callable | None = None,
+    planned_where: Callable[[str, Tensor], bool] = backends.are_planned,
+) -> Any:
     """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
     ``body`` is called without gradient and with autocast off. ``fake`` allocates the outputs, for compile, export and
-    meta tensors. ``flops`` is a formula of the arguments' shapes for ``torch.utils.flop_counter``.
+    meta tensors. ``flops`` is a formula of the arguments' shapes for ``torch.utils.flop_counter``. ``planned_where``
+    says which calls plans may repeat, of the name of a backend and the first tensor.
     """
     name = schema.partition("(")[0]
-    arguments = torch._C.parse_schema(f"crate_kernels::{schema}").arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
+    written = [i for i, a in enumerate(parsed.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    planned = _planned(parsed, planned_where)
 
     def checked_fake(*args: Any) -> Any:
         _refuse_onnx(name)
         # It serves tensors on the meta device too, of which all must be there.
-        found = [(a.device, s.name) for a, s in zip(args, arguments, strict=False) if isinstance(a, Tensor)]
+        found = [(a.device, s.name) for a, s in zip(args, parsed.arguments, strict=False) if isinstance(a, Tensor)]
         for device, argument in found:
             if device != found[0][0]:
                 raise ValueError(f"{name}: {argument} must be on {found[0][1]}'s device {found[0][0]}, got {device}")
         return fake(*args)
 
-    def run(*args: Any) -> Any:
+    def compute(*args: Any) -> Any:
         result = body(*args)
+        return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
+
+    def run(args: tuple, repeats: bool) -> Any:
+        result = planned(args, compute) if repeats and planned is not None and not plan.is_off() else compute(*args)
         if written:
             # Autograd refuses a saved tensor whose version changed. Kernels write to addresses: raise it here.
             torch.autograd.graph.increment_version([args[i] for i in written])
-        return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
+        return result
 
     def guarded(*args: Any) -> Any:
         _refuse_onnx(name)
         # Autograd and autocast fall through to this function: switch both off here.
         with torch.no_grad(), without_autocast(next(a for a in args if isinstance(a, Tensor))):
-            return run(*args)
+            return run(args, repeats=nothing_intercepts(args))
 
     def call(*args: Any) -> Any:
-        return run(*args) if nothing_intercepts(args) else overload(*args)
+        return run(args, repeats=True) if nothing_intercepts(args) else overload(*args)
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
@@ -118,6 +130,7 @@ def define(schema: str, body: Callable, fake: Callable, flops: Callable | None =
         counter = "torch.utils.flop_counter"
         imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
     overload, call.__name__ = packet.default, name
+    call.planned = planned  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
@@ -129,6 +142,15 @@ def _refuse_onnx(name: str) -> None:
         raise NotImplementedError(f"{name}: ONNX has no such operator; export a model of backend='reference', {built}")
 
 
+def _planned(schema: Any, where: Callable[[str, Tensor], bool]) -> plan.Planned | None:
+    """Return what repeats calls of an op that ends in the name of a backend; None for others, or without plans."""
+    arguments = schema.arguments
+    if arguments[-1].name != "backend" or not plan.available():
+        return None
+    places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    return plan.Planned(places, len(arguments), len(schema.returns), where)
+
+
 def _without_base(t: Tensor) -> Tensor:
     """Detach ``t`` if it is a view: autograd forbids in-place changes of a view that an op returns."""
     return t if t._base is None else t.detach()
@@ -137,12 +159,14 @@ def _without_base(t: Tensor) -> Tensor:
 # Set by autograd.grad(is_grads_batched=True), which is no functorch transform. PyTorch's stubs lack its type.
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _TENSORS = (Tensor, torch.nn.Parameter)
+_profiler_is_on: Any = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+_TENSORS_OR_NONE = frozenset((*_TENSORS, type(None)))
 _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str, torch.dtype))
 
 
 def nothing_intercepts(args: tuple) -> bool:
     """Return whether the dispatcher would only call the body: on tiny tensors it takes half of the time."""
-    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or _a_mode_is_active():  # pyright: ignore
+    if torch.compiler.is_compiling() or _profiler_is_on() or _a_mode_is_active():
         return False
     if not _PLAIN.issuperset(map(type, args)):  # a subclass, a symbol
         return False
@@ -186,14 +210,12 @@ def traced_by_autograd(function: type) -> type:
     return function
 
 
-def save(ctx: Any, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
-    """Save the inputs of a backward pass: ``tensors``, the call's options, and its backend as ``ctx.backend``."""
+def save(ctx: Any, function: Any, inputs: tuple, outputs: Any, call: Any, backend: str) -> None:
+    """Keep for a backward pass what ``function.keep`` says of a call, its options and its ``ctx.backend``."""
     held = [name for name in _tensor_fields(type(call)) if getattr(call, name) is not None]
-    if held:
-        tensors += tuple(getattr(call, name) for name in held)
-        call = call._replace(**dict.fromkeys(held))
-    ctx.save_for_backward(*tensors)
-    ctx.call, ctx.held, ctx.backend = call, held, backend
+    function.keep(ctx, inputs, outputs, tuple(getattr(call, name) for name in held))
+    ctx.call = call._replace(**dict.fromkeys(held)) if held else call
+    ctx.held, ctx.backend = held, backend
 
 
 def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
@@ -240,6 +262,135 @@ def apply(function: Any, *args: Any) -> Any:
     if _functorch_is_active():
         function = _twins[function]
     return function.apply(*args)
+
+
+class _NoPlan(Exception):
+    """A call that was to be repeated has no plan."""
+
+
+class _Shortcut:
+    """A checked call of an op: what repeats it, and what its backward needs.
+
+    Attributes:
+        entry: its options, for plans.
+        function: the autograd.Function of repeated calls.
+        inputs: how many tensors may have a gradient.
+        call, held, backend: as ``save`` keeps them.
+    """
+
+    __slots__ = ("backend", "call", "entry", "function", "held", "inputs")
+
+    def run(self, tensors: tuple) -> Any:
+        """Return the op's results; None without a plan."""
+        entry = self.entry
+        if self.entry.tensors < len(tensors):
+            tensors = tuple(t for t in tensors if t is not None)
+        found = entry.run(*tensors, entry.number)
+        first = found[0] if type(found) is tuple else found
+        return None if first is None else found
+
+
+def _lean(function: Any) -> type:
+    """Return a twin of an autograd.Function for repeated calls: of the inputs, the held tensors, and a _Shortcut.
+
+    Twelve arguments of an autograd.Function take as long as the rest of a call.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        shortcut, count = args[-1], args[-1].inputs
+        outputs = shortcut.run(args[:-1])
+        if outputs is None:
+            raise _NoPlan
+        held = tuple(t for t in args[count:-1] if t is not None) if shortcut.held else ()
+        function.keep(ctx, args[:count], outputs, held)
+        ctx.call, ctx.held, ctx.backend, ctx.arguments = shortcut.call, shortcut.held, shortcut.backend, len(args)
+        ctx.inputs = count
+        return outputs
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        found = function.backward(ctx, *grads)
+        return *found[: ctx.inputs], *(None,) * (ctx.arguments - ctx.inputs)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(function.__name__, (torch.autograd.Function,), body)
+
+
+class Shortcuts:
+    """The calls of a public function that passed its checks, by their options: they are repeated without checks.
+
+    A plan serves tensors of the very dtypes, sizes, strides and devices that it was recorded for, so that nothing that
+    was checked can differ; values are the caller's to look at.
+
+    Args:
+        op: the op that the public function calls, from ``define``.
+        function: its autograd.Function.
+        inputs: how many tensors may have a gradient.
+    """
+
+    def __init__(self, op: Any, function: Any, inputs: int) -> None:
+        self._planned: plan.Planned | None = op.planned
+        self._function, self._inputs = _lean(function), inputs
+        self._known: dict[tuple, _Shortcut] = {}
+        plan.on_forget(self._known.clear)
+
+    def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
+        """Repeat a call of these options on tensors in the op's order; None where that is not possible."""
+        try:
+            shortcut = self._known.get(key)
+        except TypeError:  # an option that has no hash is none of ours
+            return None
+        if shortcut is None or not _is_short(tensors):
+            return None
+        if torch.is_grad_enabled():
+            for t in tensors[: self._inputs]:
+                if t is not None and t.requires_grad:
+                    try:
+                        return shortcut.function.apply(*tensors, shortcut)  # pyright: ignore
+                    except _NoPlan:
+                        return None
+        return shortcut.run(tensors)
+
+    def remember(self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
+        """Let later calls of these options be repeated; ``tensors`` are the op's arguments before its options."""
+        if self._planned is None or key in self._known:
+            return
+        held = tuple(name for name in _tensor_fields(type(call)) if getattr(call, name) is not None)
+        if not _is_short((*tensors, *(getattr(call, name) for name in held))):
+            return
+        entry, _ = self._planned.entry((*tensors, *call, backend))
+        if entry is None:
+            return
+        if len(self._known) >= _MOST_SHORTCUTS:
+            self._known.clear()
+        made = self._known[key] = _Shortcut()
+        made.entry, made.function, made.inputs, made.held, made.backend = (
+            entry,
+            self._function,
+            self._inputs,
+            held,
+            backend,
+        )
+        made.call = call._replace(**dict.fromkeys(held)) if held else call
+
+
+def may_repeat(w: Any, dropout_p: Any = 0.0, cu_seqlens: Any = None) -> bool:
+    """Return whether a call may be one of ``Shortcuts``: offsets on a CPU are checked, and a seed drawn, each time."""
+    if torch.compiler.is_compiling() or not isinstance(w, Tensor) or w.is_nested or not w.dim():
+        return False
+    if cu_seqlens is not None and not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda):
+        return False
+    return type(dropout_p) in (float, int) and dropout_p == 0
+
+
+_MOST_SHORTCUTS = 4096
+_FORWARD_AD: Any = torch.autograd.forward_ad
+
+
+def _is_short(tensors: tuple) -> bool:
+    """Return whether nothing but autograd's backward wants to see a call on ``tensors``."""
+    if _profiler_is_on() or _a_mode_is_active() or _FORWARD_AD._current_level >= 0 or plan.is_off():
+        return False
+    return _TENSORS_OR_NONE.issuperset(map(type, tensors))
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

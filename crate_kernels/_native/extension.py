@@ -42,6 +42,7 @@ def set_cpu_capability(level: str = "") -> None:
     """Switch to another level that this machine supports, by default to the machine's own choice. For tests."""
     load()
     torch.ops.crate_kernels_C.set_cpu_capability(level)
+    torch.ops.crate_kernels_C.plan_forget()
 
 
 @cache

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from crate_kernels._core import plan
 
 INTERPRETER = "interpreter"  # the architecture of CPU tensors
 _MOST = 4096  # compiled kernels by key: sizes that a kernel specialises on are few
@@ -56,16 +60,97 @@ def run(kernel: Any, programs: int, /, **arguments: Any) -> None:
     """
     # From Triton 3.10 on they are fused only where a launch asks for it, and 3.9 warns where one does not say.
     arguments["enable_fp_fusion"] = True
+    recorder = plan.recorder()
+    if recorder is None:
+        _launch(kernel, programs, arguments)
+        return
+    with plan.unseen():
+        compiled = _launch(kernel, programs, arguments)
+    plan.watch(_hooks_are_set)
+    recorder.launched(lambda: describe(kernel, programs, compiled, arguments))
+
+
+def _launch(kernel: Any, programs: int, arguments: dict[str, Any]) -> Any:
+    """Launch a kernel, and return what Triton compiled for it; None by the interpreter."""
     key = _key(kernel, arguments)
     compiled = _compiled.get(key)  # pyright: ignore[reportArgumentType]
     if compiled is not None:
         compiled[programs, 1, 1](*[arguments[name] for name in kernel.arg_names])
-        return
+        return compiled
     compiled = kernel[(programs,)](**arguments)
     if compiled is not None and key is not None and arguments.keys() >= set(kernel.arg_names):
         if len(_compiled) >= _MOST:
             _compiled.clear()
         _compiled[key] = compiled
+    return compiled
+
+
+def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any]) -> plan.Launch:
+    """Return a launch of what Triton compiled as a driver takes it; raise plan.Unplannable where it needs more."""
+    if compiled is None:
+        raise plan.Unplannable("an interpreted kernel")
+    meta = compiled.metadata
+    if meta.target.backend != "cuda":
+        raise plan.Unplannable(f"a kernel for {meta.target.backend}")
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        raise plan.Unplannable("a kernel with scratch memory of its own")
+    if not arguments.keys() >= set(kernel.arg_names):
+        raise plan.Unplannable("an argument that is left to its default")
+    compiled._init_handles()
+    parameters: list[bytes | torch.Tensor | None] = []
+    values = [arguments[name] for name in kernel.arg_names]
+    for kind, value in zip(compiled.src.signature.values(), values, strict=True):
+        _describe(kind, value, parameters)
+    return plan.Launch(
+        function=compiled.function,
+        grid=(programs, 1, 1),
+        threads=meta.target.warp_size * meta.num_warps,
+        shared_bytes=meta.shared,
+        ctas=meta.num_ctas,
+        cooperative=bool(meta.launch_cooperative_grid),
+        serialized=bool(meta.launch_pdl),
+        parameters=[*parameters, None, None],  # scratch memory: global, and a profiler's
+        owner=compiled,
+    )
+
+
+# How Triton's launcher packs a number of each type.
+_PACKED = {
+    "i1": "<?",
+    "i8": "<b",
+    "i16": "<h",
+    "i32": "<i",
+    "i64": "<q",
+    "u1": "<?",
+    "u8": "<B",
+    "u16": "<H",
+    "u32": "<I",
+    "u64": "<Q",
+    "fp32": "<f",
+    "f32": "<f",
+    "fp64": "<d",
+}
+
+
+def _describe(kind: Any, value: Any, parameters: list[bytes | torch.Tensor | None]) -> None:
+    """Add a kernel's argument of a type of its signature: of a record, those of its fields; of a constant, nothing."""
+    if isinstance(kind, (tuple, list)):
+        for part, each in zip(kind, value, strict=True):
+            _describe(part, each, parameters)
+    elif kind == "constexpr":
+        return
+    elif kind.startswith("*"):
+        parameters.append(value)
+    elif kind in _PACKED:
+        parameters.append(struct.pack(_PACKED[kind], value))
+    else:
+        raise plan.Unplannable(f"an argument of type {kind}")
+
+
+def _hooks_are_set() -> bool:
+    """Return whether somebody wants to be told of Triton's launches, as its profiler does."""
+    runtime = sys.modules["triton"].knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 def _key(kernel: Any, arguments: dict[str, Any]) -> tuple | None:

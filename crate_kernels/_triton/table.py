@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from crate_kernels._core import files
+from crate_kernels._core import files, plan
 from crate_kernels._native import ninja_build
 from crate_kernels._triton import launch
 
@@ -101,11 +101,13 @@ def forced(table: Table, config: Config) -> Iterator[None]:
     """Make ``table`` return ``config`` for every call. For ``tune`` and for tests of single configurations."""
     before = dict(_forced)
     _forced[table.name] = config
+    plan.forget()
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
+        plan.forget()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,4 +199,5 @@ def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
         files.put(path, f"{json.dumps(body, indent=1)}\n".encode())
     user_rows.cache_clear()
     _find.cache_clear()
+    plan.forget()
     return path

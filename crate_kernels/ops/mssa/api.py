@@ -116,8 +116,14 @@ def mssa(
     if unknown:
         checks.no_keyword(mssa, unknown)
     options = causal, scale, dropout_p, phi, threshold, key_padding_mask, cu_seqlens, max_seqlen, return_lse, backend
-    if cache is not None and (result := repeat(w, cache, options)) is not None:
-        return result
+    if cache is not None:
+        if (result := repeat(w, cache, options)) is not None:
+            return result
+        key = None
+    else:
+        key = _key(w, options)
+        if key is not None and (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens)) is not None:
+            return found if return_lse else found[0]
     packed = cu_seqlens is not None
     checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("mssa", "causal", causal)
@@ -169,8 +175,21 @@ def mssa(
         out, lse = reference.forward(w, call, plain)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        out, lse = op.mssa(w, call, backends.of_op(name, backend))
+        named = backends.of_op(name, backend)
+        out, lse = op.mssa(w, call, named)
+        if key is not None:
+            op.shortcuts.remember(key, (w,), call, named)
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
+
+
+def _key(w: Tensor, options: tuple) -> tuple | None:
+    """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
+    causal, scale, dropout_p, phi, threshold, mask, cu_seqlens, *rest = options
+    if not operator.may_repeat(w, dropout_p, cu_seqlens):
+        return None
+    # Types, for True is 1 and is no scale; the default of scale depends on head_dim.
+    plain = (causal, scale, phi, threshold, mask is None, cu_seqlens is None, *rest)
+    return (w.shape[-1], *plain, *map(type, plain))
 
 
 def _cast_by_autocast(w: Tensor) -> Tensor:
@@ -229,6 +248,6 @@ def _decode(w: Tensor, cache: SubspaceCache, call: DecodeCall, name: str) -> Ten
         out, lse = reference.decode(w, cache.data, cache.lengths, call)
         lse = lse.to(operator.stat_dtype(w.dtype))
     else:
-        out, lse = op.mssa_decode(w, cache.data, cache.lengths, *call, name)
+        out, lse = op.decode(w, cache.data, cache.lengths, call, name)
     cache._advance(w.shape[2], ragged=call.key_padding_mask is not None)
     return (out, lse) if call.need_lse else out

@@ -22,6 +22,7 @@ class Repeatable(NamedTuple):
         capacity: tokens that a sequence of the cache has room for.
         scale: factor of the scores.
         need_lse: whether lse is returned too.
+        backend: the op's argument of that name.
         kernel: name and function of the backend that was chosen.
     """
 
@@ -32,6 +33,7 @@ class Repeatable(NamedTuple):
     capacity: int
     scale: float
     need_lse: bool
+    backend: str
     kernel: tuple[str, Callable]
 
 

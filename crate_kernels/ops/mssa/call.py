@@ -97,6 +97,14 @@ class DecodeCall(NamedTuple):
     scale: float
     need_lse: bool
 
+    def rounded(self) -> DecodeCall:
+        """Return a call that serves a step on a GPU as well, and many steps alike: its bound has four binary digits.
+
+        A bound only says there into how many stretches a sequence is cut.
+        """
+        step = max(1 << max(self.bound.bit_length() - 4, 0), 64)
+        return self._replace(bound=-(-self.bound // step) * step, uniform=False)
+
 
 def default_scale(w: Tensor) -> float:
     """Return the factor of the scores where none is given."""

@@ -89,7 +89,12 @@ class LogSumExp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Save w and lse."""
         w, *options = inputs
-        operator.save(ctx, (w, output), Call(*options), "composite")
+        operator.save(ctx, LogSumExp, (w,), output, Call(*options), "composite")
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple, output: Tensor, held: tuple) -> None:
+        """Save tensors."""
+        ctx.save_for_backward(*inputs, output, *held)
 
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

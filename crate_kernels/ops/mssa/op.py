@@ -88,7 +88,15 @@ mssa_decode = operator.define(
     "-> (Tensor, Tensor)",
     _run_decode,
     _fake_decode,
+    planned_where=backends.are_planned_on_gpus,
 )
+
+
+def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall, backend: str) -> tuple[Tensor, Tensor]:
+    """Run a step with a cache; on a GPU's kernels, one that many steps have in common."""
+    if w.is_cuda and backend != "composite":
+        call = call.rounded()
+    return mssa_decode(w, data, lengths, *call, backend)
 
 
 @operator.traced_by_autograd
@@ -104,7 +112,11 @@ class MSSAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         w, *options, backend = inputs
-        operator.save(ctx, (w, *outputs), Call._make(options), backend)
+        operator.save(ctx, MSSAFunction, (w,), outputs, Call._make(options), backend)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor], held: tuple) -> None:
+        ctx.save_for_backward(*inputs, *outputs, *held)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -118,6 +130,7 @@ class MSSAFunction(torch.autograd.Function):
 
 
 operator.functorch_twin(MSSAFunction, mssa_fwd)
+shortcuts = operator.Shortcuts(mssa_fwd, MSSAFunction, inputs=1)
 
 
 def mssa(w: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.cache import Repeatable, SubspaceCache
 from crate_kernels.ops.mssa.call import DecodeCall
-from crate_kernels.ops.mssa.op import choose_decode
+from crate_kernels.ops.mssa.op import choose_decode, decode
 
 
 def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, options: tuple[Any, ...]) -> None:
@@ -24,7 +24,7 @@ def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, op
     if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
         kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
         kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, cache.max_seqlen)
-        cache._last = Repeatable(options, kind, *held, call.scale, call.need_lse, kernel)
+        cache._last = Repeatable(options, kind, *held, call.scale, call.need_lse, backend, kernel)
 
 
 def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -37,12 +37,15 @@ def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor 
         return None
     if not _is_plain(w, cache) or (w.shape, w.dtype, w.device) != last.kind or bound + w.shape[2] > last.capacity:
         return None
+    call = DecodeCall(None, bound, cache._uniform, last.scale, last.need_lse)
     try:
-        call = DecodeCall(None, bound, cache._uniform, last.scale, last.need_lse)
-        out, lse = backends.attempt("mssa", "decode", *last.kernel, w, data, lengths, call)
+        if w.is_cuda:
+            out, lse = decode(w, data, lengths, call, last.backend)
+        else:
+            out, lse = backends.attempt("mssa", "decode", *last.kernel, w, data, lengths, call)
+            torch.autograd.graph.increment_version((data, lengths))
     except backends.Refused:
         return None
-    torch.autograd.graph.increment_version((data, lengths))
     cache._advance(w.shape[2], ragged=False)
     return (out, lse) if last.need_lse else out
 

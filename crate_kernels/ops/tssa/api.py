@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -103,6 +103,12 @@ def tssa(
     """
     if unknown:
         checks.no_keyword(tssa, unknown)
+    key = None
+    if cache is None:
+        options = causal, max_seqlen, return_membership, backend, denom_bias is None
+        key = _key(w, options, dropout_p, key_padding_mask, cu_seqlens)
+        if key is not None and (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens))) is not None:
+            return found[:2] if return_membership else found[0]
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)
@@ -158,7 +164,33 @@ def tssa(
             out, membership = op.tssa_causal(w, temp, denom_bias, call, named)
         else:
             out, membership = op.tssa(w, temp, call, named)
+        if key is not None:
+            known, tensors = (op.causal_shortcuts, (w, temp, denom_bias)) if causal else (op.shortcuts, (w, temp))
+            known.remember(key, tensors, call, named)
     return (out, membership) if return_membership else out
+
+
+def _key(w: Tensor, options: tuple, dropout_p: float, mask: Tensor | None, packed: Tensor | None) -> tuple | None:
+    """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
+    if not operator.may_repeat(w, dropout_p, packed):
+        return None
+    plain = (*options, mask is None, packed is None)
+    return (*plain, *map(type, plain))  # types, for True is 1
+
+
+def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, options: tuple) -> Any:
+    """Repeat a call that was checked before; None if there is none."""
+    causal, max_seqlen, *_ = key
+    if not isinstance(temp, Tensor) or w.dim() != (4 if max_seqlen is None else 3):
+        return None
+    if temp.dim() == 2:
+        temp = _per_head("temp", temp, w, w.shape[1])
+    if not causal:
+        return None if denom_bias is not None else op.shortcuts.repeat(key, w, temp, *options)
+    if denom_bias is not None:
+        seqlen = w.shape[2] if max_seqlen is None else max_seqlen
+        denom_bias = _denom_bias(denom_bias, w, w.shape[1], seqlen, cut=True)
+    return op.causal_shortcuts.repeat(key, w, temp, denom_bias, *options)
 
 
 def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:

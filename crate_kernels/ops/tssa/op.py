@@ -108,9 +108,13 @@ class TSSAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
         differentiable, call, backend = operator.split(Call, inputs)
+        operator.save(ctx, TSSAFunction, differentiable, outputs, call, backend)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...], held: tuple) -> None:
         _, membership, *statistics = outputs
         ctx.mark_non_differentiable(*statistics)
-        operator.save(ctx, (*differentiable, membership, *statistics), call, backend)
+        ctx.save_for_backward(*inputs, membership, *statistics, *held)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -122,7 +126,7 @@ class TSSAFunction(torch.autograd.Function):
 class CausalTSSAFunction(torch.autograd.Function):
     """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), differentiable once."""
 
-    save = TSSAFunction.save
+    save, keep = TSSAFunction.save, TSSAFunction.keep
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -137,6 +141,8 @@ class CausalTSSAFunction(torch.autograd.Function):
 
 operator.functorch_twin(TSSAFunction, tssa_fwd)
 operator.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
+shortcuts = operator.Shortcuts(tssa_fwd, TSSAFunction, inputs=2)
+causal_shortcuts = operator.Shortcuts(tssa_causal_fwd, CausalTSSAFunction, inputs=3)
 
 
 def tssa(w: Tensor, temp: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:

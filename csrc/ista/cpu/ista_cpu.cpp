@@ -8,6 +8,7 @@
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
 #include "../../common/given.h"
+#include "../../common/plan.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -95,10 +96,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
 }
 
 CRATE_IMPLEMENT(m) {
-  m.impl("ista_update", TORCH_BOX(&update));
-  m.impl("ista_subtract_symmetric", TORCH_BOX(&subtract_symmetric));
-  m.impl("ista_add_transposed", TORCH_BOX(&add_transposed));
-  m.impl("transpose", TORCH_BOX(&transpose));
+  m.impl(CRATE_KERNEL("ista_update", &update));
+  m.impl(CRATE_KERNEL("ista_subtract_symmetric", &subtract_symmetric));
+  m.impl(CRATE_KERNEL("ista_add_transposed", &add_transposed));
+  m.impl(CRATE_KERNEL("transpose", &transpose));
 }
 
 }  // namespace crate_kernels

@@ -120,7 +120,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
 }
 
 CRATE_IMPLEMENT(m) {
-  m.impl("mssa_decode", CRATE_BOX(&decode));
+  m.impl(CRATE_KERNEL("mssa_decode", &decode));
 }
 
 }  // namespace crate_kernels

@@ -8,6 +8,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
+#include "../../common/plan.h"
 #include "../call.h"
 #include "kernels.h"
 

@@ -113,8 +113,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
 }
 
 CRATE_IMPLEMENT(m) {
-  m.impl("mssa_fwd", CRATE_BOX(&forward));
-  m.impl("mssa_bwd", CRATE_BOX(&backward));
+  m.impl(CRATE_KERNEL("mssa_fwd", &forward));
+  m.impl(CRATE_KERNEL("mssa_bwd", &backward));
 }
 
 }  // namespace crate_kernels

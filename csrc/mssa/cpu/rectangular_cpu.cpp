@@ -156,9 +156,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
 }
 
 CRATE_IMPLEMENT(m) {
-  m.impl("mssa_rectangular_fwd", CRATE_BOX(&forward));
-  m.impl("mssa_rectangular_delta", CRATE_BOX(&find_delta));
-  m.impl("mssa_rectangular_bwd", CRATE_BOX(&backward));
+  m.impl(CRATE_KERNEL("mssa_rectangular_fwd", &forward));
+  m.impl(CRATE_KERNEL("mssa_rectangular_delta", &find_delta));
+  m.impl(CRATE_KERNEL("mssa_rectangular_bwd", &backward));
 }
 
 }  // namespace crate_kernels

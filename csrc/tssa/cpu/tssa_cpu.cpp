@@ -6,6 +6,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
+#include "../../common/plan.h"
 #include "../given.h"
 #include "kernels.h"
 
@@ -201,8 +202,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
 }
 
 CRATE_IMPLEMENT(m) {
-  m.impl("tssa_fwd", CRATE_BOX(&forward));
-  m.impl("tssa_bwd", CRATE_BOX(&backward));
+  m.impl(CRATE_KERNEL("tssa_fwd", &forward));
+  m.impl(CRATE_KERNEL("tssa_bwd", &backward));
 }
 
 }  // namespace crate_kernels

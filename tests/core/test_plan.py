@@ -1,0 +1,292 @@
+"""Plans below the operators: what C++ accepts, what it launches, and what it does when a step fails."""
+
+import ctypes
+import struct
+
+import pytest
+import torch
+
+from crate_kernels._core import plan
+from crate_kernels._native import extension
+from tests.tools.plans import drivers
+
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+NUMBER = 10**9  # of options that no operator has
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    plan._load()
+    plan.forget()
+    yield
+    plan.forget()
+
+
+def ops():
+    return torch.ops.crate_kernels_C
+
+
+def recorded(body, *tensors):
+    """Return the numbers of the plan of a body."""
+    with plan.Recorder(tensors) as recorder:
+        results = body(*tensors)
+    return recorder.words(results if isinstance(results, tuple) else (results,))
+
+
+BODIES = {
+    "sum": lambda a, b: torch.ops.aten.sum.dim_IntList(a, [0]),
+    "addition": lambda a, b: torch.add(a, b, alpha=0.5),
+    "difference-in-place": lambda a, b: a.clone().sub_(b),
+    "product": lambda a, b: a @ b.t(),
+    "scaled-product": lambda a, b: torch.addmm(a, b, b.t() @ a, beta=0.5, alpha=2),
+    "scaled-in-place": lambda a, b: (a + b).mul_(3),
+    "copy-in-another-dtype": lambda a, b: a.to(torch.bfloat16),
+    "zeros": lambda a, b: a.new_zeros(3, 2),
+    "cat": lambda a, b: torch.cat((a, b), 1),
+    "views": lambda a, b: (a[1:] + b[:3], b.view(2, 8)[:, 3:].contiguous()),
+    "view-of-a-sum": lambda a, b: torch.ops.aten.sum.dim_IntList(a, [1])[1:].to(torch.float16),
+    "result-that-is-a-view": lambda a, b: (a + b).t(),
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_what_pytorch_computes_is_repeated_bit_for_bit(body):
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    words = recorded(body, a, b)
+    ops().plan_store([a, b], NUMBER, words)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    expected = body(a, b)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    found = getattr(ops(), f"plan_2_{len(expected)}")(a, b, NUMBER)
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
+        assert torch.equal(one, other)
+
+
+REFUSED = {
+    "a-value": lambda a: a * float(a.sum()),
+    "another-tensor": lambda a: a + _CONSTANT,
+    "an-operator": torch.sin,
+    "a-promotion": lambda a: a + a.double(),
+    "itself": lambda a: a,
+    "another-type-of-view": lambda a: a.view(torch.int32) + a.view(torch.int32),
+}
+_CONSTANT = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_what_no_plan_repeats_is_refused(body):
+    with pytest.raises(plan.Unplannable):
+        recorded(body, torch.randn(4, 4))
+
+
+def test_a_failed_recording_changes_no_result():
+    a = torch.randn(4, 4)
+    entry = plan.Entry(1, 1)
+    for _ in range(20):
+        torch.testing.assert_close(entry.record([a], lambda: torch.sin(a)), a.sin(), rtol=0, atol=0)
+    assert entry.failures == plan._MOST_FAILURES
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "ends early"),
+        ([1, 6, 1], "ends early"),
+        ([0, 0, 0, 1, 7], "a register must be from 0 to 0, got 7"),
+        ([0, 0, 0, 1, 0, 9], "goes on"),
+        ([1, 6, 1, 4, 2, 1, 1, 0, 0, 0], "1 sizes and 2 strides"),
+        ([0, 0, 1, 0, 99, 0], "the kind of an operation"),
+        ([0, 0, 1, 0, 2, 0, 0], "ends early"),
+        ([-1], "a count must be"),
+        ([70, *[6, 0, 0] * 70, 0, 0, 0], "more than 64"),
+        ([0, 0, 1, 1, 1, *[1] * 6, 0, 0, 1, 8, 1, 0, 1, 8, 0, 0], "is at byte 8 of 8"),
+        ([0, 0, 1, 1, 1, *[1] * 6, 0, 0, 1, 0, 1, 0, 1, 8, 1, 0, 4, 0, 0], "the byte of an address"),
+    ],
+)
+def test_a_broken_plan_is_refused(words, message):
+    with drivers.driving(lambda *_: 0), pytest.raises(RuntimeError, match=message):
+        ops().plan_store([torch.zeros(4)], NUMBER, words)
+
+
+def test_without_memory_there_is_no_plan_and_no_error():
+    a = torch.zeros(4)
+    ops().plan_store([a], NUMBER, [1, 6, 1, 1 << 60, 1, 1, 0, 0, 1, 1])
+    assert ops().plan_1_1(a, NUMBER) is None
+
+
+def test_an_unknown_kernel_runs_nothing():
+    a = torch.zeros(4)
+    ops().plan_store([a], NUMBER, [1, 6, 1, 4, 1, 1, 0, 1, 0, 0, 3, *b"abc", 1, 0, 0, 1, 1])
+    assert ops().plan_1_1(a, NUMBER) is None
+
+
+def test_a_kernel_that_raises_leaves_the_call_to_python():
+    a = torch.zeros(4)  # no tokens of mssa
+    name = b"mssa_fwd"
+    arguments = [0, 0, 2, 0, 2, 0, 3, 0, 2, 0, 3, 0, 3, 0, 3, 0, 2, 0, 0, 1, 0, 1]
+    ops().plan_store([a], NUMBER, [1, 6, 1, 4, 1, 1, 0, 1, 0, 0, len(name), *name, 11, *arguments, 1, 1])
+    assert ops().plan_1_1(a, NUMBER) is None
+
+
+def test_plans_are_bounded():
+    words = [1, 6, 0, 0, 0, 0, 1, 1]
+    for number in range(10_000):
+        ops().plan_store([torch.empty(1 + number)], NUMBER, words)
+    assert 0 < plan.counts()[2] <= 4096
+
+
+def test_entries_are_bounded():
+    schema = torch._C.parse_schema("t::f(Tensor a, int n, str backend) -> Tensor")
+    planned = plan.Planned([0], len(schema.arguments), 1, lambda name, of: True)
+    for n in range(10_000):
+        planned.entry((torch.zeros(1), n, "x"))
+    assert len(planned._entries) <= plan._MOST_ENTRIES
+
+
+# ---- Launches. ----
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, as cuda.h has it."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute, as cuda.h has it."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+def launching(a, scratch=False, **changed):
+    """Record a body that launches function 5 on its input, an output and perhaps scratch memory."""
+    out = a.new_empty(a.shape)
+    given = [a, out, struct.pack("<i", 7), *([a.new_empty(3)] if scratch else []), None]
+    fields = dict(grid=(2, 3, 4), threads=128, shared_bytes=96, ctas=1, cooperative=False, serialized=False)
+    launch = plan.Launch(function=5, parameters=given, owner=None, **{**fields, **changed})
+    plan.recorder().launched(lambda: launch)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changed", "grid", "attributes"),
+    [
+        ({}, (2, 3, 4), {}),
+        ({"ctas": 4}, (8, 3, 4), {4: (4, 1, 1), 5: (1,)}),
+        ({"cooperative": True}, (2, 3, 4), {2: (1,)}),
+        ({"serialized": True, "ctas": 2}, (4, 3, 4), {6: (1,), 4: (2, 1, 1), 5: (1,)}),
+    ],
+    ids=["plain", "cluster", "cooperative", "serialized-cluster"],
+)
+def test_a_launch_is_what_was_recorded(changed, grid, attributes):
+    seen = []
+
+    def run(config, function, parameters):
+        c = Config.from_address(config)
+        found = [Attribute.from_address(c.attributes + 72 * i) for i in range(c.count)]
+        numbers = [ctypes.string_at(parameters[i], 8) for i in (0, 1, 3)]
+        seen.append((function, tuple(c.grid), tuple(c.block), c.shared, c.stream))
+        assert {a.id: tuple(a.value[: len(attributes[a.id])]) for a in found} == attributes
+        assert struct.unpack("<i", ctypes.string_at(parameters[2], 4)) == (7,)
+        addresses.append([struct.unpack("<Q", n)[0] for n in numbers])
+
+    addresses = []
+    with drivers.driving(run, sizes={5: [8, 8, 4, 8]}):
+        a = torch.randn(4, 4)
+        ops().plan_store([a], NUMBER, recorded(lambda t: launching(t, **changed), a))
+        a = torch.randn(4, 4)
+        out = ops().plan_1_1(a, NUMBER)
+    assert seen == [(5, grid, (128, 1, 1), 96, None)]
+    assert addresses == [[a.data_ptr(), out.data_ptr(), 0]]
+
+
+def test_scratch_memory_is_one_allocation_and_aligned():
+    addresses = []
+
+    def run(config, function, parameters):
+        addresses.append(struct.unpack("<Q", ctypes.string_at(parameters[3], 8))[0])
+
+    def body(t):
+        launching(t, scratch=True)
+        return launching(t, scratch=True)
+
+    with drivers.driving(run):
+        a = torch.randn(4, 4)
+        words = recorded(body, a)
+        assert words[0] == 1, "the result alone is a tensor of its own"
+        ops().plan_store([a], NUMBER, words)
+        ops().plan_1_1(a, NUMBER)
+    first, second = addresses
+    assert abs(second - first) in (512, 1024)
+    assert (second - first) % 512 == 0
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 4], [8, 8, 4, 8, 8], [8, 8, 8, 8]], ids=["fewer", "more", "wider"])
+def test_parameters_that_the_driver_does_not_know_are_refused(sizes):
+    with drivers.driving(lambda *_: 0, sizes={5: sizes}):
+        a = torch.randn(4, 4)
+        with pytest.raises(RuntimeError, match="parameter"):
+            ops().plan_store([a], NUMBER, recorded(launching, a))
+
+
+def test_a_launch_that_fails_leaves_the_call_to_python():
+    with drivers.driving(lambda *_: drivers.FAILED):
+        a = torch.randn(4, 4)
+        ops().plan_store([a], NUMBER, recorded(launching, a))
+        assert ops().plan_1_1(a, NUMBER) is None
+
+
+def test_an_empty_grid_is_not_launched():
+    seen = []
+    with drivers.driving(lambda *_: seen.append(1)):
+        a = torch.randn(4, 4)
+        ops().plan_store([a], NUMBER, recorded(lambda t: launching(t, grid=(0, 1, 1)), a))
+        assert ops().plan_1_1(a, NUMBER) is not None
+    assert seen == []
+
+
+def test_without_a_driver_a_launch_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("has a driver")
+    a = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        ops().plan_store([a], NUMBER, recorded(launching, a))
+
+
+def test_launches_go_to_the_current_stream():
+    streams = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+    def current(device, stream):
+        stream[0] = next(numbers)
+        return 0
+
+    @drivers.LAUNCH
+    def launched(config, function, parameters, extra):
+        streams.append(Config.from_address(config).stream)
+        return 0
+
+    numbers = iter((0x77, 0x78))
+    ops().plan_drive_by(drivers.address_of(launched), drivers.address_of(current), 0)
+    try:
+        a = torch.randn(4, 4)
+        ops().plan_store([a], NUMBER, recorded(launching, a))
+        ops().plan_1_1(a, NUMBER)
+        ops().plan_1_1(a, NUMBER)
+    finally:
+        ops().plan_drive_by(0, 0, 0)
+    assert streams == [0x77, 0x78]
+
+
+def test_nothing_is_repeated_while_launches_are_watched(monkeypatch):
+    monkeypatch.setattr(plan, "_is_watched", lambda: True)
+    assert plan.is_off()

@@ -1,0 +1,108 @@
+"""What a call costs the host: ``make host OUT=file.json``, or ``python -m tests.tools.plans.host --out file.json``.
+
+The kernels are those of an H100, compiled without one and launched by a driver that does nothing, so that what is left
+is the host's work: Python, the dispatcher, allocation and the launch. Tensors are tiny, for the CPU computes what is
+PyTorch's own: all of its attention, and the products of ``ista``. One thread; microseconds; each figure is the least
+of rounds in which all calls take turns.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import crate_kernels as ck
+from crate_kernels import nn
+from crate_kernels._core import plan
+from tests.tools.plans import drivers
+
+SHAPE = (2, 4, 33, 16)  # batch, nheads, seqlen, head_dim
+KINDS = ("no_grad", "grad", "both")
+
+
+def calls(dtype):
+    """Return, by name, a function, its input, and a gradient of its output."""
+    batch, nheads, seqlen, head_dim = SHAPE
+    w = torch.randn(SHAPE, dtype=dtype)
+    dout = torch.randn(batch, seqlen, nheads, head_dim, dtype=dtype).transpose(1, 2)
+    temp = torch.ones(nheads, 1, dtype=dtype)
+    x, weight = torch.randn(1, 16, head_dim, dtype=dtype), torch.randn(head_dim, head_dim, dtype=dtype) / 4
+    tokens = torch.randn(batch, seqlen, nheads * head_dim, dtype=dtype)
+    modules = {
+        "nn.MSSA": nn.MSSA(nheads * head_dim, nheads, head_dim),
+        "nn.TSSA": nn.TSSA(nheads * head_dim, nheads),
+        "nn.ISTA": nn.ISTA(nheads * head_dim),
+    }
+    found = {
+        "sdpa": (lambda t: F.scaled_dot_product_attention(t, t, t), w, dout),
+        "mssa": (ck.mssa, w, dout),
+        "mssa causal": (lambda t: ck.mssa(t, causal=True), w, dout),
+        "tssa": (lambda t: ck.tssa(t, temp), w, dout),
+        "tssa causal": (lambda t: ck.tssa(t, temp, causal=True), w, dout),
+        "ista": (lambda t: ck.ista(t, weight), x, torch.randn_like(x)),
+    }
+    return found | {name: (module.to(dtype), tokens, torch.randn_like(tokens)) for name, module in modules.items()}
+
+
+def forms(call, leaf, dout):
+    """Return the call without a gradient, with one, and with its backward."""
+    grown = leaf.clone().requires_grad_()
+
+    def no_grad():
+        with torch.no_grad():
+            call(leaf)
+
+    return dict(
+        zip(KINDS, (no_grad, lambda: call(grown), lambda: torch.autograd.grad(call(grown), grown, dout)), strict=True)
+    )
+
+
+def measure(folder, rounds, count, dtype=torch.bfloat16):
+    """Return the least microseconds of every call, by name and kind."""
+    least = {}
+    with drivers.idle(folder):
+        timed = {(name, kind): run for name, given in calls(dtype).items() for kind, run in forms(*given).items()}
+        for run in timed.values():
+            for _ in range(4):
+                run()
+        for _ in range(rounds):
+            for key, run in timed.items():
+                run()
+                start = time.perf_counter()
+                for _ in range(count):
+                    run()
+                spent = (time.perf_counter() - start) / count * 1e6
+                least[key] = min(least.get(key, spent), spent)
+        hits, misses, plans = plan.counts()
+    found = {}
+    for (name, kind), spent in least.items():
+        found.setdefault(name, {})[kind] = round(spent, 2)
+    return found, {"hits": hits, "misses": misses, "plans": plans}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--count", type=int, default=40, help="calls of a round")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found, counts = measure(Path(folder), args.rounds, args.count)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    base = found["sdpa"]
+    print(f"{'us':14}" + "".join(f"{kind:>18}" for kind in KINDS) + "   (of PyTorch's attention)")
+    for name, row in found.items():
+        print(f"{name:14}" + "".join(f"{row[kind]:10.2f} ({row[kind] / base[kind]:5.2f})" for kind in KINDS))
+    print(counts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

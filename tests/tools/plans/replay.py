@@ -1,0 +1,85 @@
+"""Plans held to what they repeat: the first call of every kind is recorded and repeated at once on copies.
+
+The copies have other addresses, and the same strides, alignment and values. Results, and tensors that the call writes,
+have to be the same bits. Later calls of that kind are repetitions, which the test itself judges.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from crate_kernels._core import plan
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_of(t):
+    """Return a tensor of the same elements, strides and alignment, in memory of its own."""
+    count = 0 if t.numel() == 0 else 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    size = t.element_size()
+    memory = torch.zeros(count + 16 // size, dtype=t.dtype, device=t.device)
+    first = (t.data_ptr() - memory.data_ptr()) % 16 // size if count else 0
+    if count:
+        memory[first : first + count] = t.detach().as_strided((count,), (1,))
+    return memory.as_strided(t.shape, t.stride(), first)
+
+
+def same_bits(a, b):
+    """Return whether two tensors have the same layout and bits."""
+    if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
+        return False
+    whole = _BITS[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(whole), b.detach().contiguous().view(whole))
+
+
+def layout(t):
+    return tuple(t.shape), t.stride(), t.dtype
+
+
+class Checked:
+    """What the checks have seen: how many kinds of calls were repeated, and why others were not."""
+
+    def __init__(self):
+        self.repeated, self.refused = 0, []
+
+
+@contextmanager
+def checked():
+    """Check every kind of call inside this context; yields a Checked."""
+    seen = Checked()
+
+    def record(self, tensors, body):
+        ops = torch.ops.crate_kernels_C
+        if self.failures >= plan._MOST_FAILURES or len(set(map(id, tensors))) < len(tensors):
+            return body()
+        with torch.no_grad():
+            copies = [copy_of(t) for t in tensors]
+        with plan.Recorder(tensors) as recorder:
+            results = body()
+        listed = results if isinstance(results, tuple) else (results,)
+        try:
+            words = recorder.words(listed)
+        except plan.Unplannable as reason:
+            self.failures += 1
+            seen.refused.append(str(reason))
+            return results
+        ops.plan_store(tensors, self.number, words)
+        again = self.run(*copies, self.number)
+        again = again if isinstance(again, (tuple, list)) else (again,)
+        assert again[0] is not None, "a plan that was just recorded did not run"
+        seen.repeated += 1
+        for number, (one, other) in enumerate(zip(listed, again, strict=True)):
+            steps = [step.kind for step in recorder.steps]
+            assert same_bits(one, other), f"result {number} of {steps}: {layout(one)}, {layout(other)}, {one - other}"
+        for number, (one, other) in enumerate(zip(tensors, copies, strict=True)):
+            assert same_bits(one, other), f"tensor {number}, which the call writes, differs"
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.Entry, "record", record)
+        plan.forget()
+        try:
+            yield seen
+        finally:
+            plan.forget()

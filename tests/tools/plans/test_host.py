@@ -1,0 +1,39 @@
+"""``make host``: every call that it times is repeated by a plan, of kernels that Triton compiled for a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from crate_kernels._core import plan
+from crate_kernels._native import extension
+from tests.tools.aot import harness
+from tests.tools.plans import drivers, host
+
+harness.needs_compiler()
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+PLANS = {"no_grad": 1, "grad": 1, "both": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_every_timed_call_is_a_plan(dtype, tmp_path):
+    with drivers.idle(tmp_path):
+        for name, given in host.calls(dtype).items():
+            for kind, run in host.forms(*given).items():
+                for _ in range(3):
+                    run()
+                before, _, _ = plan.counts()
+                run()
+                expected = 0 if name == "sdpa" else PLANS[kind]
+                assert plan.counts()[0] - before == expected, (name, kind)
+
+
+def test_the_file_has_a_number_for_every_call(tmp_path, capsys):
+    path = tmp_path / "host.json"
+    before = torch.get_num_threads()
+    assert host.main(["--out", str(path), "--rounds", "1", "--count", "1"]) == 0
+    torch.set_num_threads(before)
+    found = json.loads(path.read_text())
+    assert {"sdpa", "mssa", "tssa", "ista", "nn.MSSA"} <= found.keys()
+    assert all(row.keys() == set(host.KINDS) and min(row.values()) > 0 for row in found.values())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == [n.split()[0] for n in found]
