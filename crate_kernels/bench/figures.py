@@ -180,16 +180,21 @@ def _multiplied(results: Results, dtype: str) -> list[Row]:
     return [r for r in rows if r.bench in _MULTIPLYING and r.flops and r.bytes and r.times]
 
 
+def _beside_ours(results: Results, direction: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Return the time of each baseline as a multiple of the default backend's, by (op, case, dtype)."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in results.rows:
+        wanted = row.bench in backends.OPS and row.direction == direction and row.provider not in _OURS
+        if wanted and row.times and (ours := results.best(row)) is not None:
+            found.setdefault((row.op, row.case, row.dtype), {})[row.provider] = row.time / ours.time
+    return found
+
+
 def heatmap(results: Results, direction: str = "both") -> Figure:
     """Draw the time of each baseline as a multiple of the default backend's, per case."""
-    rows = [r for r in results.rows if r.bench in backends.OPS and r.direction == direction]
-    cases = list(dict.fromkeys((r.op, r.case, r.dtype) for r in rows))
-    names = [n for n in dict.fromkeys(r.provider for r in rows if r.times) if n not in _OURS]
-    table = np.full((len(cases), len(names)), np.nan)
-    for row in rows:
-        ours = results.best(row)
-        if row.provider in names and row.times and ours is not None:
-            table[cases.index((row.op, row.case, row.dtype)), names.index(row.provider)] = row.time / ours.time
+    ratios = _beside_ours(results, direction)
+    cases, names = list(ratios), list(dict.fromkeys(name for found in ratios.values() for name in found))
+    table = np.array([[found.get(name, np.nan) for name in names] for found in ratios.values()])
     figure, grid = axes(1.9 + 1.15 * len(names), 1.2 + 0.24 * len(cases))
     ax = grid[0, 0]
     ax.imshow(np.log2(table), cmap="PuOr", norm=TwoSlopeNorm(0, -2, 4), aspect="auto")
@@ -216,6 +221,6 @@ def every(results: Results) -> dict[str, Figure]:
         if _multiplied(results, dtype):
             found[f"roofline_{dtype}"] = roofline(results, dtype)
     for direction in ("forward", "both"):
-        if any(r.bench in backends.OPS and r.direction == direction and r.times for r in results.rows):
+        if _beside_ours(results, direction):
             found[f"speedup_{direction}"] = heatmap(results, direction)
     return found

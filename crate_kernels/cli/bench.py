@@ -63,10 +63,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         for row in _rows(tier, args.op, dtypes, device):
             results.rows.append(row)
+            if args.output is not None:
+                rows.write(args.output, results)  # at once: a run that is killed leaves what it timed
             if row.times or not row.skipped.startswith(("Triton's", "PyTorch has", "flash-attn", "FlexA")):
                 print(f"{row.key:58} {_time_cell(row)}", flush=True)
     except KeyboardInterrupt:
         print("bench: interrupted; what follows is what was timed")
+    except OSError as error:  # of the file: a full disk, for example
+        print(f"bench: {error}")
+        return 2
     looks += [load.measure() for _ in looks]
     if any(found.busy for found in looks):
         results.machine["load"] = f"{looks[0]} before, {looks[1]} after"
@@ -98,7 +103,8 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
                     if provider.name == providers.DEFAULT:  # the table names the backend that it times
                         continue
                     if tier != "quick" or provider.name in _QUICK:
-                        row = measuring.blank("bench", timed, dtype, direction, provider.name)
+                        room = testing.SPECS[timed.case.op].room  # as the benchmarks name it: figures ask for that
+                        row = measuring.blank(room, timed, dtype, direction, provider.name)
                         yield measuring.measure(row, timed, provider, device, timer)
 
 

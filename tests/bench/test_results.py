@@ -1,3 +1,4 @@
+import itertools
 import json
 from dataclasses import replace
 
@@ -148,19 +149,22 @@ def test_plot_of_nothing(tmp_path, capsys):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch, capsys):
-    """Return a function that times one tiny case on a machine with some free cores before, and some after."""
+    """Return a function that times tiny cases on a machine with some free cores before, and some after."""
 
-    def run(before=2.0, after=2.0):
+    def run(before=2.0, after=2.0, options=("--quick", "--op", "tssa")):
         looks = iter((load.Load(2, before), load.Load(2, after)))
         monkeypatch.setattr(load, "measure", lambda: next(looks))
-        status = main(["bench", "--quick", "--op", "tssa", "--device", "cpu", "--output", str(tmp_path / "out.json")])
-        return status, capsys.readouterr().out, tmp_path / "out.json"
+        status = main(["bench", *options, "--device", "cpu", "--output", str(run.path)])
+        return status, capsys.readouterr().out, run.path
 
     monkeypatch.setattr(clock, "product_flops", lambda *_: 1e11)
     monkeypatch.setattr(clock, "copy_bytes", lambda *_: 1e10)
-    tiny = testing.Timed(testing.Case("tssa", "vit-196", (1, 2, 9, 16)), "a layer", ("cpu",))
-    monkeypatch.setattr(testing, "TIMED_CASES", (tiny,))
-    monkeypatch.setitem(bench_verb._SECONDS, "quick", 0.01)
+    shapes = {"tssa": ("vit-196", (1, 2, 9, 16)), "ista": ("tokens-1576", (1, 9, 16))}
+    tiny = [testing.Timed(testing.Case(op, *case), "a layer", ("cpu",), True) for op, case in shapes.items()]
+    monkeypatch.setattr(testing, "TIMED_CASES", tiny)
+    for tier in bench_verb._SECONDS:
+        monkeypatch.setitem(bench_verb._SECONDS, tier, 0.01)
+    run.path = tmp_path / "out.json"
     return run
 
 
@@ -173,6 +177,50 @@ def test_bench_prints_a_table_and_writes_rows(bench):
     found = rows.read(path)
     assert {r.provider for r in found.rows if r.times} >= {"eager", "composite"}
     assert json.loads(path.read_text())["machine"]["copy_bytes"] == 1e10
+
+
+def test_a_run_that_is_killed_leaves_the_rows_so_far(bench, monkeypatch):
+    every = bench_verb._rows
+
+    def killed(*args):
+        yield from itertools.islice(every(*args), 2)
+        raise SystemExit
+
+    monkeypatch.setattr(bench_verb, "_rows", killed)
+    with pytest.raises(SystemExit):
+        bench()
+    assert len(rows.read(bench.path).rows) == 2
+
+
+def test_a_file_that_cannot_be_written_ends_bench_with_a_line(bench, tmp_path):
+    (tmp_path / "out.json").mkdir()
+    status, printed, _ = bench()
+    assert status == 2
+    assert printed.endswith(f"bench: [Errno 21] Is a directory: '{tmp_path / 'out.json'}'\n")
+
+
+SIZES = {"quick": ["--quick"], "brief": [], "full": ["--full"]}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_what_bench_writes_plot_draws(size, bench, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it would take seconds a case
+    status, _, path = bench(options=size)
+    assert status == 0
+    assert main(["plot", str(path)]) == 0
+    figures = {path.stem for path in path.parent.glob("*.png")}
+    dtypes = ["fp32"] if "--quick" in size else ["fp32", "bf16"]
+    assert figures == {"speedup_forward", "speedup_both", *(f"roofline_{dtype}" for dtype in dtypes)}
+    assert len(capsys.readouterr().out.splitlines()) == len(figures)
+
+
+@pytest.mark.parametrize("timed", ["eager", "cpp"])
+def test_what_has_nothing_beside_it_is_not_drawn(timed, tmp_path, capsys):
+    """As where bench is interrupted, or where memory ran out for all others."""
+    path = tmp_path / "results.json"
+    rows.write(path, Results(dict(MACHINE), [row(timed, drawn(1e-3)), row("composite", [], skipped="out of memory")]))
+    assert main(["plot", str(path)]) == 1
+    assert "no row" in capsys.readouterr().out
 
 
 BUSY = {"before": (0.3, 2.0), "after": (2.0, 0.3)}

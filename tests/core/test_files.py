@@ -1,6 +1,12 @@
-"""Files that are whole or absent, whoever writes them at once."""
+"""Files that are whole or absent, whoever writes them at once; folders that one run at a time writes to."""
 
+import errno
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -40,3 +46,115 @@ def test_a_file_has_the_mode_of_any_other(umask, mode, tmp_path):
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == mode
+
+
+def full(partial):
+    raise OSError(errno.ENOSPC, "No space left on device")  # as a write says it: without a name
+
+
+def elsewhere(partial):
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", "another")
+
+
+def whole(partial):
+    partial.write_bytes(b"new")
+
+
+ERRORS = {
+    "full": (full, "file", "[Errno 28] No space left on device: '{path}'"),
+    "of another": (elsewhere, "file", "[Errno 2] No such file or directory: 'another'"),
+    "no folder": (whole, "absent/file", "[Errno 2] No such file or directory: '{path}'"),
+    "a folder": (whole, "folder", "[Errno 21] Is a directory: '{path}'"),
+}
+
+
+@pytest.mark.parametrize(("failing", "name", "words"), ERRORS.values(), ids=ERRORS)
+def test_an_error_names_the_file(failing, name, words, tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "folder").mkdir()
+    with (
+        pytest.raises(OSError, match=re.escape(words.format(path=tmp_path / name))),
+        files.replacing(tmp_path / name) as partial,
+    ):
+        failing(partial)
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+
+
+OWNER = """
+import runpy, sys
+from pathlib import Path
+files = runpy.run_path(sys.argv[2])  # without importing PyTorch
+with files["owned"](Path(sys.argv[1])):
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Return a function that starts a process which owns a path."""
+    started = []
+
+    def start(path):
+        command = [sys.executable, "-c", OWNER, str(path), files.__file__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "has it\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks are of POSIX: run on Linux")
+@pytest.mark.parametrize("name", ["", "results.json"], ids=["a folder", "a file"])
+def test_two_runs_do_not_write_to_one_place(name, owner, tmp_path):
+    path = tmp_path / name
+    first = owner(path)
+    with pytest.raises(files.InUse, match=rf"{path} is in use by process {first.pid} on \S+: wait"), files.owned(path):
+        pass
+    first.send_signal(signal.SIGKILL)  # the system frees the lock, and the file of it stays
+    assert len(list(tmp_path.iterdir())) == 1
+    with files.owned(path, patience=30.0):
+        assert first.wait() == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks are of POSIX: run on Linux")
+def test_a_run_waits_for_the_end_of_the_one_before(owner, tmp_path):
+    first = owner(tmp_path)
+    threading.Timer(0.3, first.stdin.close).start()
+    with files.owned(tmp_path, patience=60.0):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_children_do_not_keep_a_lock(tmp_path):
+    """As the processes that read images do not, where torchrun's own is killed."""
+    reading, writing = os.pipe()
+    with files.owned(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        subprocess.run([sys.executable, "-c", OWNER, str(tmp_path), files.__file__], stdin=subprocess.DEVNULL, check=True)
+    finally:
+        os.write(writing, b".")
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl", reason="locks are of POSIX: run on Linux")
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(UserWarning, match="no lock keeps a second run out .No locks available."), files.owned(tmp_path):
+        pass
