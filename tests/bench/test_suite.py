@@ -11,7 +11,7 @@ import torch
 from benchmarks.tables import ROOT
 from crate_kernels.bench import rows
 
-pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install 'crate-kernels[bench]'")
+pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install '.[bench]'")
 
 
 def suite(*arguments):

@@ -21,7 +21,7 @@ from tests.integrations import vision_schemas  # noqa: F401 (torchvision can be 
 
 MEANT = {"N": "1", "VERB": "denoise"}  # words of prose in the place of a value
 SLOW = pytest.mark.exhaustive  # imports transformers' Trainer
-EXTRAS = re.compile(r"^(?:crate-kernels|\.)(?:\[([\w,-]+)\])?$")
+EXTRAS = re.compile(r"^\.(?:\[([\w,-]+)\])?$")
 
 
 class Parsed(Exception):
@@ -221,6 +221,42 @@ def test_an_install_without_isolation_has_what_its_build_requires():
         shown = list(pages.inline(pages.ROOT / page))
         first = shown.index(f"pip install {shlex.join(sorted(required()))}")
         assert shown[first + 1] == "pip install --no-build-isolation ."
+
+
+# The package is on no index: whoever registers its name there would be installed instead. Extras of pyproject.toml that
+# name others are of this tree.
+PUBLISHED = re.compile(
+    r"\b(?:pipx?|uv|conda)\b.{0,40}\b(?:install|add)\b[^`\n]*\bcrate[-_]kernels|crate-kernels\[|pypi\.org/\S*crate"
+)
+TREE = ("crate_kernels", "csrc", "tests", "docs", "benchmarks", "examples", ".github", ".ci")
+
+
+def test_nothing_is_installed_by_a_name_that_others_could_register():
+    texts = [path for path in pages.ROOT.iterdir() if path.is_file() and path.name != "pyproject.toml"]
+    for folder in TREE:
+        texts += [path for path in (pages.ROOT / folder).rglob("*") if path.is_file() and "_build" not in path.parts]
+    assert len(texts) > 500
+    found = [
+        f"{path.relative_to(pages.ROOT)}: {match[0]}"
+        for path in texts
+        if path != Path(__file__) and path.suffix not in (".png", ".pyc", ".so")
+        for match in PUBLISHED.finditer(path.read_text(errors="ignore"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install 'crate-kernels[hf]'",
+        "python -m pip install crate-kernels",
+        "pip install -U crate_kernels",
+        "uv add crate-kernels",
+        "https://pypi.org/project/crate-kernels/",
+    ],
+)
+def test_what_others_could_register_is_seen(text):
+    assert PUBLISHED.search(text)
 
 
 @pytest.mark.exhaustive

@@ -109,7 +109,7 @@ def test_missing_packages_are_named(run, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "matplotlib" else name)
     status, printed, folder = run("redunet")
     assert status == 2
-    assert printed == "redunet: not installed: matplotlib; pip install 'crate-kernels[demo]' brings them"
+    assert printed == "redunet: not installed: matplotlib; pip install matplotlib"
     assert not folder.exists()
 
 

@@ -22,7 +22,7 @@ def missing_packages() -> str | None:
     missing = [package for module, package in NEEDS.items() if find_spec(module) is None]
     if not missing:
         return None
-    return f"not installed: {', '.join(missing)}; pip install 'crate-kernels[demo]' brings them"
+    return f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}"
 
 
 def refuse(verb: str, reason: str) -> int:

@@ -42,7 +42,7 @@ tags: [crate_kernels, white-box]
 
 # {architectures[0]}
 
-A white-box transformer, computed by [crate_kernels](https://pypi.org/project/crate-kernels/).
+A white-box transformer, computed by `crate_kernels`.
 
 ```python
 import crate_kernels.integrations.transformers

@@ -151,7 +151,7 @@ def test_missing_packages_are_named_together(demo, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name in ("rich", "sklearn") else name)
     status, _, err, folder = demo()
     assert status == 2
-    assert err == "demo: not installed: rich, scikit-learn; pip install 'crate-kernels[demo]' brings them\n"
+    assert err == "demo: not installed: rich, scikit-learn; pip install rich scikit-learn\n"
     assert not folder.exists()
 
 
