@@ -35,13 +35,15 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name in models.names() if name.startswith(("crate_lm_", "tost_lm_", "aot_lm_mssa_"))]
     parser.add_argument("--text", type=Path, required=True, help="a file; its bytes are the tokens")
-    parser.add_argument("--vocab", type=int, default=256, help="above 256, the file has tokens of 16 bits instead")
+    parser.add_argument(
+        "--vocab", type=loop.count, default=256, help="above 256, the file has tokens of 16 bits instead"
+    )
     parser.add_argument("--model", choices=names, help="a published size; default: a causal CRATE of 6 layers")
-    parser.add_argument("--layers", type=int, help="instead of the size's own, as the next two")
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--context", type=int, default=256, help="tokens of a text")
-    parser.add_argument("--sequence", type=int, default=1, help="processes that share a text")
+    parser.add_argument("--layers", type=loop.count, help="instead of the size's own, as the next two")
+    parser.add_argument("--heads", type=loop.count)
+    parser.add_argument("--width", type=loop.count)
+    parser.add_argument("--context", type=loop.count, default=256, help="tokens of a text")
+    parser.add_argument("--sequence", type=loop.count, default=1, help="processes that share a text")
     loop.add_options(parser, lr=1e-3, batch=16)
     return parser.parse_args(arguments)
 

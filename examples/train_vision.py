@@ -39,13 +39,15 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         name for name in models.names() if name.startswith("crate_") and "_lm_" not in name and "_mae_" not in name
     ]
     parser.add_argument("--images", type=Path, help="a folder of images; default: digits")
-    parser.add_argument("--size", type=int, default=224, help="side of an image from a folder, in pixels")
+    parser.add_argument("--size", type=loop.count, default=224, help="side of an image from a folder, in pixels")
     parser.add_argument("--model", choices=names, help="a published size; default: a CRATE of 4 layers")
-    parser.add_argument("--depth", type=int, help="instead of the size's own, as the next three")
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--head-width", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--patch", type=int, help="side of a patch; default: the size's own, or what suits the digits")
+    parser.add_argument("--depth", type=loop.count, help="instead of the size's own, as the next three")
+    parser.add_argument("--heads", type=loop.count)
+    parser.add_argument("--head-width", type=loop.count)
+    parser.add_argument("--width", type=loop.count)
+    parser.add_argument(
+        "--patch", type=loop.count, help="side of a patch; default: the size's own, or what suits the digits"
+    )
     parser.add_argument("--smoothing", type=float, default=0.1, help="of the labels")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images, for each of these")
     loop.add_options(parser, lr=2e-3, batch=64)

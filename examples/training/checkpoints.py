@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,41 +24,61 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from training.folder import flush, together
 from training.processes import is_first
 
 LIST = "files.json"
 GROUPS = "groups.json"  # the optimiser's numbers, such as learning rates
+UNFINISHED, DELETED = "unfinished", "deleted"  # folders of what a run that is killed writes or deletes
 
 
 def save(folder: Path, model: nn.Module, optimiser: Optimizer, step: int, keep: int) -> None:
-    """Write the checkpoint of a step, and delete all but the last ``keep``."""
-    aside = folder / "unfinished"
-    if is_first():
-        shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while it wrote
-    dist.barrier()
+    """Write the checkpoint of a step, and delete all but the last ``keep``, at least one."""
     weights, moments = get_state_dict(model, optimiser)
-    if is_first():
-        aside.mkdir(parents=True, exist_ok=True)
-        (aside / GROUPS).write_text(json.dumps(moments["param_groups"], indent=1))
-    dcp.save(
-        {"model": _untied(model, weights), "optimiser": moments["state"]},
-        storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True),
-    )
-    own = _own(sorted(aside.iterdir()))
-    for path in own:
-        _flush(path)
-    marks = _of_all({path.name: _mark(path) for path in own})
-    if is_first():
-        (aside / LIST).write_text(json.dumps(marks, indent=1))
-        _flush(aside / LIST)
-        _flush(aside)
-        place = folder / f"step-{step}"
-        _remove(place)
-        aside.rename(place)
-        _flush(folder)
-        for old in steps(folder)[max(1, keep) :]:
-            _remove(folder / f"step-{old}")
-    dist.barrier()
+    try:
+        _write(folder, {"model": _untied(model, weights), "optimiser": moments["state"]}, moments["param_groups"], step)
+    except SystemExit:
+        if is_first():
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # it would fill the disk
+        raise
+    tidy(folder, step, keep)
+
+
+def _write(folder: Path, state: dict[str, Any], groups: Any, step: int) -> None:
+    """Write a checkpoint aside, then give it its name."""
+    aside = folder / UNFINISHED
+    with together(aside):
+        if is_first():
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            (aside / GROUPS).write_text(json.dumps(groups, indent=1))
+    with together(aside):
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True))
+    own: dict[str, tuple[int, str]] = {}
+    with together(aside):
+        for path in _own(sorted(aside.iterdir())):
+            flush(path)
+            own[path.name] = _mark(path)
+    marks = _of_all(own)
+    with together(aside):
+        if is_first():
+            (aside / LIST).write_text(json.dumps(marks, indent=1))
+            flush(aside / LIST)
+            flush(aside)
+            place = folder / f"step-{step}"
+            _remove(place)
+            aside.rename(place)
+            flush(folder)
+
+
+def tidy(folder: Path, step: int, keep: int) -> None:
+    """Delete what killed runs left, and of the checkpoints up to a step, which is whole, all but the last ``keep``."""
+    with together(folder):
+        if is_first():
+            for left in (UNFINISHED, DELETED):
+                shutil.rmtree(folder / left, ignore_errors=True)
+            for old in [found for found in steps(folder) if found <= step][keep:]:
+                _remove(folder / f"step-{old}")
 
 
 def steps(folder: Path) -> list[int]:
@@ -100,9 +119,9 @@ def load(folder: Path, step: int, model: nn.Module, optimiser: Optimizer) -> Non
 def export(folder: Path, model: Any) -> None:
     """Write the whole weights as ``save_pretrained`` does."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if is_first():
-        model.save_pretrained(folder, state_dict=state)
-    dist.barrier()
+    with together(folder.parent):
+        if is_first():
+            model.save_pretrained(folder, state_dict=state)
 
 
 def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
@@ -154,19 +173,10 @@ def _of_all(own: dict) -> dict:
     return {name: value for each in every for name, value in sorted(each.items())}
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _remove(place: Path) -> None:
     """Delete a checkpoint; it loses its name first."""
     if place.exists():
-        gone = place.with_name("deleted")
+        gone = place.with_name(DELETED)
         shutil.rmtree(gone, ignore_errors=True)
         place.rename(gone)
         shutil.rmtree(gone)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from crate_kernels._core import files
 from crate_kernels.models.crate_lm import TiedISTA
 from crate_kernels.nn import ISTA, MSSA, CausalMSSA, OvercompleteISTA
+from training.folder import told
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the products that are timed
 
@@ -67,14 +69,16 @@ class Metrics:
     def __init__(self, path: Path, done: int) -> None:
         self.path = path
         kept = [line for line in _lines(path) if line["step"] < done]
-        aside = path.with_suffix(".partial")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        aside.replace(path)
+        files.put(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append the line of a step."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    def write(self, line: dict[str, Any]) -> str:
+        """Append the line of a step; return why it cannot be written, "" if it is."""
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            return told(self.path, error)
+        return ""
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training import checkpoints, cutting, figures
-from training.processes import Processes, is_first
+from crate_kernels._core import files
+from training import checkpoints, cutting, figures, folder
+from training.processes import Processes, asked_to_end, is_first, most
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+TERMINATED = 143  # 128 + SIGTERM, as shells have it
+_GOES_ON, _ENDS, _FAILS = range(3)  # what processes tell each other after a step: the largest counts for all
 
 
 class Task(NamedTuple):
@@ -47,21 +50,28 @@ class Task(NamedTuple):
     settings: dict[str, Any]
 
 
+def count(text: str) -> int:
+    """Read an option that is a number from 1 on."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def add_options(parser: argparse.ArgumentParser, *, lr: float, batch: int) -> None:
     """Add the options that all training examples have."""
     parser.add_argument("--out", type=Path, default=Path("train-output"), help="metrics, checkpoints and the model")
-    parser.add_argument("--batch", type=int, default=batch, help="per step, of all processes")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--schedule", type=int, help="steps of the schedule; default: --steps")
+    parser.add_argument("--batch", type=count, default=batch, help="per step, of all processes")
+    parser.add_argument("--steps", type=count, default=1000)
+    parser.add_argument("--schedule", type=count, help="steps of the schedule; default: --steps")
     parser.add_argument("--lr", type=float, default=lr, help="largest learning rate")
     parser.add_argument("--warmup", type=int, default=50, help="steps up to it")
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    parser.add_argument("--tensor", type=int, default=1, help="processes that share each layer")
-    parser.add_argument("--replicas", type=int, default=1, help="copies of the weights; between nodes, one a node")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=int, default=3, help="checkpoints that are kept")
-    parser.add_argument("--print-every", type=int, default=10, help="steps between lines on the terminal")
+    parser.add_argument("--tensor", type=count, default=1, help="processes that share each layer")
+    parser.add_argument("--replicas", type=count, default=1, help="copies of the weights; between nodes, one a node")
+    parser.add_argument("--save-every", type=count, default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=count, default=3, help="checkpoints that are kept")
+    parser.add_argument("--print-every", type=count, default=10, help="steps between lines on the terminal")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--dtype", choices=tuple(cutting.DTYPES), default="float32", help="of the products")
     parser.add_argument(
@@ -80,17 +90,26 @@ def rate(args: argparse.Namespace, step: int) -> float:
 
 
 def run(args: argparse.Namespace, task: Task) -> None:
-    """Train to the last step, from the last whole checkpoint if there is one, and export the model."""
+    """Train to the last step, from the last whole checkpoint if there is one, and export the model.
+
+    Raises:
+        SystemExit: another run has the folder, or it cannot be written; or there was a SIGTERM in one of the processes,
+            and there is a checkpoint of the last step.
+    """
+    with folder.owned(args.out), asked_to_end() as ended:
+        _run(args, task, ended)
+
+
+def _run(args: argparse.Namespace, task: Task, ended: Callable[[], bool]) -> None:
     optimiser = torch.optim.AdamW(task.model.parameter_groups(args.decay), lr=args.lr, betas=(0.9, 0.95))
-    if is_first():
-        args.out.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     done = checkpoints.newest(args.out) or 0
+    checkpoints.tidy(args.out, done, args.keep)  # before anything is written: the disk may be full
     peak = _begin(args, task, done)
     if done:
         checkpoints.load(args.out, done, task.model, optimiser)
         _say(f"goes on after step {done}, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
-    metrics = figures.Metrics(args.out / "metrics.jsonl", done) if is_first() else None
+    with folder.together(args.out):
+        metrics = figures.Metrics(args.out / "metrics.jsonl", done) if is_first() else None
     batches = task.batches(done)
     clock = time.perf_counter()
     for step in range(done, args.steps):
@@ -101,13 +120,20 @@ def run(args: argparse.Namespace, task: Task) -> None:
         line |= {f"{task.unit}_per_second": task.per_step / seconds, "mfu": task.flops * task.per_step / seconds / peak}
         if saves:
             line |= task.evaluate()
+        problem = ""
         if metrics is not None:
-            metrics.write(line)
+            problem = metrics.write(line)
             if saves or (step + 1) % args.print_every == 0:
                 _report(args, task, line, seconds)
-        if saves:
+        state = most(_FAILS if problem else _ENDS if ended() else _GOES_ON)
+        if state == _FAILS:
+            raise SystemExit(problem or 1)
+        if saves or state == _ENDS:
             checkpoints.save(args.out, task.model, optimiser, step + 1, args.keep)
             clock = time.perf_counter()
+        if state == _ENDS and step + 1 < args.steps:
+            _say(f"SIGTERM: step {step + 1} is saved; the same command goes on")
+            raise SystemExit(TERMINATED)
     checkpoints.export(args.out / "model", task.model)
 
 
@@ -145,10 +171,9 @@ def _begin(args: argparse.Namespace, task: Task, done: int) -> float:
         peak = figures.measured_peak(device, getattr(torch, args.dtype))
         source = f"measured: products of {figures.SIDE[device.type]} in {args.dtype}, {size} processes at once"
     facts = {"settings": settings, "peak": peak, "peak_source": source, "processes": size}
-    if is_first():
-        aside = path.with_suffix(".partial")
-        aside.write_text(json.dumps(facts, indent=1) + "\n")
-        aside.replace(path)
+    with folder.together(args.out):
+        if is_first():
+            files.put(path, (json.dumps(facts, indent=1) + "\n").encode())
     mesh = {name: task.processes.mesh[name].size() for name in ("data", "sequence", "tensor")}
     _say(
         f"{size} processes {mesh}; {task.flops:.3g} FLOP per {task.unit[:-1]}; peak {peak / 1e12:.3g} TFLOP/s, {source}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -51,9 +54,41 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
+def most(number: int) -> int:
+    """Return the largest of all processes' numbers."""
+    total = torch.tensor(number)
+    dist.all_reduce(total, dist.ReduceOp.MAX)
+    return int(total.item())
+
+
+@contextmanager
+def asked_to_end() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether there was a SIGTERM, which ends nothing by itself in the meantime."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, however that ends: a killed torchrun leaves its workers."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @contextmanager
 def started() -> Iterator[torch.device]:
     """Join the processes that torchrun started, or be the only one; yield this process's device."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)

@@ -99,6 +99,47 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path):
     assert all(torch.equal(same[0][name], weight) for name, weight in same[1].items())
 
 
+def test_after_a_kill_of_torchrun_one_run_goes_on(tmp_path):
+    """Its workers end with it, a second run beside the first is refused, and no step has two lines."""
+    options = "--steps", "600", "--save-every", "5"
+    first = start(command(tmp_path, 2, *options))
+    try:
+        until(lambda: (tmp_path / "step-5").exists(), first)
+        beside = start(command(tmp_path, 0, *options))
+        _, complaints = beside.communicate(timeout=300)
+        assert beside.returncode == 1
+        assert re.fullmatch(rf"{tmp_path} is in use by process \d+ on \S+: wait for its end, or end it\n", complaints)
+        workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        assert len(workers) == 2
+        first.kill()
+        _, told = train(tmp_path, 2, *options)
+    finally:
+        first.kill()
+        first.communicate()
+    assert "goes on after step" in told
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(600))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_that_is_terminated_saves_its_step(processes, tmp_path):
+    options = "--steps", "600", "--save-every", "600"
+    running = start(command(tmp_path, processes, *options))
+    try:
+        until(lambda: (tmp_path / "metrics.jsonl").exists() and len(lines(tmp_path)) >= 3, running)
+        running.terminate()
+        told, complaints = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == (1 if processes else 143), complaints
+    (step,) = re.findall(r"SIGTERM: step (\d+) is saved", told)
+    assert len(lines(tmp_path)) == int(step)
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{step}"]
+    _, told = train(tmp_path, processes, *options, "--steps", str(int(step) + 5))
+    assert f"goes on after step {step}, " in told
+    assert [line["step"] for line in lines(tmp_path)] == list(range(int(step) + 5))
+
+
 def until(true, running, seconds=240):
     end = time.monotonic() + seconds
     while not true():

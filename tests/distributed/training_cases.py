@@ -1,9 +1,12 @@
 """The training examples on the meshes that a group has: the losses of one process, step by step; their checkpoints."""
 
+import contextlib
 import functools
 import itertools
 import json
+import re
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +23,10 @@ sys.path.append(str(ROOT / "examples"))  # as when one of them runs
 
 import train_language  # noqa: E402
 import train_vision  # noqa: E402
-from training import checkpoints, figures, loop, processes  # noqa: E402, F401
+from training import checkpoints, figures, loop, processes  # noqa: E402
+from training import folder as run_folder  # noqa: E402
+
+from crate_kernels._core import files  # noqa: E402
 
 train_vision.Digits = functools.cache(train_vision.Digits)  # a table of text, which is read once
 processes.init_device_mesh = functools.cache(processes.init_device_mesh)  # groups, whose threads wake all the time
@@ -177,8 +183,106 @@ def refused(group):
             trained(train_language, folder, options(train_language, "--heads=3", "--seed=1"))
 
 
+def interrupted(folder, args, call, act):
+    """Train until the run ends itself, which it does in all processes, and return why: the last one acts in a call."""
+    args.out = folder
+    task, calls = train_language.prepare(args, processes.placed(CPU, args.batch)), itertools.count(1)
+
+    def loss(*given):
+        if next(calls) == call and dist.get_rank() == dist.get_world_size() - 1:
+            act()
+        return train_language.loss(*given)
+
+    with pytest.raises(SystemExit) as ended:
+        loop.run(args, task._replace(loss=loss))
+    return ended.value.code
+
+
+def stopped(group):
+    """After a SIGTERM to any process, all save the step that they are at, and the run goes on from there."""
+    args = options(train_language, "--save-every=100")
+    before = signal.getsignal(signal.SIGTERM)
+    with shared_folder() as folder:
+        assert interrupted(folder, args, 3, lambda: signal.raise_signal(signal.SIGTERM)) == 143
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert checkpoints.newest(folder) == 3
+        losses = [line["loss"] for line in trained(train_language, folder, args)]
+        assert losses == pytest.approx([loss for loss, _ in expected(train_language, args)[0]], rel=1e-11)
+
+
+class limited:
+    """A disk on which the process that acts can write files of so many bytes at most."""
+
+    def __init__(self, most):
+        import resource
+
+        self.resource, self.most = resource, most
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def act(self):
+        self.resource.setrlimit(self.resource.RLIMIT_FSIZE, (self.most, self.before[1]))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.resource.setrlimit(self.resource.RLIMIT_FSIZE, self.before)
+
+
+def full(group):
+    """A full disk ends all processes with one line; a smaller --keep makes room before anything is written."""
+    size = dist.get_world_size()
+    first = processes.is_first()
+    with shared_folder() as folder, limited(30_000) as disk:
+        part = f"shard-{size:05}-model-00001-of-00001.safetensors"
+        words = f"{folder}/unfinished cannot be written: File too large: {folder}/unfinished/{part}; "
+        for keep, left in ((3, [3, 2, 1]), (2, [3, 2])):
+            args = options(train_language, "--save-every=1", f"--keep={keep}")
+            code = interrupted(folder, args, 4 if keep == 3 else 1, disk.act)
+            if first:
+                assert re.fullmatch(rf"{re.escape(words)}\d+ MiB are free; the same command goes on, .*", code), code
+            else:
+                assert code == 1
+            dist.barrier()  # the first process clears up
+            assert checkpoints.steps(folder) == left
+            assert not (folder / "unfinished").exists()
+            dist.barrier()
+
+
+def full_for_metrics(group):
+    """The last process has no file of metrics: here the first has a full disk."""
+    with shared_folder() as folder, limited(300) as disk:
+        write = figures.Metrics.write
+        try:
+            figures.Metrics.write = lambda self, line: (disk.act(), write(self, line))[1]
+            code = interrupted(folder, options(train_language), 0, None)
+        finally:
+            figures.Metrics.write = write
+        words = f"{folder}/metrics.jsonl cannot be written: File too large"
+        assert code.startswith(words) if processes.is_first() else code == 1
+
+
+def taken(group):
+    """A folder that another process has is left alone."""
+    with shared_folder() as folder:
+        patience, run_folder.PATIENCE = run_folder.PATIENCE, 0.0
+        last = dist.get_rank() == dist.get_world_size() - 1
+        try:
+            with files.owned(folder) if last else contextlib.nullcontext():
+                dist.barrier()
+                code = interrupted(folder, options(train_language), 0, None)
+        finally:
+            run_folder.PATIENCE = patience
+        assert "is in use by process" in code if processes.is_first() else code == 1
+        assert [path.name for path in folder.iterdir()] in ([], [".lock"])  # the last one may be slower to remove it
+
+
 # make test runs these; tests/distributed/run_cases.py has more.
 CASES = {
+    "train-stopped": stopped,
+    "train-full": full,
+    "train-full-metrics": full_for_metrics,
+    "train-taken": taken,
     "train-sequence": as_one(train_language, "--recompute", sequence="all"),
     "train-damaged": damaged,
     "train-refused": refused,
