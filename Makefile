@@ -107,7 +107,7 @@ test-aarch64: .venv/test.stamp
 # so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
 # Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what
 # a sanitizer says before it ends the process.
-SANITIZED = HOME=$(CURDIR)/.venv/sanitized
+SANITIZED = XDG_CACHE_HOME= HOME=$(CURDIR)/.venv/sanitized
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
 ## the C++ kernels under the address and undefined-behaviour sanitizers
 test-sanitize: .venv/test.stamp
@@ -185,8 +185,8 @@ docs: .venv/docs.stamp
 	$(SPHINX)
 
 ##@ Measure
-# Less than 5 minutes on two cores; make bench ARGS='--tier full --results FILE.json' has every case.
-## the benchmarks, in some minutes
+# 5 minutes at most, also where others use the cores; make bench ARGS='--tier full --results FILE.json' has every case.
+## the benchmarks, in 5 minutes at most
 bench: .venv/dev.stamp extension
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 

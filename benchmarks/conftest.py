@@ -9,29 +9,42 @@ import pytest
 import torch
 
 from benchmarks import worth
+from crate_kernels._core import files
 from crate_kernels.bench import clock, load, memory, rows
 from crate_kernels.bench.providers import DEFAULT, OURS
 from crate_kernels.bench.rows import Results
 from tests.integrations import vision_schemas  # noqa: F401 (timm imports torchvision)
 
-MOST_ROUNDS_SECONDS = {"brief": 0.2, "full": 0.4}
+MOST_ROUNDS_SECONDS = {"quick": 0.1, "brief": 0.2, "full": 0.4}
+QUICK_MINUTES = 5.0
+RESULTS = Path("bench-output") / "results.json"  # of a run that names no file: begun anew
 COLUMNS = ["min", "median", "iqr", "rounds"]
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("crate_kernels benchmarks")
-    group.addoption("--tier", choices=("brief", "full"), help="brief: some minutes of a CPU; full is default on a GPU")
+    group.addoption(
+        "--tier",
+        choices=tuple(MOST_ROUNDS_SECONDS),
+        help=f"quick, the default on a CPU: at most {QUICK_MINUTES:g} minutes; brief: a quarter of an hour or more; "
+        "full: all, the default on a GPU",
+    )
     group.addoption("--bench-device", help="cuda where there is one, else cpu, by default")
     group.addoption(
         "--results",
         type=Path,
-        help="JSON file, or folder of one a shard, to add rows to as they come; rows in it are not run again",
+        help="JSON file, or folder of one a shard, to add rows to as they come; rows in it are not run again. Without "
+        f"this option, {RESULTS} is begun anew",
     )
     group.addoption(
         "--again", action="store_true", help="time rows of the file once more, and keep the samples of both"
     )
     group.addoption("--shard", default="1/1", help="i/n: the i-th of n parts of the benchmarks")
-    group.addoption("--minutes", type=float, help="start nothing after so many; run again to go on")
+    group.addoption(
+        "--minutes",
+        type=float,
+        help=f"start nothing after so many ({QUICK_MINUTES:g} of --tier quick); with --results, run again to go on",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,11 +52,12 @@ def pytest_configure(config):
     if getattr(config.option, "benchmark_columns", "") is None:
         config.option.benchmark_columns = COLUMNS  # the default columns do not fit a terminal
     config.device = torch.device(config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config.results = config.getoption("--results")
-    if config.results is not None and config.results.suffix != ".json":
+    config.results = config.getoption("--results") or RESULTS
+    if config.results.suffix != ".json":
         config.results /= f"{config.getoption('--shard').replace('/', '-of-')}.json"
-    config.looks = []
-    config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "brief")
+    config.looks, config.rows_written = [], False
+    config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "quick")
+    config.minutes = config.getoption("--minutes") or (QUICK_MINUTES if config.tier == "quick" else None)
 
 
 def _rank(item):
@@ -51,6 +65,12 @@ def _rank(item):
     parameters = getattr(item, "callspec", None)
     given = parameters.params if parameters else {}
     return worth.rank(given["what"].name, given["dtype"], given["direction"]) if "what" in given else 0
+
+
+def _quick_rank(item):
+    """Return the place of a benchmark in the quick run; None if it is not in it."""
+    given = item.callspec.params
+    return worth.quick_rank(given["what"].name, given["dtype"], given["direction"], given["provider"])
 
 
 def pytest_collection_modifyitems(config, items):
@@ -68,12 +88,13 @@ def pytest_collection_modifyitems(config, items):
         provider, direction = item.callspec.params["provider"], item.callspec.params.get("direction")
         briefly = getattr(item.module, "BRIEF_PROVIDERS", (provider,))
         brief = what.brief and provider in briefly and not {provider, direction} & {*what.only_full}
-        fits = what.runs_on(config.device.type) and (config.tier == "full" or brief)
+        chosen = {"quick": _quick_rank(item) is not None, "brief": brief, "full": True}[config.tier]
+        fits = what.runs_on(config.device.type) and chosen
         if fits:
             index = groups.setdefault(what.name, len(groups))
             fits = index % parts == part - 1
         (kept if fits else dropped).append(item)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: _quick_rank(item) or 0) if config.tier == "quick" else kept
     config.hook.pytest_deselected(items=dropped)
 
 
@@ -86,17 +107,22 @@ def results(request):
     machine = rows.machine(device, ("fp32", "bf16"))
     if any(found.busy for found in request.config.looks):
         machine["load"] = f"{request.config.looks[0]} before"
-    if path is not None and path.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.owned(path):
+        if not request.config.getoption("--results") or not path.exists():
+            yield Results(machine, [])
+            return
         earlier = rows.read(path)
         if earlier.machine["device"] != machine["device"]:
             raise pytest.UsageError(f"{path} is of {earlier.machine['device']}, this is {machine['device']}")
         rows.pool(machine, earlier.machine)
-        return Results(machine, earlier.rows)
-    return Results(machine, [])
+        yield Results(machine, earlier.rows)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Report whether other processes used the machine, before and after."""
+    """Report where the rows are, and whether other processes used the machine, before and after."""
+    if config.rows_written:
+        terminalreporter.write_line(f"rows: {config.results}; --results {config.results} goes on where this run ended")
     looks = [*config.looks, *(load.measure() for _ in config.looks)]
     if any(found.busy for found in looks):
         words = " before, ".join(map(str, looks))
@@ -140,8 +166,8 @@ def timed(request, benchmark, results, started):
             results.rows.remove(earlier)
         results.rows.append(measured)
         benchmark.extra_info.update(rows.facts(measured, results) | {"machine": results.machine})
-        if path is not None:
-            rows.write(path, results)
+        config.rows_written = True
+        rows.write(path, results)
         if measured.skipped.startswith("wrong") and measured.provider in (DEFAULT, *OURS):
             pytest.fail(measured.skipped)
         if measured.skipped:
@@ -153,9 +179,8 @@ def timed(request, benchmark, results, started):
 def skip_what_is_done(config, started, in_file):
     if in_file and not config.getoption("--again"):
         pytest.skip("in the file of results already")
-    minutes = config.getoption("--minutes")
-    if minutes is not None and time.monotonic() - started > 60 * minutes:
-        pytest.skip("time is up: run again to go on")
+    if config.minutes is not None and time.monotonic() - started > 60 * config.minutes:
+        pytest.skip(f"time is up: --results {config.results} goes on")
 
 
 @pytest.fixture
@@ -175,8 +200,8 @@ def together(request, benchmark, results, started):
                 results.rows.remove(earlier[row.key])
         results.rows += timed_rows
         benchmark.extra_info.update({row.provider: rows.facts(row, results) for row in timed_rows})
-        if config.results is not None:
-            rows.write(config.results, results)
+        config.rows_written = True
+        rows.write(config.results, results)
         bad = [row for row in timed_rows if row.skipped.startswith("wrong") and row.provider in (DEFAULT, *OURS)]
         assert [row.skipped for row in bad] == []
 

@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU in order of worth: what half an hour should have timed before it is up."""
+"""The benchmarks in order of worth: those of half an hour of a GPU, and those of a CPU's default run."""
 
 from __future__ import annotations
 
@@ -56,6 +56,29 @@ ORDER = tuple(
     for name in names
 )
 _RANKS = {key: rank for rank, key in enumerate(ORDER)}
+
+
+# What the default run of a CPU times, in this order: a few minutes, also where others use the cores. torch.compile and
+# FlexAttention are not in it: they take seconds to compile a case.
+_QUICK = (
+    *_OVERHEADS,
+    "mssa-vit-197-d64-cpu",
+    "tssa-vit-196-many-cpu",
+    "ista-tokens-1576-cpu",
+    "mssa-lm-1024-d64-causal-cpu",
+    "tssa-lm-1024-causal-cpu",
+    "mssa-1x12x64-cached-1024",
+    "tssa-1x12x64-cached-1024",
+    "ista_overcomplete-alpha-s-cpu",
+    "crate_small",
+)
+_QUICK_PROVIDERS = ("raw op", "public", "public with gradient", "eager", "sdpa", "composite", "cpp", "default")
+
+
+def quick_rank(name: str, dtype: str, direction: str, provider: str) -> int | None:
+    """Return the place of a benchmark in the default run of a CPU; None if it is not in it."""
+    slow = direction == "backward" or (name == "crate_small" and dtype != "fp32")
+    return None if slow or name not in _QUICK or provider not in _QUICK_PROVIDERS else _QUICK.index(name)
 
 
 def rank(name: str, dtype: str, direction: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -79,11 +80,14 @@ def _content_hash(flags: tuple[str, ...], folder: Path, paths: list[Path]) -> st
 
 
 def user_cache() -> Path:
-    """Return the folder of the libraries that a user builds.
+    """Return the folder of what a user builds and tunes: in XDG_CACHE_HOME if that is absolute, else in ~/.cache.
 
     Raises:
         BuildError: there is no home folder.
     """
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(caches):  # others are to be ignored, says the specification
+        return Path(caches) / "crate_kernels"
     try:
         return Path.home() / ".cache" / "crate_kernels"
     except RuntimeError as error:

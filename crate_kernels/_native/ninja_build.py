@@ -27,6 +27,7 @@ from .libraries import PLATFORM, BuildError
 _UNUSED_DAYS = 30
 _ONE_LINE = 1 << 20  # wider than any command: ninja_syntax loses spaces within quotes where it breaks a line
 
+COMPILING = "compiling"  # the first line of progress
 Show = Callable[[str], object]
 
 
@@ -63,7 +64,9 @@ def locked(folder: Path) -> Iterator[IO[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")  # noqa: SIM115  # closed below
     except OSError as error:
-        raise BuildError(f"the user's cache cannot be written: {error}; set HOME to a folder that can") from error
+        raise BuildError(
+            f"the user's cache cannot be written: {error}; set XDG_CACHE_HOME or HOME to a folder that can"
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
@@ -152,7 +155,7 @@ def _write_compile_commands(recipe: Recipe, objects: Objects) -> None:
 def _run_ninja(objects: Objects, show: Show) -> None:
     import ninja
 
-    show("compiling")
+    show(COMPILING)
     said = []
     with subprocess.Popen(
         [os.path.join(ninja.BIN_DIR, "ninja"), "-j", str(_jobs())],

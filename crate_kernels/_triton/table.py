@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from crate_kernels._core import files, plan
-from crate_kernels._native import ninja_build
+from crate_kernels._native import libraries, ninja_build
 from crate_kernels._triton import launch
 
 Config = Mapping[str, int]
@@ -145,7 +145,7 @@ def _number(key: str) -> int:
 
 def user_table(gpu: str) -> Path:
     """Return the file in which ``tune`` keeps the rows of a GPU."""
-    return Path.home() / ".cache" / "crate_kernels" / "tune" / _file_name(gpu)
+    return libraries.user_cache() / "tune" / _file_name(gpu)
 
 
 def _file_name(gpu: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from crate_kernels import testing
+from crate_kernels._core import files
 from crate_kernels.bench import clock, load, measuring, providers, rows
 from crate_kernels.bench.rows import Results, Row
 from crate_kernels.cli import table
@@ -53,6 +54,19 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         print(f"bench: --device {args.device} cannot be used: {error}")
         return 2
+    if args.output is None:
+        return _bench(args, device)
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with files.owned(args.output):
+            return _bench(args, device)
+    except OSError as error:  # another run has the file, or the disk is full
+        print(f"bench: {error}")
+        return 2
+
+
+def _bench(args: argparse.Namespace, device: torch.device) -> int:
+    """Time, print and write; return the exit status."""
     tier = "quick" if args.quick else "full" if args.full else "brief"
     dtypes = args.dtype or (["fp32"] if args.quick else ["fp32", "bf16"])
     looks = [load.measure()] if device.type == "cpu" else []
@@ -69,9 +83,6 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{row.key:58} {_time_cell(row)}", flush=True)
     except KeyboardInterrupt:
         print("bench: interrupted; what follows is what was timed")
-    except OSError as error:  # of the file: a full disk, for example
-        print(f"bench: {error}")
-        return 2
     looks += [load.measure() for _ in looks]
     if any(found.busy for found in looks):
         results.machine["load"] = f"{looks[0]} before, {looks[1]} after"

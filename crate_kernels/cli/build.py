@@ -12,6 +12,9 @@ import torch
 
 from crate_kernels._native import build as _build
 from crate_kernels._native import compilers
+from crate_kernels._native.ninja_build import COMPILING
+
+_EVERY = 20.0  # seconds between two lines in a log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +46,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_and_report(build: Callable[..., tuple[Path, bool]]) -> int:
-    start = time.perf_counter()
+    start, show = time.perf_counter(), _Progress()
     try:
-        path, compiled = build(show=_show)
+        path, compiled = build(show=show)
     except (_build.BuildError, OSError) as error:  # OSError: a full disk, for example
-        _show("")
+        show("")
         print(f"build: {error}")
         return 1
-    _show("")
+    show("")
     took = f"compiled in {time.perf_counter() - start:.0f} s" if compiled else "already there"
     print(f"build: {path} ({took})")
     return 0
 
 
-def _show(line: str) -> None:
-    """Replace the last line of a terminal; write nothing to a log."""
-    if sys.stdout.isatty():
-        print(f"\r\x1b[K{line}", end="", flush=True)
+class _Progress:
+    """Shows progress: a line that replaces itself on a terminal, one line in a while in a log."""
+
+    def __init__(self) -> None:
+        self._due = 0.0  # of time.monotonic
+
+    def __call__(self, line: str) -> None:
+        if line == COMPILING:
+            print(f"build: {COMPILING}: a minute or two, up to 8 where others use the cores", flush=True)
+            self._due = time.monotonic() + _EVERY
+        elif sys.stdout.isatty():
+            print(f"\r\x1b[K{line}", end="", flush=True)
+        elif line and time.monotonic() >= self._due:
+            print(f"build: {line}", flush=True)
+            self._due = time.monotonic() + _EVERY

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         user_table(gpu).parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # fail now rather than after minutes of timing
-        print(f"tune: the user's cache cannot be written: {error}; set HOME to a folder that can")
+        print(f"tune: the user's cache cannot be written: {error}; set XDG_CACHE_HOME or HOME to a folder that can")
         return 1
     if args.candidates is None and not args.every:
         args.candidates = ranked(device)

@@ -199,6 +199,16 @@ def test_a_file_that_cannot_be_written_ends_bench_with_a_line(bench, tmp_path):
     assert printed.endswith(f"bench: [Errno 21] Is a directory: '{tmp_path / 'out.json'}'\n")
 
 
+def test_a_file_that_another_run_writes_is_left_alone(bench, monkeypatch):
+    def taken(path):
+        raise bench_verb.files.InUse(f"{path} is in use by process 1 on a host")
+
+    monkeypatch.setattr(bench_verb.files, "owned", taken)
+    status, printed, path = bench()
+    assert (status, printed) == (2, f"bench: {path} is in use by process 1 on a host\n")
+    assert not path.exists()
+
+
 SIZES = {"quick": ["--quick"], "brief": [], "full": ["--full"]}
 
 

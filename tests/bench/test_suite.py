@@ -8,17 +8,19 @@ import sys
 import pytest
 import torch
 
+from benchmarks import worth
 from benchmarks.tables import ROOT
 from crate_kernels.bench import rows
 
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install '.[bench]'")
 
 
-def suite(*arguments):
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--bench-device", "cpu", "-q", *map(str, arguments)]
+def suite(*arguments, folder=ROOT):
+    command = [sys.executable, "-m", "pytest", ROOT / "benchmarks", "--bench-device", "cpu", "-q", *map(str, arguments)]
     # Own process: under pytest-xdist, pytest-benchmark times nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def collected(*arguments):
@@ -42,9 +44,33 @@ def test_shard_that_is_none(shard):
 
 
 @pytest.mark.exhaustive
-def test_brief_tier_is_a_part():
-    brief, full = (collected("--tier", tier) for tier in ("brief", "full"))
-    assert brief < full
+def test_each_tier_is_a_part_of_the_next():
+    quick, brief, full = (collected("--tier", tier) for tier in ("quick", "brief", "full"))
+    assert quick < brief < full
+    assert collected() == quick
+
+
+@pytest.mark.exhaustive
+def test_the_default_run_is_short():
+    """135 rows took 120 s of processor time; each name in its list is that of a benchmark."""
+    rows = [line for line in suite("--collect-only").stdout.splitlines() if "::" in line]
+    assert len(rows) <= 140
+    assert not any("compile" in line or "flex" in line or "backward" in line for line in rows)
+    assert [name for name in worth._QUICK if not any(f"[{name}-" in line for line in rows)] == []
+
+
+@pytest.mark.exhaustive
+def test_rows_are_kept_where_no_file_is_named(tmp_path):
+    arguments = ["--benchmark-only", "-k", "overhead-mssa and public", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
+    file = tmp_path / "bench-output" / "results.json"
+    for _ in range(2):  # the second run begins anew
+        done = suite(*arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "rows: bench-output/results.json; --results bench-output/results.json goes on" in done.stdout
+        assert [row.provider for row in rows.read(file).rows] == ["public", "public with gradient"]
+    assert "SKIPPED [2]" in suite(*arguments, "-rs", "--results", file, folder=tmp_path).stdout
+    late = suite(*arguments, "-rs", "--minutes", "1e-9", folder=tmp_path).stdout
+    assert "time is up: --results bench-output/results.json goes on" in late
 
 
 @pytest.mark.exhaustive

@@ -143,7 +143,9 @@ def test_children_do_not_keep_a_lock(tmp_path):
             os.read(reading, 1)
             os._exit(0)
     try:
-        subprocess.run([sys.executable, "-c", OWNER, str(tmp_path), files.__file__], stdin=subprocess.DEVNULL, check=True)
+        subprocess.run(
+            [sys.executable, "-c", OWNER, str(tmp_path), files.__file__], stdin=subprocess.DEVNULL, check=True
+        )
     finally:
         os.write(writing, b".")
         os.waitpid(child, 0)

@@ -121,6 +121,16 @@ def test_a_file_in_place_of_the_folder_is_refused(run, tmp_path):
     assert folder.read_text() == "mine"
 
 
+def test_a_folder_that_another_run_has_is_refused(run, monkeypatch):
+    def taken(path):
+        raise command.files.InUse(f"{path} is in use by process 1 on a host")
+
+    monkeypatch.setattr(command.files, "owned", taken)
+    status, printed, folder = run("denoise")
+    assert (status, printed) == (2, f"denoise: {folder} is in use by process 1 on a host")
+    assert list(folder.iterdir()) == []
+
+
 def test_another_run_is_not_overwritten(run):
     *_, folder = run("mae")
     before = (folder / "crate-mae.checkpoint").read_bytes()

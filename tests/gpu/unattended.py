@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from crate_kernels._core import files
 from tests.gpu import lines, processes
 from tests.gpu.__main__ import BUILD
 
@@ -123,6 +124,16 @@ def main(argv=None):
     args = parse(argv)
     deadline = time.monotonic() + 60 * args.minutes - RESERVE * (not args.dry_run)
     args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(args.out):
+            return run_all(args, deadline)
+    except files.InUse as error:
+        print(f"gpu: {error}")
+        return 1
+
+
+def run_all(args, deadline):
+    """Give all parts their turns; return the exit status."""
     state = State(args.out)
     # Triton reads the variable on import. The CUDA library is compiled beside the tests of what needs none.
     environment = {"TRITON_INTERPRET": "1"} if args.dry_run else {}

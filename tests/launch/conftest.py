@@ -14,6 +14,7 @@ from tests.launch.common import BROKEN, CANDIDATES, CUDA, SECONDS, SHIPPED, WRON
 def gpu(monkeypatch, tmp_path):
     """Pretend that there is a GPU, and an empty home."""
     monkeypatch.setattr(_table.Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(_launch, "arch", lambda device: "sm_90")
     monkeypatch.setattr(_launch, "gpu_name", lambda device: "Fake GPU (80 GB)")
     _table.user_rows.cache_clear()

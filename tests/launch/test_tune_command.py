@@ -256,6 +256,7 @@ def test_without_a_gpu_tuning_says_so(capsys):
 def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(_table.Path, "home", lambda: tmp_path / "file")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

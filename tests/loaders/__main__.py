@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import crate_kernels
+from crate_kernels._core import files
 from tests.loaders import folders
 from tests.loaders.judge import judge
 
@@ -41,9 +42,10 @@ def main():
     if arguments.child:
         return run(seeds, log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    while subprocess.run([sys.executable, "-m", "tests.loaders", *sys.argv[1:], "--child"]).returncode:
-        crashed = next(seed for seed in seeds if seed not in done(log))
-        record(log, crashed, "failed", "the process ended in it")
+    with files.owned(log):
+        while subprocess.run([sys.executable, "-m", "tests.loaders", *sys.argv[1:], "--child"]).returncode:
+            crashed = next(seed for seed in seeds if seed not in done(log))
+            record(log, crashed, "failed", "the process ended in it")
     return summary([found for seed, found in done(log).items() if seed in seeds], log)
 
 

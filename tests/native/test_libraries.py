@@ -10,6 +10,7 @@ import torch
 from crate_kernels._native import compilers
 from crate_kernels._native import extension as _extension
 from crate_kernels._native import libraries as _libraries
+from crate_kernels._triton import table
 from crate_kernels.cli import main
 from tests.native.common import SOURCES, needs_sources
 
@@ -135,8 +136,14 @@ def test_a_library_whose_bytes_changed_in_its_middle_is_refused_and_built_again(
 
 
 HOMES = {
-    "a file": (lambda folder: folder / "file", "the user's cache cannot be written: .*Not a directory.*; set HOME"),
-    "too long": (lambda folder: folder / ("x" * 300), "the user's cache cannot be written: .*too long.*; set HOME"),
+    "a file": (
+        lambda folder: folder / "file",
+        "the user's cache cannot be written: .*Not a directory.*; set XDG_CACHE_HOME or HOME",
+    ),
+    "too long": (
+        lambda folder: folder / ("x" * 300),
+        "the user's cache cannot be written: .*too long.*; set XDG_CACHE_HOME or HOME",
+    ),
     "none": (None, "there is no cache without a home folder: Could not determine home directory. Set HOME"),
 }
 
@@ -150,12 +157,29 @@ def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message,
     monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
     monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
     monkeypatch.setattr(Path, "home", none if home is None else lambda: home(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert _libraries.find() is None
     assert _libraries.find_cuda() == ()
     for command in (["build"], ["build", "--cuda"]):
         monkeypatch.setattr(compilers, "find_nvcc", lambda: "nvcc")
         assert main(command) == 1
         assert re.search(f"^build: {message}", capsys.readouterr().out)
+
+
+CACHES = {
+    "absolute": ("{tmp}/caches", "caches/crate_kernels"),
+    "relative": ("caches", ".cache/crate_kernels"),
+    "empty": ("", ".cache/crate_kernels"),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), CACHES.values(), ids=CACHES)
+def test_the_cache_is_where_the_user_has_caches(given, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp=tmp_path))
+    assert _libraries.user_cache() == tmp_path / expected
+    assert _libraries.cache_folder("a").parent == _libraries.cuda_cache_folder("a").parent == tmp_path / expected
+    assert table.user_table("A GPU") == tmp_path / expected / "tune" / "A-GPU.json"
 
 
 CHANGES = {

@@ -246,14 +246,22 @@ def test_folders_that_no_build_used_for_a_month_are_emptied(tree, monkeypatch):
 
 
 @needs_compiler
-def test_progress_is_shown_on_a_terminal_and_not_in_a_log(tree, monkeypatch, capsys):
+def test_progress_is_shown(tree, monkeypatch, capsys):
     shown = []
     tree.build(shown.append)
     assert shown[0] == "compiling"
     assert [line.split()[0] for line in shown[1:]] == [f"[{n}/5]" for n in range(1, 6)]
     assert {line.split()[1] for line in shown[1:]} == {*(f"csrc/{name}" for name in TREE), "library.so"}
-    verb._show(shown[1])
-    assert capsys.readouterr().out == ""
+    begun = "build: compiling: a minute or two, up to 8 where others use the cores\n"
+    now = iter([0.0, 19.0, 21.0, 21.0, 30.0])
+    monkeypatch.setattr(verb.time, "monotonic", lambda: next(now))
+    log = verb._Progress()
+    for line in (*shown[:4], ""):
+        log(line)
+    assert capsys.readouterr().out == f"{begun}build: {shown[2]}\n"
+    monkeypatch.setattr(verb.time, "monotonic", lambda: 0.0)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    verb._show(shown[1])
-    assert capsys.readouterr().out == f"\r\x1b[K{shown[1]}"
+    terminal = verb._Progress()
+    for line in (*shown[:2], ""):
+        terminal(line)
+    assert capsys.readouterr().out == f"{begun}\r\x1b[K{shown[1]}\r\x1b[K"

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from crate_kernels._core import files
 from crate_kernels.bench import load
 from crate_kernels.experiments.common import machine
 
@@ -99,8 +100,9 @@ class Experiment:
         job = import_module(f"crate_kernels.experiments.{self.name}.job")
         try:
             args.output.mkdir(parents=True, exist_ok=True)
-            trial = Trial(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
-            return job.run(trial, self.presets()[args.preset])
+            with files.owned(args.output):
+                trial = Trial(self.name, args.output, device, backend, args.seed, args.preset, args.fresh, self.ops)
+                return job.run(trial, self.presets()[args.preset])
         except Unusable as error:
             return refuse(self.name, f"{error}; --fresh starts anew, --output writes elsewhere")
         except OSError as error:

@@ -156,7 +156,7 @@ def run(cell: Cell, part: str, workers: str) -> dict[str, object]:
         return {"passed": None, "said": str(reason)}
     home = FOLDER / "environments" / cell.name / "home"  # the cache of built extensions is in it: one a cell
     home.mkdir(exist_ok=True)
-    variables = {**os.environ, "CXX": cell.compiler, "HOME": str(home)}
+    variables = {**os.environ, "CXX": cell.compiler, "HOME": str(home), "XDG_CACHE_HOME": ""}
     command = [str(python), "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider"]
     steps = {
         "build": ([str(python), "-m", "crate_kernels", "build"], variables),
