@@ -96,7 +96,7 @@ print([backends.resolve(op, None, torch.device(d), torch.float32) for op in back
 
 
 def test_no_variable_of_the_environment_chooses_what_computes():
-    """Triton's says on which device it can run at all, and the other how many compilers run side by side."""
+    """Triton's says on which device it can run at all, others where the user's cache is and how many compilers run."""
     root = backends.Path(crate_kernels.__file__).parent
     reads = [
         f"{path.name}: {line.strip()}"
@@ -106,5 +106,6 @@ def test_no_variable_of_the_environment_chooses_what_computes():
     ]
     assert reads == [
         'backends.py: _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"',
+        'libraries.py: caches = os.environ.get("XDG_CACHE_HOME", "")',
         'ninja_build.py: asked = os.environ.get("MAX_JOBS")',
     ]
