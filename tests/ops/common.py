@@ -15,6 +15,15 @@ KERNELS = ("triton", "cpp", *EMULATED)
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # levels of the extension, ascending
 NANS = {"nan": 0x7FC00000, "payload": 0x7FFFFFFF, "negative-payload": -1}  # bits of fp32
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "projection": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2) if t.dim() > 1 else t,
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "channels-apart": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+    "expanded-rows": lambda t: t[:1].expand(t.shape),
+    "one-number": lambda t: t.flatten()[:1].view([1] * t.dim()).expand(t.shape) if t.numel() else t,
+}
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
 VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()
 DTYPES = [

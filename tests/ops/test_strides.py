@@ -12,18 +12,10 @@ from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.tssa import op as tssa_op
-from tests.ops.common import home, interpreted, kernels, offsets, randn
+from tests.ops.common import LAYOUTS, home, interpreted, kernels, offsets, randn
 
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
-LAYOUTS = {
-    "contiguous": lambda t: t,
-    "projection": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2) if t.dim() > 1 else t,
-    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
-    "channels-apart": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda t: t[..., :1].expand(t.shape),
-    "expanded-rows": lambda t: t[:1].expand(t.shape),
-}
 SHAPE = (2, 3, 9, 8)
 INPUTS = {
     **{name: (SHAPE, lay) for name, lay in LAYOUTS.items()},
