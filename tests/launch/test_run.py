@@ -81,11 +81,15 @@ def test_another_device_asks_triton(monkeypatch):
     assert (len(kernel.asked), len(kernel.launched)) == (2, 0)
 
 
-def test_addresses_that_are_no_multiple_of_16_always_ask_triton():
-    kernel = Kernel()
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "in-a-record"])
+@pytest.mark.parametrize("offset", [1, 2, 4, 8, 12, 16, 24, 32])
+def test_addresses_that_are_no_multiple_of_16_always_ask_triton(offset, recorded):
+    tensor = torch.zeros(64, dtype=torch.int8)[offset:]
+    kernel, given = Kernel(), {"x": Strided(tensor, 4)} if recorded else {"out": tensor}
     for _ in range(2):
-        launch.run(kernel, 1, **arguments(out=torch.zeros(16)[1:]))
-    assert (len(kernel.asked), len(kernel.launched)) == (2, 0)
+        launch.run(kernel, 1, **arguments(**given))
+    assert len(kernel.asked) == (2 if offset % 16 else 1)
+    assert len(kernel.asked) + len(kernel.launched) == 2
 
 
 def test_a_parameter_is_not_kept():

@@ -111,6 +111,36 @@ def test_any_other_mask_runs_the_published_forward(read, mask, monkeypatch):
     assert calls == []
 
 
+RAISING = {  # shapes that the published forward cannot broadcast: two sequences of five tokens
+    "three-batches-of-pairs": ("causal-of-rank-3", TRIANGLE.expand(3, 5, 5)),
+    "three-batches-of-rank-4": ("causal-of-rank-4", TRIANGLE.expand(3, 1, 5, 5)),
+    "heads-that-are-not-there": ("causal-of-rank-4", TRIANGLE.expand(1, HEADS + 1, 5, 5)),
+    "fewer-queries": ("causal", TRIANGLE[:3]),
+    "more-tokens": ("causal", torch.ones(6, 6, dtype=torch.bool).tril()),
+    "more-keys": ("causal", torch.ones(5, 6, dtype=torch.bool).tril()),
+    "three-sequences-of-keys": ("keys", KEPT[:1].expand(3, 5)),
+    "more-keys-of-sequences": ("keys", KEPT.repeat(1, 2)[:, :6]),
+    "three-rows-of-keys": ("keys-of-rank-3", KEPT[:, None].expand(2, 3, 5)),
+    "three-sequences-of-rank-4": ("keys-of-rank-4", KEPT[:1, None, None].expand(3, 1, 1, 5)),
+}
+
+
+@pytest.mark.parametrize(("proven", "mask"), RAISING.values(), ids=RAISING)
+def test_a_mask_of_no_such_shape_raises_as_published(proven, mask, monkeypatch):
+    read, fits = FUSED[proven]
+    model, x = Masked(read), tokens()
+    with pytest.raises(RuntimeError) as published:
+        model(x, mask)
+    patch(model)
+    calls = probed(model, monkeypatch)
+    with pytest.raises(RuntimeError) as patched:
+        model(x, mask)
+    assert str(patched.value) == str(published.value)
+    assert calls == []
+    model(x, fits)
+    assert len(calls) == 1
+
+
 def test_keys_and_pairs_of_one_shape_run_the_published_forward(monkeypatch):
     """Two sequences of two tokens: only the forward knows what a (2, 2) mask is."""
     model = Masked(lambda m: ~m[:, None, None, :] if m.shape[0] == 2 else ~m)

@@ -21,6 +21,7 @@ class Ranges(NamedTuple):
     padded: bool = False
     head_dim: int = 16
     spread: float = 1.0  # of the tokens' norms
+    height: float = 0.0  # each token's score with itself, in nats: all norms are equal then
 
     def drawn(self, dtype, device):
         """Return w, dout and dlse of all heads, and the padding mask."""
@@ -30,6 +31,10 @@ class Ranges(NamedTuple):
         dlse = randn(2, NHEADS, seqlen, seed=2, dtype=torch.float32, device=device)
         mask = torch.arange(seqlen, device=device).add(torch.tensor([[0], [1]], device=device)) % 5 > 1
         mask[1, : self.cuts[0][1] // 2] = False  # causal: rows without a key
+        if self.height:
+            scale = abs(self.options.get("scale", self.head_dim**-0.5))
+            norms = w.double().norm(dim=-1, keepdim=True)
+            w = (w * ((self.height / scale) ** 0.5 / norms)).to(dtype)
         return w * self.spread, dout, dlse, mask if self.padded else None
 
 
@@ -44,12 +49,22 @@ CASES = {
     "out-of-order": Ranges(((64, 80), (0, 32), (32, 64)), {"causal": True}),
     "empty": Ranges(((0, 6), (6, 6), (6, 41)), {"causal": True}),
     "negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.3}),
+    "causal-negative-scale": Ranges(THREE, {"scale": -0.3, "causal": True}),
+    "padded-negative-scale": Ranges(THREE, {"scale": -0.3}, padded=True),
+    "dropout-negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.3, "dropout_p": 0.3}),
+    "far-norms-negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.125}, head_dim=64, spread=4.0),
     "many-channels": Ranges(((0, 20), (20, 37)), {"causal": True}, head_dim=72),
     "far-norms": Ranges(((0, 40), (40, 75)), {}, spread=4.0),
     # Each token has all of its own weight: what a backward subtracts from its products must be equal to the bit.
     "saturated": Ranges(((0, 40), (40, 75)), {}, head_dim=64, spread=4.0),
     "causal-saturated": Ranges(THREE, {"causal": True}, head_dim=48, spread=4.0),
     "dropout-saturated": Ranges(((0, 40), (40, 75)), {"dropout_p": 0.3}, head_dim=64, spread=4.0),
+    # One lse for all, and so large that its rounding counts in every weight.
+    "equal-norms": Ranges(((0, 40), (40, 75)), {}, head_dim=64, height=40.0),
+    "equal-norms-high": Ranges(((0, 40), (40, 75)), {}, head_dim=64, height=60.0),
+    "equal-norms-narrow": Ranges(THREE, {}, height=40.0),
+    "equal-norms-causal": Ranges(THREE, {"causal": True}, head_dim=48, height=40.0),
+    "equal-norms-negative-scale": Ranges(((0, 40), (40, 75)), {"scale": -0.125}, head_dim=64, height=40.0),
 }
 
 

@@ -58,7 +58,7 @@ def test_every_level_is_within_budget(backend, name, dtype, level):
     level(name)
     for case in ("across", "whole", "causal-padded-dropout", "causal-saturated", "strided"):
         assert failed(CASES[case], dtype, backend) == [], case
-    for case in ("saturated", "causal-saturated"):
+    for case in ("saturated", "causal-saturated", "equal-norms"):
         assert ranges.over_budget(ranges.CASES[case], dtype, backend, "cpu") == [], case
 
 
