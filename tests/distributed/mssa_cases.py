@@ -139,6 +139,29 @@ def by_the_kernels(group):
         assert over_budget(group, calls, w.float(), mask=mask_of(w.shape[2], padding), causal=True) == [], padding
 
 
+def dropout_by_default(group):
+    """Where no backend is named, one with the masks of one process is taken: for wide heads and padded keys too."""
+    calls = [{"form": form} for form in FORMS]
+    for head_dim, padding in ((256, None), (257, None), (16, "right"), (16, "none-left"), (257, "right")):
+        w = drawn(BATCH, HEADS, 9, head_dim).float() * 2 * head_dim**-0.5
+        for causal in (False, True):
+            options = {"dropout_p": 0.4, "causal": causal, "mask": mask_of(9, padding)}
+            assert over_budget(group, calls, w, **options) == [], (head_dim, padding, causal)
+
+
+def composite_of_one_process_has_other_masks(group):
+    """PyTorch draws them there; over several processes ``composite`` has those of the kernels."""
+    w, kept = drawn(1, HEADS, 9, HEAD_DIM), {}
+    for name in ("composite", "reference"):
+        torch.manual_seed(7)
+        kept[name] = crate_kernels.mssa(w, dropout_p=0.4, backend=name)
+    for form in FORMS:
+        torch.manual_seed(7)
+        out = distributed.mssa(own(w, group), group, form=form, dropout_p=0.4, backend="composite")
+        same(out, own(kept["reference"], group))
+    assert (kept["composite"] - kept["reference"]).abs().max() > 0.1
+
+
 def a_backend_is_obeyed(group):
     """Of the forms "gather" and "ring", as of "heads": the named one computes, or the call is refused."""
     part = own(drawn(BATCH, HEADS, 7, HEAD_DIM), group).float()
@@ -271,6 +294,8 @@ CASES = {
     "mssa-any-lengths": any_lengths,
     "mssa-form": a_chosen_form,
     "mssa-half": half_precision,
+    "mssa-default-dropout": dropout_by_default,
+    "mssa-composite-dropout": composite_of_one_process_has_other_masks,
     "mssa-twice": twice_by_the_reference,
     "mssa-refused": refused,
     "mssa-rounded": rounded,

@@ -85,8 +85,12 @@ def refused(group):
         shard(x, None, 0)
     with pytest.raises(TypeError, match=r"unshard: x must be a Tensor, got list"):
         unshard([1], group, 0)
-    with pytest.raises(ValueError, match=r"shard: dim must be one of the 2 dimensions of x, got 2"):
-        shard(x, group, 2)
+    for call, name in ((shard, "shard"), (unshard, "unshard")):
+        for dim in (2, -3):
+            with pytest.raises(ValueError, match=rf"{name}: dim must be one of the 2 dimensions of x, got {dim}"):
+                call(x, group, dim)
+        with pytest.raises(ValueError, match=rf"{name}: dim must be one of the 0 dimensions of x, got 0"):
+            call(x.sum(), group, 0)
     with pytest.raises(TypeError, match=r"shard: balanced must be a bool, got int"):
         shard(x, group, 0, 1)
     own_length = 4 * dist.get_world_size(group) if dist.get_rank(group) == 0 else 0
@@ -97,7 +101,7 @@ def refused(group):
 CASES = {
     **{
         f"shard-{seqlen}-dim{dim}-{'balanced' if balanced else 'in-order'}": both_ways(seqlen, dim, balanced)
-        for seqlen, dim in ((12, 1), (7, 1), (5, -1), (1, 0), (0, 1))
+        for seqlen, dim in ((12, 1), (7, 1), (5, -1), (7, -3), (1, 0), (0, 1))
         for balanced in (False, True)
     },
     "shard-gradients": gradients,

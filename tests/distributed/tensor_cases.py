@@ -124,10 +124,21 @@ def refused(group):
     model = tensor_parallel(families.build("tost", drop_rate=0.5), mesh["tensor"])
     with pytest.raises(NotImplementedError, match=r"tensor_parallel: dropout of hidden units must be 0 in training"):
         model.blocks[0](torch.zeros(1, 3, 24))
+    model.eval().blocks[0](torch.zeros(1, 3, 24))
 
 
 CASES = {
     **{f"tensor-{family}": equal_to_one(family) for family in HEADS},
+    # Outside training nothing is drawn, so that nothing is refused.
+    **{
+        f"tensor-{family}-dropout-eval": equal_to_one(family, **{name: 0.5})
+        for family, name in (
+            ("crate", "dropout"),
+            ("crate_lm", "dropout"),
+            ("aot_lm", "dropout"),
+            ("tost", "drop_rate"),
+        )
+    },
     "tensor-crate-tied": equal_to_one("crate", attention="tied"),
     "tensor-crate-gradient": equal_to_one("crate", attention="gradient"),
     "tensor-fsdp": sharded_too,

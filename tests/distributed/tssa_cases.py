@@ -1,15 +1,18 @@
 """``distributed.tssa`` against ``crate_kernels.tssa`` of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import crate_kernels
-from crate_kernels import distributed
+from crate_kernels import distributed, testing
 from tests.distributed.common import drawn, own, same, summed
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
 TEMP = torch.tensor([0.7, 1.3, 2.0], dtype=torch.float64)
+MAGNITUDES = ((1e-10, 1e-12), (1e-10, 1.0), (1e-5, 1e-25), (1e8, 1e-12), (1e15, 1e-3))  # of w and of dout
 
 
 def results(run, *leaves):
@@ -84,6 +87,31 @@ def half_precision(group):
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
 
 
+def of_any_magnitude(group):
+    """fp32 tokens and upstream gradients whose products leave its range: gradients stay in budget, as one process's."""
+
+    def differentiate(call, w, dout, causal):
+        w, temp = w.detach().requires_grad_(), TEMP.to(w.dtype).requires_grad_()
+        out, membership = call(w, temp, causal=causal, return_membership=True)
+        dw, dtemp = torch.autograd.grad(out, (w, temp), dout)
+        return {"out": out.detach(), "membership": membership.detach(), "dw": dw, "dtemp": dtemp}
+
+    one = partial(crate_kernels.tssa, backend="reference")
+    several, failed = partial(distributed.tssa, group=group), []
+    for causal in (False, True):
+        # The sum of a head's energies is beyond fp32 at last: of running sums eager has nothing finite there.
+        for size, given in MAGNITUDES if causal else (*MAGNITUDES, (4e18, 1e10)):
+            w, dout = (drawn(BATCH, HEADS, 9, HEAD_DIM, seed=seed).float() * by for seed, by in ((0, size), (1, given)))
+            eager, exact = (differentiate(one, *pair, causal) for pair in ((w, dout), (w.double(), dout.double())))
+            actual = differentiate(several, own(w, group), own(dout, group), causal)
+            actual["dtemp"] = summed(actual["dtemp"], group)
+            for each in (eager, exact):
+                each.update({name: own(each[name], group) for name in ("out", "membership", "dw")})
+            over = testing.measure(actual, eager, exact, torch.float32)
+            failed += [(causal, size, given, m) for m in over if not m.passed]
+    assert failed == []
+
+
 def refused(group):
     w = drawn(BATCH, HEADS, 2, HEAD_DIM).requires_grad_()
     size = 2 * dist.get_world_size(group)
@@ -138,6 +166,7 @@ CASES = {
     "tssa-causal-dropout": equal_to_one(9, causal=True, dropout_p=0.4, bias=True),
     "tssa-any-lengths": any_lengths,
     "tssa-half": half_precision,
+    "tssa-magnitudes": of_any_magnitude,
     "tssa-refused": refused,
     "tssa-rounded": rounded,
 }
