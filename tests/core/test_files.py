@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -35,6 +36,29 @@ def test_writers_of_one_path_do_not_meet(failing, tmp_path):
             file.write(b"and whole")
     assert path.read_bytes() == b"slow, and whole"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Let a write of more bytes fail, as on a full disk, after the first ones."""
+    resource = pytest.importorskip("resource", reason="limits are of POSIX: run on Linux")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("old", [None, b"an old file"], ids=["first", "again"])
+def test_a_write_that_fails_leaves_what_was_there(old, tmp_path):
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_bytes(old)
+    with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
+        files.put(path, bytes(100_000))
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if old is None else [old])
+    assert files.put(path, b"new").read_bytes() == b"new"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX: run on Linux")

@@ -257,6 +257,22 @@ def test_cropping_keeps_the_padding():
         cache.crop(3)
 
 
+@pytest.mark.parametrize("left", [2, 3, 5], ids=["all-but-the-padding", "one-more", "nothing"])
+@pytest.mark.parametrize("family", CROPPABLE)
+def test_a_cropped_cache_goes_on_as_if_it_had_seen_no_more(family, left):
+    _, model = pair(family)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    rows, new = prompts(2, 5), prompts(2, 2).flip(1)
+    with torch.no_grad():
+        cache = cache_of(model(rows, attention_mask=mask[:, :5], use_cache=True))
+        cache.crop(left - 5)
+        assert cache.get_seq_length() == left
+        mask = mask[:, : left + 2]
+        actual = model(new, attention_mask=mask, cache=cache).logits
+        expected = model(torch.cat([rows[:, :left], new], 1), attention_mask=mask).logits[:, left:]
+    torch.testing.assert_close(actual, expected)
+
+
 def test_a_static_cache_has_its_capacity():
     _, model = pair("aot_lm")
     cache = StaticCache(config=model.config, max_cache_len=6)

@@ -111,6 +111,35 @@ def test_accumulated_batches_count_tokens(tmp_path):
     torch.testing.assert_close(*results)
 
 
+PROBLEMS = {
+    "single_label_classification": lambda i, classes: torch.tensor(i % 2),
+    "multi_label_classification": lambda i, classes: (torch.arange(classes) % (i + 2) == 0).float(),
+    "regression": lambda i, classes: torch.arange(classes) / (i + 1.0),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_accumulated_batches_of_images_are_one_large_batch(problem, tmp_path):
+    """The loss is a mean over images, whatever the problem and their number in a step."""
+    weights, losses = [], []
+    for batch, steps in ((4, 1), (2, 2), (1, 4)):
+        run = trainer("crate", tmp_path, 1, max_grad_norm=0.0, optim="sgd", gradient_accumulation_steps=steps)
+        run.args.per_device_train_batch_size = run._train_batch_size = batch
+        run.model.config.problem_type = problem
+        run.train_dataset = [
+            {**example, "labels": PROBLEMS[problem](i, run.model.config.num_labels)}
+            for i, example in enumerate(image_examples(4))
+        ]
+        run.eval_dataset = run.train_dataset
+        run.compute_metrics = None
+        run.train()
+        weights.append(run.model.state_dict())
+        losses += [row["loss"] for row in run.state.log_history if "loss" in row]
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+
+
 @pytest.mark.exhaustive
 def test_two_processes_train_as_one(tmp_path):
     """By ``accelerate launch``, on the CPU: gradients are averaged over both.

@@ -203,6 +203,32 @@ def test_a_change_rebuilds_what_is_made_of_it_and_nothing_else(name, extension, 
     assert (before[0] != after[0], before[1] != after[1]) == (extension, library)
 
 
+TREE = {"a.h": "one\ntwo\n", "b.h": "three\n", "m.cpp": "four\n", "n.cu": "five\n"}
+OTHER_TREES = {
+    "swapped-headers": {"a.h": TREE["b.h"], "b.h": TREE["a.h"]},
+    "renamed-header": {"a.h": None, "a2.h": TREE["a.h"]},
+    "header-in-a-folder": {"a.h": None, "a/a.h": TREE["a.h"]},
+    "line-of-another-header": {"a.h": "one\n", "b.h": "two\nthree\n"},
+    "empty-header": {"c.h": ""},
+    "one-header-less": {"b.h": None},
+    "line-of-another-kind": {"b.h": "three\nfour\n", "m.cpp": "", "n.cu": "four\nfive\n"},
+}
+
+
+@pytest.mark.parametrize("changes", OTHER_TREES.values(), ids=OTHER_TREES)
+def test_the_same_lines_in_other_files_are_other_sources(changes, tmp_path):
+    def hashes(name, tree):
+        for path, text in tree.items():
+            if text is not None:
+                (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name / path).write_text(text)
+        return _libraries.source_hash(tmp_path / name), _libraries.cuda_source_hash(tmp_path / name)
+
+    before = hashes("before", TREE)
+    assert hashes("again", TREE) == before
+    assert not set(hashes("after", TREE | changes)) & set(before)
+
+
 def test_a_cuda_library_of_other_sources_is_not_found(tmp_path, monkeypatch):
     monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
     monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
