@@ -68,6 +68,23 @@ def test_wrong_provider_gets_no_time_in_turn():
     assert not rows[1].times
 
 
+INFERENCE = {  # device types without a backward pass, direction, whether a CPU times it
+    "forward": (("cpu",), "forward", True),
+    "both": (("cpu",), "both", False),
+    "elsewhere": (("cuda",), "both", True),
+}
+
+
+@pytest.mark.parametrize(("without", "direction", "timed"), INFERENCE.values(), ids=INFERENCE)
+def test_a_provider_without_a_backward_pass_is_timed_forward_alone_in_turn(without, direction, timed, monkeypatch):
+    monkeypatch.setattr(interleaved, "_BETWEEN", 64)
+    rows = [interleaved.blank(CASE, "fp32", direction, name) for name in ("eager", "limited")]
+    limited = interleaved.Provider("limited", FAST[0].make, inference_only=without)
+    interleaved.measure(rows, CASE, [FAST[0], limited], CPU, 0.0)
+    assert [bool(row.times) for row in rows] == [True, timed]
+    assert rows[1].skipped == ("" if timed else "limited has no backward pass on this device")
+
+
 def test_time_in_turn_is_the_median():
     row = Row("interleaved", "tssa", "small", "fp32", "forward", "eager", seconds=[1.0, 2.0, 9.0])
     assert row.time == 2.0

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import models
 from crate_kernels._core.spec import Provider
-from crate_kernels.bench import clock, decoding, measuring, memory, networks, providers
+from crate_kernels.bench import clock, decoding, gate, measuring, memory, networks, providers
 from crate_kernels.bench.gate import Deviation, Gate, judge
 from crate_kernels.ops.mssa import spec
 from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
@@ -166,6 +166,42 @@ JUDGED = {  # error, eager's error and size of the second output
 @pytest.mark.parametrize(("numbers", "passed"), JUDGED.values(), ids=JUDGED)
 def test_the_gate_opens_for_numbers_only(numbers, passed):
     assert judge([Deviation("out", 0.1, 1.0, 1.0), Deviation("second", *numbers)], torch.float32).passed == passed
+
+
+def test_a_gate_serves_its_case_dtype_and_device_alone(monkeypatch):
+    made = []
+
+    class Noted:
+        def __init__(self, *key):
+            self.case, self.dtype, self.device = key
+            made.append(key)
+
+    monkeypatch.setattr(gate, "Gate", Noted)
+    monkeypatch.setattr(gate, "_last", [])
+    base = (SMALL["mssa"], torch.float32, CPU)
+    for place, other in enumerate((SMALL["tssa"], torch.bfloat16, torch.device("meta"))):
+        changed = (*base[:place], other, *base[place + 1 :])
+        for key in (base, base, changed, changed):
+            kept = gate.gate(*key)
+            assert (kept.case, kept.dtype, kept.device) == key
+        assert made == [base, changed]
+        made.clear()
+
+
+INFERENCE = {  # device types without a backward pass, direction, whether a CPU times it
+    "forward": (("cpu",), "forward", True),
+    "backward": (("cpu",), "backward", False),
+    "both": (("cpu",), "both", False),
+    "elsewhere": (("cuda",), "both", True),
+}
+
+
+@pytest.mark.parametrize(("without", "direction", "timed"), INFERENCE.values(), ids=INFERENCE)
+def test_a_provider_without_a_backward_pass_is_timed_forward_alone(without, direction, timed):
+    case = SMALL["tssa"]
+    row = measure(case, Provider("eager", providers.eager, inference_only=without), direction)
+    assert bool(row.times) is timed
+    assert row.skipped == ("" if timed else "eager has no backward pass on this device")
 
 
 GIB = 1 << 30
