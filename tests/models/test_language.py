@@ -111,6 +111,51 @@ def test_a_checkpoint_whose_head_is_not_its_embedding_is_refused():
         models.from_official("crate_lm", state, config)
 
 
+UNFIT = {  # what a weight of (11, 24) must not be, and what is said of it
+    "sparse": (lambda t: t.to_sparse(), "must be dense and hold values, got torch.sparse_coo on cpu"),
+    "compressed": (lambda t: t.to_sparse_csr(), "must be dense and hold values, got torch.sparse_csr on cpu"),
+    "mkldnn": (lambda t: t.to_mkldnn(), "must be dense and hold values, got torch._mkldnn on cpu"),
+    "nested": (lambda t: torch.nested.nested_tensor([t, t]), "must be dense and hold values, got nested on cpu"),
+    "meta": (lambda t: t.to("meta"), "must be dense and hold values, got torch.strided on meta"),
+    "complex": (lambda t: t + 0j, "must have a floating dtype, got torch.complex64"),
+    "list": (lambda t: t.tolist(), "must be a Tensor, got list"),
+    "shorter": (lambda t: t[1:], "must be (11, 24), got (10, 24)"),
+}
+
+
+SMALL = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
+
+
+@pytest.mark.parametrize("names", [["wte"], ["head"], ["wte", "head"]], ids=["first", "second", "both"])
+@pytest.mark.parametrize(("change", "fault"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.filterwarnings("ignore:.*(in beta state|prototype stage):UserWarning")  # PyTorch of its layouts
+def test_a_tied_weight_that_does_not_fit_is_named(change, fault, names, tmp_path):
+    """One of two names of a tensor may hold what cannot be compared with the other."""
+    model, spelt = build("crate_lm"), {"wte": "transformer.wte.weight", "head": "lm_head.weight"}
+    state = model.state_dict()
+    state.update({spelt[name]: change(state[spelt[name]]) for name in names})
+    for call in (
+        lambda: models.from_official("crate_lm", state, SMALL),
+        lambda: model.save_pretrained(tmp_path / "model", state_dict=state),
+    ):
+        with pytest.raises(ValueError, match="state_dict does not fit the") as caught:
+            call()
+        assert str(caught.value).split("\n  ")[1:] == [f"{spelt[name]} {fault}" for name in names]
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "fp8"])
+def test_a_tied_weight_is_compared_by_its_numbers(dtype):
+    model, name, other = build("crate_lm"), "transformer.wte.weight", "lm_head.weight"
+    coarse = model.state_dict()[name].to(dtype)
+    state = {**model.state_dict(), name: coarse, other: coarse.float()}
+    loaded = models.from_official("crate_lm", state, SMALL)
+    assert torch.equal(loaded.lm_head.weight, coarse.float())
+    state[other] = coarse.float() + 1
+    with pytest.raises(ValueError, match=f"{other} must equal {name}, which it shares here"):
+        models.from_official("crate_lm", state, SMALL)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_may_be_a_matrix_of_its_own(family):
     tied, untied = (build(family, tie_word_embeddings=tie) for tie in (True, False))

@@ -141,12 +141,32 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def same(value: Tensor, other: Any) -> bool:
-    """Say if two entries of a checkpoint are equal."""
-    return value is other or (isinstance(other, Tensor) and torch.equal(value.to(other.device), other))
+    """Say if two entries of a checkpoint are equal; of meta tensors, which hold nothing, if both are."""
+    if value is other or not isinstance(other, Tensor):
+        return value is other
+    if value.is_meta or other.is_meta:
+        return value.is_meta and other.is_meta
+    if value.dtype != other.dtype:  # PyTorch promotes no float8
+        value, other = value.double(), other.double()
+    return torch.equal(value.to(other.device), other)
 
 
 def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
+
+
+def _fault(name: str, value: Any, expected: Tensor) -> str | None:
+    """Say what of a weight cannot be copied into ``expected``."""
+    if not isinstance(value, Tensor):
+        return f"{name} must be a Tensor, got {type(value).__name__}"
+    if value.is_nested or value.layout != expected.layout or (value.is_meta and not expected.is_meta):
+        layout = "nested" if value.is_nested else value.layout
+        return f"{name} must be dense and hold values, got {layout} on {value.device}"
+    if value.shape != expected.shape:
+        return f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}"
+    if _kind(expected.dtype) not in ("integer", _kind(value.dtype)):
+        return f"{name} must have a {_kind(expected.dtype)} dtype, got {value.dtype}"
+    return None
 
 
 def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -154,17 +174,11 @@ def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -
     wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in wanted]
-    for name, expected in wanted.items():
-        value = given.get(name, expected)
-        if not isinstance(value, Tensor):
-            faults.append(f"{name} must be a Tensor, got {type(value).__name__}")
-        elif value.shape != expected.shape:
-            faults.append(f"{name} must be {tuple(expected.shape)}, got {tuple(value.shape)}")
-        elif _kind(expected.dtype) not in ("integer", _kind(value.dtype)):
-            faults.append(f"{name} must have a {_kind(expected.dtype)} dtype, got {value.dtype}")
-        elif value.layout != expected.layout or (value.is_meta and not expected.is_meta):
-            faults.append(f"{name} must be dense and hold values, got {value.layout} on {value.device}")
-        elif name != first[name] and not same(value, given.get(first[name])):
+    unfit = {name: _fault(name, given[name], expected) for name, expected in wanted.items() if name in given}
+    for name, fault in unfit.items():
+        if fault:
+            faults.append(fault)
+        elif name != first[name] and unfit.get(first[name]) is None and not same(given[name], given.get(first[name])):
             faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:
         listed = "\n  ".join(faults)
