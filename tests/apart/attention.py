@@ -9,9 +9,26 @@ MODES = (
     "no_grad", "inference", "add", "double", "part", "second", "twice", "overwritten", "threads", "prefix",
     "grad of grad",
 )  # fmt: skip
+# What a hook makes of a tensor that autograd saves for the backward, and whether the backward may then be refused.
+SAVED = {
+    "saved as it was": ("t.clone()", False),
+    "saved in other memory": ("t.mT.contiguous().mT if t.ndim > 1 else t.clone()", False),
+    "saved in another dtype": ("t.to(another(t)) if t.is_floating_point() else t", True),
+    "saved in part": ("t[..., :-1] if t.ndim else t", True),
+    "saved in one dimension": ("t.flatten()", True),
+    "saved without its memory": ("t.to('meta')", True),
+}
+# What becomes of the data of a tensor between forward and backward, likewise.
+CHANGED = {
+    "data in other memory": ("t.clone()", False),
+    "data in another dtype": ("t.to(another(t))", True),
+    "data in part": ("t[..., :1].clone()", True),
+    "data gone": ("t.new_empty(0)", True),
+}
+MAY_REFUSE = [name for name, (_, refused) in (SAVED | CHANGED).items() if refused]
 IN_PLACE = ("add", "double", "part", "second")  # an output is changed before the backward
 # Most multiply-adds per product, mostly and now and then: a call and its equations then take some milliseconds.
-_ROOM = {"triton": (20_000, 60_000), "emulated": (100_000, 400_000)}
+ROOM = {"triton": (20_000, 60_000), "emulated": (100_000, 400_000)}
 _CPU_ROOM = (400_000, 4_000_000)
 
 
@@ -20,7 +37,7 @@ def sizes(d, backend, quadratic):
     batch, nheads, seqlen, head_dim = d.pick(1, 1, 2, 3, 5), d.pick(1, 1, 2, 3, 4, 6, 8, 12), d.length(), d.channels()
     if backend == "triton":
         seqlen, nheads = min(seqlen, 70), min(nheads, 3)
-    small, large = _ROOM.get(backend, _CPU_ROOM)
+    small, large = ROOM.get(backend, _CPU_ROOM)
     room = d.pick(small, small, small, large)
     while batch * nheads * seqlen * head_dim * (seqlen if quadratic else 16) > room:
         if batch > 1:
@@ -56,6 +73,9 @@ def modes(d, call, kind, units=0, prefix=False):
     ``units`` is how many threads have something of their own to do; ``prefix``: whether earlier tokens do not see later
     ones.
     """
+    if kind == "saved":
+        saved(d, call)
+        return
     mode = d.pick(*MODES) if kind == "modes" or d.chance(0.06) else ""
     grad = mode not in ("no_grad", "inference")
     if (
@@ -76,11 +96,26 @@ def modes(d, call, kind, units=0, prefix=False):
     call.mode = mode
 
 
-def upstreams(d, outputs, shapes, dtypes):
-    """Write upstream gradients of some outputs: the first, the second or both."""
+def saved(d, call):
+    """Let what autograd saves change between the passes, by a hook or by its owner.
+
+    PyTorch's own operators broadcast what they are handed; of these calls none but ours is judged.
+    """
+    native = call.op == "mssa" and (call.backend == "composite" or (call.backend is None and call.dtype == "float64"))
+    if call.backend == "reference" or native or not has_cpp():
+        return
+    call.mode = d.pick(*CHANGED) if call.context else d.pick(*SAVED, *CHANGED)
+    d.put("another = lambda t: torch.float32 if t.dtype == torch.bfloat16 else torch.bfloat16")
+    if call.mode in SAVED:
+        call.context = f"torch.autograd.graph.saved_tensors_hooks(lambda t: {SAVED[call.mode][0]}, lambda t: t)"
+
+
+def upstreams(d, outputs, shapes, dtypes, kind=""):
+    """Write upstream gradients of some outputs: the first, the second or both; that of the first of one kind."""
     which = outputs if len(outputs) == 1 else d.pick(outputs, outputs, outputs[:1], outputs[1:])
+    which = outputs if kind == "ones" and which == outputs[1:] else which
     for name in which:
-        values.upstream(d, f"d{name}", shapes[name], dtypes[name])
+        values.upstream(d, f"d{name}", shapes[name], dtypes[name], kind=kind if name == "out" else "")
     return {name: f"d{name}" for name in which}
 
 

@@ -2,9 +2,10 @@
 
 import torch
 
-from tests.apart import values
+from tests.apart import oracle, values
 from tests.apart.call import DTYPES, KERNELS, Call, keywords
 from tests.apart.mirror import follow
+from tests.apart.tssa import biases, long, precise
 
 
 def mssa(d, seed, kind, forced):
@@ -15,6 +16,42 @@ def mssa(d, seed, kind, forced):
 def tssa(d, seed, kind, forced):
     """Draw a program on a TokenStatsCache."""
     return _program(d, seed, kind, forced, "tssa")
+
+
+def drifting(d, seed, kind, forced):
+    """Draw a long decode of tokens whose mean moves: a prompt, or none, and then a few tokens at a time."""
+    backend, dtype = d.backend(forced)
+    dtype = precise(d, dtype)
+    call = Call(kind, seed, "tssa", backend, dtype, outputs=("out", "membership"), context="torch.no_grad()")
+    shape = _, nheads, seqlen, head_dim = long(d, {"triton": 40, "emulated": 200}.get(backend, 3_000))
+    values.tokens(d, "drifting", shape)
+    values.layout(d, "w", shape, dtype, d.pick("projection", "contiguous", "sliced"))
+    d.put(f"temp = torch.rand({nheads}, generator=g) + 0.5")
+    values.layout(d, "temp", (nheads,), dtype, "contiguous")
+    biased = d.chance(0.4)
+    if biased:
+        biases(d, nheads, seqlen, head_dim, dtype, False, False)
+    prompt, few = d.pick(0, 0, seqlen // 2), d.pick(1, 1, 1, 7)
+    lengths = f"[{prompt}] * {prompt > 0} + [{few}] * {(seqlen - prompt) // few} + [{(seqlen - prompt) % few}]"
+    options = keywords(
+        causal=True, denom_bias="bias" if biased else None, cache="cache", return_membership=True,
+        backend=repr(backend) if backend else None,
+    )  # fmt: skip
+    double = "torch.float64" if dtype == "float64" else None
+    call.line = (
+        f"cache = TokenStatsCache(1, {nheads}, {head_dim}{keywords(dtype=double)}); "
+        f"parts = [tssa(part, temp{options}) for part in w.split({lengths}, 2) if part.shape[2]]; "
+        "out, membership = (torch.cat(group, 2) for group in zip(*parts))"
+    )
+    if backend in KERNELS and dtype == "float64":
+        call.refusal = NotImplementedError, "backend="
+
+    def equation(t, nudge):
+        del nudge
+        return dict(zip(call.outputs, oracle.tssa_causal(t["w"], t["temp"], t.get("bias")), strict=True))
+
+    call.equation, call.setup = equation, d.lines
+    return call
 
 
 def _program(d, seed, kind, forced, op):

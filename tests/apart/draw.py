@@ -12,18 +12,22 @@ SHARES = {
         "mssa dropout": 4, "mssa saturated dropout": 4, "mssa threshold": 3,
         "mssa relu": 2, "mssa identity": 2, "mssa large norms": 4,
         "mssa common mean": 5, "mssa tokens": 5, "mssa scale": 3, "mssa lse": 4, "mssa autocast": 2, "mssa modes": 6,
+        "mssa sinks": 4, "mssa ones": 4, "mssa saved": 3,
     },
     tssa.draw: {
         "tssa plain": 5, "tssa layout": 4, "tssa padding": 4, "tssa far padding": 3, "tssa packed": 5,
         "tssa dropout": 4, "tssa saturated dropout": 3, "tssa bias": 5, "tssa temp": 4, "tssa tokens": 6,
-        "tssa membership": 3, "tssa autocast": 1, "tssa modes": 5,
+        "tssa membership": 3, "tssa autocast": 1, "tssa modes": 5, "tssa ones": 3, "tssa drifting": 3, "tssa saved": 3,
     },
     caches.mssa: {"mssa cache": 9},
     caches.tssa: {"tssa cache": 7},
+    caches.drifting: {"tssa cache drifting": 2},
     sparse.draw: {
         "ista plain": 5, "ista layout": 4, "ista values": 3, "ista mixed": 2, "ista autocast": 2, "ista modes": 3,
+        "ista ones": 2, "ista saved": 2,
         "ista_overcomplete plain": 5, "ista_overcomplete layout": 3, "ista_overcomplete values": 2,
         "ista_overcomplete mixed": 2, "ista_overcomplete autocast": 1, "ista_overcomplete modes": 2,
+        "ista_overcomplete ones": 1, "ista_overcomplete saved": 1,
     },
     modules.draw: {
         "nn MSSA": 3, "nn TSSA": 2, "nn CausalMSSA": 2, "nn CausalTSSA": 2, "nn ISTA": 2, "nn OvercompleteISTA": 2,
@@ -54,9 +58,8 @@ OPERATORS = ("mssa", "mssa cache", "tssa", "tssa cache", "ista", "ista_overcompl
 
 
 def operator_of(kind):
-    """Return the operator that calls of a class are of: itself, or its first word; "" for modules and refusals."""
-    found = kind if kind in OPERATORS else kind.split()[0]
-    return found if found in OPERATORS else ""
+    """Return the operator that calls of a class are of, the longest it begins with; "" for modules and refusals."""
+    return max((op for op in OPERATORS if f"{kind} ".startswith(f"{op} ")), key=len, default="")
 
 
 def seeds_of(operator, start=0):

@@ -1,7 +1,7 @@
 """Drawn calls of mssa."""
 
 from tests.apart import oracle, philox, values
-from tests.apart.attention import merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
+from tests.apart.attention import ROOM, merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
 from tests.apart.call import KERNELS, Call, has_cpp, keywords
 
 
@@ -11,6 +11,10 @@ def draw(d, seed, kind, forced):
     shape = batch, nheads, seqlen, head_dim = sizes(d, backend, quadratic=True)
     call = Call(kind, seed, "mssa", backend, dtype, lenient=backend == "reference")
     what = kind.removeprefix("mssa ")
+    if what == "sinks" and d.chance(0.5):  # few keys have no other weight to hide an error in
+        shape = batch, nheads, seqlen, head_dim = batch, nheads, d.pick(2, 3, 4, 8), head_dim
+    if what == "ones" and backend not in ROOM:
+        shape = batch, nheads, seqlen, head_dim = 1, 1, d.pick(seqlen, 197, 197), d.pick(head_dim, 128, 128)
     causal = d.chance(0.4)
     scale = None
     if what == "scale" or d.chance(0.15):
@@ -24,7 +28,7 @@ def draw(d, seed, kind, forced):
         threshold = d.pick(0.0, 0.01, 0.1, 0.3, 0.5, 0.6, 0.99, 1.0, 2.0, d.uniform(0, 1))
     dropout = d.pick(0.1, 0.5, 0.9, d.uniform(0, 0.99)) if "dropout" in what or d.chance(0.1) else 0.0
     tokens = {
-        "large norms": "large", "common mean": "common mean",
+        "large norms": "large", "common mean": "common mean", "sinks": "sinks", "ones": "normed",
         "saturated dropout": d.pick("large", "clusters", "one large", "large"),
         "tokens": d.pick(*values.TOKENS),
     }.get(what) or (d.pick(*values.TOKENS) if d.chance(0.25) else "randn")  # fmt: skip
@@ -52,7 +56,7 @@ def draw(d, seed, kind, forced):
     rows = (nheads, sizes_[0]) if packed else shape[:3]
     exact = "float64" if dtype == "float64" else "float32"
     call.wrt = ["w"]
-    call.upstream = upstreams(d, call.outputs, {"out": sizes_, "lse": rows}, {"out": working, "lse": exact})
+    call.upstream = upstreams(d, call.outputs, {"out": sizes_, "lse": rows}, {"out": working, "lse": exact}, what)
     options = keywords(
         causal=causal or None, scale=scale, dropout_p=dropout or None, phi=None if phi == "softmax" else repr(phi),
         threshold=threshold, key_padding_mask="mask" if mask else None, cu_seqlens="bounds" if packed else None,

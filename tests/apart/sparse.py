@@ -90,7 +90,7 @@ def draw(d, seed, kind, forced):
     step_size = d.pick(None, None, 0.0, 0.3, 1.0, d.uniform(0, 0.5))
     lambd = d.pick(None, None, 0.0, 0.5, 2.0, 10.0, d.uniform(0, 1))
     soft = not over and d.chance(0.3)
-    values.upstream(d, "dout", (*before, dim), dtype, between(dtype))
+    values.upstream(d, "dout", (*before, dim), dtype, between(dtype), what)
     call.wrt, call.upstream = wrt, {"out": "dout"}
     options = keywords(
         step_size=step_size, lambd=lambd, nonnegative=False if soft else None,

@@ -13,11 +13,15 @@ def draw(d, seed, kind, forced):
     shape = batch, nheads, seqlen, head_dim = sizes(d, backend, quadratic=False)
     call = Call(kind, seed, "tssa", backend, dtype, lenient=backend == "reference")
     what = kind.removeprefix("tssa ")
+    if what == "drifting":
+        call.dtype = dtype = precise(d, dtype)
+        shape = batch, nheads, seqlen, head_dim = long(d, {"triton": 200, "emulated": 1000}.get(backend, 30_000))
     causal = d.chance(0.9 if what == "bias" else 0.5)
     dropout = d.pick(0.1, 0.5, 0.9, d.uniform(0, 0.99)) if "dropout" in what or d.chance(0.1) else 0.0
     tokens = d.pick(*values.TOKENS) if what == "tokens" or d.chance(0.25) else "randn"
+    tokens = {"drifting": "drifting", "ones": "normed"}.get(what, tokens)
     mask = packed = False
-    if what == "packed" or (what not in ("padding", "far padding") and d.chance(0.12)):
+    if what == "packed" or (what not in ("padding", "far padding", "drifting") and d.chance(0.12)):
         packed = True
         sizes_, offsets, longest = packed_tokens(d, tokens, shape, None)
     else:
@@ -47,7 +51,7 @@ def draw(d, seed, kind, forced):
     call.wrt = wrt
     exact = "float64" if dtype == "float64" else "float32"
     call.upstream = upstreams(
-        d, call.outputs, {"out": sizes_, "membership": rows}, {"out": dtype, "membership": exact}
+        d, call.outputs, {"out": sizes_, "membership": rows}, {"out": dtype, "membership": exact}, what
     )  # fmt: skip
     options = keywords(
         causal=causal or None, denom_bias="bias" if bias else None, dropout_p=dropout or None,
@@ -80,6 +84,16 @@ def draw(d, seed, kind, forced):
     return call
 
 
+def precise(d, dtype):
+    """Return a dtype whose rounding hides no sum over tokens, mostly."""
+    return "float32" if dtype in HALF and d.chance(0.7) else dtype
+
+
+def long(d, most):
+    """Return the shape of a sequence of up to ``most`` tokens, so long that sums over them lose digits."""
+    return 1, d.pick(1, 2, 3), min(d.pick(1000, 1000, 3000, 10_000, 30_000), most), d.pick(1, 4, 16, 20)
+
+
 def temperatures(d, nheads, dtype, what, grad):
     """Write ``temp``, (nheads,) or (nheads, 1)."""
     sizes_ = d.pick((nheads,), (nheads, 1))
@@ -104,6 +118,7 @@ def biases(d, nheads, seqlen, head_dim, dtype, odd, grad):
         d.put(d.pick(  # the first head keeps its logit: a softmax needs one
             "bias[1:] = -math.inf", f"bias[1:2, {place}] = -math.inf", f"bias[1:, {place}] = -math.inf",
             f"bias[1:2] = {least / 2}", f"bias[1:2, {place}:] = {least / head_dim}", f"bias[1:, {place}] = {least}",
+            f"bias = bias + torch.linspace(0, {d.pick(0.1, 1.0, 10.0)}, {longer}).view{(longer, *sizes_[2:])}",
             "bias[-1] = 1e4", "bias = bias * 1000", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",
         ))  # fmt: skip
     values.layout(d, "bias", sizes_, dtype, None, grad)

@@ -14,6 +14,8 @@ def tokens(d, kind, shape, scale=None):
         factor = d.pick(5.0, 10.0, 30.0)
     if kind == "tiny":
         factor = d.pick(1e-2, 1e-4, 1e-6, 3e-12, 2e-13)
+    if kind == "sinks":
+        factor = d.pick(0.1, 0.3, 1.0, 1.0)  # the others attend to the long tokens in part, or not at all
     d.put(f"w = torch.randn({batch}, {nheads}, {seqlen}, {head_dim}, generator=g) * {factor}")
     if kind == "zeros":
         d.put("w = w * 0")
@@ -41,6 +43,17 @@ def tokens(d, kind, shape, scale=None):
         d.put(f"w = w * 0.1; w[..., 0] += {d.pick(3.0, 20.0)} * (torch.randint(2, w.shape[:3], generator=g) * 2 - 1)")
     elif kind == "one large":
         d.put(f"w[:, :, {d.integer(0, max(seqlen - 1, 0))}:][:, :, :1] *= {d.pick(10.0, 30.0)}")
+    elif kind == "sinks":
+        place, count = d.pick(0, 0, d.integer(0, max(seqlen - 1, 0))), d.pick(1, 1, 2)
+        d.put(f"w[:, :, {place}:{place + count}] *= {d.uniform(10, 100)}")
+        if d.chance(0.3):  # all others look at it
+            d.put(f"w = torch.where(w.abs() > 10, w, w + {d.uniform(0.003, 0.03)} * w[:, :, {place}:{place + 1}])")
+    elif kind == "normed":
+        d.put(f"w = torch.nn.functional.layer_norm(w, ({head_dim},))")
+    elif kind == "drifting":
+        first, last = d.pick((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (0.01, 1.0))
+        d.put(f"m = torch.nn.functional.normalize(torch.randn(1, {nheads}, 1, {head_dim}, generator=g), dim=-1)")
+        d.put(f"w = w + m * {d.pick(3.0, 10.0, 30.0)} * torch.linspace({first}, {last}, {seqlen})[:, None]")
     return kind
 
 
@@ -95,8 +108,19 @@ def layout(d, name, sizes, dtype, kind=None, requires_grad=False, between="math.
     return kind
 
 
-def upstream(d, name, sizes, dtype, between="math.nan"):
-    """Write an upstream gradient, as a loss may give it: dense, permuted, or one number expanded."""
+def upstream(d, name, sizes, dtype, between="math.nan", kind=""):
+    """Write an upstream gradient, as a loss may give it: dense, permuted, or one number expanded; "ones" of a sum."""
+    if kind == "ones":
+        size, row = 1, f"torch.randn({sizes[-1]}, generator=g).to(torch.{dtype})"
+        for each in sizes:
+            size *= max(each, 1)
+        d.put(f"{name} = " + d.pick(  # of a sum, of a mean, of tokens that are added up
+            f"torch.ones((), dtype=torch.{dtype}).expand{tuple(sizes)}",
+            f"torch.ones({tuple(sizes)}, dtype=torch.{dtype})",
+            f"torch.full((), {1 / size:.3g}, dtype=torch.{dtype}).expand{tuple(sizes)}",
+            f"{row}.expand{tuple(sizes)}",
+        ))  # fmt: skip
+        return
     factor = d.pick(1.0, 1.0, 1.0, 30.0, 1e-3)
     if d.chance(0.15):
         d.put(f"{name} = torch.full((), {factor}, dtype=torch.{dtype}).expand{tuple(sizes)}")
