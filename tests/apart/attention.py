@@ -12,7 +12,7 @@ MODES = (
 # What a hook makes of a tensor that autograd saves for the backward, and whether the backward may then be refused.
 SAVED = {
     "saved as it was": ("t.clone()", False),
-    "saved in other memory": ("t.mT.contiguous().mT if t.ndim > 1 else t.clone()", False),
+    "saved in other memory": ("t.mT.contiguous().mT if t.ndim > 1 else t.clone()", True),
     "saved in another dtype": ("t.to(another(t)) if t.is_floating_point() else t", True),
     "saved in part": ("t[..., :-1] if t.ndim else t", True),
     "saved in one dimension": ("t.flatten()", True),
@@ -21,10 +21,10 @@ SAVED = {
 # What becomes of the data of a tensor between forward and backward, likewise.
 CHANGED = {
     "data in other memory": ("t.clone()", False),
-    "data in another dtype": ("t.to(another(t))", True),
     "data in part": ("t[..., :1].clone()", True),
     "data gone": ("t.new_empty(0)", True),
 }
+ANOTHER = "another = lambda t: torch.float32 if t.dtype == torch.bfloat16 else torch.bfloat16"
 MAY_REFUSE = [name for name, (_, refused) in (SAVED | CHANGED).items() if refused]
 IN_PLACE = ("add", "double", "part", "second")  # an output is changed before the backward
 # Most multiply-adds per product, mostly and now and then: a call and its equations then take some milliseconds.
@@ -105,9 +105,14 @@ def saved(d, call):
     if call.backend == "reference" or native or not has_cpp():
         return
     call.mode = d.pick(*CHANGED) if call.context else d.pick(*SAVED, *CHANGED)
-    d.put("another = lambda t: torch.float32 if t.dtype == torch.bfloat16 else torch.bfloat16")
+    d.put(ANOTHER)
     if call.mode in SAVED:
-        call.context = f"torch.autograd.graph.saved_tensors_hooks(lambda t: {SAVED[call.mode][0]}, lambda t: t)"
+        call.context = hooks(call.mode)
+
+
+def hooks(mode):
+    """Return the context in which autograd saves tensors as a mode of ``SAVED`` has it."""
+    return f"torch.autograd.graph.saved_tensors_hooks(lambda t: {SAVED[mode][0]}, lambda t: t)"
 
 
 def upstreams(d, outputs, shapes, dtypes, kind=""):

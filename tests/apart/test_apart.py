@@ -7,6 +7,7 @@ import pytest
 
 from tests.apart import judge as judges
 from tests.apart.__main__ import quiet
+from tests.apart.attention import ANOTHER, MAY_REFUSE, SAVED, hooks
 from tests.apart.budget import Wrong
 from tests.apart.draw import draw, seeds_of
 from tests.apart.judge import judge
@@ -51,6 +52,38 @@ def test_the_judge_sees(line, why):
     verdict = judge(call)
     assert verdict.status == "failed"
     assert re.search(why, verdict.why), verdict.why
+
+
+TRUSTING = """
+class Trusting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return mssa(w, backend="reference")
+
+    @staticmethod
+    def backward(ctx, dout):
+        (w,) = ctx.saved_tensors
+        if CAREFUL and w.dtype != dout.dtype:
+            raise TypeError("w must be as it was")
+        w = w.detach().to(dout.dtype).requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(mssa(w, backend="reference"), w, dout)
+"""
+
+
+@pytest.mark.parametrize("careful", [True, False])
+@pytest.mark.parametrize("mode", ["saved in another dtype", "saved as it was", "data in other memory"])
+def test_the_judge_sees_a_backward_that_trusts_what_it_is_handed(mode, careful):
+    """What autograd hands back is refused, or the gradient is right; what did not change is not refused."""
+    call = next(call for call in (draw(seed, "composite") for seed in seeds_of("mssa")) if plain(call))
+    call.setup += [TRUSTING, f"CAREFUL = {careful}", ANOTHER]
+    call.line, call.mode, call.merged = "out = Trusting.apply(w)", mode, False
+    if mode in SAVED:
+        call.context = hooks(mode)
+    verdict = judge(call)
+    assert verdict.status == ("passed" if careful or mode not in MAY_REFUSE else "failed"), verdict.why
+    assert verdict.status == "passed" or "budgets: dw" in verdict.why
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
+from tests.apart.attention import CHANGED, SAVED
 from tests.apart.call import HEAD
-from tests.apart.draw import draw, seeds_of
+from tests.apart.draw import ORDER, draw, seeds_of
 
 CALLS = 400
 TILE = 64
@@ -114,13 +115,44 @@ def transformed(call, t):
     return call.kind.endswith("transforms")
 
 
+def sink(call, t):
+    norms = t["w"].double().norm(dim=-1)
+    return norms.ndim == 3 and norms.numel() > 0 and bool((norms.amax(-1) > 5 * norms.median(-1).values).any())
+
+
+def ones(call, t):
+    """One number as the gradient of every output, of tokens that are normed."""
+    if "dout" not in t or t["dout"].numel() < 2 or not (t["dout"] == t["dout"].flatten()[0]).all():
+        return False
+    x = t["w"] if "w" in t else t["x"]
+    return call.op.startswith("ista") or bool(x.double().mean(-1).abs().max() < 0.02)
+
+
+def moving_mean(call, t):
+    if "w" not in t or t["w"].ndim != 4 or t["w"].shape[2] < 1000:
+        return False
+    first, *_, last = t["w"].double().chunk(10, 2)
+    return bool((first.mean(2) - last.mean(2)).norm(dim=-1).max() > 1)
+
+
+def long_decode(call, t):
+    return moving_mean(call, t) and "cache=cache" in call.line
+
+
+OUTSIDE = {  # classes of what users found, and what their calls are to have
+    "mssa sinks": sink, "mssa ones": ones, "tssa ones": ones, "ista ones": ones, "ista_overcomplete ones": ones,
+    "tssa drifting": moving_mean, "tssa cache drifting": long_decode, "mssa saved": mode(*SAVED), "tssa saved":
+    mode(*SAVED), "ista saved": mode(*SAVED), "ista_overcomplete saved": mode(*SAVED),
+}  # fmt: skip
+
+
 ANY = {
     "autocast": in_line("autocast"), "no grad": in_line("no_grad"), "inference mode": in_line("inference_mode"),
     "zero-size": empty, "in place": mode("add", "double", "part"), "grad of grad": mode("grad of grad"),
     "leaf overwritten": mode("overwritten"), "strided gradient": strided("dout"),
     "expanded gradient": expanded("dout"), "one channel": width(1), "a vector": width(15, 16, 17),
     "a tile wide": width(63, 64, 65), "two tiles wide": width(127, 128, 129), "widest": width(255, 256),
-    "transformed": transformed,
+    "transformed": transformed, "ones": ones, "saved by a hook": mode(*SAVED), "changed by its owner": mode(*CHANGED),
 }  # fmt: skip
 ATTENTION = ANY | {
     "strided offsets": strided("bounds"), "offset offsets": offset("bounds"), "strided mask": strided("mask"),
@@ -139,10 +171,10 @@ BIASED = {
     "offset bias": offset("bias"), "expanded bias": expanded("bias"),
 }  # fmt: skip
 CLASSES = {
-    "mssa": ATTENTION | {"overflow of fp16 in scores": overflow_in_scores},
+    "mssa": ATTENTION | {"overflow of fp16 in scores": overflow_in_scores, "sink": sink},
     "mssa cache": CACHE | {"strided lengths": strided("keep")},
-    "tssa": ATTENTION | BIASED | {"some inputs": some_inputs(2)},
-    "tssa cache": CACHE | {"infinite bias": infinite_bias, "huge bias": huge_bias},
+    "tssa": ATTENTION | BIASED | {"some inputs": some_inputs(2), "moving mean": moving_mean},
+    "tssa cache": CACHE | {"infinite bias": infinite_bias, "huge bias": huge_bias, "long decode": long_decode},
     "ista": ANY | {"some inputs": some_inputs(2), "strided weight": strided("weight")},
     "ista_overcomplete": ANY | {"some inputs": some_inputs(2), "strided weight": strided("weight")},
 }
@@ -158,6 +190,20 @@ def test_every_class_is_drawn(operator):
         for name, holds in CLASSES[operator].items():
             counts[name] += any(holds(call, t) for t in given)
     assert not {name: count for name, count in counts.items() if count < 2}, counts
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_users_found_is_drawn(kind):
+    seeds = (seed for seed in itertools.count() if ORDER[seed % len(ORDER)][1] == kind)
+    calls = [draw(seed, "cpp") for seed in itertools.islice(seeds, 12)]
+    assert sum(OUTSIDE[kind](call, tensors(call)[0]) for call in calls) >= 3
+
+
+@pytest.mark.parametrize("mode", [*SAVED, *CHANGED])
+def test_every_change_between_the_passes_is_drawn(mode):
+    places = [place for place, (_, kind) in enumerate(ORDER) if kind.endswith(" saved")]
+    seeds = (turn * len(ORDER) + place for turn in itertools.count() for place in places)
+    assert mode in {draw(seed, "cpp").mode for seed in itertools.islice(seeds, 120)}
 
 
 def test_a_seed_is_a_call():
