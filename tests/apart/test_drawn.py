@@ -10,7 +10,7 @@ from tests.apart.attention import CHANGED, SAVED
 from tests.apart.call import HEAD
 from tests.apart.draw import ORDER, draw, seeds_of
 
-CALLS = 400
+CALLS = 1500  # a class of few calls has a mode of few of them
 TILE = 64
 
 
