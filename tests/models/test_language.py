@@ -119,7 +119,7 @@ UNFIT = {  # what a weight of (11, 24) must not be, and what is said of it
     "meta": (lambda t: t.to("meta"), "must be dense and hold values, got torch.strided on meta"),
     "complex": (lambda t: t + 0j, "must have a floating dtype, got torch.complex64"),
     "list": (lambda t: t.tolist(), "must be a Tensor, got list"),
-    "shorter": (lambda t: t[1:], "must be (11, 24), got (10, 24)"),
+    "deeper": (lambda t: t[None], "must be (11, 24), got (1, 11, 24)"),
 }
 
 

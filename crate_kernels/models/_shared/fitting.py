@@ -32,7 +32,7 @@ def reason(
         defaults: the values of other arguments.
         weights: the checkpoint, under our names.
     """
-    if not all(isinstance(weight, Tensor) for weight in weights.values()):
+    if not all(isinstance(weight, Tensor) and not weight.is_nested for weight in weights.values()):
         return ""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
