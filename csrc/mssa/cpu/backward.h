@@ -38,6 +38,7 @@ class Backward : Measure<T> {
     find_keys();
     const Extent extent(half_norm_, keys_.count);
     if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
+    if (p_.dtype != Dtype::f32 && !p_.dropout && !p_.threshold) Base::find_rounding();
     const bool paired = Base::pairs_allowed(extent) && pairs_given();
     if (paired) pairs(extent.most);
     if (!paired || !Base::queries_are_keys()) rows(paired);
@@ -106,16 +107,16 @@ class Backward : Measure<T> {
     for (int k = 0; k < keys_.count; ++k) {
       const int32_t token = keys_.token[k];
       given_[token] = Base::given(token, keys_.count, tallest_);
-      untrusted += given_[token] != Given::both;
+      untrusted += given_[token] != Given::both && (given_[token] != Given::sum || parts_ > 1);
     }
     // Each part would measure the rows of all. Of tall heads rows are more exact: their weights are divided first.
     return untrusted == 0 || (p_.dtype == Dtype::f32 && parts_ == 1 && tallest_ <= kTallestPairs);
   }
 
-  // Collects the rows that are given nothing, and measures them by blocks.
+  // Collects the rows without delta, and measures them by blocks.
   template <class Measure>
   void collect(int32_t token, const Measure& measure) {
-    if (given_[token] != Given::nothing) return;
+    if (!is_measured(given_[token])) return;
     untrusted_[untrusted_count_++] = token;
     if (untrusted_count_ == kTile) measure_collected(measure);
   }
@@ -150,7 +151,7 @@ class Backward : Measure<T> {
     }
     for (int k = 0; k < keys_.count; ++k) {
       const int32_t t = keys_.token[k];
-      if (given_[t] == Given::nothing) inverse_[k] = inverse(t);
+      if (is_measured(given_[t])) inverse_[k] = inverse(t);
       if (given_[t] == Given::delta) inverse_[k] = 1.0f / total_of(sums_, k);
     }
   }
@@ -187,7 +188,7 @@ class Backward : Measure<T> {
   }
 
   void use_measured(int32_t token, int n, const Terms& terms) const {
-    if (given_[token] != Given::nothing) return;
+    if (!is_measured(given_[token])) return;
     terms.delta[n] = delta_[token];
     terms.rest[n] = 0.0f;
   }
@@ -252,7 +253,7 @@ class Backward : Measure<T> {
       const int32_t t = b.token[r];
       const bool real = b.has_keys(r);
       const Given given = real && head_.delta == nullptr ? given_[t] : Given::both;
-      if (given == Given::nothing) {
+      if (is_measured(given)) {
         b.shift[r] = shift_[t];
         residual[r] = 1.0f / sum_[t];
         use_measured(t, r, terms);
@@ -297,7 +298,7 @@ class Backward : Measure<T> {
     alignas(64) float sums[kTile];
     Base::weigh(b, queries, sums, nullptr);
     for (int r = 0; r < b.count; ++r) {
-      if (given_[b.token[r]] != Given::nothing) factor[r] /= sums[r];
+      if (!is_measured(given_[b.token[r]])) factor[r] /= sums[r];
     }
   }
 

@@ -1,9 +1,9 @@
 // 1 / l and delta of each row of a backward: from the forward's results, or summed anew where these are not exact
 // enough.
 //
-// delta_i = dout_i . out_i is as exact as out. Where a row's own weight is half of it or more,
-// delta_i - dout_i . w_i = dout_i . (out_i - w_i) is small, and exact in itself. Where another weight may be, sums over
-// the row's weights give l and delta_i = sum_j P_ij R_ij dout_i . w_j.
+// delta_i = dout_i . out_i is as exact as out. In fp32, where a row's own weight is half of it or more,
+// delta_i - dout_i . w_i = dout_i . (out_i - w_i) is small, and exact in itself. Where another weight may be, and in 16
+// bits where the rounding of out would show, sums over the row's weights give l and delta_i = sum_j P_ij R_ij dout_i . w_j.
 #pragma once
 
 #include "gradients.h"
@@ -18,12 +18,16 @@ CRATE_INLINE float trusted_lse(Dtype dtype) {
 
 // Largest |w|^2 scale / 2, in bits, with which delta may come from out, whatever the row. A weight that is all of its
 // row is exactly 1, its out exactly the token and its dP - delta exactly 0. A rounding error left there is multiplied
-// by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. 16-bit tokens survive the rounding of out, but
-// not with dropout, where out is a multiple of the token. In fp16 the rounding of an out that is nearly one token
-// shows.
-CRATE_INLINE float trusted_height(Dtype dtype, bool dropout) {
-  return dropout ? 4.0f : dtype == Dtype::f32 ? 6.0f : dtype == Dtype::f16 ? 12.0f : INFINITY;
+// by |w|^2 scale. In fp32 no weight is all of its row below 8.7 nats. With dropout, out is a multiple of the token.
+CRATE_INLINE float trusted_height(bool dropout) {
+  return dropout ? 4.0f : 6.0f;
 }
+
+// In 16 bits, dw is off by |scale| |out|_max sqrt(sum_d dout_d^2 out_d^2) units of 0.2 eps, the deviation of a rounding.
+// So many of the largest |dout| of the head are within the dtype's own error. Random tokens and gradients have 0.75;
+// layer-normed tokens whose gradients are all one have 3.
+constexpr float kMostRounding = 2.0f;
+constexpr float kDeviation = 0.2f;
 
 // Up to so many keys, one weight is often all of its row, and eager's gradient exact. A rounded lse is not enough then.
 constexpr int kFewKeys = 16;
@@ -38,15 +42,20 @@ constexpr float kUlp = 0x1p-23f;
 // Largest |w|^2 scale / 2, in bits, of a pair form with measured rows.
 constexpr float kTallestPairs = 12.0f;
 
-// What a row may take from the forward's results: l from lse and delta from out, delta alone, or nothing.
-enum class Given : int32_t { both, delta, nothing };
+// What a row may take from the forward's results: l from lse and delta from out, one of them alone, or nothing. Rows
+// without delta are measured.
+enum class Given : int32_t { both, delta, sum, nothing };
+
+constexpr bool is_measured(Given given) {
+  return given == Given::sum || given == Given::nothing;
+}
 
 template <class T>
 class Measure : public Head<T> {
   using Base = Head<T>;
 
  protected:
-  using Base::key_panels_, Base::query_panel_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_,
+  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_,
       Base::keys_, Base::words_, Base::factor_, Base::panel_at;
 
   using Base::Base;
@@ -70,11 +79,11 @@ class Measure : public Head<T> {
   // In fp32 it may take delta if no other token has half of its weight. The entropy of a row is lse - scale w . out,
   // and with a half on one key at most that of a half spread over all.
   Given given(int32_t token, int keys, float tallest) const {
-    const float lse = head_.lse[token], limit = trusted_height(p_.dtype, p_.dropout);
+    const float lse = head_.lse[token], limit = trusted_height(p_.dropout);
     if (lse == -INFINITY) return Given::both;
     const bool is_f32 = p_.dtype == Dtype::f32, sum = fabsf(lse) <= trusted_lse(p_.dtype);
     if (!(fabsf(lse) < INFINITY) || (is_f32 ? keys_.count <= kFewKeys : !sum)) return Given::nothing;
-    if (limit == INFINITY) return Given::both;
+    if (!is_f32 && !p_.dropout) return given_[token];
     const int64_t width = staging_width(p_.head_dim);
     read(head_.w, token, tokens_);
     const float score = factor_ * row_dot(tokens_, tokens_, width);
@@ -86,6 +95,37 @@ class Measure : public Head<T> {
       delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(keys));
     }
     return !delta ? Given::nothing : sum ? Given::both : Given::delta;
+  }
+
+  // Says of 16-bit rows whether they may take delta from out, as far as its rounding goes. Sets given_.
+  void find_rounding() {
+    for (int64_t t = 0; t < head_.seqlen; ++t) given_[t] = Given::both;
+    if (head_.dout.data == nullptr) return;
+    const int64_t width = staging_width(p_.head_dim);
+    Vf largest = {};
+    int32_t token[kTile];
+    for (int first = 0; first < head_.seqlen; first += kTile) {
+      const int count = in_block(static_cast<int>(head_.seqlen), first / kTile);
+      for (int n = 0; n < count; ++n) token[n] = first + n;
+      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, out_);
+      stage(head_.dout, p_.dtype, p_.head_dim, token, count, nullptr, width, tokens_);
+      for (int n = 0; n < count; ++n) {
+        Vf squares = {}, high = {};
+        for (int64_t d = n * width; d < (n + 1) * width; d += kLanes) {
+          const Vf out = load(out_ + d), dout = load(tokens_ + d), product = out * dout;
+          squares += product * product;
+          high = max(high, max(out, -out));
+          largest = max(largest, max(dout, -dout));
+        }
+        delta_[first + n] = static_cast<float>(fabs(p_.scale)) * sqrtf(sum(squares)) * max(high);
+      }
+    }
+    const float most = kMostRounding * max(largest);
+    int tall = 0;
+    for (int k = 1; k < keys_.count; ++k) tall = half_norm_[k] > half_norm_[tall] ? k : tall;
+    for (int32_t t = 0; t < head_.seqlen; ++t) {
+      if (delta_[t] > most && !is_one_token(t, keys_.token[tall], most / delta_[t])) given_[t] = Given::sum;
+    }
   }
 
   // delta + rest = dout . out for a panel of dout. Where a row is mostly its own token, delta is dout . w.
@@ -117,7 +157,7 @@ class Measure : public Head<T> {
     }
   }
 
-  // Measures rows that are given nothing: shift_, sum_ and delta_.
+  // Measures rows: shift_, sum_ and delta_.
   void measure(const int32_t* token, int count) {
     Block b;
     start(b, token, count);
@@ -131,14 +171,14 @@ class Measure : public Head<T> {
   template <class Factor>
   void measure(const int32_t* token, int count, const Factor& factor_of) {
     Block b;
-    start(b, token, count);
     alignas(64) float sums[kTile], deltas[kTile] = {}, factor[kTile];
-    weigh(b, query_panel_, sums, nullptr);
+    for (float& sum : sums) sum = 1.0f;
+    if (start(b, token, count)) weigh(b, query_panel_, sums, nullptr);
     keep(b, sums, deltas);
     for (int r = 0; r < count; ++r) factor[r] = factor_of(token[r]);
     stage_dout(b, factor);
-    weigh(b, query_panel_, nullptr, deltas);
-    keep(b, sums, deltas);
+    weigh(b, query_panel_, sums, deltas);
+    for (int r = 0; r < count; ++r) delta_[token[r]] = deltas[r] / sums[r];
   }
 
   // Sums the weights of the rows of a block, and their deltas for the panel of dout at dout_panels_; null: not wanted.
@@ -181,7 +221,7 @@ class Measure : public Head<T> {
   static float bits(float nats) { return nats * static_cast<float>(kLog2e); }
 
   float *dout_panels_, *out_panel_;
-  Given* given_;                  // by token, as are the next three, of rows that are given nothing
+  Given* given_;                  // by token, as are the next three, of rows that are measured
   float *shift_, *sum_, *delta_;  // sum_: of the weights that are shifted so
   float *out_, *tokens_, *exact_;
   Tile<T> weights_;
@@ -192,15 +232,40 @@ class Measure : public Head<T> {
     return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
   }
 
-  void start(Block& b, const int32_t* token, int count) {
+  // True if one weight is so nearly all of a row that out is its token: the row's own, or that of the tallest key.
+  // The other weights' share of delta may be `share` roundings.
+  bool is_one_token(int32_t token, int32_t tallest, float share) const {
+    const int64_t width = staging_width(p_.head_dim);
+    const float lse = bits(head_.lse[token]), eps = p_.dtype == Dtype::bf16 ? 0x1p-7f : 0x1p-10f;
+    const auto is = [&](int32_t key) {
+      read(head_.keys, key, out_);
+      const float score = factor_ * row_dot(tokens_, out_, width), above = lse > score ? lse - score : 0.0f;
+      const float rest = above * static_cast<float>(kLn2) + kUlp * fabsf(head_.lse[token]);
+      return 2.0f * rest <= kDeviation * eps * share;
+    };
+    read(head_.w, token, tokens_);
+    if (Keys::kept(head_, token) && is(token)) return true;
+    const Span seen = keys_of(p_.mask, {token, token + 1}, static_cast<int>(head_.nkeys));
+    return Keys::kept(head_, tallest) && seen.first <= tallest && tallest < seen.stop && is(tallest);
+  }
+
+  // Rows that are given their sum have lse as their shift, the others the maximum of their scores.
+  // True if there are such others.
+  bool start(Block& b, const int32_t* token, int count) {
     b.count = count;
     memcpy(b.token, token, count * sizeof(int32_t));
     Base::find_bounds(b);
-    for (float& shift : b.shift) shift = NAN;
+    bool maxima = false;
+    for (int r = 0; r < kTile; ++r) {
+      const bool given = given_[b.token[r]] == Given::sum;
+      b.shift[r] = given ? bits(head_.lse[b.token[r]]) : NAN;
+      maxima = maxima || !given;
+    }
     const int64_t width = staging_width(p_.head_dim);
     stage(head_.w, p_.dtype, p_.head_dim, b.token, count, nullptr, width, staging_);
     pack_panel<T>(staging_, width, p_.head_dim, count, query_panel_);
-    Base::shift_by_maxima(b, query_panel_);
+    if (maxima) Base::shift_by_maxima(b, query_panel_);
+    return maxima;
   }
 
   void stage_dout(const Block& b, const float* factor) {
