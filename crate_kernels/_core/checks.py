@@ -22,8 +22,20 @@ from torch.autograd import forward_ad
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_LARGEST = 2**63 - 1  # of the integers that an op takes
+
+
 def _type_name(value: object) -> str:
-    return "a Tensor" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return "a Tensor"
+    kind = type(value)
+    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__  # NumPy has a bool too
+
+
+def _dense(op: str, name: str, value: Tensor) -> None:
+    """Require a tensor whose numbers lie in memory by strides."""
+    if value.layout != torch.strided:
+        raise ValueError(f"{op}: {name} must be a dense tensor, got one of layout {value.layout}")
 
 
 # What others call an argument of ours, where the letters do not tell.
@@ -71,6 +83,9 @@ def tensor(op: str, name: str, value: object, ndim: int | None, layout: str) -> 
         raise ValueError(f"{op}: {name} must be {layout}, got {tuple(value.shape)}")
     if not value.is_floating_point():
         raise ValueError(f"{op}: {name} must have a floating dtype, got {value.dtype}")
+    if value.dtype.itemsize < 2:
+        raise ValueError(f"{op}: {name} must have a floating dtype of 16 bits or more, got {value.dtype}")
+    _dense(op, name, value)
     return value
 
 
@@ -91,7 +106,11 @@ def number(op: str, name: str, value: object, minimum: float | None = None, belo
     plain = type(value) is float  # isinstance of an abstract class takes half a microsecond
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt))):
         raise TypeError(f"{op}: {name} must be a number, got {_type_name(value)}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        got = "an int" if isinstance(value, int) else f"a {_type_name(value)}"
+        raise ValueError(f"{op}: {name} must be finite, got {got} beyond the largest float") from None
     if not abs(result) < math.inf:  # not isfinite: compile with dynamic=True gives a symbol here
         raise ValueError(f"{op}: {name} must be finite, got {result}")
     if minimum is not None and result < minimum:
@@ -114,6 +133,7 @@ def padding_mask(op: str, mask: object, w: Tensor) -> None:
         raise TypeError(f"{op}: key_padding_mask must be a Tensor, got {_type_name(mask)}")
     if mask.dtype != torch.bool:
         raise ValueError(f"{op}: key_padding_mask must be bool (True = keep), got {mask.dtype}")
+    _dense(op, "key_padding_mask", mask)
     shape(op, "key_padding_mask", mask, (w.shape[0], w.shape[2]), "(batch, seqlen)")
     same_device(op, "key_padding_mask", mask, w)
 
@@ -157,6 +177,7 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
     """Require int32 offsets on w's device and an int ``max_seqlen``; check values only where reading them is free."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {_type_name(cu_seqlens)}")
+    _dense(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         raise ValueError(f"{op}: cu_seqlens must be int32 (sequences + 1,), of one sequence or more, got {got}")
@@ -165,6 +186,8 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
         raise TypeError(f"{op}: max_seqlen must be an int with cu_seqlens, got {_type_name(max_seqlen)}")
     if max_seqlen < 0:
         raise ValueError(f"{op}: max_seqlen must be >= 0, got {max_seqlen}")
+    if type(max_seqlen) is int and max_seqlen > _LARGEST:
+        raise ValueError(f"{op}: max_seqlen must be below 2**63, got {max_seqlen}")
     if _values_readable(cu_seqlens):
         cu_seqlens_values(op, cu_seqlens, w.shape[0], int(max_seqlen))
     return max_seqlen  # pyright: ignore[reportReturnType]  # a SymInt under compile
@@ -200,12 +223,15 @@ def cache_sizes(op: str, sizes: dict[str, int], dtype: torch.dtype | None) -> No
         raise TypeError(f"{op}: dtype must be a torch.dtype, got {_type_name(dtype)}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"{op}: dtype must be floating, got {dtype}")
+    if dtype is not None and dtype.itemsize < 2:
+        raise ValueError(f"{op}: dtype must be of 16 bits or more, got {dtype}")
 
 
 def cache_rows(op: str, name: str, value: Tensor, lengths: Tensor) -> None:
     """Require an integer (batch,) tensor on the cache's device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {_type_name(value)}")
+    _dense(op, name, value)
     if value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
     shape(op, name, value, tuple(lengths.shape), "(batch,)")
@@ -269,6 +295,8 @@ def integer(op: str, name: str, value: object, minimum: int | None = None) -> in
         raise TypeError(f"{op}: {name} must be an int, got {_type_name(value)}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{op}: {name} must be >= {minimum}, got {value}")
+    if type(value) is int and value > _LARGEST:
+        raise ValueError(f"{op}: {name} must be below 2**63, got {value}")
     return value  # pyright: ignore[reportReturnType]  # a SymInt under compile
 
 

@@ -79,12 +79,14 @@ def define(
     fake: Callable,
     flops: Callable | None = None,
     planned_where: Callable[[str, Tensor], bool] = backends.are_planned,
+    flops_of_tensors: bool = False,
 ) -> Any:
     """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
     ``body`` is called without gradient and with autocast off. ``fake`` allocates the outputs, for compile, export and
-    meta tensors. ``flops`` is a formula of the arguments' shapes for ``torch.utils.flop_counter``. ``planned_where``
-    says which calls plans may repeat, of the name of a backend and the first tensor.
+    meta tensors. ``flops`` is a formula for ``torch.utils.flop_counter``, of the arguments with shapes in place of
+    tensors, or if ``flops_of_tensors`` of the arguments themselves. ``planned_where`` says which calls plans may repeat,
+    of the name of a backend and the first tensor.
     """
     name = schema.partition("(")[0]
     parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
@@ -128,7 +130,7 @@ def define(
     if flops is not None:
         # Importing the counter imports Triton, or logs a warning if Triton is absent.
         counter = "torch.utils.flop_counter"
-        imports.when_imported(counter, lambda module: module.register_flop_formula(packet)(flops))
+        imports.when_imported(counter, lambda module: module.register_flop_formula(packet, flops_of_tensors)(flops))
     overload, call.__name__ = packet.default, name
     call.planned = planned  # pyright: ignore[reportFunctionMemberAccess]
     return call

@@ -271,6 +271,19 @@ def test_flops_are_counted(shape, options, product, backend):
     }
 
 
+@pytest.mark.parametrize("backend", ["composite", "reference"])
+def test_flops_of_composite_are_those_of_its_products(backend):
+    """As PyTorch counts its attention on GPUs: masked scores too. The published form's backward is of two less."""
+    w = torch.randn(2, 3, 64, 16, requires_grad=True)
+    product = 2 * 2 * 3 * 64 * 64 * 16
+    with FlopCounterMode(display=False) as forward:
+        out = crate_kernels.mssa(w, backend=backend)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 2 * product
+    assert backward.get_total_flops() == (5 if backend == "composite" else 4) * product
+
+
 def test_flops_of_the_logsumexp_are_counted():
     w = torch.randn(2, 3, 64, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:

@@ -1,7 +1,9 @@
 """Bad input: each is refused by the public function, in one form of words."""
 
 import re
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 
@@ -31,6 +33,7 @@ SHARED = {
     "complex": ({"w": W.to(torch.complex64)}, ValueError, "w must have a floating dtype, got torch.complex64"),
     "list": ({"w": [1.0]}, TypeError, r"w must be a Tensor \(batch, .*, got list"),
     "causal-int": ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+    "causal-numpy": ({"causal": numpy.bool_(True)}, TypeError, "causal must be a bool, got numpy.bool"),
     "dropout-one": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be < 1.0, got 1.0"),
     "dropout-negative": ({"dropout_p": -0.1}, ValueError, r"dropout_p must be >= 0.0, got -0.1"),
     "dropout-nan": ({"dropout_p": NAN}, ValueError, "dropout_p must be finite, got nan"),
@@ -75,11 +78,15 @@ SHARED = {
         "max_seqlen must be an int with cu_seqlens, got a Tensor",
     ),
     "longest-negative": (packing(0, 2, 6, longest=-1), ValueError, "max_seqlen must be >= 0, got -1"),
+    "longest-beyond": (packing(0, 2, 6, longest=2**70), ValueError, r"max_seqlen must be below 2\*\*63, got 11805"),
+    "dropout-beyond": ({"dropout_p": 10**400}, ValueError, "dropout_p must be finite, got an int beyond the largest"),
     "longest-alone": ({"max_seqlen": 4}, ValueError, "max_seqlen must be None without cu_seqlens"),
 }
 MSSA = {
     "scale-nan": ({"scale": NAN}, ValueError, "scale must be finite, got nan"),
     "scale-inf": ({"scale": -INF}, ValueError, "scale must be finite, got -inf"),
+    "scale-beyond": ({"scale": -(10**400)}, ValueError, "scale must be finite, got an int beyond the largest float"),
+    "scale-fraction": ({"scale": Fraction(10**400)}, ValueError, "scale must be finite, got a Fraction beyond the"),
     "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a number, got a Tensor"),
     "scale-bool": ({"scale": True}, TypeError, "scale must be a number, got bool"),
     "scale-str": ({"scale": "0.1"}, TypeError, "scale must be a number, got str"),
@@ -146,6 +153,9 @@ SPARSE = {
     ),
     "weight-half": ({"weight": WEIGHT.half()}, ValueError, "weight must be torch.float32 as x, .* got torch.float16"),
     "weight-device": ({"weight": WEIGHT.to(META)}, ValueError, "weight must be on x's device cpu, got meta"),
+    "step-huge": ({"step_size": 1e39}, ValueError, "step_size must be < 3.4028[0-9]*e.38, got 1e.39"),
+    "step-beyond": ({"step_size": 10**400}, ValueError, "step_size must be finite, got an int beyond the largest"),
+    "lambd-beyond": ({"lambd": 10**400}, ValueError, "lambd must be finite, got an int beyond the largest float"),
     "step-nan": ({"step_size": NAN}, ValueError, "step_size must be finite, got nan"),
     "step-negative": ({"step_size": -0.1}, ValueError, r"step_size must be >= 0.0, got -0.1"),
     "step-tensor": ({"step_size": torch.tensor(0.1)}, TypeError, "step_size must be a number, got a Tensor"),
@@ -159,6 +169,7 @@ ISTA = {
 }
 OVERCOMPLETE = {
     "steps-zero": ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
+    "steps-beyond": ({"steps": 2**63}, ValueError, r"steps must be below 2\*\*63, got 9223372036854775808"),
     "steps-float": ({"steps": 2.0}, TypeError, "steps must be an int, got float"),
     "steps-bool": ({"steps": True}, TypeError, "steps must be an int, got bool"),
     "decoder-list": ({"decoder": [1.0]}, TypeError, r"decoder must be a Tensor \(dim, hidden\), got list"),
@@ -216,6 +227,37 @@ def test_nested_tensors_are_refused_with_advice(op, layout):
         NotImplementedError, match=f"^{op}: {name} must not be a nested tensor; pack it with cu_seqlens"
     ):
         call(op, **{name: nested})
+
+
+OTHERS = {
+    "mask": ({}, "key_padding_mask", MASK),
+    "offsets": ({**packing(0, 2, 6)}, "cu_seqlens", offsets((2, 4))),
+    "bias": ({"causal": True}, "denom_bias", torch.zeros(3, 4)),
+    "decoder": ({}, "decoder", DICTIONARY),
+}
+TENSORS = [(op, {}, name, t) for op in ALL for name, t in GOOD[op].items()]
+TENSORS += [(op, *OTHERS[name]) for op in BOTH for name in ("mask", "offsets")]
+TENSORS += [("tssa", *OTHERS["bias"]), ("ista_overcomplete", *OTHERS["decoder"])]
+TENSORS = pytest.mark.parametrize(
+    ("op", "options", "name", "tensor"), [pytest.param(*case, id=f"{case[0]}-{case[2]}") for case in TENSORS]
+)
+
+
+@TENSORS
+def test_tensors_without_strides_are_refused_by_name(op, options, name, tensor):
+    layouts = {"torch.sparse_coo": tensor.to_sparse()}
+    if tensor.dtype == torch.float32:
+        layouts["torch._mkldnn"] = tensor.to_mkldnn()
+    for layout, other in layouts.items():
+        with pytest.raises(ValueError, match=f"^{op}: {name} must be a dense tensor, got one of layout {layout}$"):
+            call(op, **{**options, name: other})
+
+
+@TENSORS
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_tensors_of_8_bits_are_refused_by_name(op, options, name, tensor, dtype):
+    with pytest.raises(ValueError, match=f"^{op}: {name} must .*, got {dtype}"):
+        call(op, **{**options, name: tensor.to(dtype)})
 
 
 @pytest.mark.parametrize("op", ALL)

@@ -64,7 +64,7 @@ def ista(
     weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
-    step_size = checks.number("ista", "step_size", step_size, minimum=0.0)
+    step_size = checks.number("ista", "step_size", step_size, minimum=0.0, below=_beyond(x))
     lambd = checks.number("ista", "lambd", lambd, minimum=0.0)
     checks.flag("ista", "nonnegative", nonnegative)
     call = Call(step_size, lambd, nonnegative, _compute_dtype(x))
@@ -126,7 +126,7 @@ def ista_overcomplete(
         if decoder.dtype != weight.dtype:
             raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
         decoder = decoder.to(dictionary.dtype)
-    step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0)
+    step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0, below=_beyond(x))
     lambd = checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
     checks.integer("ista_overcomplete", "steps", steps, minimum=1)
     call = OvercompleteCall(step_size, lambd, steps)
@@ -150,6 +150,11 @@ def _dictionary(name: str, x: Tensor, weight: Tensor, layout: str) -> Tensor:
     if weight.dtype in _HALF and x.dtype in (torch.float32, *_HALF) and operator.autocast_dtype(x) is not None:
         return weight.float()
     raise ValueError(f"{name}: weight must be {x.dtype} as x, or float32 beside half x, got {weight.dtype}")
+
+
+def _beyond(x: Tensor) -> float | None:
+    """Return what a step must be below: backends compute in float32, or float64 for float64 tokens."""
+    return None if x.dtype == torch.float64 else 2.0**128
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

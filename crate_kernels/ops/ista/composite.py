@@ -17,6 +17,7 @@ from torch import Tensor
 from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
+_MOST_BIAS = 2**-8  # of the largest number: added to a product, a larger threshold may leave the dtype
 _TERM_BY_TERM = 3  # rows up to which MKL adds to addmm's input term by term, and rounds at its size each time
 
 
@@ -25,9 +26,15 @@ class _Engine(steps.Engine):
         return steps.flat(t)  # the library takes any strides
 
     def step(self, left, right, base, call, out=None):
+        largest = torch.finfo(right.dtype if base is None else base.dtype).max
+        threshold = min(call.threshold, largest)  # a larger one leaves zeros as well
         if not call.nonnegative:
             assert base is not None
-            return F.softshrink(_add(base, left @ right, call.step_size), call.threshold)
+            return F.softshrink(_add(base, left @ right, call.step_size), threshold)
+        if call.lambd > _MOST_BIAS * torch.finfo(right.dtype).max:
+            update = left @ right if base is None else _add(base, left @ right, call.step_size, out)
+            update = torch.mul(update, call.step_size, out=out) if base is None else update
+            return update.sub_(threshold).relu_()
         bias = right.new_full((), -call.lambd)
         if base is None:
             return _addmm(bias, left, right, call.step_size, call.step_size, out).relu_()
@@ -90,6 +97,11 @@ class _CpuOvercompleteEngine(_OnCpu, _OvercompleteEngine):
 
 _STEP = {True: _CpuEngine(), False: _Engine()}
 _OVERCOMPLETE = {True: _CpuOvercompleteEngine(), False: _OvercompleteEngine()}
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(
-    lambda x: _STEP[x.is_cpu], lambda x: _OVERCOMPLETE[x.is_cpu]
-)
+
+
+def engine(x: Tensor) -> steps.Engine:
+    """Return the engine of a step of ``ista`` on such tokens."""
+    return _STEP[x.is_cpu]
+
+
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(engine, lambda x: _OVERCOMPLETE[x.is_cpu])

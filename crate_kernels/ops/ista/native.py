@@ -186,4 +186,9 @@ def _engine(device: torch.device) -> steps.Engine:
     return _Cuda(lib) if lib.cuda else _Cpu(lib)
 
 
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine(x.device))
+def engine(x: Tensor) -> steps.Engine:
+    """Return the engine of a step on such tokens."""
+    return _engine(x.device)
+
+
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(engine)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator, products
+from crate_kernels._core import backends, operator, products
+from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
@@ -61,6 +62,31 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
     return 2 * prod(x_shape) * width
 
 
+def _engine(function: str, backend: str, x: Tensor, *args: Any, order: backends.Order | None = None) -> steps.Engine:
+    """Return the engine of the backend that runs ``function`` of such tokens; of one without, that of fewer FLOP."""
+    name, _ = next(backends.candidates("ista", function, backend, x, *args, order=order))
+    of = getattr(backends.kernel("ista", name, backends.type_of(x.device)), "engine", None)
+    return steps.Engine() if of is None else of(x)
+
+
+def _forward_flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
+    """FLOP of the forward in the form that it takes."""
+    one = _engine("forward", options[-1], x).one_product(steps.flat(x))
+    product = _product(tuple(x.shape), x.shape[-1])
+    return product + 2 * x.shape[-1] ** 3 if one else 2 * product
+
+
+def _backward_flops(
+    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, *options: Any, **_: Any
+) -> int:
+    """FLOP of the backward in the form that it takes."""
+    engine = _engine("backward", options[-1], x, dy, x, weight, order=_backward_order)
+    product = _product(tuple(x.shape), x.shape[-1])
+    if engine.one_product_back(steps.flat(x), need_dx, need_dweight):
+        return (need_dx + need_dweight) * (product + 2 * x.shape[-1] ** 3)
+    return (1 + need_dx + 3 * need_dweight) * product
+
+
 def _overcomplete_flops(x_shape: tuple[int, ...], hidden: int, options: tuple) -> int:
     """FLOP of the products with the dictionary in all steps of the forward; the backward has twice as many."""
     *own, _ = options
@@ -71,14 +97,16 @@ ista_fwd = operator.define(
     f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
     operator.body("ista", "forward", Call, of=0),
     lambda x, weight, *options: x.new_empty(x.shape),
-    flops=lambda x, weight, *options, **_: _product(x, x[-1]) + 2 * x[-1] ** 3,
+    flops=_forward_flops,
+    flops_of_tensors=True,
 )
 ista_bwd = operator.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, bool need_dx, bool need_dweight, {_OPTIONS})"
     " -> (Tensor, Tensor)",
     operator.body("ista", "backward", Call, of=1, order=_backward_order),
     _fake_ista_bwd,
-    flops=lambda dy, x, weight, *rest, **_: 2 * _product(x, x[-1]) + 4 * x[-1] ** 3,
+    flops=_backward_flops,
+    flops_of_tensors=True,
 )
 ista_overcomplete_fwd = operator.define(
     f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, bool keep, {_OVERCOMPLETE_OPTIONS})"

@@ -7,16 +7,35 @@ return, is a separate function of w, computed only when it is asked for.
 from __future__ import annotations
 
 import itertools
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crate_kernels._core import operator, packing
+from crate_kernels._core import imports, operator, packing
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
+
+
+def _count_on_cpus(counter: ModuleType) -> None:
+    """Give PyTorch's flop counter what it lacks, a formula for its own attention on CPUs: that of its other kernels."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for suffix, products, tensors in (("", 2, 0), ("_backward", 5, 1)):
+        packet = getattr(torch.ops.aten, name + suffix, None)
+        if packet is None or packet in counter.flop_registry:
+            continue
+
+        def count(*shapes: Any, products: int = products, query: int = tensors, **_: Any) -> int:
+            batch, nheads, rows, head_dim = shapes[query]
+            return products * 2 * batch * nheads * rows * shapes[query + 1][2] * head_dim
+
+        counter.register_flop_formula(packet)(count)
+
+
+imports.when_imported("torch.utils.flop_counter", _count_on_cpus)
 
 
 class _FirstOrderOnly(torch.autograd.Function):

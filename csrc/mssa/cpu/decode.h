@@ -10,8 +10,9 @@ namespace {
 using crate_kernels::MssaDecode;
 using crate_kernels::MssaProblem;
 
-constexpr int kDecodeBlock = 64;    // cached tokens per step of the walk
-constexpr int kDecodeQueries = 16;  // new tokens that share a reading of the cache
+constexpr int kDecodeBlock = 64;      // cached tokens per step of the walk
+constexpr int kDecodeQueries = 16;    // new tokens that share a reading of the cache
+constexpr float kBits = 1.44269504f;  // of a nat
 
 // Cached tokens that are read where they lie, `stride` numbers apart, in whole vectors. The next block is fetched while
 // this one is summed: from the third-level cache a step takes two thirds of its time so.
@@ -28,7 +29,7 @@ struct BFloat16Rows {
   CRATE_INLINE void fetch(int row, int channel) const { __builtin_prefetch(data + row * stride + channel); }
 };
 
-// One new token, and its softmax over the keys so far. Logarithms are to base 2.
+// One new token, and its softmax over the keys so far. Scores are in nats: in bits the largest would be infinite.
 struct DecodeQuery {
   alignas(64) float query[256], out[256];
   float largest, total;
@@ -52,7 +53,7 @@ struct DecodeQuery {
   }
   // Attend to the first `count` of `rows`.
   template <class Rows>
-  CRATE_INLINE void attend(const Rows& rows, int count, int width, float factor) {
+  CRATE_INLINE void attend(const Rows& rows, int count, int width, float scale) {
     constexpr int kVectors = kDecodeBlock / kLanes;
     alignas(64) float weights[kDecodeBlock];
     Vf x[kVectors + 1], most = splat(largest);
@@ -60,13 +61,13 @@ struct DecodeQuery {
     for (int v = 0; v < kVectors; ++v) {
       const int first = v * kLanes;
       x[v] = splat(-INFINITY);
-      if (first < count) x[v] = select(iota() < count - first, factor * scores(rows, first, count, width), x[v]);
+      if (first < count) x[v] = select(iota() < count - first, scale * scores(rows, first, count, width), x[v]);
       most = max(most, x[v]);
     }
     const float before = largest;
     largest = max(most);
-    for (int v = 0; v < kVectors; ++v) x[v] -= largest;
-    x[kVectors] = splat(before - largest);
+    for (int v = 0; v < kVectors; ++v) x[v] = (x[v] - largest) * kBits;
+    x[kVectors] = splat((before - largest) * kBits);
     exp2(x);
     const float rescale = x[kVectors][0];
     Vf added = {};
@@ -101,7 +102,7 @@ struct DecodeQuery {
   CRATE_INLINE void add(const float* part, int width) {
     if (part[width + 1] == 0.0f) return;
     const float both = part[width] > largest ? part[width] : largest;
-    const float mine = exp2f(largest - both), theirs = exp2f(part[width] - both);
+    const float mine = exp2f((largest - both) * kBits), theirs = exp2f((part[width] - both) * kBits);
     largest = both;
     total = total * mine + part[width + 1] * theirs;
     for (int c = 0; c < width; c += kLanes) store(out + c, load(out + c) * mine + load(part + c) * theirs);
@@ -115,7 +116,7 @@ struct DecodeQuery {
     const bool any = d.visible[token] > 0;
     const float inverse = any ? 1.0f / total : 0.0f;
     write_row(element(d.out, token, p.dtype), p.dtype, d.out.dim_stride, p.head_dim, out, inverse);
-    if (d.lse != nullptr) d.lse[token] = any ? (log2f(total) + largest) * 0.693147181f : -INFINITY;
+    if (d.lse != nullptr) d.lse[token] = any ? log2f(total) * 0.693147181f + largest : -INFINITY;
   }
   CRATE_INLINE void reset(int width) {
     memset(out, 0, width * sizeof(float));
@@ -132,7 +133,7 @@ CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part,
 CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_t first, int queries, int part,
                                int parts) {
   const int width = padded_dim(p.head_dim);
-  const float factor = static_cast<float>(p.scale * 1.4426950408889634);
+  const float scale = static_cast<float>(p.scale);
   const bool whole = d.keys.dim_stride == 1 && p.head_dim == width;
   alignas(64) float staged[kDecodeBlock * 256];
   DecodeQuery state[kDecodeQueries];
@@ -150,7 +151,7 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
     const auto attend = [&](const auto& rows) CRATE_LAMBDA {
       for (int i = 0; i < queries; ++i) {
         const int64_t seen = d.visible[first + i] < end ? d.visible[first + i] : end, left = seen - start;
-        if (left > 0) state[i].attend(rows, static_cast<int>(left < kDecodeBlock ? left : kDecodeBlock), width, factor);
+        if (left > 0) state[i].attend(rows, static_cast<int>(left < kDecodeBlock ? left : kDecodeBlock), width, scale);
       }
     };
     const char* const keys = element(d.keys, start, p.dtype);

@@ -174,7 +174,7 @@ class Forward : Head<T> {
       const bool normal = exact[n] >= 0x1p-126f && exact[n] < INFINITY;
       // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
       const double log = normal ? logs[n] : log2(static_cast<double>(exact[n]));
-      head_.lse[token[n]] = total[n] == 0.0f ? -INFINITY : static_cast<float>((log + shift[n]) * kLn2);
+      head_.lse[token[n]] = total[n] == 0.0f ? -INFINITY : static_cast<float>((log + whole_slope(shift[n])) * kLn2);
     }
   }
 

@@ -175,7 +175,8 @@ class Head {
       pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
       if (rows != nullptr) pack_rows<T>(staging_, width, width_, count, rows + rows_at(b));
       for (int n = 0; n < round_up(count, kLanes); ++n) {
-        half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
+        const float h = half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
+        huge_ = huge_ || (factor_ != 0.0f && !(fabsf(h) < 0.25f * kHugeScore));
       }
     }
   }
@@ -271,6 +272,7 @@ class Head {
     s.rows = rows;
     s.columns = columns;
     s.factor = factor_;
+    s.huge = huge_;
     s.column_mass = mass_ + j * kTile;
     return s;
   }
@@ -351,6 +353,7 @@ class Head {
   Keys keys_;
   Ahead ahead_;
   float *key_panels_, *query_panel_, *half_norm_, *mass_, *running_, *staging_, *dropout_;
+  bool huge_ = false;  // a key's own score is, or would be if it were a number
 
  private:
   // Takes from the exponents of each row's weights a bound of its scores; shift NaN: there is none. True if all have

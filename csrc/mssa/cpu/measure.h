@@ -3,7 +3,8 @@
 //
 // delta_i = dout_i . out_i is as exact as out. In fp32, where a row's own weight is half of it or more,
 // delta_i - dout_i . w_i = dout_i . (out_i - w_i) is small, and exact in itself. Where another weight may be, and in 16
-// bits where the rounding of out would show, sums over the row's weights give l and delta_i = sum_j P_ij R_ij dout_i . w_j.
+// bits where the rounding of out would show, sums over the row's weights give l and delta_i = sum_j P_ij R_ij dout_i .
+// w_j.
 #pragma once
 
 #include "gradients.h"
@@ -23,9 +24,9 @@ CRATE_INLINE float trusted_height(bool dropout) {
   return dropout ? 4.0f : 6.0f;
 }
 
-// In 16 bits, dw is off by |scale| |out|_max sqrt(sum_d dout_d^2 out_d^2) units of 0.2 eps, the deviation of a rounding.
-// So many of the largest |dout| of the head are within the dtype's own error. Random tokens and gradients have 0.75;
-// layer-normed tokens whose gradients are all one have 3.
+// In 16 bits, dw is off by |scale| |out|_max sqrt(sum_d dout_d^2 out_d^2) units of 0.2 eps, the deviation of a
+// rounding. So many of the largest |dout| of the head are within the dtype's own error. Random tokens and gradients
+// have 0.75; layer-normed tokens whose gradients are all one have 3.
 constexpr float kMostRounding = 2.0f;
 constexpr float kDeviation = 0.2f;
 
@@ -55,8 +56,8 @@ class Measure : public Head<T> {
   using Base = Head<T>;
 
  protected:
-  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_,
-      Base::keys_, Base::words_, Base::factor_, Base::panel_at;
+  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_,
+      Base::head_, Base::keys_, Base::words_, Base::factor_, Base::panel_at;
 
   using Base::Base;
 
@@ -101,30 +102,24 @@ class Measure : public Head<T> {
   void find_rounding() {
     for (int64_t t = 0; t < head_.seqlen; ++t) given_[t] = Given::both;
     if (head_.dout.data == nullptr) return;
-    const int64_t width = staging_width(p_.head_dim);
-    Vf largest = {};
-    int32_t token[kTile];
-    for (int first = 0; first < head_.seqlen; first += kTile) {
-      const int count = in_block(static_cast<int>(head_.seqlen), first / kTile);
-      for (int n = 0; n < count; ++n) token[n] = first + n;
-      stage(head_.out, p_.dtype, p_.head_dim, token, count, nullptr, width, out_);
-      stage(head_.dout, p_.dtype, p_.head_dim, token, count, nullptr, width, tokens_);
-      for (int n = 0; n < count; ++n) {
-        Vf squares = {}, high = {};
-        for (int64_t d = n * width; d < (n + 1) * width; d += kLanes) {
-          const Vf out = load(out_ + d), dout = load(tokens_ + d), product = out * dout;
-          squares += product * product;
-          high = max(high, max(out, -out));
-          largest = max(largest, max(dout, -dout));
-        }
-        delta_[first + n] = static_cast<float>(fabs(p_.scale)) * sqrtf(sum(squares)) * max(high);
-      }
+    Vf out = {}, dout = {};  // the largest magnitudes
+    for (int32_t first = 0; first < head_.seqlen; first += kLanes) {
+      Vf squares[kLanes] = {};
+      for (int n = 0; n < kLanes && first + n < head_.seqlen; ++n) add_squares(first + n, squares[n], out, dout);
+      store(delta_ + first, sums(squares));
     }
-    const float most = kMostRounding * max(largest);
-    int tall = 0;
-    for (int k = 1; k < keys_.count; ++k) tall = half_norm_[k] > half_norm_[tall] ? k : tall;
+    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(dout), high = scale * max(out);
+    int tallest = -1;
     for (int32_t t = 0; t < head_.seqlen; ++t) {
-      if (delta_[t] > most && !is_one_token(t, keys_.token[tall], most / delta_[t])) given_[t] = Given::sum;
+      if (!(high * high * delta_[t] > most * most)) continue;
+      Vf own = {}, squares = {};
+      add_squares(t, squares, own, dout);
+      const float rounding = scale * max(own) * sqrtf(delta_[t]);
+      if (!(rounding > most)) continue;
+      for (int k = tallest < 0 ? 0 : keys_.count; k < keys_.count; ++k) {
+        if (tallest < 0 || half_norm_[k] > half_norm_[tallest]) tallest = k;
+      }
+      if (tallest < 0 || !is_one_token(t, keys_.token[tallest], most / rounding)) given_[t] = Given::sum;
     }
   }
 
@@ -230,6 +225,26 @@ class Measure : public Head<T> {
   // True if a token's weight for itself is half of its row or more; `score` is its score with itself, in bits.
   bool mostly_own(int32_t token, float score) const {
     return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
+  }
+
+  // Adds the squares of dout_d out_d of a row; raises the largest |out_d| and |dout_d|.
+  void add_squares(int32_t token, Vf& squares, Vf& out, Vf& dout) const {
+    const auto add = [&](Vf o, Vf g) CRATE_LAMBDA {
+      const Vf product = o * g;
+      squares += product * product;
+      out = max(out, as_float((Vi)o & 0x7fffffff));
+      dout = max(dout, as_float((Vi)g & 0x7fffffff));
+    };
+    if (p_.dtype == Dtype::bf16 && p_.head_dim % kLanes == 0 && head_.out.dim_stride == 1 &&
+        head_.dout.dim_stride == 1) {
+      const auto* const o = reinterpret_cast<const uint16_t*>(element(head_.out, token, p_.dtype));
+      const auto* const g = reinterpret_cast<const uint16_t*>(element(head_.dout, token, p_.dtype));
+      for (int d = 0; d < p_.head_dim; d += kLanes) add(load_bf16(o + d), load_bf16(g + d));
+      return;
+    }
+    read(head_.out, token, out_);
+    read(head_.dout, token, tokens_);
+    for (int64_t d = 0; d < staging_width(p_.head_dim); d += kLanes) add(load(out_ + d), load(tokens_ + d));
   }
 
   // True if one weight is so nearly all of a row that out is its token: the row's own, or that of the tallest key.

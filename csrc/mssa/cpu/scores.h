@@ -44,6 +44,7 @@ struct Scores {
   int words;          // a token's channels
   int rows, columns;  // tokens in the tile
   float factor;       // scale * log2(e)
+  bool huge;          // some products may be infinite times the factor, and finite times the scale
   // weight = 2^(factor * w_i . w_j - row_shift_i - row_power_i - column_power_j); null: 0. Powers are integers, and not
   // rounded to the precision of what they are subtracted from.
   const float *row_shift, *row_power, *column_power;
@@ -56,6 +57,23 @@ struct Scores {
   float* exact;                 // null, or kTile x kTile weights before rounding
   bool symmetric;               // a block of tokens against itself: sums by columns only, each weight computed once
 };
+
+// Scores from 2^126 bits on, of which a largest number in nats has 1.4 times too many, at half their slope. Such scores
+// are equal, or further apart than any weight shows.
+constexpr float kHugeScore = 0x1p126f;
+
+template <int kRows, int kColumns>
+CRATE_INLINE void halve_slopes(const Scores& s, Vf (&e)[kRows][kColumns]) {
+  for_each_vector(e, [&](Vf& x, int, int) CRATE_LAMBDA {
+    const Vf half = x * (0.5f * s.factor), bend = splat(0.5f * kHugeScore);
+    const Vf bent = select(half > bend, half + bend, select(half < -bend, half - bend, half + half));
+    x = bent / s.factor;
+  });
+}
+// Undoes it for a number of bits.
+CRATE_INLINE double whole_slope(double bits) {
+  return fabs(bits) > kHugeScore ? 2.0 * bits - copysign(kHugeScore, bits) : bits;
+}
 
 // Lanes of the vector at column j that row r sees.
 CRATE_INLINE Vi seen(const Scores& s, int r, int j) {
@@ -130,6 +148,7 @@ void compute_weights(const Scores& s, Tile<T>& weights) {
       const int j0 = v0 * kLanes;
       Vf e[kRows][kColumns] = {};
       products.template add<kLong>(e, r0, j0);
+      if (s.huge) halve_slopes(s, e);
       exponentials(s, r0, j0, e);
       const auto at = [&](int r, int v) { return (r0 + r) * kTile + j0 + v * kLanes; };
       if (s.first != nullptr) {
@@ -161,6 +180,7 @@ void update_maxima(const Scores& s, float* maxima) {
         constexpr int kRows = decltype(rows)::value;
         Vf e[kRows][kColumns] = {};
         products.template add<kLong>(e, r0, v0 * kLanes);
+        if (s.huge) halve_slopes(s, e);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           Vf largest = load(maxima + (r0 + r) * kLanes);

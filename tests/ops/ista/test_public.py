@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import products
+from crate_kernels.ops.ista.call import Call
 from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
@@ -286,23 +287,78 @@ def test_only_the_gradients_asked_for_are_computed(backend, device, monkeypatch)
     assert asked == [(True, True), (True, False), (False, True)] * len(SHAPES)
 
 
-@pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
-def test_flops_are_those_of_the_one_product_form(tokens):
-    """One product forward and two backward, and W - W^T W and its derivative, however few the tokens."""
-    dim, hidden, steps = 12, 20, 3
-    x, weight = randn(tokens, dim).requires_grad_(), dictionary(dim, dim).requires_grad_()
-    product, square = 2 * tokens * dim * dim, 2 * dim**3
-    with FlopCounterMode(display=False) as forward:
-        y = ista(x, weight, backend="composite")
-    with FlopCounterMode(display=False) as backward:
-        y.sum().backward()
-    assert forward.get_total_flops() == product + square
-    assert backward.get_total_flops() == 2 * product + 2 * square
-    product = 2 * tokens * dim * hidden
-    with FlopCounterMode(display=False) as forward:
-        out = ista_overcomplete(x, dictionary(dim, hidden).requires_grad_(), steps=steps, backend="composite")
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
+def flops(call):
+    """Return what PyTorch counts of a call, and its result."""
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    return counter.get_total_flops(), result
+
+
+@pytest.mark.parametrize("asked", ["xw", "x", "w"])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 11, 40])
+def test_flops_are_those_of_the_products_that_run(tokens, asked):
+    """By shapes alone one token counted as dim of them, in the form that its backend does not take."""
+    x, weight = randn(tokens, 12).requires_grad_("x" in asked), dictionary(12, 12).requires_grad_("w" in asked)
+    counted, y = flops(lambda: ista(x, weight, backend="composite"))
+    counted_back, _ = flops(lambda: y.sum().backward())
+    kernel, call = _backend.kernel("ista", "composite"), Call(0.1, 0.1, True, x.dtype)
+    plain = x.detach(), weight.detach()
+    assert counted == flops(lambda: kernel.forward(*plain, call))[0]
+    needed = "x" in asked, "w" in asked
+    ran = flops(lambda: kernel.backward(torch.ones_like(y), *plain, y.detach(), *needed, call))[0]
+    assert counted_back == ran
+
+
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+@pytest.mark.parametrize("one", [True, False], ids=["one-product", "two-products"])
+def test_flops_follow_the_form_that_a_backend_takes(one, backend, device, monkeypatch):
+    x, weight = randn(5, 12).to(device, torch.float32), dictionary(12, 12).to(device, torch.float32)
+    engine = type(_backend.kernel("ista", backend, device).engine(x))
+    monkeypatch.setattr(engine, "one_product", lambda *_: one)
+    monkeypatch.setattr(engine, "one_product_back", lambda *_: one)
+    counted, y = flops(lambda: ista(x, weight.requires_grad_(), backend=backend))
+    product, square = 2 * 5 * 12 * 12, 2 * 12**3
+    assert counted == (product + square if one else 2 * product)
+    assert flops(lambda: y.sum().backward())[0] == (product + square if one else 4 * product)
+
+
+def test_flops_of_the_overcomplete_form():
+    tokens, dim, hidden, steps = 4, 12, 20, 3
+    x = randn(tokens, dim).requires_grad_()
+    product, weight = 2 * tokens * dim * hidden, dictionary(dim, hidden).requires_grad_()
+    counted, out = flops(lambda: ista_overcomplete(x, weight, steps=steps, backend="composite"))
     # z_0 = 0 spares the first step one of its two products, and decoding is one more.
-    assert forward.get_total_flops() == 2 * steps * product
-    assert backward.get_total_flops() == 4 * steps * product
+    assert counted == 2 * steps * product
+    assert flops(lambda: out.sum().backward())[0] == 4 * steps * product
+
+
+# Of any size that its product with the step leaves in range: (step_size, lambd).
+THRESHOLDS = {
+    "beyond-half": (0.1, 1e6),
+    "near-half": (1e-5, 5e4),
+    "tiny-step": (1e-30, 1e30),
+    "no-step": (0.0, 1e6),
+    "all-zero": (1e30, 1e30),
+}
+
+
+@pytest.mark.parametrize("form", ["relu", "two-sided", "overcomplete"])
+@pytest.mark.parametrize(("step_size", "lambd"), THRESHOLDS.values(), ids=THRESHOLDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+def test_a_threshold_of_any_size(form, step_size, lambd, dtype, backend, device):
+    if form == "two-sided" and step_size * lambd > torch.finfo(dtype).max:
+        pytest.skip("the step itself leaves the dtype")
+    for tokens in (2, 40):
+        inputs = [t.to(device, dtype) for t in (randn(tokens, DIM), dictionary(hidden=DIM))]
+        options = {"step_size": step_size, "lambd": lambd}
+        if form != "overcomplete":
+            options["nonnegative"] = form == "relu"
+        op = ista_overcomplete if form == "overcomplete" else ista
+        found = outputs_and_gradients(lambda *t, op=op, o=options: op(*t, **o, backend=backend), *inputs)
+        exact = outputs_and_gradients(
+            lambda *t, op=op, o=options: op(*t, **o, backend="reference"), *(t.double() for t in inputs)
+        )
+        for x, right in zip(found, exact, strict=True):
+            bound = 8 * torch.finfo(dtype).eps * right.abs().max() + torch.finfo(dtype).smallest_normal
+            assert (x.double() - right).abs().max() <= bound

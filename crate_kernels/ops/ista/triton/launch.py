@@ -103,4 +103,11 @@ def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
 
 
 _engine = _Engine()
-forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(lambda x: _engine)
+
+
+def engine(x: Tensor) -> steps.Engine:
+    """Return the engine of a step."""
+    return _engine
+
+
+forward, backward, forward_overcomplete, backward_overcomplete = steps.passes(engine)
