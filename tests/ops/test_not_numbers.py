@@ -1,9 +1,9 @@
-"""NaN and infinity stay in the sequence that has them, in a batch and packed."""
+"""NaN and infinity stay in the sequence that has them; what is nearly infinite is a number."""
 
 import pytest
 import torch
 
-from crate_kernels import mssa, tssa
+from crate_kernels import SubspaceCache, mssa, tssa
 from tests.ops.common import backends, offsets, outputs_and_gradients, randn
 
 NHEADS, HEAD_DIM, LENGTHS = 2, 16, (3, 20, 0, 5, 33)
@@ -51,3 +51,57 @@ def test_sequences_of_a_batch_do_not_see_what_others_hold(op, causal, backend, d
         found = outputs_and_gradients(lambda x: attend(op, x, backend, causal=causal), tokens)
         results.append([x[::2] for x in found])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def own(seqlen):
+    """The last token's score with itself is 3e38: finite in nats, and 4.3e38 in bits."""
+    w = randn(1, 1, seqlen, HEAD_DIM, dtype=torch.float32)
+    w[0, 0, -1] *= 3e38**0.5 / w[0, 0, -1].norm()
+    return w
+
+
+def others(seqlen):
+    """The other tokens' scores with the last are 2.7e38; its own is infinite."""
+    w = randn(1, 1, seqlen, HEAD_DIM, dtype=torch.float32).abs()
+    w[0, 0, -1], w[0, 0, :-1, 0] = 0.0, 0.9
+    w[0, 0, -1, 0] = 3e38
+    return w
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("draw", [own, others])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("backend", "device"), backends("mssa", reference=False))
+def test_a_score_near_the_largest_number_is_a_number(draw, causal, dtype, backend, device):
+    for seqlen in (1, 5, 70):
+        w = draw(seqlen).to(device, dtype)
+        out, lse = mssa(w, scale=1.0, causal=causal, return_lse=True, backend=backend)
+        right, right_lse = mssa(w.double(), scale=1.0, causal=causal, return_lse=True, backend="reference")
+        there = right_lse.abs() < torch.finfo(torch.float32).max
+        bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps * w.abs().max().item()}
+        torch.testing.assert_close(out.double()[there], right[there], **bound)
+        torch.testing.assert_close(lse.double()[there], right_lse[there], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("backend", "device"), [p for p in backends("mssa", reference=False) if "cpp" in p.values])
+def test_its_gradient_is_a_number_too(dtype, backend, device):
+    for seqlen in (1, 5, 70):
+        w = own(seqlen).to(device, dtype).requires_grad_()
+        g = randn(*w.shape, seed=1, dtype=dtype, device=device)
+        (dw,) = torch.autograd.grad(mssa(w, scale=1.0, backend=backend), w, g)
+        exact = w.detach().double().requires_grad_()
+        (right,) = torch.autograd.grad(mssa(exact, scale=1.0, backend="reference"), exact, g.double())
+        bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps * g.abs().max().item()}
+        torch.testing.assert_close(dw.double()[:, :, -1], right[:, :, -1], **bound)
+        assert dw.isfinite().all()
+
+
+@pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+def test_a_step_with_a_score_near_the_largest_number_is_a_number(backend, device):
+    w = own(5).to(device)
+    cache = SubspaceCache(1, 1, 8, HEAD_DIM, device=device)
+    mssa(w[:, :, :4], scale=1.0, causal=True, cache=cache, backend=backend)
+    out, lse = mssa(w[:, :, 4:], scale=1.0, causal=True, cache=cache, return_lse=True, backend=backend)
+    torch.testing.assert_close(out, w[:, :, 4:])
+    torch.testing.assert_close(lse, w[:, :, 4:].double().square().sum(-1).float())

@@ -102,19 +102,20 @@ class Measure : public Head<T> {
   void find_rounding() {
     for (int64_t t = 0; t < head_.seqlen; ++t) given_[t] = Given::both;
     if (head_.dout.data == nullptr) return;
-    Vf out = {}, dout = {};  // the largest magnitudes
+    Magnitudes most_of = {};
     for (int32_t first = 0; first < head_.seqlen; first += kLanes) {
-      Vf squares[kLanes] = {};
-      for (int n = 0; n < kLanes && first + n < head_.seqlen; ++n) add_squares(first + n, squares[n], out, dout);
+      Vf squares[kLanes];
+      for (int n = 0; n < kLanes; ++n) squares[n] = first + n < head_.seqlen ? squares_of(first + n, most_of) : Vf{};
       store(delta_ + first, sums(squares));
     }
-    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(dout), high = scale * max(out);
+    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(most_of.dout),
+                high = scale * max(most_of.out);
     int tallest = -1;
     for (int32_t t = 0; t < head_.seqlen; ++t) {
       if (!(high * high * delta_[t] > most * most)) continue;
-      Vf own = {}, squares = {};
-      add_squares(t, squares, own, dout);
-      const float rounding = scale * max(own) * sqrtf(delta_[t]);
+      Magnitudes own = {};
+      squares_of(t, own);
+      const float rounding = scale * max(own.out) * sqrtf(delta_[t]);
       if (!(rounding > most)) continue;
       for (int k = tallest < 0 ? 0 : keys_.count; k < keys_.count; ++k) {
         if (tallest < 0 || half_norm_[k] > half_norm_[tallest]) tallest = k;
@@ -227,24 +228,32 @@ class Measure : public Head<T> {
     return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
   }
 
-  // Adds the squares of dout_d out_d of a row; raises the largest |out_d| and |dout_d|.
-  void add_squares(int32_t token, Vf& squares, Vf& out, Vf& dout) const {
+  // The largest |out_d| and |dout_d|, by lanes.
+  struct Magnitudes {
+    Vf out, dout;
+  };
+
+  // The squares of dout_d out_d of a row, by lanes. Sums in registers: this is read before every backward.
+  CRATE_INLINE Vf squares_of(int32_t token, Magnitudes& most) const {
+    Vf squares = {}, out = most.out, dout = most.dout;
     const auto add = [&](Vf o, Vf g) CRATE_LAMBDA {
       const Vf product = o * g;
       squares += product * product;
-      out = max(out, as_float((Vi)o & 0x7fffffff));
-      dout = max(dout, as_float((Vi)g & 0x7fffffff));
+      out = max(as_float((Vi)o & 0x7fffffff), out);
+      dout = max(as_float((Vi)g & 0x7fffffff), dout);
     };
-    if (p_.dtype == Dtype::bf16 && p_.head_dim % kLanes == 0 && head_.out.dim_stride == 1 &&
-        head_.dout.dim_stride == 1) {
-      const auto* const o = reinterpret_cast<const uint16_t*>(element(head_.out, token, p_.dtype));
-      const auto* const g = reinterpret_cast<const uint16_t*>(element(head_.dout, token, p_.dtype));
+    const bool whole = p_.head_dim % kLanes == 0 && head_.out.dim_stride == 1 && head_.dout.dim_stride == 1;
+    if (whole && p_.dtype == Dtype::bf16) {
+      const auto* const o = static_cast<const uint16_t*>(head_.out.data) + token * head_.out.token_stride;
+      const auto* const g = static_cast<const uint16_t*>(head_.dout.data) + token * head_.dout.token_stride;
       for (int d = 0; d < p_.head_dim; d += kLanes) add(load_bf16(o + d), load_bf16(g + d));
-      return;
+    } else {
+      read(head_.out, token, out_);
+      read(head_.dout, token, tokens_);
+      for (int64_t d = 0; d < staging_width(p_.head_dim); d += kLanes) add(load(out_ + d), load(tokens_ + d));
     }
-    read(head_.out, token, out_);
-    read(head_.dout, token, tokens_);
-    for (int64_t d = 0; d < staging_width(p_.head_dim); d += kLanes) add(load(out_ + d), load(tokens_ + d));
+    most = {out, dout};
+    return squares;
   }
 
   // True if one weight is so nearly all of a row that out is its token: the row's own, or that of the tallest key.

@@ -3,7 +3,8 @@
 //
 // With dropout, out is rounded as factor * w_j if one weight makes up its row. The backward subtracts delta from factor
 // * g_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij g_i.w_j is then summed from the
-// products that it is subtracted from, by an online softmax, whose largest weight is exactly 1.
+// products that it is subtracted from, by an online softmax, whose largest weight is exactly 1. So it is without, in
+// blocks with a row where the rounding of out would show in dw: ../cpu/measure.h has the measure of it.
 #pragma once
 
 #include "mma_rows.cuh"
@@ -18,13 +19,59 @@ CRATE_DEVICE void put_shift(const Problem& call, const Head& head, int i, float 
   if (i < head.length) call.delta[at] = call.dlse == nullptr ? delta : delta - call.dlse[at];
 }
 
-// Writes shift of every row. A warp reads 16 rows of g and of out once. With phi = "threshold", shift has no term with
-// g.
+// A pair of a row's channels, as bits; zeros where there are none.
+template <class T>
+CRATE_DEVICE uint32_t channel_pair(const Problem& call, const Head& head, const View<const T>& from, int i,
+                                   int channel) {
+  const T* const at = from.data + i * from.row;
+  uint32_t bits = 0;
+  if (i >= head.length || channel >= call.access.head_dim) return bits;
+  if (call.access.wide) {
+    memcpy(&bits, __builtin_assume_aligned(at + channel, 4), sizeof bits);
+  } else {
+    bits = at[channel * from.channel].bits;
+    if (channel + 1 < call.access.head_dim) bits |= static_cast<uint32_t>(at[(channel + 1) * from.channel].bits) << 16;
+  }
+  return bits;
+}
+template <class T>
+CRATE_DEVICE float of_pair(uint32_t bits, int element) {
+  return to_float(T{static_cast<uint16_t>(bits >> 16 * element)});
+}
+
+// The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a warp's rows.
+constexpr float kMostRounding = 2.0f, kDeviation = 0.2f;
+
+// A lane's share of two rows: what their roundings are found from.
+struct Rounding {
+  float squares[2] = {}, out[2] = {}, g = 0.0f;
+
+  template <class T>
+  CRATE_DEVICE void add(const uint32_t (&g_bits)[4], const uint32_t (&out_bits)[4]) {
+    unroll<4, 2>([&](int i, int e) {
+      const float a = of_pair<T>(g_bits[i], e), b = of_pair<T>(out_bits[i], e), product = a * b;
+      squares[i % 2] += product * product;
+      out[i % 2] = fmaxf(out[i % 2], fabsf(b));
+      g = fmaxf(g, fabsf(a));
+    });
+  }
+  // The roundings of the two rows, as multiples of what is allowed.
+  CRATE_DEVICE void finish(float scale, float (&share)[2]) const {
+    const float most = warp_max(g);
+    unroll<2>([&](int half) {
+      const float reach = fabsf(scale) * row_max(out[half]) * sqrtf(row_sum(squares[half]));
+      share[half] = reach > 0.0f ? reach / (kMostRounding * most) : 0.0f;
+    });
+  }
+};
+
+// Writes shift of every row, and says of a lane's two rows how large their rounding is. A warp reads 16 rows of g and
+// of out once. With phi = "threshold", shift has no term with g.
 //
 // The sum is the diagonal of a product, which adds in the backward's order: if a weight is near 1, out is near w, and
 // g.w - shift cancels.
 template <class T>
-CRATE_DEVICE void shift_rows(const Problem& call) {
+CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
   const Head head(call, blockIdx.x / call.blocks);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
@@ -32,54 +79,36 @@ CRATE_DEVICE void shift_rows(const Problem& call) {
   if (call.products) {
     const View<const T> g = head.view<const T>(call, call.g);
     const View<const T> out = head.view<const T>(call, call.out);
-    const auto pair = [&](const View<const T>& from, int i, int channel) {
-      const T* const at = from.data + i * from.row;
-      uint32_t bits = 0;
-      if (i >= head.length || channel >= call.access.head_dim) return bits;
-      if (call.access.wide) {
-        memcpy(&bits, __builtin_assume_aligned(at + channel, 4), sizeof bits);
-      } else {
-        bits = at[channel * from.channel].bits;
-        if (channel + 1 < call.access.head_dim)
-          bits |= static_cast<uint32_t>(at[(channel + 1) * from.channel].bits) << 16;
-      }
-      return bits;
-    };
+    Rounding rounding;
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
       uint32_t a[4], b[4];
       unroll<4>([&](int i) {
-        a[i] = pair(g, row + i % 2 * 8, c + i / 2 * 8);
-        b[i] = pair(out, row + i % 2 * 8, c + i / 2 * 8);
+        a[i] = channel_pair(call, head, g, row + i % 2 * 8, c + i / 2 * 8);
+        b[i] = channel_pair(call, head, out, row + i % 2 * 8, c + i / 2 * 8);
       });
+      rounding.add<T>(a, b);
       const uint32_t first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
       mma_16816<T>(upper, a, first);
       mma_16816<T>(lower, a, second);
     }
+    rounding.finish(call.scale, share);
   }
   if (t != r / 2) return;
   put_shift(call, head, row, r % 2 == 0 ? upper[0] : upper[1]);
   put_shift(call, head, row + 8, r % 2 == 0 ? lower[2] : lower[3]);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Problem call) {
-  if constexpr (kTensorCores) {
-    shift_rows<T>(call);
-  } else {
-    __trap();
-  }
-}
-
 constexpr int kShiftColumns = 16;
 
 template <int DIM>
-constexpr int64_t dropout_shift_bytes() {
+constexpr int64_t shift_bytes() {
   return (2 * kShiftWarps * 16 + kShiftColumns) * DIM * 2;
 }
 
-// The same with dropout. A warp owns 16 rows of w and g, and takes 16 keys per step.
+// Writes shift of rows as sums over their weights, of a lane's two rows those that are wanted. A warp owns 16 rows of w
+// and g, and takes 16 keys per step.
 template <class T, int DIM>
-CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
+CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]) {
   constexpr int kRows = kShiftWarps * 16;
   const Head head(call, blockIdx.x / call.blocks);
   const int first = blockIdx.x % call.blocks * kRows;
@@ -113,7 +142,7 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
       add_pair<T>(d[0], d[1], a, b);
     }
     const uint32_t kept_keys = keep == nullptr ? ~0u : key_bits<kShiftColumns>(keep, key, head.length);
-    const uint32_t kept = kept_bits<kShiftColumns>(seed, call, head, row, key, false);
+    const uint32_t kept = call.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
     unroll<2>([&](int half) {
       const int query = row + r + 8 * half;
       float score[4], most = -INFINITY;
@@ -138,14 +167,44 @@ CRATE_DEVICE void dropout_shift_rows(const Problem& call) {
   }
   unroll<2>([&](int half) {
     const float total = row_sum(sum[half]), product = row_sum(delta[half]);
-    if (t == 0) put_shift(call, head, row + r + 8 * half, total == 0.0f ? 0.0f : product / total);
+    if (t == 0 && wanted[half]) put_shift(call, head, row + r + 8 * half, total == 0.0f ? 0.0f : product / total);
+  });
+}
+
+// Leaves the rows whose own weight is so nearly all that out is their token.
+template <class T>
+CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (&wanted)[2]) {
+  const Head head(call, blockIdx.x / call.blocks);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
+  const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
+  const View<const T> w = head.view<const T>(call, call.w);
+  constexpr float kEps = std::is_same_v<T, bf16> ? 0x1p-7f : 0x1p-10f;
+  unroll<2>([&](int half) {
+    float square = 0.0f;
+    for (int c = 2 * t; c < call.access.head_dim; c += 8) {
+      const uint32_t bits = channel_pair(call, head, w, row + 8 * half, c);
+      unroll<2>([&](int e) { square += of_pair<T>(bits, e) * of_pair<T>(bits, e); });
+    }
+    const float score = call.scale * row_sum(square);
+    const float lse = row + 8 * half < head.length ? call.lse[head.row + row + 8 * half] : 0.0f;
+    const float rest = fmaxf(lse - score, 0.0f) + 0x1p-23f * fabsf(lse);
+    wanted[half] = wanted[half] && 2.0f * rest * share[half] > kDeviation * kEps;
   });
 }
 
 template <class T, int DIM>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_dropout_shift_kernel(Problem call) {
+__global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Problem call) {
   if constexpr (kTensorCores) {
-    dropout_shift_rows<T, DIM>(call);
+    bool wanted[2] = {true, true};
+    if (call.seed == nullptr || !call.products) {
+      float share[2] = {};
+      shift_rows<T>(call, share);
+      unroll<2>([&](int half) { wanted[half] = share[half] > 1.0f; });
+      if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
+      if (call.keep == nullptr) leave_own<T>(call, share, wanted);
+      if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
+    }
+    summed_shift_rows<T, DIM>(call, wanted);
   } else {
     __trap();
   }

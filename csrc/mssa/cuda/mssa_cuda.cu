@@ -47,11 +47,9 @@ void launch_forward(Problem& call, int32_t device) {
 template <class T, int DIM>
 void launch_shift(Problem call, int32_t device) {
   constexpr int kRows = kShiftWarps * 16;
-  const bool dropout = call.seed != nullptr && call.products;
   const int blocks = std::max((call.seqlen + kRows - 1) / kRows, 1);
-  const Launch l = launch_of(call, blocks, kShiftWarps * 32, dropout ? dropout_shift_bytes<DIM>() : 0, device);
-  if (dropout) return launch<mma_dropout_shift_kernel<T, DIM>>(l, call);
-  launch<mma_shift_kernel<T>>(l, call);
+  const Launch l = launch_of(call, blocks, kShiftWarps * 32, shift_bytes<DIM>(), device);
+  launch<mma_shift_kernel<T, DIM>>(l, call);
 }
 
 // With levels, the forward writes what the backward needs of it, and nothing else.

@@ -34,6 +34,8 @@ from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.triton.product import Epilogue, gated, product
 from crate_kernels.ops.ista.triton.tables import BACKWARD_FORM, FORWARD_FORM
 
+_LARGEST = torch.finfo(torch.float32).max  # of the numbers that a kernel takes
+
 
 class _Engine(steps.Engine):
     def operand(self, tokens, dtype):
@@ -57,7 +59,7 @@ class _Engine(steps.Engine):
         return _in_halves(weight, self.plus_transpose(base), base, dgram.dtype, weight.dtype)
 
     def step(self, left, right, base, call, out=None):
-        epilogue = Epilogue(call.step_size, base, threshold=call.threshold, nonnegative=call.nonnegative)
+        epilogue = Epilogue(call.step_size, base, threshold=min(call.threshold, _LARGEST), nonnegative=call.nonnegative)
         return product(left, right, epilogue, out, None if base is None else base.dtype)
 
     def product(self, left, right, base=None, scale=1.0, gate=None, out=None):

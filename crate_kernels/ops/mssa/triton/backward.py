@@ -135,8 +135,9 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         if products or derived or selects:
             # All forms share a kernel, except those that walk over keys.
             exact = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
-            delta = "threshold" if selects else "" if not products else "weights" if exact else "out"
-            walks = delta in ("threshold", "weights")
+            of_out = "out" if w.dtype == torch.float32 else "guarded"
+            delta = "threshold" if selects else "" if not products else "weights" if exact else of_out
+            walks = delta in ("threshold", "weights", "guarded")
             delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
             launch.run(
                 _mssa_bwd_delta_kernel,

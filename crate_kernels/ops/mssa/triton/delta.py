@@ -7,7 +7,8 @@ subtracts delta from ``factor g_i.w_j``, and what the rounding took is multiplie
 
 from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1: two products per
 tile more than the five of the main kernel. So it is of fp32 tokens with few keys, and of fp16 ones that a tiny scale
-multiplies: they may be so large that g_i . out_i is mostly the rounding of out.
+multiplies: they may be so large that g_i . out_i is mostly the rounding of out. Of other 16-bit tokens so are the rows
+where that rounding would show in dw, by blocks: csrc/mssa/cpu/measure.h has the measure of it.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -59,6 +60,30 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
     return delta / tl.where(l_i == 0.0, 1.0, l_i)
 
 
+# The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a block.
+_MOST_ROUNDING = tl.constexpr(2.0)
+_BF16, _FP16 = tl.constexpr(0.2 * 2**-7), tl.constexpr(0.2 * 2**-10)
+
+
+@triton.jit
+def _guarded(delta, g, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """Return ``delta`` of a block of rows, summed over their weights where the rounding of ``out`` would show."""
+    most = tl.max(tile.row_largest(g), 0) * _MOST_ROUNDING
+    rounding = scores.call.qk_scale * tile.row_largest(out) * tl.sqrt(tile.row_squares(g, out))
+    if tl.max(rounding, 0) > most:
+        offs_m = start_m + tl.arange(0, BLOCK)
+        w_m = tile.load(w, offs_m, offs_m < scores.length, FORM)  # (BLOCK, HEAD_DIM)
+        shows = rounding > most
+        if not FORM.PADDED:
+            # Where a row's own weight is nearly all, out is its token.
+            own = tile.row_products(w_m, w_m) * scores.call.qk_scale
+            rest = tl.maximum(lse - (-own if FORM.NEGATIVE else own), 0.0) + tl.abs(lse) * 2.0**-23
+            shows = shows & (2.0 * rest * rounding > most * (_BF16 if w_m[0].dtype == tl.bfloat16 else _FP16))
+        if tl.max(shows.to(tl.int32), 0) > 0:
+            delta = tl.where(shows, _delta_of_weights(g, w, scores, start_m, BLOCK, FORM), delta)
+    return delta
+
+
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_delta_kernel(
@@ -67,7 +92,8 @@ def _mssa_bwd_delta_kernel(
 ):  # fmt: skip
     """Write exp(-lse) of every row, the largest |lse| of every FORM.BLOCK rows, and delta by DELTA, unless that is "".
 
-    Without lse, delta alone. "out": the product of g and out; "weights": the sum over the row's weights. "threshold":
+    Without lse, delta alone. "out": the product of g and out; "weights": the sum over the row's weights; "guarded": the
+    product, or where its rounding would show the sum. "threshold":
     what a forward compares its weights with, in place of delta, and the maximum that they are below, in place of
     exp(-lse).
     """
@@ -97,6 +123,10 @@ def _mssa_bwd_delta_kernel(
             s = tile.products(g_m, o_m, FORM)  # (BLOCK_M, BLOCK_M)
             own = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
+            if DELTA == "guarded":
+                scores = scores_of(head, seqlen, call, FORM)
+                lse = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
+                delta = _guarded(delta, g_m, o_m, tokens_of(head, w), lse, scores, start_m, BLOCK_M, FORM)
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
     if lse_ptr is None:
         return

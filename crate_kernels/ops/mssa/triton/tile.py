@@ -184,6 +184,25 @@ def row_products(a, b):
 
 
 @triton.jit
+def row_squares(a, b):
+    """Return the sum of the squares of a's numbers times b's, of each row, in fp32."""
+    s = tl.zeros((a[0].shape[0],), tl.float32)
+    for k in tl.static_range(len(a)):
+        product = a[k].to(tl.float32) * b[k].to(tl.float32)
+        s += tl.sum(product * product, 1)
+    return s  # (rows,)
+
+
+@triton.jit
+def row_largest(a):
+    """Return the largest magnitude of each row, in fp32."""
+    most = tl.zeros((a[0].shape[0],), tl.float32)
+    for k in tl.static_range(len(a)):
+        most = tl.maximum(most, tl.max(tl.abs(a[k].to(tl.float32)), 1))
+    return most  # (rows,)
+
+
+@triton.jit
 def zero_rows(tokens, lead, first, stop, pid, step, ROWS: tl.constexpr, DIMS: tl.constexpr):
     """Zero rows [0, lead) and [first, stop): of their blocks of ROWS, ``pid``, ``pid + step``, ..."""
     for start in range(tl.where(lead > 0, 0, first) + pid * ROWS, stop, step * ROWS):

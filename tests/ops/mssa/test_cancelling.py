@@ -1,0 +1,82 @@
+"""Gradients of 16-bit tokens whose delta, g . out, is mostly the rounding of out: sinks, and gradients of one sign."""
+
+import math
+
+import pytest
+import torch
+
+from crate_kernels import mssa
+from crate_kernels._native import extension
+from tests.ops.common import LEVELS, backends
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+KERNELS = [p for p in backends("mssa", reference=False) if "composite" not in p.values]
+
+
+def sink(tokens, head_dim, factor):
+    """One token ``factor`` times as long as the others, which many of them attend to in part."""
+
+    def draw(generator):
+        w, g = (torch.randn(1, 2, tokens, head_dim, generator=generator) for _ in range(2))
+        w[:, :, 0] *= factor
+        return w, g
+
+    return draw
+
+
+def ones(tokens, head_dim):
+    """Layer-normed tokens, whose products with ones are 0, and ones as the gradient of each."""
+
+    def draw(generator):
+        w = torch.randn(1, 1, tokens, head_dim, generator=generator)
+        return torch.nn.functional.layer_norm(w, (head_dim,)), torch.ones_like(w)
+
+    return draw
+
+
+# Draws whose gradients PyTorch's attention computes 1.1 to 195 budgets off, one of bf16 tokens and one of fp16 ones.
+CASES = {
+    "two": (sink(2, 16, 10), {}, (7, 2)),
+    "three": (sink(3, 16, 10), {}, (2, 9)),
+    "four": (sink(4, 64, 30), {}, (8,)),
+    "four-taller": (sink(4, 64, 100), {}, (2, 10)),
+    "eight": (sink(8, 64, 30), {}, (1, 7)),
+    "causal": (sink(8, 64, 30), {"causal": True}, (1, 7)),
+    "more": (sink(33, 32, 100), {}, (3, 7)),
+    "ones": (ones(197, 128), {}, (0, 1)),
+}
+
+
+def gradient(w, g, backend, **options):
+    leaf = w.detach().requires_grad_()
+    return torch.autograd.grad(mssa(leaf, backend=backend, **options), leaf, g)[0].double()
+
+
+def worst(case, dtype, backend, device="cpu"):
+    """Return the largest error of the gradient in budgets, over some draws."""
+    (draw, options, seeds), shares = case, []
+    for seed in seeds:
+        w, g = (t.to(dtype) for t in draw(torch.Generator().manual_seed(seed)))
+        exact = gradient(w.double(), g.double(), "reference", **options)
+        eager = (gradient(w, g, "reference", **options) - exact).abs().max().item()
+        eager = eager if math.isfinite(eager) else 0.0  # fp16 scores may overflow there
+        budget = 3 * (eager + torch.finfo(dtype).eps * exact.abs().max().item())
+        found = gradient(w.to(device), g.to(device), backend, **options).cpu()
+        shares.append((found - exact).abs().max().item() / budget)
+    return max(shares)
+
+
+@HALF
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_a_delta_that_cancels(case, dtype, backend, device):
+    assert worst(case, dtype, backend, device) < 1
+
+
+@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@HALF
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("case", ["four", "causal", "more", "ones"])
+def test_a_delta_that_cancels_at_every_level(case, name, dtype, level):
+    level(name)
+    assert worst(CASES[case], dtype, "cpp") < 1
