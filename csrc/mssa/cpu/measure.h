@@ -108,14 +108,14 @@ class Measure : public Head<T> {
       for (int n = 0; n < kLanes; ++n) squares[n] = first + n < head_.seqlen ? squares_of(first + n, most_of) : Vf{};
       store(delta_ + first, sums(squares));
     }
-    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(most_of.dout),
-                high = scale * max(most_of.out);
+    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(as_float(most_of.dout)),
+                high = scale * max(as_float(most_of.out));
     int tallest = -1;
     for (int32_t t = 0; t < head_.seqlen; ++t) {
       if (!(high * high * delta_[t] > most * most)) continue;
       Magnitudes own = {};
       squares_of(t, own);
-      const float rounding = scale * max(own.out) * sqrtf(delta_[t]);
+      const float rounding = scale * max(as_float(own.out)) * sqrtf(delta_[t]);
       if (!(rounding > most)) continue;
       for (int k = tallest < 0 ? 0 : keys_.count; k < keys_.count; ++k) {
         if (tallest < 0 || half_norm_[k] > half_norm_[tallest]) tallest = k;
@@ -228,19 +228,21 @@ class Measure : public Head<T> {
     return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
   }
 
-  // The largest |out_d| and |dout_d|, by lanes.
+  // The largest |out_d| and |dout_d|, by lanes: as integers, whose maximum is one instruction.
   struct Magnitudes {
-    Vf out, dout;
+    Vi out, dout;
   };
 
   // The squares of dout_d out_d of a row, by lanes. Sums in registers: this is read before every backward.
   CRATE_INLINE Vf squares_of(int32_t token, Magnitudes& most) const {
-    Vf squares = {}, out = most.out, dout = most.dout;
+    Vf squares = {};
+    Vi out = most.out, dout = most.dout;
     const auto add = [&](Vf o, Vf g) CRATE_LAMBDA {
       const Vf product = o * g;
       squares += product * product;
-      out = max(as_float((Vi)o & 0x7fffffff), out);
-      dout = max(as_float((Vi)g & 0x7fffffff), dout);
+      const Vi high = (Vi)o & 0x7fffffff, given = (Vi)g & 0x7fffffff;
+      out = high > out ? high : out;
+      dout = given > dout ? given : dout;
     };
     const bool whole = p_.head_dim % kLanes == 0 && head_.out.dim_stride == 1 && head_.dout.dim_stride == 1;
     if (whole && p_.dtype == Dtype::bf16) {
@@ -261,16 +263,17 @@ class Measure : public Head<T> {
   bool is_one_token(int32_t token, int32_t tallest, float share) const {
     const int64_t width = staging_width(p_.head_dim);
     const float lse = bits(head_.lse[token]), eps = p_.dtype == Dtype::bf16 ? 0x1p-7f : 0x1p-10f;
-    const auto is = [&](int32_t key) {
-      read(head_.keys, key, out_);
-      const float score = factor_ * row_dot(tokens_, out_, width), above = lse > score ? lse - score : 0.0f;
+    const auto is_all = [&](float score) {
+      const float above = lse > score ? lse - score : 0.0f;
       const float rest = above * static_cast<float>(kLn2) + kUlp * fabsf(head_.lse[token]);
       return 2.0f * rest <= kDeviation * eps * share;
     };
     read(head_.w, token, tokens_);
-    if (Keys::kept(head_, token) && is(token)) return true;
+    if (Keys::kept(head_, token) && is_all(factor_ * row_dot(tokens_, tokens_, width))) return true;
     const Span seen = keys_of(p_.mask, {token, token + 1}, static_cast<int>(head_.nkeys));
-    return Keys::kept(head_, tallest) && seen.first <= tallest && tallest < seen.stop && is(tallest);
+    if (!Keys::kept(head_, tallest) || tallest < seen.first || tallest >= seen.stop) return false;
+    read(head_.keys, tallest, out_);
+    return is_all(factor_ * row_dot(tokens_, out_, width));
   }
 
   // Rows that are given their sum have lse as their shift, the others the maximum of their scores.
