@@ -71,7 +71,8 @@ def _engine(function: str, backend: str, x: Tensor, *args: Any, order: backends.
 
 def _forward_flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
     """FLOP of the forward in the form that it takes."""
-    one = _engine("forward", options[-1], x).one_product(steps.flat(x))
+    *_call, backend = options
+    one = _engine("forward", backend, x).one_product(steps.flat(x))
     product = _product(tuple(x.shape), x.shape[-1])
     return product + 2 * x.shape[-1] ** 3 if one else 2 * product
 
@@ -80,7 +81,8 @@ def _backward_flops(
     dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, *options: Any, **_: Any
 ) -> int:
     """FLOP of the backward in the form that it takes."""
-    engine = _engine("backward", options[-1], x, dy, x, weight, order=_backward_order)
+    *_call, backend = options
+    engine = _engine("backward", backend, x, dy, x, weight, order=_backward_order)
     product = _product(tuple(x.shape), x.shape[-1])
     if engine.one_product_back(steps.flat(x), need_dx, need_dweight):
         return (need_dx + need_dweight) * (product + 2 * x.shape[-1] ** 3)
