@@ -72,7 +72,8 @@ CRATE_INLINE void halve_slopes(const Scores& s, Vf (&e)[kRows][kColumns]) {
 }
 // Undoes it for a number of bits.
 CRATE_INLINE double whole_slope(double bits) {
-  return fabs(bits) > kHugeScore ? 2.0 * bits - copysign(kHugeScore, bits) : bits;
+  const double bend = kHugeScore;
+  return bits > bend ? 2.0 * bits - bend : bits < -bend ? 2.0 * bits + bend : bits;
 }
 
 // Lanes of the vector at column j that row r sees.
