@@ -85,8 +85,8 @@ def define(
 
     ``body`` is called without gradient and with autocast off. ``fake`` allocates the outputs, for compile, export and
     meta tensors. ``flops`` is a formula for ``torch.utils.flop_counter``, of the arguments with shapes in place of
-    tensors, or if ``flops_of_tensors`` of the arguments themselves. ``planned_where`` says which calls plans may repeat,
-    of the name of a backend and the first tensor.
+    tensors, or if ``flops_of_tensors`` of the arguments themselves. ``planned_where`` says which calls plans may
+    repeat, of the name of a backend and the first tensor.
     """
     name = schema.partition("(")[0]
     parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
