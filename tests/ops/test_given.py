@@ -123,6 +123,12 @@ def linear():
     return {"x": floats(BATCH, SEQLEN, 8), "weight": floats(HIDDEN, 8), "dy": floats(BATCH, SEQLEN, HIDDEN), **needs}
 
 
+def few():
+    tokens, square = ("x", "dy", "y", "out", "dx"), ("weight", "dweight")
+    tensors = {name: floats(5, 32) for name in tokens} | {name: floats(32, 32) for name in square}
+    return {**tensors, "step_size": 0.1, "threshold": 0.1, "nonnegative": True}
+
+
 def passes():
     names = dict.fromkeys(("product", "base", "gate", "out", "gated", "a", "b", "both"), (HEAD_DIM, HEAD_DIM))
     numbers = {"scale": 0.5, "threshold": 0.1, "nonnegative": True}
@@ -190,8 +196,13 @@ LIBRARY = {
     "ista_subtract_symmetric": (passes, {"out": "dtype rank"}),
     "ista_add_transposed": (passes, {"out": "dtype rank"}),
     "ista_symmetrize": (passes, {}),
+    "ista_few_fwd": (few, {}),
+    "ista_few_bwd": (few, {}),
     "transpose": (lambda: {"a": floats(3, 5), "out": floats(5, 3)}, {}),
 }
+
+
+CPU_ALONE = ("transpose", "ista_subtract_symmetric", "ista_add_transposed", "ista_few_fwd", "ista_few_bwd")
 
 
 def wrong(t):
@@ -298,9 +309,7 @@ def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
     assert accepted(overload, schema, values, good) == []
 
 
-@pytest.mark.parametrize(
-    "entry", [e for e in LIBRARY if e not in ("transpose", "ista_subtract_symmetric", "ista_add_transposed")]
-)
+@pytest.mark.parametrize("entry", [e for e in LIBRARY if e not in CPU_ALONE])
 def test_an_emulated_op_refuses_each_wrong_tensor(entry, library):
     overload, schema, values, good = library_calls(entry, cuda=True)
     overload(*copied(values.get(a.name) for a in schema.arguments))

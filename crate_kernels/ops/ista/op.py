@@ -62,17 +62,23 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
     return 2 * prod(x_shape) * width
 
 
-def _engine(function: str, backend: str, x: Tensor, *args: Any, order: backends.Order | None = None) -> steps.Engine:
-    """Return the engine of the backend that runs ``function`` of such tokens; of one without, that of fewer FLOP."""
-    name, _ = next(backends.candidates("ista", function, backend, x, *args, order=order))
-    of = getattr(backends.kernel("ista", name, backends.type_of(x.device)), "engine", None)
-    return steps.Engine() if of is None else of(x)
+def _takes_one(function: str, form: str, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], options: tuple) -> bool:
+    """Return whether the backend that runs ``function`` takes one product; one without an engine, where fewer FLOP."""
+    *call, backend = options
+    x, weight = tensors[-2:]
+    order = _backward_order if function == "backward" else None
+    name, _ = next(backends.candidates("ista", function, backend, x, *tensors, order=order))
+    kernel = backends.kernel("ista", name, backends.type_of(x.device))
+    at_once, of = getattr(kernel, "is_few", None), getattr(kernel, "engine", None)
+    dtypes = (torch.float32, torch.bfloat16) if function == "forward" else (torch.float32,)
+    if at_once is not None and any(at_once(x, weight, Call(*call), dtype) for dtype in dtypes):
+        return False
+    return getattr(steps.Engine() if of is None else of(x), form)(steps.flat(x), *needs)
 
 
 def _forward_flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
     """FLOP of the forward in the form that it takes."""
-    *_call, backend = options
-    one = _engine("forward", backend, x).one_product(steps.flat(x))
+    one = _takes_one("forward", "one_product", (x, weight), (), options)
     product = _product(tuple(x.shape), x.shape[-1])
     return product + 2 * x.shape[-1] ** 3 if one else 2 * product
 
@@ -81,10 +87,8 @@ def _backward_flops(
     dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, *options: Any, **_: Any
 ) -> int:
     """FLOP of the backward in the form that it takes."""
-    *_call, backend = options
-    engine = _engine("backward", backend, x, dy, x, weight, order=_backward_order)
     product = _product(tuple(x.shape), x.shape[-1])
-    if engine.one_product_back(steps.flat(x), need_dx, need_dweight):
+    if _takes_one("backward", "one_product_back", (dy, x, weight), (need_dx, need_dweight), options):
         return (need_dx + need_dweight) * (product + 2 * x.shape[-1] ** 3)
     return (1 + need_dx + 3 * need_dweight) * product
 

@@ -11,6 +11,7 @@
 
 #include "measure.h"
 #include "shares.h"
+#include "short_backward.h"
 
 namespace {
 
@@ -381,6 +382,7 @@ class Backward : Measure<T> {
 template <class T>
 void mssa_backward(const MssaProblem& p, const MssaHead& head, int part, int parts, Arena& arena, float* partial) {
   [[maybe_unused]] const typename T::Registers registers;
+  if (ShortBackward<T>::serves(p, head, parts)) return ShortBackward<T>(p, head, part, parts).run(arena);
   Backward<T>(p, head, part, parts).run(arena, partial);
 }
 

@@ -7,6 +7,8 @@
 #pragma once
 
 #include "phi.h"
+#include "results.h"
+#include "short_forward.h"
 
 namespace {
 
@@ -58,22 +60,23 @@ class Forward : Head<T> {
   }
 
   void pairs(float largest) {
-    const int64_t padded = keys_.blocks * kTile;
     Base::pair_masses(largest);
     pack_values(mass_);
-    memset(out_, 0, padded * width_ * sizeof(float));
-    clear(sums_, padded);
-    if (T::kPair == 2) clear(exact_sums_, padded);
+    memset(out_, 0, keys_.count * width_ * sizeof(float));
+    clear(sums_, keys_.count);
+    if (T::kPair == 2) clear(exact_sums_, keys_.count);
     Base::for_each_pair([this](int i, int j) { pair(i, j); });
     for (int b = 0; b < keys_.blocks; ++b) {
       const int first = b * kTile;
       alignas(64) float totals[kTile], exact[kTile];
       double shifts[kTile];
-      totals_of(sums_, first, totals);
-      if (T::kPair == 2) totals_of(exact_sums_, first, exact);
-      for (int n = 0; n < kTile; ++n) shifts[n] = half_norm_[first + n] + largest;
-      finish(keys_.token + first, in_block(keys_.count, b), out_ + rows_at(b) * T::kPair, totals,
-             T::kPair == 2 ? exact : totals, shifts);
+      const int count = in_block(keys_.count, b);
+      totals_of(sums_, first, count, totals);
+      if (T::kPair == 2) totals_of(exact_sums_, first, count, exact);
+      for (int n = 0; n < count; ++n) shifts[n] = whole_slope(half_norm_[first + n] + largest);
+      write_results(
+          p_, head_, width_,
+          {keys_.token + first, count, out_ + rows_at(b) * T::kPair, totals, T::kPair == 2 ? exact : totals, shifts});
     }
   }
 
@@ -138,9 +141,9 @@ class Forward : Head<T> {
       const float total = b.has_keys(r) ? sum(load(sums + r * kLanes)) : 0.0f;
       exact[r] = T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes));
       totals[r] = p_.threshold && b.has_keys(r) ? 1.0f : total;
-      shifts[r] = static_cast<double>(b.shift[r]) + b.power[r];
+      shifts[r] = whole_slope(static_cast<double>(b.shift[r]) + b.power[r]);
     }
-    finish(b.token, b.count, out, totals, exact, shifts);
+    write_results(p_, head_, width_, {b.token, b.count, out, totals, exact, shifts});
     return true;
   }
 
@@ -162,22 +165,6 @@ class Forward : Head<T> {
     compute_weights<T>(s, tile_);
   }
 
-  // Writes out and lse of up to kTile tokens. Totals of rounded and of exact weights, 0 for a row without keys.
-  void finish(const int32_t* token, int count, const float* out, const float* total, const float* exact,
-              const double* shift) {
-    double logs[kTile];
-    for (int n = 0; n < kTile; ++n) logs[n] = log2_of(exact[n]);
-    for (int n = 0; n < count; ++n) {
-      const float inverse = total[n] > 0.0f ? 1.0f / total[n] : total[n];  // NaN stays
-      write_row(element(head_.out, token[n], p_.result), p_.result, head_.out.dim_stride, p_.head_dim,
-                out + static_cast<int64_t>(n) * width_, inverse);
-      const bool normal = exact[n] >= 0x1p-126f && exact[n] < INFINITY;
-      // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
-      const double log = normal ? logs[n] : log2(static_cast<double>(exact[n]));
-      head_.lse[token[n]] = total[n] == 0.0f ? -INFINITY : static_cast<float>((log + whole_slope(shift[n])) * kLn2);
-    }
-  }
-
   float *values_, *out_;
   Sums sums_ = {}, exact_sums_ = {};
   Tile<T> tile_;
@@ -186,6 +173,7 @@ class Forward : Head<T> {
 template <class T>
 void mssa_forward(const MssaProblem& p, const MssaHead& head, int part, int parts, Arena& arena) {
   [[maybe_unused]] const typename T::Registers registers;
+  if (ShortForward<T>::serves(p, head, parts)) return ShortForward<T>(p, head, part, parts).run(arena);
   Forward<T>(p, head, part, parts).run(arena);
 }
 

@@ -12,15 +12,15 @@ struct Sums {
 };
 
 CRATE_INLINE void clear(const Sums& sums, int64_t tokens) {
-  memset(sums.row, 0, tokens * kLanes * sizeof(float));
-  memset(sums.column, 0, tokens * sizeof(float));
+  memset(sums.row, 0, round_up(tokens, kLanes) * kLanes * sizeof(float));
+  memset(sums.column, 0, round_up(tokens, kTile) * sizeof(float));
 }
 CRATE_INLINE float total_of(const Sums& sums, int64_t token) {
   return sum(load(sums.row + token * kLanes)) + sums.column[token];
 }
-// The totals of kTile tokens.
-CRATE_INLINE void totals_of(const Sums& of, int64_t token, float* total) {
-  for (int n = 0; n < kTile; n += kLanes) {
+// The totals of up to kTile tokens.
+CRATE_INLINE void totals_of(const Sums& of, int64_t token, int count, float* total) {
+  for (int n = 0; n < count; n += kLanes) {
     Vf rows[kLanes];
 #pragma GCC unroll 16
     for (int r = 0; r < kLanes; ++r) rows[r] = load(of.row + (token + n + r) * kLanes);

@@ -60,6 +60,74 @@ def test_every_width(name, level):
                 assert failures(case, dtype) == [], (tokens, dim, dtype)
 
 
+# (tokens, dim) of one call: groups of 6, 4, 2 and 1 rows, of 1, 2 and 4 vectors, and parts of 128 terms.
+FEW = ((1, 16), (2, 48), (3, 64), (5, 80), (6, 32), (13, 96), (23, 272), (64, 144))
+
+
+@pytest.fixture
+def few_alone(monkeypatch):
+    """Fail where products of the library are taken."""
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(native, name, lambda *_: pytest.fail("not one call"))
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_few_tokens_are_one_call(name, level, few_alone):
+    level(name)
+    for tokens, dim in FEW:
+        for options in ({}, {"step_size": 0.3, "lambd": 0.0}, {"step_size": 0.0}):
+            case = testing.Case("ista", "few", (1, tokens, dim), options)
+            assert failures(case, torch.float32) == [], (tokens, dim, options)
+
+
+@pytest.mark.parametrize("lambd", [0.1, 0.0], ids=["shrunk", "as it is"])
+def test_a_few_tokens_are_shrunk_from_both_sides(lambd, few_alone):
+    x, weight, dout = (randn(*shape, seed=seed) for seed, shape in enumerate([(9, 32), (32, 32), (9, 32)]))
+    found = {}
+    for backend, dtype in (("cpp", torch.float32), ("reference", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight * 32**-0.5)]
+        out = ista(*leaves, lambd=lambd, nonnegative=False, backend=backend)
+        found[backend] = [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+    for ours, exact in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_of_a_few_tokens_one_gradient_alone(wanted, few_alone):
+    x, weight, dout = randn(9, 32).float(), randn(32, 32, seed=1).float() * 0.2, randn(9, 32, seed=2).float()
+    both = {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
+    expected = torch.autograd.grad(ista(x, weight, backend="cpp"), both[wanted], dout)
+    for name, leaf in both.items():
+        leaf.requires_grad_(name == wanted)
+    assert torch.equal(*torch.autograd.grad(ista(x, weight, backend="cpp"), both[wanted], dout), *expected)
+
+
+def test_a_few_tokens_give_the_same_bits_on_any_number_of_threads(threads, few_alone):
+    x, weight, dout = randn(64, 272).float(), randn(272, 272, seed=1).float() * 0.06, randn(64, 272, seed=2).float()
+    found = []
+    for number in (1, 2):
+        threads(number)
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        out = ista(*leaves, backend="cpp")
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (8, 384), (64, 128)])
+def test_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, few_alone):
+    x, weight = randn(tokens, dim, dtype=torch.bfloat16), randn(dim, dim, dtype=torch.bfloat16, seed=1) * dim**-0.5
+    exact = ista(x.float(), weight.float(), backend="cpp")
+    assert torch.equal(ista(x, weight, backend="cpp"), exact.bfloat16())
+
+
+def test_not_a_number_stays_one_among_a_few_tokens(few_alone):
+    x, weight = randn(9, 32).float(), randn(32, 32, seed=1).float() * 0.2
+    x[4, 7] = torch.nan
+    for nonnegative in (True, False):
+        out = ista(x, weight, nonnegative=nonnegative, backend="cpp")
+        assert torch.equal(out.isnan(), ista(x, weight, nonnegative=nonnegative, backend="reference").isnan())
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("backend", ["cpp", "composite"])
 @pytest.mark.parametrize("tokens", [40, 300])
@@ -139,10 +207,10 @@ STRIDES = {
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
-@pytest.mark.parametrize("function", [ista, ista_overcomplete])
-def test_strides_change_nothing(function, lay_out, dtype):
-    x, dout = (lay_out(randn(40, 24, dtype=dtype, seed=seed)) for seed in (0, 1))
-    weight = lay_out(randn(24, 24, dtype=dtype, seed=2) * 24**-0.5)
+@pytest.mark.parametrize(("function", "dim"), [(ista, 24), (ista, 32), (ista_overcomplete, 24)])
+def test_strides_change_nothing(function, dim, lay_out, dtype):
+    x, dout = (lay_out(randn(40, dim, dtype=dtype, seed=seed)) for seed in (0, 1))
+    weight = lay_out(randn(dim, dim, dtype=dtype, seed=2) * dim**-0.5)
 
     def run(x, weight, dout):
         x, weight = (t.detach().requires_grad_() for t in (x, weight))

@@ -1,5 +1,6 @@
 """The C++ extension's own promises: levels, strides, row tails, symbols."""
 
+import itertools
 import math
 import shutil
 import subprocess
@@ -266,6 +267,41 @@ def test_tokens_of_small_norm_beside_a_large_one(height, padding, causal):
     w[:, :, :1] *= (height * 2 * 32**0.5 * math.log(2) / w[:, :, :1].square().sum(-1, keepdim=True)).sqrt()
     inputs.differentiable["w"].data.copy_(w)
     assert failures(case, torch.float32, inputs=inputs) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_score_near_the_largest_number_of_a_short_head(name, causal, level):
+    """In bits it would be infinite."""
+    level(name)
+    w = randn(1, 1, 9, 16, dtype=torch.float32)
+    w[:, :, 4] = 0.0
+    w[:, :, 4, 3] = 3e38**0.5
+    leaf = w.requires_grad_()
+    out, lse = mssa(leaf, scale=1.0, causal=causal, return_lse=True, backend="cpp")
+    expected, expected_lse = mssa(leaf, scale=1.0, causal=causal, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    dout = randn(1, 1, 9, 16, dtype=torch.float32, seed=1)
+    (dw,), (expected_dw,) = (torch.autograd.grad(o, leaf, dout) for o in (out, expected))
+    assert torch.equal(dw.isfinite(), expected_dw.isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", LEVELS)
+def test_gradients_of_up_to_128_tokens_take_nothing_from_rounded_results(name, dtype, level):
+    """Where a row's delta cancels, the rounding of out and of lse would show."""
+    level(name)
+    for seqlen, causal, padded in itertools.product((1, 5, 64, 65, 128), (False, True), (False, True)):
+        w, dout = (randn(2, 3, seqlen, 24, dtype=dtype, seed=seed) for seed in (0, 1))
+        mask = randn(2, seqlen, seed=2) > 0 if padded else None
+        call = Call(key_padding_mask=mask, causal=causal, scale=0.2)
+        found = []
+        for value in (0.0, torch.nan):
+            dw, out = torch.empty_like(w), torch.full_like(w, value)
+            torch.ops.crate_kernels_C.mssa_bwd(dout, None, w, out, torch.full((2, 3, seqlen), value), *call, dw)
+            found.append(dw)
+        assert torch.equal(*found), (seqlen, causal, padded)
 
 
 @pytest.mark.parametrize("head_dim", [26, 65, 96, 129])

@@ -1,0 +1,194 @@
+// A short head: the weights of all its tiles are held at once, and shifted by the maxima of their rows.
+//
+// Scores and maxima are in nats, as eager has them: in bits the largest would be infinite.
+#pragma once
+
+#include "head.h"
+
+namespace {
+
+constexpr int kRowsAtOnce = 4;
+constexpr int kShortBlocks = 2;  // with more, the tiles leave the caches, and pairs have fewer products
+
+template <class T>
+class ShortHead : public Head<T> {
+  using Base = Head<T>;
+
+ protected:
+  using Base::key_panels_, Base::staging_, Base::p_, Base::head_, Base::keys_, Base::width_;
+  using Base::panel_at, Base::rows_at;
+
+  using Base::Base;
+
+  // True if the scores of a head's own tokens give all that is needed.
+  static bool serves(const MssaProblem& p, const MssaHead& head, int parts) {
+    return parts == 1 && head.itself && head.nkeys <= kShortBlocks * kTile && !p.dropout && !p.threshold;
+  }
+
+  void cut(Scratch& s) {
+    const int64_t padded = round_up(head_.nkeys, kTile);
+    Base::cut(s);
+    key_rows_ = s.floats(padded / T::kPair * width_);
+    out_ = s.floats(padded * width_);
+    weights_ = s.floats(padded * padded);
+    kept_ = s.ints(padded);
+  }
+
+  // Numbers all tokens as keys. Padded ones attend, so they keep their places, and are masked as keys.
+  void find_tokens() {
+    MssaHead all = head_;
+    all.keep = nullptr;
+    keys_.find(all);
+    for (int t = 0; t < keys_.count; ++t) kept_[t] = -static_cast<int32_t>(Keys::kept(head_, t));
+  }
+
+  // Packs block b of a view as a panel and as rows.
+  void pack(const MssaView& view, int b, float* panels, float* rows) {
+    constexpr bool kStaged = T::kPair == 1;  // staged rows are packed rows
+    const int64_t width = kStaged ? width_ : staging_width(p_.head_dim);
+    const int count = in_block(keys_.count, b);
+    float* const staged = kStaged ? rows + rows_at(b) : staging_;
+    if (view.data == nullptr) {
+      memset(staged, 0, round_up(count, kLanes) * width * sizeof(float));
+    } else {
+      stage(view, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staged);
+    }
+    pack_panel<T>(staged, width, p_.head_dim, count, panels + panel_at(b));
+    if (!kStaged) pack_rows<T>(staged, width, width_, count, rows + rows_at(b));
+  }
+
+  // Calls body(j, vectors in a row) for the tiles of which block i sees some.
+  template <class Body>
+  void for_each_tile(int i, const Body& body) const {
+    for (int j = blocks_[i].tiles.first; j < blocks_[i].tiles.stop; ++j) {
+      body(j, (in_block(keys_.count, j) + kLanes - 1) / kLanes);
+    }
+  }
+
+  int64_t tile_at(int i, int j) const { return (static_cast<int64_t>(i) * keys_.blocks + j) * kTile * kTile; }
+  bool sees_some(int i, int j) const { return blocks_[i].tiles.first <= j && j < blocks_[i].tiles.stop; }
+
+  // The lanes of the vector at column j of a tile that row r sees.
+  CRATE_INLINE Vi open(const Scores& s, int r, int j) const {
+    Vi lanes = seen(s, r, j);
+    if (head_.keep != nullptr) {
+      Vi kept;
+      memcpy(&kept, kept_ + s.start + j, sizeof kept);
+      lanes &= kept;
+    }
+    return lanes;
+  }
+
+  // Calls body(products of rows r0.. and columns j0.., Int<rows>, r0, Int<columns>, j0) for the vectors of a tile.
+  template <class Body>
+  void multiply_tile(const Scores& s, const float* left, const Body& body) const {
+    const ChannelProducts<T> products(left, s.key_panel, s.words, s.rows, s.columns);
+    by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
+      constexpr int kLong = decltype(longer)::value;
+      for_groups<T>(s.rows, s.columns, false, [&](auto rows, int r0, auto columns, int v0) CRATE_LAMBDA {
+        Vf x[decltype(rows)::value][decltype(columns)::value] = {};
+        products.template add<kLong>(x, r0, v0 * kLanes);
+        body(x, r0, v0 * kLanes);
+      });
+    });
+  }
+
+  Scores tile_scores(int i, int j) const {
+    Scores s = Base::row_scores(blocks_[i], key_panels_ + panel_at(i), j);
+    if (head_.keep != nullptr && s.first == nullptr) {
+      s.first = blocks_[i].first;
+      s.stop = blocks_[i].stop;
+      s.start = j * kTile;
+    }
+    return s;
+  }
+
+  // find_bounds(), in a few stores where no row differs.
+  void find_spans(Block& b) const {
+    if (!hides_none(p_.mask)) return Base::find_bounds(b);
+    b.any = b.all = {0, keys_.count};
+    b.tiles = {0, keys_.blocks};
+    for (int r = 0; r < kTile; ++r) {
+      b.first[r] = 0;
+      b.stop[r] = keys_.count;
+    }
+  }
+
+  // Makes the weights of block i, and their sums.
+  void weigh(int i) {
+    Block& b = blocks_[i];
+    b.count = in_block(keys_.count, i);
+    memcpy(b.token, keys_.token + i * kTile, b.count * sizeof(int32_t));
+    find_spans(b);
+    alignas(64) float maxima[kTile * kLanes], sums[kTile * kLanes];
+    for (int n = 0; n < round_up(b.count, kRowsAtOnce) * kLanes; n += kLanes) {
+      store(maxima + n, splat(-INFINITY));
+      store(sums + n, Vf{});
+    }
+    for_each_tile(i, [&](int j, int) {
+      const Scores s = tile_scores(i, j);
+      float* const tile = weights_ + tile_at(i, j);
+      multiply_tile(s, s.query_panel, [&](auto& x, int r0, int j0) CRATE_LAMBDA {
+        for_each_vector(x, [&](Vf& score, int r, int v) CRATE_LAMBDA {
+          score = rounded(score * static_cast<float>(p_.scale));
+          if (s.first != nullptr) score = select(open(s, r0 + r, j0 + v * kLanes), score, splat(-INFINITY));
+          store(tile + (r0 + r) * kTile + j0 + v * kLanes, score);
+          float* const largest = maxima + (r0 + r) * kLanes;
+          store(largest, max(load(largest), score));
+        });
+      });
+    });
+    // Rows after the last, to whole groups of exponentials, have weights of 0.
+    for (int r = 0; r < round_up(b.count, kRowsAtOnce); ++r) {
+      const float largest = r < b.count ? max(load(maxima + r * kLanes)) : 0.0f;
+      b.shift[r] = largest == -INFINITY ? kNoKeys : largest;
+    }
+    for_each_tile(i, [&](int j, int vectors) {
+      float* const tile = weights_ + tile_at(i, j);
+      for (int n = 0; n < vectors * kLanes; n += kLanes) {
+        for (int r = b.count; r < round_up(b.count, kRowsAtOnce); ++r) store(tile + r * kTile + n, splat(-INFINITY));
+        for (int r = 0; r < b.count; r += kRowsAtOnce) {
+          Vf x[kRowsAtOnce];
+          for (int k = 0; k < kRowsAtOnce; ++k) {
+            x[k] = static_cast<float>(kLog2e) * (load(tile + (r + k) * kTile + n) - b.shift[r + k]);
+          }
+          exp2(x);
+          for (int k = 0; k < kRowsAtOnce; ++k) {
+            store(tile + (r + k) * kTile + n, x[k]);
+            float* const total = sums + (r + k) * kLanes;
+            store(total, load(total) + x[k]);
+          }
+        }
+      }
+    });
+    for (int r = 0; r < b.count; ++r) b.power[r] = sum(load(sums + r * kLanes));
+  }
+
+  // Makes the left operand of products with the values from a tile's weights, and adds the rounded ones to `sums`, by
+  // row; null: not wanted.
+  void put_weights(int i, int j, float* sums) {
+    const int rows = blocks_[i].count, columns = blocks_[j].count;
+    const float* const from = weights_ + tile_at(i, j);
+    for_groups<T>(rows, columns, false, [&](auto height, int r0, auto width, int v0) CRATE_LAMBDA {
+      Vf x[decltype(height)::value][decltype(width)::value];
+      for_each_vector(x,
+                      [&](Vf& e, int r, int v) CRATE_LAMBDA { e = load(from + (r0 + r) * kTile + (v0 + v) * kLanes); });
+      tile_.put(x, r0, v0);
+      if (sums == nullptr) return;
+      for_each_vector(x, [&](Vf& e, int r, int) CRATE_LAMBDA {
+        float* const total = sums + (r0 + r) * kLanes;
+        store(total, load(total) + e);
+      });
+    });
+    tile_.complete(rows, columns, false);
+  }
+
+  Block blocks_[kShortBlocks];  // power: the sums of weights
+  float* key_rows_;
+  float* out_;
+  float* weights_;  // of all tiles: scores, then weights
+  int32_t* kept_;   // by token: all bits of a key's, or none
+  Tile<T> tile_;
+};
+
+}  // namespace
