@@ -205,6 +205,8 @@ def is_few(x: Tensor, weight: Tensor, call: Call, dtype: torch.dtype = torch.flo
     dim = weight.shape[0]
     if not (x.is_cpu and x.dtype == weight.dtype == call.compute == dtype and dim % _VECTORS == 0):
         return False
+    if library(x.device).cuda:  # emulated
+        return False
     few = 0 < x.numel() <= _FEW_TOKENS * dim and dim <= _FEW_DIM
     return few and (dtype == torch.float32 or x.numel() * dim <= _FEW_CONVERTED)
 
