@@ -6,6 +6,7 @@
 #include "plan.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <array>
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <shared_mutex>
 #include <string>
@@ -289,11 +291,19 @@ class Table {
     return plans_.size();
   }
 
+  // A fork copies the lock as another thread may hold it, and not that thread: its child would wait for ever.
+  void before_fork() { lock_.lock(); }
+  void after_fork() { lock_.unlock(); }
+  void in_child() { new (&lock_) std::shared_mutex; }
+
  private:
   mutable std::shared_mutex lock_;
   std::unordered_multimap<uint64_t, std::shared_ptr<const Plan>> plans_;
   std::unordered_set<uint64_t> seen_;
 } table;
+
+[[maybe_unused]] const int at_fork =
+    pthread_atfork([] { table.before_fork(); }, [] { table.after_fork(); }, [] { table.in_child(); });
 
 std::atomic<int64_t> hits{0}, misses{0};
 

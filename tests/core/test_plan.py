@@ -1,7 +1,11 @@
 """Plans below the operators: what C++ accepts, what it launches, and what it does when a step fails."""
 
 import ctypes
+import itertools
+import os
+import signal
 import struct
+import threading
 
 import pytest
 import torch
@@ -285,6 +289,33 @@ def test_launches_go_to_the_current_stream():
     finally:
         ops().plan_drive_by(0, 0, 0)
     assert streams == [0x77, 0x78]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_child_forked_while_others_look_for_plans_finds_its_own():
+    a, stop = torch.ones(4), threading.Event()
+
+    def look():
+        for number in itertools.cycle(range(NUMBER, NUMBER + 50_000)):
+            ops().plan_meet([a], number)
+            if stop.is_set():
+                return
+
+    others = [threading.Thread(target=look) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(5)  # ends a child that waits
+                ops().plan_meet([a], NUMBER)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        for thread in others:
+            thread.join()
 
 
 def test_nothing_is_repeated_while_launches_are_watched(monkeypatch):
