@@ -343,7 +343,7 @@ class Shortcuts:
     def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
         """Repeat a call of these options on tensors in the op's order; None where that is not possible."""
         try:
-            shortcut = self._known.get(key)
+            shortcut = self._known.get((key, *plan.settings(tensors[0])))  # pyright: ignore[reportArgumentType]
         except TypeError:  # an option that has no hash is none of ours
             return None
         if shortcut is None or not _is_short(tensors):
@@ -359,6 +359,7 @@ class Shortcuts:
 
     def remember(self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
         """Let later calls of these options be repeated; ``tensors`` are the op's arguments before its options."""
+        key = (key, *plan.settings(tensors[0]))  # pyright: ignore[reportArgumentType]
         if self._planned is None or key in self._known:
             return
         held = tuple(name for name in _tensor_fields(type(call)) if getattr(call, name) is not None)

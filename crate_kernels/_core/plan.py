@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if self.failure is None:
             try:
                 self._note(func, args, kwargs or {}, result)
-            except Unplannable as reason:
+            except (Unplannable, RuntimeError) as reason:  # PyTorch's own, of a tensor without memory
                 self.failure = str(reason)
         return result
 
@@ -489,8 +489,7 @@ class Planned:
         first = tensors[0]
         if len(tensors) < len(given):
             options += tuple([t is None for t in given])
-        if first.dtype is torch.float32 and first.is_cuda:
-            options += _precision()
+        options += settings(first)
         found = self._entries.get(options)
         if found is None and options not in self._entries:
             if len(self._entries) >= _MOST_ENTRIES:
@@ -510,8 +509,10 @@ class Planned:
         return entry.record(tensors, lambda: body(*args))
 
 
-def _precision() -> tuple[Any, ...]:
-    """Return PyTorch's setting for products of float32, on which kernels for a GPU depend."""
+def settings(first: Tensor) -> tuple[Any, ...]:
+    """Return what a call depends on beside its arguments: for products of float32 on a GPU, PyTorch's precision."""
+    if not (first.is_cuda and first.dtype is torch.float32):
+        return ()
     return (torch.backends.cuda.matmul.fp32_precision, torch._C._get_float32_matmul_precision())
 
 

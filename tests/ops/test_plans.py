@@ -374,6 +374,26 @@ def test_plans_are_forgotten_with_what_they_rest_on(change):
     table._forced.pop("none", None)
 
 
+def test_another_precision_of_products_is_another_kind(monkeypatch):
+    setting = ["ieee"]
+    monkeypatch.setattr(plan, "settings", lambda first: tuple(setting))
+    call, make = known()
+    with torch.no_grad():
+        setting[:] = ["tf32"]
+        assert [hits(lambda: call(*make()))[0] for _ in range(3)] == [0, 0, 1]
+        setting[:] = ["ieee"]
+        assert hits(lambda: call(*make()))[0] == 1
+
+
+def test_a_tensor_without_memory_does_not_repeat():
+    x, weight = inputs("ista")
+    zeros = torch._efficientzerotensor(weight.shape)
+    with torch.no_grad():
+        expected = ck.ista(x, torch.zeros_like(weight), backend="reference")
+        for _ in range(4):
+            torch.testing.assert_close(ck.ista(x, zeros, backend="cpp"), expected)
+
+
 def test_another_number_of_threads_is_another_kind(threads):
     call, make = known()
     threads(2)
