@@ -91,6 +91,7 @@ MSSA = {
     "scale-bool": ({"scale": True}, TypeError, "scale must be a number, got bool"),
     "scale-str": ({"scale": "0.1"}, TypeError, "scale must be a number, got str"),
     "phi": ({"phi": "sigmoid"}, ValueError, "phi must be one of softmax, threshold, relu, identity, got 'sigmoid'"),
+    "phi-array": ({"phi": numpy.array(["softmax", "relu"])}, ValueError, "phi must be one of softmax, threshold, relu"),
     "no-threshold": ({"phi": "threshold"}, ValueError, "threshold must be given with phi='threshold', got None"),
     "threshold-nan": ({"phi": "threshold", "threshold": NAN}, ValueError, "threshold must be finite, got nan"),
     "threshold-negative": ({"phi": "threshold", "threshold": -1.0}, ValueError, r"threshold must be >= 0.0, got -1.0"),

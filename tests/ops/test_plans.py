@@ -8,6 +8,7 @@ import os
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,6 +168,8 @@ def test_a_scale_that_was_given_is_not_the_default_of_another_head_dim():
         ("mssa", {"scale": True}),
         ("mssa", {"dropout_p": False}),
         ("tssa", {"return_membership": 0}),
+        ("tssa", {"causal": torch.ones(2)}),
+        ("tssa-bias", {"causal": np.ones(2)}),
         ("ista", {"nonnegative": 1}),
         ("ista", {"step_size": True}),
         ("mssa", {"scale": [1.0]}),
@@ -178,6 +181,13 @@ def test_options_of_a_wrong_type_are_refused_on_a_repeated_call(name, options):
     call, make = known(name)
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be"):
         call(*make(), **options)
+
+
+def test_a_length_without_offsets_is_not_asked_of_denom_bias():
+    call, make = known("tssa-bias")
+    w, temp = make()
+    with pytest.raises(ValueError, match="tssa: w must be"):
+        call(w[0], temp, max_seqlen="9")
 
 
 WRONG = {

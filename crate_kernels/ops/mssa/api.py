@@ -130,7 +130,7 @@ def mssa(
     checks.flag("mssa", "return_lse", return_lse)
     factor = default_scale(w) if scale is None else checks.number("mssa", "scale", scale)
     dropout_p = checks.number("mssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
-    if phi not in _PHI:
+    if not isinstance(phi, str) or phi not in _PHI:
         raise ValueError(f"mssa: phi must be one of {', '.join(_PHI)}, got {phi!r}")
     if phi == "threshold":
         if threshold is None:

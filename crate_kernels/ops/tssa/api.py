@@ -181,7 +181,10 @@ def _key(w: Tensor, options: tuple, dropout_p: float, mask: Tensor | None, packe
 def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, options: tuple) -> Any:
     """Repeat a call that was checked before; None if there is none."""
     causal, max_seqlen, *_ = key
-    if not isinstance(temp, Tensor) or w.dim() != (4 if max_seqlen is None else 3):
+    _, packed = options
+    if not (isinstance(causal, bool) and isinstance(temp, Tensor)) or (max_seqlen is None) != (packed is None):
+        return None
+    if w.dim() != (4 if packed is None else 3):
         return None
     if temp.dim() == 2:
         temp = _per_head("temp", temp, w, w.shape[1])
