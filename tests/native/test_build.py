@@ -111,7 +111,8 @@ def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ninja_build.os, "replace", full)
-    assert build(compiler[0]) == (1, "build: [Errno 28] No space left on device\n")
+    status, said = build(compiler[0])
+    assert (status, said.splitlines()[-1]) == (1, "build: [Errno 28] No space left on device")
     assert files_left(tmp_path) == ["lock"]
 
 
