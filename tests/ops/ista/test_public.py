@@ -376,3 +376,25 @@ def test_a_threshold_of_any_size(form, step_size, lambd, dtype, backend, device)
         for x, right in zip(found, exact, strict=True):
             bound = 8 * torch.finfo(dtype).eps * right.abs().max() + torch.finfo(dtype).smallest_normal
             assert (x.double() - right).abs().max() <= bound
+
+
+# Tokens, in units of which a threshold is so large that it may not be added to a product.
+UNITS = {"fp16": (torch.float16, 2.0**6), "bf16": (torch.bfloat16, 2.0**118), "fp32": (torch.float32, 2.0**118)}
+
+
+@pytest.mark.parametrize(("dtype", "unit"), UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize(("backend", "device"), FUSED)
+def test_a_large_threshold_leaves_codes_of_larger_tokens(dtype, unit, backend, device):
+    generator = torch.Generator().manual_seed(5)
+    for tokens in (2, 20):
+        # Whole numbers, none of which is at the threshold.
+        x, weight = (torch.randint(-n, n + 1, (m, DIM), generator=generator) for n, m in ((8, tokens), (1, DIM)))
+        inputs = [t.to(device, dtype) for t in (x * unit, weight)]
+        options = {"step_size": 0.125, "lambd": 4.5 * unit, "steps": 1}
+        found = outputs_and_gradients(lambda *t, o=options: ista_overcomplete(*t, **o, backend=backend), *inputs)
+        exact = outputs_and_gradients(
+            lambda *t, o=options: ista_overcomplete(*t, **o, backend="reference"), *(t.double() for t in inputs)
+        )
+        assert (exact[0] != 0).any()
+        for one, right in zip(found, exact, strict=True):
+            assert (one.double() - right).abs().max() <= 8 * torch.finfo(dtype).eps * right.abs().max()
