@@ -158,6 +158,29 @@ def test_a_run_waits_for_the_end_of_the_one_before(owner, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_whose_owner_ends_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """The file that was opened has lost its name by the time it is locked: it keeps nobody out."""
+    fcntl = pytest.importorskip("fcntl", reason="locks are of POSIX: run on Linux")
+    lock, locked = fcntl.lockf, []
+
+    def late(*args):
+        if not locked:
+            (tmp_path / ".lock").unlink()
+        locked.append(args)
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with files.owned(tmp_path):
+        second = subprocess.run(
+            [sys.executable, "-c", OWNER, str(tmp_path), files.__file__],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    assert f"is in use by process {os.getpid()}" in second.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_children_do_not_keep_a_lock(tmp_path):
     """As the processes that read images do not, where torchrun's own is killed."""
     reading, writing = os.pipe()
