@@ -223,6 +223,15 @@ def test_strides_change_nothing(function, dim, lay_out, dtype):
     torch.testing.assert_close(run(x, weight, dout), expected, rtol=eps, atol=eps)
 
 
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+def test_a_wide_dictionary_of_any_strides(lay_out):
+    """Panels of the symmetric product are cut from it, and C++ reads it by rows."""
+    x, weight = (randn(rows, 272, dtype=torch.float32, seed=rows) for rows in (320, 272))
+    weight = lay_out(weight * 272**-0.5)
+    expected = ista(x, weight.contiguous(), backend="cpp")
+    torch.testing.assert_close(ista(x, weight, backend="cpp"), expected)
+
+
 def test_two_threads_share_the_work(threads):
     case = testing.Case("ista", "threads", (2, 400, 200))  # several tasks of every kernel
     inputs = testing.make_inputs(case, torch.float32)
