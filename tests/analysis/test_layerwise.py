@@ -78,15 +78,16 @@ def _hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_layerwise_measures_input_half_step_and_sparsity():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=["fp64", "fp16", "bf16"])
+def test_layerwise_measures_input_half_step_and_sparsity(dtype):
     torch.manual_seed(0)
-    model, x = Crate().double(), randn(4, 9, 8)
+    model, x = Crate().to(dtype), randn(4, 9, 8).to(dtype)
     measured = analysis.layerwise(model, x)
     model.eval()
 
     def rate(tokens):
         w = model.transformer.layers[i][0].fn.qkv(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
-        return analysis.projected_coding_rate(F.normalize(w, dim=-1))
+        return analysis.projected_coding_rate(F.normalize(w.double(), dim=-1))
 
     assert len(measured) == 3
     for i, (attention, ista) in enumerate(model.transformer.layers):

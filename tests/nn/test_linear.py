@@ -312,8 +312,10 @@ def test_double_backward_and_mapped_gradients(taken):
         leaf = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(layer(leaf).square().sum(), leaf, create_graph=True)
         second = torch.autograd.grad(dx.square().sum(), [leaf, layer.weight])
-        mapped = torch.autograd.grad(layer(leaf), leaf, torch.ones(3, 5, OUT), is_grads_batched=True)
-        found.append((*second, *mapped))
+        y, dy = layer(leaf), torch.ones(3, 5, OUT)
+        mapped = torch.autograd.grad(y, leaf, dy, is_grads_batched=True, retain_graph=True)
+        each = torch.func.vmap(lambda dy, y=y, x=leaf: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dy)
+        found.append((*second, *mapped, each))
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert taken
