@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import crate_kernels as ck
-from crate_kernels._core import backends
+from crate_kernels._core import backends, plan
 from crate_kernels._triton import launch
 from crate_kernels.bench import clock
 from crate_kernels.ops.mssa import op as mssa_op
@@ -92,7 +92,8 @@ def with_backward(call, leaf):
 
 
 def launches(call):
-    """Return the arguments of every launch in a call."""
+    """Return the arguments of every launch in a call, as Python makes it."""
+    plan.forget()
     found, run = [], launch.run
 
     def noted(kernel, programs, /, **arguments):
