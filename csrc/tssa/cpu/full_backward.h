@@ -151,10 +151,12 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
           for (int n = 0; n < kLanes; ++n, step(x, x_token), step(g, g_token), step(to, token)) {
 #pragma GCC unroll 4
             for (int i = 0; i < kCount; ++i) {
-              // The difference first: where one token has most of c, it is small.
-              const Vf slope = dmoment[i] * counted[n] + inverse[i] * (dlogit[n] - denergy[i] * keep[n]);
+              // The difference first: where one token has most of c, it is small. Which product a sum is fused with
+              // is stated, for compilers choose differently for tokens of different layouts.
+              const Vf own = inverse[i] * (dlogit[n] - denergy[i] * keep[n]);
+              const Vf slope = multiply_add(own, dmoment[i], splat(counted[n]));
               const Vf gated = read(g_token + i * kLanes) * gate[i] * members[n];
-              write(token + i * kLanes, read(x_token + i * kLanes) * slope - gated);
+              write(token + i * kLanes, multiply_add(-gated, read(x_token + i * kLanes), slope));
             }
           }
         });

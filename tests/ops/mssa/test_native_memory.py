@@ -13,27 +13,6 @@ from crate_kernels.ops.mssa.call import Call, DecodeCall
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads):
-    """2^40 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
-    extension.load()
-    threads(count)
-    one = torch.zeros(1, 1, 1, 8)
-    w, out = one.expand(1, 2, 1 << 40, 8), one.clone().expand(1, 2, 1 << 40, 8)
-    # A RuntimeError from PyTorch 2.15 on.
-    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1))
-
-
-def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads):
-    extension.load()
-    threads(2)
-    one = torch.zeros(1, 1, 1, 8)
-    w, dw = one.expand(1, 1, 1 << 40, 8), one.clone().expand(1, 1, 1 << 40, 8)
-    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1), *Call(), dw)
-
-
 @pytest.fixture
 def little_memory():
     """Let this process get another GiB of addresses at most."""
@@ -46,6 +25,27 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads, little_memory):
+    """2^24 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
+    extension.load()
+    threads(count)
+    one = torch.zeros(1, 1, 1, 8)
+    w, out = one.expand(1, 2, 1 << 24, 8), one.clone().expand(1, 2, 1 << 24, 8)
+    # A RuntimeError from PyTorch 2.15 on.
+    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
+        torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1, 2, 1 << 24))
+
+
+def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads, little_memory):
+    extension.load()
+    threads(2)
+    one = torch.zeros(1, 1, 1, 8)
+    w, dw = one.expand(1, 1, 1 << 24, 8), one.clone().expand(1, 1, 1 << 24, 8)
+    with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
+        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1, 1, 1 << 24), *Call(), dw)
 
 
 def test_out_of_memory_leaves_a_cache_as_long_as_it_was(threads, little_memory):

@@ -25,6 +25,16 @@ def copy_of(t):
     return memory.as_strided(t.shape, t.stride(), first)
 
 
+def copies_of(tensors):
+    """Copy tensors; those that are the same memory stay so, for a kernel may tell."""
+    made = {}
+    for t in tensors:
+        key = (t.data_ptr(), layout(t))
+        if key not in made:
+            made[key] = copy_of(t)
+    return [made[t.data_ptr(), layout(t)] for t in tensors]
+
+
 def same_bits(a, b):
     """Return whether two tensors have the same layout and bits."""
     if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
@@ -54,7 +64,7 @@ def checked():
         if self.failures >= plan._MOST_FAILURES or len(set(map(id, tensors))) < len(tensors):
             return body()
         with torch.no_grad():
-            copies = [copy_of(t) for t in tensors]
+            copies = copies_of(tensors)
         with plan.Recorder(tensors) as recorder:
             results = body()
         listed = results if isinstance(results, tuple) else (results,)
