@@ -286,6 +286,7 @@ CASES = {
     "train-full-metrics": full_for_metrics,
     "train-taken": taken,
     "train-sequence": as_one(train_language, "--recompute", sequence="all"),
+    "train-replicas": as_one(train_language, replicas="all"),
     "train-damaged": damaged,
     "train-refused": refused,
 }
