@@ -257,6 +257,17 @@ def test_cropping_keeps_the_padding():
         cache.crop(3)
 
 
+def test_cropping_keeps_the_padding_of_a_later_block():
+    _, model = pair("crate_lm")
+    with torch.no_grad():
+        cache = cache_of(model(prompts(1), use_cache=True))
+        model(prompts(1, 3), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0, 1]]), cache=cache)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 7
+    with pytest.raises(ValueError, match=r"SubspaceLayer: at least the 7 padded tokens must stay, got 6"):
+        cache.crop(-1)
+
+
 @pytest.mark.parametrize("left", [2, 3, 5], ids=["all-but-the-padding", "one-more", "nothing"])
 @pytest.mark.parametrize("family", CROPPABLE)
 def test_a_cropped_cache_goes_on_as_if_it_had_seen_no_more(family, left):

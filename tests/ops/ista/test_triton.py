@@ -146,6 +146,22 @@ def test_strides_change_nothing(function, lay_out, dtype, backend, device):
 
 
 @EACH
+@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+def test_strides_of_float32_weights_change_nothing_under_autocast(lay_out, backend, device):
+    x = randn(40, 24, dtype=torch.float32, device=device)
+    weight = lay_out(randn(24, 24, dtype=torch.float32, device=device, seed=2) * 24**-0.5)
+
+    def run(weight):
+        weight = weight.detach().requires_grad_()
+        with torch.autocast(device, dtype=torch.float16):
+            y = ista(x, weight, backend=backend)
+        return y.detach(), *torch.autograd.grad(y.sum(), weight)
+
+    eps = 4 * torch.finfo(torch.float16).eps
+    torch.testing.assert_close(run(weight), run(weight.contiguous()), rtol=eps, atol=eps)
+
+
+@EACH
 @FLOATS
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
