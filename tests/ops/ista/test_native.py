@@ -260,12 +260,13 @@ def test_eight_threads_call_at_once(threads):
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("lambd", [0.0, 0.5])
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
-def test_what_is_not_finite_passes_through(nonnegative, dtype):
+def test_what_is_not_finite_passes_through(nonnegative, lambd, dtype):
     x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype)
-    y = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=0.0, backend="cpp")
+    y = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=lambd, backend="cpp")
     # 0 * inf in the product makes the rest of such a row NaN, as in PyTorch.
-    exact = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=0.0, backend="reference")
+    exact = ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=lambd, backend="reference")
     torch.testing.assert_close(y, exact, equal_nan=True, rtol=0, atol=0)
 
 

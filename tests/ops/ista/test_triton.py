@@ -164,13 +164,14 @@ def test_strides_of_float32_weights_change_nothing_under_autocast(lay_out, backe
 @EACH
 @FLOATS
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
+@pytest.mark.parametrize("lambd", [0.0, 0.5])
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
-def test_what_is_not_finite_passes_through(nonnegative, dtype, backend, device):
+def test_what_is_not_finite_passes_through(nonnegative, lambd, dtype, backend, device):
     x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype, device=device)
     weight = torch.zeros(3, 3, dtype=dtype, device=device)
-    y = ista(x, weight, nonnegative=nonnegative, lambd=0.0, backend=backend)
+    y = ista(x, weight, nonnegative=nonnegative, lambd=lambd, backend=backend)
     # 0 * inf in the product makes the rest of such a row NaN, as in PyTorch.
-    exact = ista(x, weight, nonnegative=nonnegative, lambd=0.0, backend="reference")
+    exact = ista(x, weight, nonnegative=nonnegative, lambd=lambd, backend="reference")
     torch.testing.assert_close(y, exact, equal_nan=True, rtol=0, atol=0)
 
 
