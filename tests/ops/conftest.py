@@ -35,6 +35,12 @@ def repeated_calls():
         yield seen
 
 
+@pytest.fixture
+def unrepeated(repeated_calls, monkeypatch):
+    """Make no plan, for a test that counts what a call does."""
+    monkeypatch.setattr(plan.Entry, "record", lambda self, tensors, body: body())
+
+
 @pytest.fixture(scope="module")
 def plain_backend():
     """Register plain PyTorch as a backend of mssa's op; mssa's composite does not go through the op."""

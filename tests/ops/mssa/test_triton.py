@@ -121,6 +121,7 @@ def test_one_exponential_and_two_are_within_budget(reach, dtype):
         assert [m for m in testing.measure(found, eager, exact, dtype) if not m.passed] == []
 
 
+@pytest.mark.usefixtures("unrepeated")
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(("reach", "each"), [("near", 1), ("edge", 1), ("far", 2)])
 def test_exponentials_of_a_score_in_the_backward(reach, each, monkeypatch):

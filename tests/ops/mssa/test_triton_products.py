@@ -49,6 +49,7 @@ def multiplied(monkeypatch, call):
     return sum(counted)
 
 
+@pytest.mark.usefixtures("unrepeated")
 @pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("causal", "expected"),
@@ -63,6 +64,7 @@ def test_triton_takes_two_products_a_tile(causal, expected, monkeypatch):
     assert counted == 4 * 16 * expected
 
 
+@pytest.mark.usefixtures("unrepeated")
 @pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("causal", "expected"),
