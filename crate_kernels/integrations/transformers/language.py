@@ -143,11 +143,7 @@ class LanguageBase(base.Model):
 
     def _positions(self, seen: int | Tensor, new: int, device: torch.device) -> Tensor:
         """Return the positions of ``new`` tokens after those that each row has seen."""
-        positions = torch.arange(new, device=device)
-        if isinstance(seen, Tensor):
-            # Only padding at the end of a row can lie beyond the last position.
-            return (positions + seen.to(device)[:, None]).clamp(max=self.config.block_size - 1)
-        return positions + seen
+        return torch.arange(new, device=device) + (seen.to(device)[:, None] if isinstance(seen, Tensor) else seen)
 
 
 class LanguageHead(base.Model):
