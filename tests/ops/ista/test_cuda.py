@@ -123,6 +123,18 @@ def test_strides_change_nothing(function, lay_out, backend):
     torch.testing.assert_close(run(x, weight, dout), expected, rtol=1e-6, atol=1e-6)
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("lambd", [0.0, 0.5])
+@pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
+def test_what_is_not_finite_passes_through(nonnegative, lambd, dtype, backend):
+    x = torch.tensor([[torch.nan, 1.0, -1.0], [torch.inf, 2.0, -torch.inf]], dtype=dtype)
+    y, exact = (
+        ista(x, torch.zeros(3, 3, dtype=dtype), nonnegative=nonnegative, lambd=lambd, backend=name)
+        for name in (backend, "reference")
+    )
+    torch.testing.assert_close(y, exact, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_adds_the_residual_in_float32(tokens, dtype, backend):
