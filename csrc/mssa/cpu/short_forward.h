@@ -23,7 +23,8 @@ class ShortForward : ShortHead<T> {
 
   static bool serves(const MssaProblem& p, const MssaHead& head, int parts) {
     const int most = hides_none(p.mask) && head.keep == nullptr ? kShortForward<T> : kTile;
-    return Base::serves(p, head, parts) && head.nkeys <= most;
+    // The backward of a range takes scores in bits, and so needs lse of scores that were rounded in bits.
+    return Base::serves(p, head, parts) && head.nkeys <= most && !p.range;
   }
 
   void run(Arena& arena) {

@@ -14,25 +14,25 @@ from crate_kernels._core import plan
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def copy_of(t):
-    """Return a tensor of the same elements, strides and alignment, in memory of its own."""
-    count = 0 if t.numel() == 0 else 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    size = t.element_size()
-    memory = torch.zeros(count + 16 // size, dtype=t.dtype, device=t.device)
-    first = (t.data_ptr() - memory.data_ptr()) % 16 // size if count else 0
-    if count:
-        memory[first : first + count] = t.detach().as_strided((count,), (1,))
-    return memory.as_strided(t.shape, t.stride(), first)
-
-
 def copies_of(tensors):
-    """Copy tensors; those that are the same memory stay so, for a kernel may tell."""
-    made = {}
+    """Copy tensors with all that lies around them: those of one memory are of one again, for a kernel may tell."""
+    memory = {}
     for t in tensors:
-        key = (t.data_ptr(), layout(t))
-        if key not in made:
-            made[key] = copy_of(t)
-    return [made[t.data_ptr(), layout(t)] for t in tensors]
+        held = t.untyped_storage()
+        if held.data_ptr() not in memory:
+            before, after = len(held) and held.data_ptr() % 16, held.nbytes()
+            room = torch.zeros(after + 16, dtype=torch.uint8, device=t.device).untyped_storage()
+            shift = (before - room.data_ptr()) % 16
+            torch.tensor([], dtype=torch.uint8, device=t.device).set_(room, shift, (after,)).copy_(
+                torch.tensor([], dtype=torch.uint8, device=t.device).set_(held)
+            )
+            memory[held.data_ptr()] = room, shift
+    found = []
+    for t in tensors:
+        room, shift = memory[t.untyped_storage().data_ptr()]
+        first = t.storage_offset() + shift // t.element_size()
+        found.append(torch.tensor([], dtype=t.dtype, device=t.device).set_(room, first, t.shape, t.stride()))
+    return found
 
 
 def same_bits(a, b):
