@@ -110,13 +110,13 @@ def refused(group):
             ValueError,
             r"tensor_parallel: 0\.qkv must be a linear layer that holds its weight, got LowRank: cut the model before",
             lambda: tensor_parallel(
-                replaced(torch.nn.Sequential(MSSA(8, 4, 2)), torch.nn.Linear, LowRank), mesh["tensor"]
+                replaced(torch.nn.Sequential(MSSA(8, 6, 2)), torch.nn.Linear, LowRank), mesh["tensor"]
             ),
         ),
         (
             ValueError,
             r"tensor_parallel: to_out\.0 must be a linear layer that holds its weight, got ParametrizedLinear",
-            lambda: tensor_parallel(normed(MSSA(8, 4, 2)), mesh["tensor"]),
+            lambda: tensor_parallel(normed(MSSA(8, 6, 2)), mesh["tensor"]),
         ),
     ):
         with pytest.raises(error, match=message):
