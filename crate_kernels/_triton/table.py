@@ -100,9 +100,9 @@ _forced: dict[str, Config] = {}
 def forced(table: Table, config: Config) -> Iterator[None]:
     """Make ``table`` return ``config`` for every call. For ``tune`` and for tests of single configurations."""
     before = dict(_forced)
-    _forced[table.name] = config
-    plan.forget()
-    try:
+    try:  # an interrupt may come anywhere
+        _forced[table.name] = config
+        plan.forget()
         yield
     finally:
         _forced.clear()
