@@ -13,6 +13,13 @@
 
 #include <torch/csrc/stable/library.h>
 
+namespace crate_kernels {
+// As csrc/common/plan.h declares it; there are no plans here.
+torch::stable::Op offer(const char*, torch::stable::Op kernel) {
+  return kernel;
+}
+}  // namespace crate_kernels
+
 namespace torch::stable {
 namespace {
 int64_t threads = 1;

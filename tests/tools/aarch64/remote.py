@@ -24,7 +24,7 @@ COMPILER = ("aarch64-linux-gnu-g++",)
 EMULATOR = ("qemu-aarch64",)
 FLAGS = (*libraries.FLAGS, f"-I{STANDIN}", "-pthread", "-static")
 # As in the stand-in for ScalarType.h.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.bool, torch.float64)
 
 
 def unavailable_reason():
@@ -124,7 +124,7 @@ def build(compiler=COMPILER, flags=FLAGS):
 
 
 def _compile(command, folder, target):
-    sources = [HERE / "remote.cpp", *(path for path in sorted(folder.rglob("*.cpp")) if path.name != "library.cpp")]
+    sources = [HERE / "remote.cpp", *(path for path in sorted(folder.rglob("*.cpp")) if path.name not in ("library.cpp", "plan.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
 

@@ -67,6 +67,10 @@ struct Library {
   void impl(const char* name, Op op) { ops()[name] = op; }
 };
 
+namespace detail {
+using StableLibrary = Library;
+}
+
 }  // namespace torch::stable
 
 #define CRATE_JOINED(a, b) a##b

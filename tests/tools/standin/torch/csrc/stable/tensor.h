@@ -68,6 +68,7 @@ class Tensor {
       case ScalarType::Half:
         return 2;
       case ScalarType::Long:
+      case ScalarType::Double:
         return 8;
       default:
         return 4;
@@ -75,6 +76,9 @@ class Tensor {
   }
   ScalarType scalar_type() const { return dtype_; }
   void* data_ptr() const { return memory_.get(); }
+  const std::vector<int64_t>& sizes() const { return sizes_; }
+  int32_t get_device_index() const { return -1; }
+  const void* get() const { return this; }
 
  private:
   void set(int64_t i, float value) {

@@ -3,6 +3,10 @@
 
 namespace torch::headeronly {
 
-enum class ScalarType { Float, BFloat16, Half, Int, Long, Bool };
+enum class ScalarType { Float, BFloat16, Half, Int, Long, Bool, Double };
+
+inline const char* toString(ScalarType) {
+  return "another dtype";
+}
 
 }  // namespace torch::headeronly
