@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, checks, operator
+from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import op, reference
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
@@ -56,7 +57,7 @@ def ista(
     if unknown:
         checks.no_keyword(ista, unknown)
     key = None
-    if operator.may_repeat(x):
+    if may_repeat(x):
         options = step_size, lambd, nonnegative, backend
         key = (x.dtype, *options, *map(type, options))  # types, for True is 1
         if (found := op.shortcuts.repeat(key, x, weight)) is not None:

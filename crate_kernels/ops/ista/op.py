@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, operator, products
+from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
@@ -202,7 +203,7 @@ def _forward_keeping_codes(
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
 operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
-shortcuts = operator.Shortcuts(ista_fwd, ISTAFunction, inputs=2)
+shortcuts = Shortcuts(ista_fwd, ISTAFunction, inputs=2)
 
 
 def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:

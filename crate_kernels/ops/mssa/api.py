@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, checks, operator
+from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.mssa import composite, op, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
 from crate_kernels.ops.mssa.call import Call, DecodeCall, default_scale
@@ -185,7 +186,7 @@ def mssa(
 def _key(w: Tensor, options: tuple) -> tuple | None:
     """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
     causal, scale, dropout_p, phi, threshold, mask, cu_seqlens, *rest = options
-    if not operator.may_repeat(w, dropout_p, cu_seqlens):
+    if not may_repeat(w, dropout_p, cu_seqlens):
         return None
     # Types, for True is 1 and is no scale; the default of scale depends on head_dim.
     plain = (causal, scale, phi, threshold, mask is None, cu_seqlens is None, *rest)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, operator
+from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.mssa import order
 from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, DecodeCall, default_scale, empty_decoded, empty_lse
 
@@ -130,7 +131,7 @@ class MSSAFunction(torch.autograd.Function):
 
 
 operator.functorch_twin(MSSAFunction, mssa_fwd)
-shortcuts = operator.Shortcuts(mssa_fwd, MSSAFunction, inputs=1)
+shortcuts = Shortcuts(mssa_fwd, MSSAFunction, inputs=1)
 
 
 def mssa(w: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:

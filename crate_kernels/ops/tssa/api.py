@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, checks, operator
+from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
 from crate_kernels.ops.tssa.call import Call
@@ -172,7 +173,7 @@ def tssa(
 
 def _key(w: Tensor, options: tuple, dropout_p: float, mask: Tensor | None, packed: Tensor | None) -> tuple | None:
     """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
-    if not operator.may_repeat(w, dropout_p, packed):
+    if not may_repeat(w, dropout_p, packed):
         return None
     plain = (*options, mask is None, packed is None)
     return (*plain, *map(type, plain))  # types, for True is 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, operator
+from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.tssa.call import Call, State
 
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
@@ -141,8 +142,8 @@ class CausalTSSAFunction(torch.autograd.Function):
 
 operator.functorch_twin(TSSAFunction, tssa_fwd)
 operator.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
-shortcuts = operator.Shortcuts(tssa_fwd, TSSAFunction, inputs=2)
-causal_shortcuts = operator.Shortcuts(tssa_causal_fwd, CausalTSSAFunction, inputs=3)
+shortcuts = Shortcuts(tssa_fwd, TSSAFunction, inputs=2)
+causal_shortcuts = Shortcuts(tssa_causal_fwd, CausalTSSAFunction, inputs=3)
 
 
 def tssa(w: Tensor, temp: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
