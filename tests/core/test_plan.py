@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from crate_kernels._core import plan
+from crate_kernels._core import plan, recording
 from crate_kernels._native import extension
 from tests.tools.plans import drivers
 
@@ -32,7 +32,7 @@ def ops():
 
 def recorded(body, *tensors):
     """Return the numbers of the plan of a body."""
-    with plan.Recorder(tensors) as recorder:
+    with recording.Recorder(tensors) as recorder:
         results = body(*tensors)
     return recorder.words(results if isinstance(results, tuple) else (results,))
 
@@ -81,7 +81,7 @@ _CONSTANT = torch.ones(4, 4)
 
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_what_no_plan_repeats_is_refused(body):
-    with pytest.raises(plan.Unplannable):
+    with pytest.raises(recording.Unplannable):
         recorded(body, torch.randn(4, 4))
 
 
@@ -176,8 +176,8 @@ def launching(a, scratch=False, **changed):
     out = a.new_empty(a.shape)
     given = [a, out, struct.pack("<i", 7), *([a.new_empty(3)] if scratch else []), None]
     fields = dict(grid=(2, 3, 4), threads=128, shared_bytes=96, ctas=1, cooperative=False, serialized=False)
-    launch = plan.Launch(function=5, parameters=given, owner=None, **{**fields, **changed})
-    plan.recorder().launched(lambda: launch)
+    launch = recording.Launch(function=5, parameters=given, owner=None, **{**fields, **changed})
+    recording.recorder().launched(lambda: launch)
     return out
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import crate_kernels as ck
 from crate_kernels import testing
-from crate_kernels._core import backends, plan
+from crate_kernels._core import backends, plan, recording
 from crate_kernels._native import extension
 from crate_kernels._triton import table
 from tests.ops.common import leaves, outputs_and_gradients, randn
@@ -453,17 +453,17 @@ def test_named_cases_leave_plans(case):
     """Where Python does what no plan repeats, users pay its time: the list is short, and this is it."""
     if testing.SPECS[case.op].excluded(case, "cpp", torch.float32) is not None or case.lengths:
         pytest.skip("no kernel, or offsets whose values a CPU reads")
-    refused, words = [], plan.Recorder.words
+    refused, words = [], recording.Recorder.words
 
     def noted(self, results):
         try:
             return words(self, results)
-        except plan.Unplannable as reason:
+        except recording.Unplannable as reason:
             refused.append(str(reason))
             raise
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan.Recorder, "words", noted)
+        patch.setattr(recording.Recorder, "words", noted)
         for _ in range(2):
             given = leaves(case)
             try:

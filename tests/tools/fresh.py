@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from crate_kernels._core import plan
+from crate_kernels._core import recording
 
 ALLOCATORS = {
     torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
@@ -29,7 +29,7 @@ def _filled(allocate):
     def allocate_nan(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
         if tensor.is_floating_point():
-            with nullcontext() if plan.recorder() is None else plan.unseen():
+            with nullcontext() if recording.recorder() is None else recording.unseen():
                 tensor.detach().fill_(torch.nan)
         return tensor
 

@@ -124,7 +124,10 @@ def build(compiler=COMPILER, flags=FLAGS):
 
 
 def _compile(command, folder, target):
-    sources = [HERE / "remote.cpp", *(path for path in sorted(folder.rglob("*.cpp")) if path.name not in ("library.cpp", "plan.cpp"))]
+    sources = [
+        HERE / "remote.cpp",
+        *(path for path in sorted(folder.rglob("*.cpp")) if path.name not in ("library.cpp", "plan.cpp")),
+    ]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 
-from crate_kernels._core import backends, plan
+from crate_kernels._core import backends, plan, recording
 from crate_kernels._native.compilers import find_cxx
 from crate_kernels._triton import launch
 
@@ -116,7 +116,7 @@ def interpreted():
     def describe(kernel, programs, compiled, arguments):
         packed = _Packed(arguments)
         launches.append((kernel, programs, packed))
-        return plan.Launch(len(launches) - 1, (programs, 1, 1), 1, 0, 1, False, False, packed.parameters, None)
+        return recording.Launch(len(launches) - 1, (programs, 1, 1), 1, 0, 1, False, False, packed.parameters, None)
 
     def run(config, function, pointers):
         kernel, programs, packed = launches[function]

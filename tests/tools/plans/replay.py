@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from crate_kernels._core import plan
+from crate_kernels._core import plan, recording
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,12 +65,12 @@ def checked():
             return body()
         with torch.no_grad():
             copies = copies_of(tensors)
-        with plan.Recorder(tensors) as recorder:
+        with recording.Recorder(tensors) as recorder:
             results = body()
         listed = results if isinstance(results, tuple) else (results,)
         try:
             words = recorder.words(listed)
-        except plan.Unplannable as reason:
+        except recording.Unplannable as reason:
             self.failures += 1
             seen.refused.append(str(reason))
             return results
