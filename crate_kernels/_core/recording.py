@@ -1,4 +1,4 @@
-"""Records what the body of an op does, and writes it down as a plan: whole numbers that csrc/common/plan.cpp reads."""
+"""Records what the body of an op does, and writes it down as a plan: whole numbers that csrc/common/plan_program.h reads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ALLOCATIONS = frozenset(
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 _COPIES = frozenset(f"aten::{name}" for name in ("_to_copy", "clone"))
 _OURS = "crate_kernels_C::"
-# As csrc/common/plan.cpp counts them.
+# As csrc/common/plan_program.h counts them.
 _OPERATIONS = {name: n for n, name in enumerate(("kernel", "addmm", "mm", "copy", "zero", "sum", "add", "mul", "view"))}
 _TENSOR, _SOME_TENSOR, _NONE, _VALUE, _SOME_VALUE = range(5)
 _DTYPES = {
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(_Step("launch", (), launch))
 
     def words(self, results: Sequence[Tensor]) -> list[int]:
-        """Write the plan down, as csrc/common/plan.cpp reads it."""
+        """Write the plan down, as csrc/common/plan_program.h reads it."""
         if self.failure is not None:
             raise Unplannable(self.failure)
         return _Writer(self).write(results)
