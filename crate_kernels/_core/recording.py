@@ -1,4 +1,4 @@
-"""Records what the body of an op does, and writes it down as a plan: whole numbers that csrc/common/plan_program.h reads."""
+"""Records what the body of an op does, and writes it down as a plan, which csrc/common/plan_program.h reads."""
 
 from __future__ import annotations
 

@@ -1,0 +1,65 @@
+"""Calls of every kind, small, for the tests of plans: on cpp, with inputs that a seed draws."""
+
+from functools import partial
+
+import torch
+
+import crate_kernels as ck
+from crate_kernels._core import plan
+from tests.ops.common import outputs_and_gradients, randn
+
+
+def inputs(op, seed=0, **sizes):
+    """Return the tensors of a small call."""
+    if op in ("mssa", "tssa"):
+        shape = (sizes.get("batch", 2), 3, sizes.get("seqlen", 9), sizes.get("head_dim", 16))
+        w = randn(*shape, seed=seed, dtype=sizes.get("dtype", torch.float32))
+        return (w,) if op == "mssa" else (w, torch.linspace(0.5, 1.5, 3))
+    x = randn(2, sizes.get("seqlen", 40), 32, seed=seed, dtype=sizes.get("dtype", torch.float32))
+    return x, randn(32, 32, seed=seed + 1, dtype=x.dtype) / 6
+
+
+CALLS = {
+    "mssa": ("mssa", {}),
+    "mssa-causal": ("mssa", {"causal": True}),
+    "mssa-lse": ("mssa", {"return_lse": True}),
+    "mssa-mask": ("mssa", {"key_padding_mask": torch.tensor([[True] * 7 + [False] * 2, [True] * 9])}),
+    "mssa-dropout": ("mssa", {"dropout_p": 0.2}),
+    "tssa": ("tssa", {}),
+    "tssa-members": ("tssa", {"return_membership": True}),
+    "tssa-mask": ("tssa", {"key_padding_mask": torch.tensor([[True] * 7 + [False] * 2, [True] * 9])}),
+    "tssa-causal": ("tssa", {"causal": True}),
+    "tssa-bias": ("tssa", {"causal": True, "denom_bias": torch.linspace(0.1, 1, 36).view(3, 12, 1)}),
+    "ista": ("ista", {}),
+    "ista-two-sided": ("ista", {"nonnegative": False}),
+    "ista-few": ("ista", {}, {"seqlen": 2}),
+    "ista-overcomplete": ("ista_overcomplete", {}),
+}
+
+
+def call_of(name):
+    op, options, *sizes = CALLS[name]
+    return partial(getattr(ck, op), **options, backend="cpp"), partial(inputs, op, **(sizes[0] if sizes else {}))
+
+
+def both(call, tensors):
+    """Return outputs and gradients, with the same draw of a seed."""
+    torch.manual_seed(3)
+    return outputs_and_gradients(call, *tensors)
+
+
+def hits(function):
+    """Return how many plans ran in a call, and its result."""
+    before = plan.counts()[0]
+    result = function()
+    return plan.counts()[0] - before, result
+
+
+def known(name="mssa"):
+    """Return a call and its inputs, three times made."""
+    call, make = call_of(name)
+    for seed in range(3):
+        both(call, make(seed=seed))
+        with torch.no_grad():
+            call(*make(seed=seed))
+    return call, make
