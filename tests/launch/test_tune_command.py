@@ -210,21 +210,21 @@ def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
 
     monkeypatch.setattr(_tune, "in_process", in_process)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(_table, "forced", ahead_forced(_table.forced))
+    monkeypatch.setattr(_tune, "forced", one_at_a_time(_tune.forced))
     assert cli.main(["tune", "--jobs", "3"]) == 0
     assert tried == 3 * [0, 1, 3]
 
 
-def ahead_forced(forced):
-    """Serialise: one process has one configuration at a time, the threads of this test share a process."""
+def one_at_a_time(forced):
+    """Serialise: one process has one configuration at a time, and the threads of this test share a process."""
     lock = threading.Lock()
 
     @contextmanager
-    def one_at_a_time(*args):
+    def alone(*args):
         with lock, forced(*args):
             yield
 
-    return one_at_a_time
+    return alone
 
 
 def test_few_candidates_are_chosen_evenly(command):
