@@ -28,6 +28,7 @@ def command(gpu, fake, monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "workloads", lambda ops, only: every)
     monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name, device: None)
     monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
+    monkeypatch.setattr(tune.signal, "signal", lambda *args: None)  # what a process of tune's does runs here
     for name, value in {"is_available": True, "current_device": 0, "get_device_name": gpu, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     return every
@@ -42,9 +43,7 @@ class Sink(list):
 def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, capsys):
     def in_process(target, *args):
         messages, (first, lost) = Sink(), args[-2:]
-        with monkeypatch.context() as patch:
-            patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, *args)
+        target(messages, *args)
         if first == 0:  # ends after the first workload, whose row is there by then
             second = [at for at, message in enumerate(messages) if message == ("trying", 0)][1]
             yield from messages[: second + 1]
@@ -76,9 +75,7 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
 
     def in_process(target, *args):
         messages = Sink()
-        with monkeypatch.context() as patch:
-            patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, *args)
+        target(messages, *args)
         yield from messages
 
     monkeypatch.setattr(_tune, "in_process", in_process)
@@ -94,9 +91,7 @@ def tried(command, monkeypatch):
 
     def in_process(target, *args):
         messages = Sink()
-        with monkeypatch.context() as patch:
-            patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, *args)
+        target(messages, *args)
         numbers.extend(message[1] for message in messages if message[0] == "trying")
         yield from messages
 
@@ -162,9 +157,7 @@ def in_this_process(monkeypatch, at_most=1000):
     def in_process(target, *args):
         messages = Sink()
         started.append(target.__name__)
-        with monkeypatch.context() as patch:
-            patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, *args)
+        target(messages, *args)
         yield from messages[:at_most]
 
     monkeypatch.setattr(_tune, "in_process", in_process)
@@ -199,9 +192,7 @@ def test_what_ends_a_process_that_compiles_is_not_timed(command, monkeypatch):
 
     def in_process(target, *args):
         messages, lost = Sink(), args[-1]
-        with monkeypatch.context() as patch:
-            patch.setattr(tune.signal, "signal", lambda *args: None)
-            target(messages, *args)
+        target(messages, *args)
         if target is tune._compile and 2 not in lost:
             messages = messages[: messages.index(("trying", 2)) + 1]
         if target is tune._time:
