@@ -162,6 +162,7 @@ def timed(request, benchmark, results, started):
         measured = measure(row, device, timer)
         if earlier is not None:
             measured.seconds += earlier.seconds
+            measured.loop_seconds += earlier.loop_seconds
             measured.device_seconds += earlier.device_seconds
             results.rows.remove(earlier)
         results.rows.append(measured)

@@ -10,12 +10,13 @@ A table stands between ``<!-- table MACHINE-NAME -->`` and ``<!-- end -->``, wit
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import goals
+from benchmarks import cells, goals
 from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
@@ -42,11 +43,6 @@ def _on(machine: str, results: dict[str, Results]) -> Results | None:
     if machine == "gpu":
         return next((r for r in results.values() if r.machine["gpu"]), None)
     return results.get(CPUS[machine])
-
-
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
-    marks = ["---"] * len(header)
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, marks, *lines))
 
 
 def _ratio(results: Results, row: Row, baseline: str) -> str:
@@ -82,45 +78,57 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     in_turn = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
-    for dtype in ("fp32", "bf16"):
-        for case in cases:
-            ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
+    for dtype, case in itertools.product(("fp32", "bf16"), cases):
+        for clock, timed in cells.by_clock(results, bench=bench, case=case, dtype=dtype):
+            ours = [_ours(timed, bench, case, dtype, direction) for direction in directions]
             if all(row is None for row in ours):
                 continue
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
-            ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
+            ratios = [_pair(timed, bench, case, dtype, b, directions) for b in baselines]
             ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in in_turn]
-            lines.append([f"{case} {shape}", dtype, times, *ratios])
-    names = {"sdpa": "SDPA(w, w, w)", "compile": "`torch.compile` of it", "flex": "FlexAttention, compiled"}
-    titles = [*(names.get(b, b) for b in baselines), *(f"{names.get(b, b)}, in turn" for b in in_turn)]
-    return _markdown(["case", "dtype", "ours, ms", *titles], lines)
+            lines.append([f"{case} {shape}", dtype, *clock, times, *ratios])
+    titles = [*(cells.NAMES.get(b, b) for b in baselines), *(f"{cells.NAMES.get(b, b)}, in turn" for b in in_turn)]
+    return cells.markdown(["case", "dtype", *cells.clock_title(results), "ours, ms", *titles], lines)
 
 
 def _models(results: Results) -> str:
     """Render the models: times, rates and memory of a training step."""
-    lines = []
     has = {row.provider for row in results.find(bench="models") if row.times}
-    for row in results.find(bench="models", direction="step", provider="eager"):
-        ours = [_ours(results, "models", row.case, row.dtype, direction) for direction in ("forward", "step")]
-        forward, step = ours
-        if forward is None or step is None:
-            continue
-        pairs = [
-            _pair(results, "models", row.case, row.dtype, b, ("forward", "step"))
-            for b in ("eager", "compile", "composite")
-        ]
-        memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
-        if "default-compiled" in has:
-            pairs.append(_compiled(results, row))
-        if "products" in has:
-            pairs.append(_pair(results, "models", row.case, row.dtype, "products", ("forward", "step")))
-        name = f"{row.case}, {step.amount:g} {step.unit}"
-        times = f"{1e3 * forward.time:.4g} / {1e3 * step.time:.4g}"
-        lines.append([name, row.dtype, times, f"{step.amount / step.time:.3g}", *pairs, memory])
-    header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
+    header = [
+        "model, a step",
+        "dtype",
+        *cells.clock_title(results),
+        "ours, ms",
+        "a second",
+        "eager",
+        "`torch.compile` of it",
+    ]
     more = [_MODEL_COLUMNS[name] for name in _MODEL_COLUMNS if name in has]
-    return _markdown([*header, *more, "step, MiB: eager / ours"], lines)
+    lines = [
+        line
+        for row in results.find(bench="models", direction="step", provider="eager")
+        for clock, timed in cells.by_clock(results, bench="models", case=row.case, dtype=row.dtype)
+        if (line := _model(timed, row, clock, has)) is not None
+    ]
+    return cells.markdown([*header, "composite", *more, "step, MiB: eager / ours"], lines)
+
+
+def _model(results: Results, row: Row, clock: list[str], has: set[str]) -> list[str] | None:
+    """Render the model of eager's ``row`` by one clock; None where ours has no time."""
+    directions = ("forward", "step")
+    forward, step = (_ours(results, "models", row.case, row.dtype, direction) for direction in directions)
+    if forward is None or step is None:
+        return None
+    pairs = [_pair(results, "models", row.case, row.dtype, b, directions) for b in ("eager", "compile", "composite")]
+    memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
+    if "default-compiled" in has:
+        pairs.append(_compiled(results, row))
+    if "products" in has:
+        pairs.append(_pair(results, "models", row.case, row.dtype, "products", directions))
+    times = f"{1e3 * forward.time:.4g} / {1e3 * step.time:.4g}"
+    name = f"{row.case}, {step.amount:g} {step.unit}"
+    return [name, row.dtype, *clock, times, f"{step.amount / step.time:.3g}", *pairs, memory]
 
 
 def _models_in_turn(results: Results) -> str:
@@ -134,7 +142,7 @@ def _models_in_turn(results: Results) -> str:
         ]
         lines.append([row.case, row.dtype, times, *pairs, _compiled(results, row)])
     header = ["model, in turn", "dtype", "ours, ms", "eager", "`torch.compile` of it", "composite", "both compiled"]
-    return _markdown(header, lines)
+    return cells.markdown(header, lines)
 
 
 # Columns of results that have these providers.
@@ -143,29 +151,30 @@ _MODEL_COLUMNS = {"default-compiled": "both compiled", "products": "its bare pro
 
 def _compiled(results: Results, row: Row) -> str:
     """Render the time of the compiled published model as a multiple of ours, compiled too."""
-    cells = []
+    ratios = []
     for direction in ("forward", "step"):
         found = results.find(bench=row.bench, case=row.case, dtype=row.dtype, direction=direction)
         ours = next((r for r in found if r.provider == "default-compiled" and r.times), None)
-        cells.append("-" if ours is None else _ratio(results, ours, "compile"))
-    return " / ".join(cells)
+        ratios.append("-" if ours is None else _ratio(results, ours, "compile"))
+    return " / ".join(ratios)
 
 
 def _rates(results: Results, bench: str, baseline: str) -> str:
     """Render tokens per second of decoding or generation, ours and a baseline's."""
     lines = []
-    for row in results.find(bench=bench):
-        if row.provider != baseline or not row.times:
-            continue
-        ours = results.best(row)
-        if ours is not None:
-            cells = [f"{row.amount / r.time:.4g}" for r in (ours, row)]
-            others = [f"{n} {_ratio(results, ours, n)}" for n in ("sdpa", "composite") if n in results.in_group(row)]
+    for row in results.find(bench=bench, provider=baseline):
+        for clock, timed in cells.by_clock(results, bench=bench, case=row.case, dtype=row.dtype):
+            beside = timed.in_group(row)
+            ours = timed.best(row)
+            if baseline not in beside or ours is None:
+                continue
+            rates = [f"{row.amount / r.time:.4g}" for r in (ours, beside[baseline])]
+            others = [f"{n} {_ratio(timed, ours, n)}" for n in ("sdpa", "composite") if n in results.in_group(row)]
             name = row.case if bench == "generation" else f"{row.op} {row.case}"
-            lines.append([name, row.dtype, *cells, f"{row.time / ours.time:.2f}", ", ".join(others)])
-    return _markdown(
-        ["case", "dtype", "ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"], lines
-    )
+            ratio = _ratio(timed, ours, baseline)
+            lines.append([name, row.dtype, *clock, *rates, ratio, ", ".join(others)])
+    titles = ["ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"]
+    return cells.markdown(["case", "dtype", *cells.clock_title(results), *titles], lines)
 
 
 def _threads(results: Results) -> str:
@@ -176,7 +185,7 @@ def _threads(results: Results) -> str:
         lines.append([ours.case, f"{1e3 * ours.time:.4g}", _ratio(results, ours, "eager"), load])
     if not lines:
         return "No results are here yet.\n"
-    return _markdown(["crate_tiny, 4 images, a step", "ours, ms", "eager", "load average"], lines)
+    return cells.markdown(["crate_tiny, 4 images, a step", "ours, ms", "eager", "load average"], lines)
 
 
 def _memory(results: Results) -> str:
@@ -191,7 +200,7 @@ def _memory(results: Results) -> str:
             eager = f"{sizes[0]:.0f}" if row.times else row.skipped
             times = f"{1e3 * row.time:.3g}" if row.times else row.skipped
             lines.append([f"{op}, {tokens} tokens", eager, f"{sizes[1]:.0f}", times, f"{1e3 * ours.time:.3g}"])
-    return _markdown(["forward and backward, fp32", "eager, MiB", "ours, MiB", "eager, ms", "ours, ms"], lines)
+    return cells.markdown(["forward and backward, fp32", "eager, MiB", "ours, MiB", "eager, ms", "ours, ms"], lines)
 
 
 def _machine(results: Results) -> str:
@@ -200,7 +209,7 @@ def _machine(results: Results) -> str:
     copy = f"{facts['copy_bytes'] / 1e9:.3g} GB/s"
     return (
         f"{facts['device']} ({facts['processor']}), PyTorch {facts['torch']}, commit {facts.get('git')}.\n"
-        f"In the same runs, a product of PyTorch's reached {product}, and a copy {copy}.\n"
+        f"In the same runs, a product of PyTorch's reached {product}, and a stream of reads and writes {copy}.\n"
     )
 
 
@@ -227,27 +236,38 @@ _ON_A_GPU = (
 
 
 def _readme(results: Results) -> str:
-    """Render the README's table: each operator's published layer, and models; a GPU's below its name.
+    """Render the README's table: each operator's published layer, and models; a GPU's below its name."""
+    lines = []
+    for bench, case, name, third in _ON_A_GPU if results.machine["gpu"] else _ON_A_CPU:
+        baselines = [b for b in ("eager", "compile", third) if b]
+        for dtype in ("fp32", "bf16"):
+            shaped = [row for row in results.find(bench=bench, case=case, dtype=dtype) if row.shape]
+            if not shaped:
+                continue
+            op = "" if bench == "models" else f"`{bench}`, "
+            what = op + name.format(batch=shaped[0].shape[0])
+            for clock, timed in cells.by_clock(results, bench=bench, case=case, dtype=dtype):
+                ratios = _compared(timed, bench, case, dtype, baselines)
+                if any(ratio.strip("- /") for ratio in ratios):
+                    lines.append([what, dtype, *clock, *ratios, *(["-"] * (3 - len(ratios)))])
+    header = ["", "dtype", *cells.clock_title(results), "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"]
+    table = cells.markdown(header, lines)
+    return f"{_machine(results)}\n{table}" if results.machine["gpu"] else table
+
+
+def _compared(results: Results, bench: str, case: str, dtype: str, baselines: list[str]) -> list[str]:
+    """Render the times of baselines as multiples of ours.
 
     Where the results have calls that were timed in turn with cold caches, their ratios follow in brackets.
     """
-    lines = []
-    for bench, case, name, third in _ON_A_GPU if results.machine["gpu"] else _ON_A_CPU:
-        directions = ("forward", "step") if bench == "models" else ("forward", "both")
-        cold = _in_turn(results, bench)
-        for dtype in ("fp32", "bf16"):
-            rows_of_case = [row for row in results.find(bench=bench, case=case, dtype=dtype) if row.shape]
-            baselines = [b for b in ("eager", "compile", third) if b]
-            columns = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
-            if not rows_of_case or not any(cell.strip("- /") for cell in columns):
-                continue
-            in_turn = [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in baselines]
-            cells = [f"{w} ({c})" if c.strip("- /") else w for w, c in zip(columns, in_turn, strict=True)]
-            op = "" if bench == "models" else f"`{bench}`, "
-            what = op + name.format(batch=rows_of_case[0].shape[0])
-            lines.append([what, dtype, *cells, *(["-"] * (3 - len(cells)))])
-    table = _markdown(["", "dtype", "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"], lines)
-    return f"{_machine(results)}\n{table}" if results.machine["gpu"] else table
+    directions = ("forward", "step") if bench == "models" else ("forward", "both")
+    cold = _in_turn(results, bench)
+    ratios = []
+    for baseline in baselines:
+        warm = _pair(results, bench, case, dtype, baseline, directions)
+        in_turn = _pair(cold, rows.INTERLEAVED, case, dtype, baseline, directions)
+        ratios.append(f"{warm} ({in_turn})" if in_turn.strip("- /") else warm)
+    return ratios
 
 
 def _generation(results: Results) -> str:
@@ -255,7 +275,7 @@ def _generation(results: Results) -> str:
 
 
 def _all_goals(results: Results) -> str:
-    return _markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.lines(results)))
+    return cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.lines(results)))
 
 
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"
@@ -272,6 +292,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "memory": _memory,
     "threads": _threads,
     "goals": _all_goals,
+    "clocks": cells.every_clock,
 }
 
 
@@ -283,7 +304,7 @@ def _host() -> str:
         [f"`{name}`", *(f"{row[kind]:.1f} ({row[kind] / base[kind]:.2f})" for kind in base)]
         for name, row in rows.items()
     ]
-    return _markdown(["call", "without a gradient", "with one", "forward and gradient"], lines)
+    return cells.markdown(["call", "without a gradient", "with one", "forward and gradient"], lines)
 
 
 def render(name: str, results: dict[str, Results]) -> str:

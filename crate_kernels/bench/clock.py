@@ -14,6 +14,7 @@ Prepare = Callable[[], tuple[Any, ...]]
 Call = Callable[..., object]
 LONG = 5.0
 _LONG_ENOUGH = 0.1
+_LOOPS = 3
 
 
 def synchronize(device: torch.device) -> None:
@@ -47,6 +48,25 @@ def warm_rounds(call: Call, prepare: Prepare, device: torch.device, budget: floa
     once(call, prepare, device)
     seconds = once(call, prepare, device)
     return 1 if seconds > LONG else rounds_for(seconds, budget)
+
+
+def loop_seconds(call: Call, prepare: Prepare, device: torch.device, calls: int) -> list[float]:
+    """Time calls in loops that are synchronised at their end only, as a training is; return seconds a call.
+
+    On a GPU the device works while Python makes the next call, so that the slower of the two counts. What is prepared
+    before each call (``prepare`` is not ``tuple``) has no loop: the preparation would be in it.
+    """
+    if prepare is not tuple:
+        return []
+    found, each = [], max(calls // _LOOPS, 1)
+    for _ in range(_LOOPS):
+        synchronize(device)
+        start = perf_counter()
+        for _ in range(each):
+            call()
+        synchronize(device)
+        found.append((perf_counter() - start) / each)
+    return found
 
 
 def device_seconds(call: Call, prepare: Prepare, device: torch.device, rounds: int) -> list[float] | None:
@@ -115,11 +135,16 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Call:
 
 
 def copy_bytes(device: torch.device) -> float:
-    """Return the bytes per second, reads plus writes, of a copy larger than any cache in this run."""
+    """Return the bytes per second, reads plus writes, of a stream larger than any cache in this run.
+
+    The stream is PyTorch's copy or its addition of a number, whichever is faster: on an H200 the copy of its driver is
+    the slower one by far.
+    """
     size = 1 << 30 if device.type == "cuda" else 1 << 28
-    a = torch.ones(size, dtype=torch.int8, device=device)
+    a = torch.ones(size // 4, device=device)
     b = torch.empty_like(a)
-    return 2.0 * size / _median_seconds(lambda: b.copy_(a), device)
+    streams: tuple[Call, ...] = (lambda: b.copy_(a), lambda: torch.add(a, 1.0, out=b))
+    return 2.0 * size / min(_median_seconds(stream, device) for stream in streams)
 
 
 def _median_seconds(call: Call, device: torch.device) -> float:

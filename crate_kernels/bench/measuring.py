@@ -63,7 +63,7 @@ def within_memory(row: Row, device: torch.device, work: Callable[[], None]) -> R
         if not memory.is_exhaustion(error):
             raise
         row.skipped = "out of memory"
-        row.seconds, row.device_seconds = [], []
+        row.seconds, row.loop_seconds, row.device_seconds = [], [], []
     return row
 
 
@@ -77,8 +77,9 @@ def record_verdict(row: Row, verdict: Verdict) -> None:
 def record_times(
     row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
 ) -> None:
-    """Time a call that passed the gate; measure its memory if ``watch``."""
+    """Time a call that passed the gate, by every clock; measure its memory if ``watch``."""
     row.seconds = timer(call, prepare)
+    row.loop_seconds = clock.loop_seconds(call, prepare, device, len(row.seconds))
     row.device_seconds = clock.device_seconds(call, prepare, device, len(row.seconds)) or []
     if not watch:
         return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from crate_kernels import __version__
 from crate_kernels._core import files
 from crate_kernels.bench import clock
 
+# The device's own time; of a call in a loop from Python that is synchronised at its end; of calls one by one.
+CLOCKS = ("device", "loop", "calls")
 # Rows of providers that were timed in turn, with cold caches.
 INTERLEAVED = "interleaved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +34,8 @@ class Row:
         bench: "mssa", "tssa", "ista", "decode", "models", "generation", "scaling", "interleaved" or "threads".
         op, case, layer, shape, options: the computation.
         sweep: the size varied in a row of "scaling"; else "".
-        seconds: times of single calls on the host, synchronised.
+        seconds: times of single calls on the host, synchronised one by one.
+        loop_seconds: times of one call in loops that are synchronised at their end only; empty in earlier results.
         device_seconds: times by events on the device, with cold caches; empty on a CPU.
         error, times_eager, share: as in the gate's ``Verdict``.
         flops, bytes: the least work, for TFLOP/s and GB/s; None if meaningless.
@@ -53,6 +57,7 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     sweep: str = ""
     seconds: list[float] = field(default_factory=list)
+    loop_seconds: list[float] = field(default_factory=list)
     device_seconds: list[float] = field(default_factory=list)
     error: float | None = None
     times_eager: float | None = None
@@ -93,8 +98,16 @@ class Row:
         Other work on the host, or on a shared machine, lasts longer than a row and only adds time. Providers that were
         timed in turn share it, so theirs is the median.
         """
+        return self._typical(self.times)
+
+    def on(self, clock: str) -> float:
+        """Return the time by one of ``CLOCKS``, as ``time`` takes it from samples; nan without any."""
+        return self._typical({"device": self.device_seconds, "loop": self.loop_seconds, "calls": self.seconds}[clock])
+
+    def _typical(self, samples: list[float]) -> float:
         in_turn = self.bench in (INTERLEAVED, "threads")
-        return self.median if self.device_seconds or in_turn or not self.seconds else min(self.seconds)
+        typical = statistics.median if self.device_seconds or in_turn else min
+        return typical(samples) if samples else math.nan
 
     def percentile(self, percent: int) -> float:
         """Return a percentile of ``times``."""
@@ -112,6 +125,16 @@ class Results:
     def find(self, **wanted: Any) -> list[Row]:
         """Return the rows whose fields have these values."""
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
+
+    def by(self, clock: str) -> Results:
+        """Return the rows that one of ``CLOCKS`` has timed, each with that time alone."""
+        timed = [row for row in self.rows if not math.isnan(row.on(clock))]
+        alone = {"loop_seconds": [], "device_seconds": []}
+        return Results(self.machine, [replace(row, seconds=[row.on(clock)], **alone) for row in timed])
+
+    def clocks(self, **wanted: Any) -> list[str]:
+        """List the clocks that have timed some row with these values."""
+        return [clock for clock in CLOCKS if any(not math.isnan(row.on(clock)) for row in self.find(**wanted))]
 
     def in_group(self, row: Row) -> dict[str, Row]:
         """Return the rows comparable with ``row``, and ``row`` itself, by provider."""
@@ -143,6 +166,7 @@ def facts(row: Row, results: Results) -> dict[str, Any]:
         "error_over_budget": row.share,
         "peak_mib": None if row.peak_bytes is None else row.peak_bytes / 2**20,
     }
+    found |= {f"{clock}_us": 1e6 * row.on(clock) for clock in CLOCKS if not math.isnan(row.on(clock))}
     if row.flops:
         found["tflops"] = row.flops / row.time / 1e12
         found["percent_of_product"] = 100 * row.flops / row.time / results.machine["product_flops"][row.dtype]

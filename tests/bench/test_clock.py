@@ -45,7 +45,7 @@ class Recorder:
         self.log.append("captured")
 
     def synchronize(self, device=None):
-        pass
+        self.log.append("synchronize")
 
     def get_device_properties(self, device):
         return SimpleNamespace(L2_cache_size=8)
@@ -61,26 +61,53 @@ def gpu(monkeypatch, request):
     return recorder
 
 
+def without_waits(gpu):
+    return [done for done in gpu.log if done != "synchronize"]
+
+
 def test_each_replay_is_prepared_before_its_events(gpu):
     times = clock.device_seconds(lambda: gpu.log.append("call"), lambda: gpu.log.append("rewind") or (), GPU, 2)
     assert times == [2e-3, 2e-3]
     calls = 2 * ["rewind", "call"] + ["rewind", "capture", "call", "captured"]
-    assert gpu.log == ["rewind", *calls, *(2 * ["rewind", "event", "replay", "event"])]
+    assert without_waits(gpu) == ["rewind", *calls, *(2 * ["rewind", "event", "replay", "event"])]
 
 
 @pytest.mark.parametrize("gpu", [{"captures": False}], indirect=True)
 def test_what_no_graph_takes_is_called(gpu):
     clock.device_seconds(lambda: gpu.log.append("call"), lambda: gpu.log.append("rewind") or (), GPU, 2)
-    assert gpu.log[-8:] == 2 * ["rewind", "event", "call", "event"]
+    assert without_waits(gpu)[-8:] == 2 * ["rewind", "event", "call", "event"]
 
 
 def test_a_call_that_is_given_something_is_not_captured(gpu):
     clock.device_seconds(gpu.log.append, lambda: ("given",), GPU, 2)
-    assert gpu.log == 2 * ["event", "given", "event"]
+    assert without_waits(gpu) == 2 * ["event", "given", "event"]
 
 
 def test_there_is_no_device_time_on_a_cpu():
     assert clock.device_seconds(lambda: None, tuple, CPU, 2) is None
+
+
+def test_a_loop_waits_for_the_device_at_its_end_only(gpu):
+    times = clock.loop_seconds(lambda: gpu.log.append("call"), tuple, GPU, 7)
+    assert gpu.log == 3 * ["synchronize", "call", "call", "synchronize"]
+    assert len(times) == 3
+
+
+def test_a_loop_gives_the_seconds_of_one_call(monkeypatch):
+    monkeypatch.setattr(clock, "perf_counter", iter([10.0, 14.0, 20.0, 26.0, 30.0, 34.0]).__next__)
+    assert clock.loop_seconds(lambda: None, tuple, CPU, 6) == [2.0, 3.0, 2.0]
+
+
+def test_what_is_prepared_has_no_loop(gpu):
+    assert clock.loop_seconds(lambda: gpu.log.append("call"), lambda: (), GPU, 7) == gpu.log == []
+
+
+@pytest.mark.parametrize(("copy", "addition"), [(2.0, 0.5), (0.5, 2.0)], ids=["addition", "copy"])
+def test_the_stream_is_the_faster_of_copy_and_addition(copy, addition, monkeypatch):
+    taken = iter([copy, addition])
+    monkeypatch.setattr(clock, "_median_seconds", lambda call, device: (call(), next(taken))[1])
+    assert clock.copy_bytes(CPU) == 2.0 * 2**28 / 0.5
+    assert list(taken) == []
 
 
 @pytest.mark.parametrize("op", ["mssa", "tssa"])

@@ -51,6 +51,7 @@ def test_row_of_a_right_provider(case, direction):
     assert row.skipped == ""
     assert len(row.times) >= 3
     assert min(row.times) > 0
+    assert len(row.loop_seconds) == (0 if direction == "backward" else 3)  # which a graph is prepared for
     assert 0 < row.share <= 1
     assert row.peak_bytes > 0
 

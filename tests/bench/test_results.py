@@ -84,6 +84,25 @@ def test_a_device_counts_with_its_median():
     assert row("triton", drawn(5e-3), device_seconds=drawn(1e-3)).time == pytest.approx(1e-3)
 
 
+def test_each_clock_has_its_own_time():
+    both = {"seconds": drawn(5e-3), "loop_seconds": drawn(3e-3)}
+    on_a_cpu, on_a_gpu = (row("cpp", **both, device_seconds=device) for device in ([], drawn(1e-3)))
+    assert [on_a_cpu.on(clock) for clock in rows.CLOCKS[1:]] == pytest.approx([0.98 * 3e-3, 0.98 * 5e-3])
+    assert [on_a_gpu.on(clock) for clock in rows.CLOCKS] == pytest.approx([1e-3, 3e-3, 5e-3])
+    results = Results(dict(MACHINE), [on_a_cpu, on_a_gpu])
+    assert results.clocks() == list(rows.CLOCKS)
+    assert [row.time for row in results.by("device").rows] == pytest.approx([1e-3])
+    assert [row.time for row in results.by("loop").rows] == pytest.approx([0.98 * 3e-3, 3e-3])
+    assert rows.facts(on_a_gpu, results)["loop_us"] == pytest.approx(3e3)
+
+
+def test_a_file_from_before_the_loop_was_timed_is_read(results, tmp_path):
+    path = tmp_path / "results.json"
+    rows.write(path, results)
+    assert "loop_seconds" not in path.read_text()
+    assert rows.read(path).clocks() == ["calls"]
+
+
 def test_series_of_a_sweep(results):
     eager, cpp = figures.series(results, "mssa", "seqlen", "both")
     assert eager.sizes == [128, 256, 512, 1024]

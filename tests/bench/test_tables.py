@@ -1,5 +1,7 @@
 """The pages say what the committed results say."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import goals, tables
@@ -92,6 +94,60 @@ def test_a_gpu_has_cases_batches_and_a_name_of_its_own(tmp_path, monkeypatch):
         "| `tssa`, ToST-S layer, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
         "| ToST-S, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
     ]
+
+
+def clocked(bench, op, case, ours, eager, **more):
+    """Return ours and eager's forward and backward of one case, each of (device, loop, calls)."""
+    names = ("device_seconds", "loop_seconds", "seconds")
+    for provider, times in (("default", ours), ("eager", eager)):
+        found = row(bench, op, case, "both", provider, 0.0, **more)
+        for name, seconds in zip(names, times, strict=True):
+            setattr(found, name, [] if seconds is None else [seconds])
+        yield found
+
+
+CLOCKS = {
+    "gpu": (
+        "gpu-speed",
+        ("tssa", "tssa", "vit-196", (1e-3, 2e-3, 4e-3), (8e-3, 8e-3, 12e-3)),
+        [
+            "| `tssa`, ToST-S layer, batch 64 | bf16 | device | - / 8.00 | - / - | - |",
+            "| `tssa`, ToST-S layer, batch 64 | bf16 | in a loop | - / 4.00 | - / - | - |",
+            "| `tssa`, ToST-S layer, batch 64 | bf16 | one by one | - / 3.00 | - / - | - |",
+        ],
+    ),
+    "cpu": (
+        "zen5-tssa",
+        ("tssa", "tssa", "vit-196-many", (None, 2e-3, 4e-3), (None, 8e-3, 12e-3)),
+        [
+            "| vit-196-many (64, 8, 196, 48) | bf16 | in a loop | - / 2 | - / 4.00 |",
+            "| vit-196-many (64, 8, 196, 48) | bf16 | one by one | - / 4 | - / 3.00 |",
+        ],
+    ),
+    "every": (
+        "gpu-clocks",
+        ("tssa", "tssa", "vit-196", (1e-3, None, 4e-3), (8e-3, None, 12e-3)),
+        ["| `tssa` vit-196 (64, 8, 196, 48), forward and backward | bf16 | 1000 / 4000 | 8000 / 12000 |"],
+    ),
+    "models": (
+        "zen5-models",
+        ("models", "model", "crate_small", (None, 2.0, 4.0), (None, 8.0, 12.0)),
+        [
+            "| crate_small, 8 images | bf16 | in a loop | 2000 / 2000 | 4 | 4.00 / 4.00 | - / - | - / - | - / - |",
+            "| crate_small, 8 images | bf16 | one by one | 4000 / 4000 | 2 | 3.00 / 3.00 | - / - | - / - | - / - |",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "times", "lines"), CLOCKS.values(), ids=CLOCKS)
+def test_tables_show_every_clock_that_the_results_have(name, times, lines, tmp_path, monkeypatch):
+    found = [*clocked(*times, shape=[64, 8, 196, 48])]
+    if times[0] == "models":
+        found = [replace(r, direction=d, amount=8.0, unit="images") for r in found for d in ("forward", "step")]
+    said = rendered(name, tmp_path, monkeypatch, name.startswith("gpu"), found)
+    assert said.splitlines()[-len(lines) :] == lines
+    assert " clock " in said or name == "gpu-clocks"
 
 
 # Rows of one case by provider, and what the table says of a goal for GPUs.

@@ -94,7 +94,7 @@ class File:
             measure(row, self.device, self.timer)
         except Exception as error:
             row.skipped = f"{type(error).__name__}: {error}"[:500]
-            row.seconds, row.device_seconds = [], []
+            row.seconds, row.loop_seconds, row.device_seconds = [], [], []
         rows.write(self.path, self.results)
         if row.skipped and not usable():
             os._exit(70)

@@ -1,0 +1,67 @@
+"""Cells of the tables: Markdown, the names of baselines, and the clocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from crate_kernels.bench.rows import Results, Row
+
+_OPERATORS = ("mssa", "tssa", "ista")  # benchmarks of one call of an operator
+NAMES = {
+    "sdpa": "SDPA(w, w, w)",
+    "sdpa-flash": "its FlashAttention",
+    "sdpa-cudnn": "its cuDNN",
+    "compile": "`torch.compile` of it",
+    "flex": "FlexAttention, compiled",
+}
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """Render a table."""
+    marks = ["---"] * len(header)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, marks, *lines))
+
+
+# What the clocks of a row are called, where results have more than one.
+_CLOCKS = {"device": "device", "loop": "in a loop", "calls": "one by one"}
+
+
+def by_clock(results: Results, **wanted: Any) -> list[tuple[list[str], Results]]:
+    """Return the results by each clock that timed rows with these values, and the cells that name it.
+
+    There is no such cell where all results have one clock.
+    """
+    if len(results.clocks()) < 2:
+        return [([], results)]
+    return [([_CLOCKS[clock]], results.by(clock)) for clock in results.clocks(**wanted)]
+
+
+def clock_title(results: Results) -> list[str]:
+    """Return the title of the cells of ``by_clock``."""
+    return ["clock"] if len(results.clocks()) > 1 else []
+
+
+_DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+
+
+def every_clock(results: Results) -> str:
+    """Render what each provider of an operator's call takes, by every clock that the results have."""
+    clocks, found = results.clocks(), [row for row in results.rows if row.bench in _OPERATORS and row.times]
+    names = [name for name in dict.fromkeys(row.provider for row in found) if name != "default"]
+    lines = []
+    for group in dict.fromkeys(row.group for row in found):
+        beside = {row.provider: row for row in found if row.group == group}
+        first = next(iter(beside.values()))
+        cells = [_on_clocks(beside.get(name), clocks) for name in ("default", *names)]
+        shape = ", ".join(map(str, first.shape))
+        lines.append([f"`{first.op}` {first.case} ({shape}), {_DIRECTIONS[first.direction]}", first.dtype, *cells])
+    titles = ["`None`", *(NAMES.get(name, f"`{name}`") for name in names)]
+    said = ", ".join(_CLOCKS[clock] for clock in clocks)
+    return f"Microseconds: {said}.\n\n" + markdown(["call", "dtype", *titles], lines)
+
+
+def _on_clocks(row: Row | None, clocks: list[str]) -> str:
+    if row is None:
+        return "-"
+    return " / ".join("-" if math.isnan(row.on(clock)) else f"{1e6 * row.on(clock):.0f}" for clock in clocks)
