@@ -54,14 +54,29 @@ def every_clock(results: Results) -> str:
         beside = {row.provider: row for row in found if row.group == group}
         first = next(iter(beside.values()))
         cells = [_on_clocks(beside.get(name), clocks) for name in ("default", *names)]
-        shape = ", ".join(map(str, first.shape))
-        lines.append([f"`{first.op}` {first.case} ({shape}), {_DIRECTIONS[first.direction]}", first.dtype, *cells])
+        lines.append([_call_of(first), first.dtype, *cells])
     titles = ["`None`", *(NAMES.get(name, f"`{name}`") for name in names)]
     said = ", ".join(_CLOCKS[clock] for clock in clocks)
     return f"Microseconds: {said}.\n\n" + markdown(["call", "dtype", *titles], lines)
+
+
+def _call_of(row: Row) -> str:
+    return f"`{row.op}` {row.case} ({', '.join(map(str, row.shape))}), {_DIRECTIONS[row.direction]}"
 
 
 def _on_clocks(row: Row | None, clocks: list[str]) -> str:
     if row is None:
         return "-"
     return " / ".join("-" if math.isnan(row.on(clock)) else f"{1e6 * row.on(clock):.0f}" for clock in clocks)
+
+
+def graphs(results: Results) -> str:
+    """Render what a replay of a call takes beside the call from Python, by the clocks that the results have."""
+    clocks = [clock for clock in results.clocks() if clock != "device"]
+    lines = []
+    for row in results.find(provider="default"):
+        if row.bench in _OPERATORS and row.device_seconds:
+            called = [row.on(clock) for clock in clocks]
+            cells = ["-" if math.isnan(s) else f"{1e6 * s:.0f} ({s / row.on('device'):.2f})" for s in called]
+            lines.append([_call_of(row), row.dtype, f"{1e6 * row.on('device'):.0f}", *cells])
+    return markdown(["call", "dtype", "replayed", *(_CLOCKS[clock] for clock in clocks)], lines)

@@ -21,7 +21,7 @@ from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", *(f"docs/performance{name}.md" for name in ("", "-zen5", "-zen4", "-intel")))
+PAGES = ("README.md", "docs/graphs.md", *(f"docs/performance{name}.md" for name in ("", "-zen5", "-zen4", "-intel")))
 # Folders of results by the names that tables have for them.
 CPUS = {
     "avx2": "amd-epyc-avx2-2-threads",
@@ -293,6 +293,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "threads": _threads,
     "goals": _all_goals,
     "clocks": cells.every_clock,
+    "graphs": cells.graphs,
 }
 
 

@@ -41,8 +41,8 @@ ORDER = tuple(
     (name, dtype, direction)
     for names, dtype, direction in (
         (_MODELS + _LONG, "bf16", "both"),
+        (_MODELS + _LONG, "bf16", "forward"),
         (_STEPS, "bf16", "forward"),
-        (_LONG + _MODELS, "bf16", "forward"),
         (_NETWORKS[:4], "bf16", "step"),
         (_OVERHEADS, "fp32", "forward"),
         (_MORE, "bf16", "both"),

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import models
 from crate_kernels._core.spec import Provider
-from crate_kernels.bench import clock, decoding, gate, measuring, memory, networks, providers
+from crate_kernels.bench import clock, decoding, gate, measuring, memory, networks, overhead, providers
 from crate_kernels.bench.gate import Deviation, Gate, judge
 from crate_kernels.ops.mssa import spec
 from crate_kernels.testing import TIMED_CASES, Case, Timed, make_inputs, run
@@ -98,6 +98,14 @@ def test_provider_that_cannot_says_why():
     named = {p.name: p for p in providers.of("mssa")}
     assert "GPUs" in measure(case, named["sdpa-cudnn"]).skipped
     assert "backward" in measure(case, named["flex"]).skipped
+
+
+@pytest.mark.parametrize("provider", overhead.PROVIDERS)
+@pytest.mark.parametrize("op", overhead.OPS)
+def test_tiny_calls_of_every_operator_are_timed(op, provider, monkeypatch):
+    monkeypatch.setattr(overhead, "CALLS", 1)
+    row = overhead.measure(overhead.blank(op, provider), CPU, timer)
+    assert min(row.seconds) > 0
 
 
 def test_out_of_memory_is_a_row():

@@ -99,7 +99,8 @@ class File:
         if row.skipped and not usable():
             os._exit(70)
         if row.times:
-            print(f"{row.key} {1e6 * row.time:.1f} us", flush=True)
+            said = ", ".join(f"{clock} {1e6 * row.on(clock):.1f}" for clock in rows.CLOCKS if row.on(clock) > 0)
+            print(f"{row.key} us: {said}", flush=True)
 
     def wrong(self):
         """Return the rows whose results are wrong."""

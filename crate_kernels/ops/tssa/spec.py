@@ -107,7 +107,7 @@ def _work(case: Case) -> Work:
 
 
 def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callable[[], Any]]:
-    w, temp = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked), torch.ones(2, 1, device=device)
+    w, temp = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked), torch.ones(2, device=device)
     return {
         "raw op": lambda: torch.ops.crate_kernels.tssa_fwd(w, temp, *Call(), backend),
         "public": lambda: tssa(w, temp),
