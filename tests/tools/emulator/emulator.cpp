@@ -12,6 +12,8 @@
 
 #include <torch/headeronly/util/Exception.h>
 
+#include "emulator_async.h"
+
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -53,6 +55,7 @@ struct Fiber {
   bool started = false, done = false;
   const Barrier* waits = nullptr;
   uint64_t generation = 0;
+  const std::function<bool()>* until = nullptr;
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
@@ -70,6 +73,7 @@ void leave(Barrier& barrier, int live) {
   if (barrier.arrived > 0 && barrier.arrived == live) {
     barrier.arrived = 0;
     ++barrier.generation;
+    async::completed(barrier);
   }
 }
 
@@ -92,7 +96,7 @@ void loop() {
     --t.warp->live;
     leave(t.block->barrier, --t.block->live);
     leave(t.group->barrier, --t.group->live);
-    if (t.warp->barrier.arrived > 0) fail("a lane has returned while its warp waits for it");
+    if (t.warp->barrier.arrived + t.warp->sync.arrived > 0) fail("a lane has returned while its warp waits for it");
     suspend();
   }
 }
@@ -116,7 +120,8 @@ void resume(Fiber& fiber) {
 }
 
 bool runnable(const Fiber& fiber) {
-  return !fiber.done && (fiber.waits == nullptr || fiber.waits->generation != fiber.generation);
+  if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) return false;
+  return fiber.until == nullptr || (*fiber.until)();
 }
 
 void on_fault(int signal, siginfo_t*, void*) {
@@ -191,11 +196,13 @@ class Cluster {
       for (int64_t n = 0; n < warps; ++n) {
         while (run_warp(device().descending ? warps - 1 - n : n, left)) moved = true;
       }
-      if (!moved && left > 0) {
+      if (!moved && left > 0 && !async::land()) {
         failure = "threads wait for others that wait elsewhere or have returned";
         check_failure();
       }
     }
+    async::finish();
+    check_failure();
     for (unsigned n = 0; n < cluster_; ++n) {
       for (const unsigned char* at = memory_[n]->end() - bytes_ - kCanary; at < memory_[n]->end() - bytes_; ++at) {
         STD_TORCH_CHECK(*at == 0xff, "emulator: a kernel wrote before its shared memory");
@@ -205,6 +212,7 @@ class Cluster {
 
  private:
   void start(unsigned first) {
+    async::start(group_);
     group_.barrier = {};
     group_.live = static_cast<int>(cluster_ * threads_);
     for (unsigned n = 0; n < cluster_; ++n) {
@@ -212,12 +220,13 @@ class Cluster {
       std::memset(shared - kCanary, 0xff, bytes_ + kCanary);  // NaN in every format
       blocks_[n] = {first + n, n, shared, bytes_, {}, static_cast<int>(threads_), {}};
     }
-    for (Warp& warp : warps_) warp = {{}, {}, nullptr, 32};
+    for (Warp& warp : warps_) warp = {{}, {}, {}, nullptr, 32};
     for (unsigned n = 0; n < cluster_ * threads_; ++n) {
       Fiber& fiber = *fibers[n];
       fiber.thread = {&group_, &blocks_[n / threads_], &warps_[n / 32], n % threads_};
       fiber.done = false;
       fiber.waits = nullptr;
+      fiber.until = nullptr;
     }
   }
 
@@ -229,6 +238,7 @@ class Cluster {
       if (!runnable(fiber)) continue;
       moved = true;
       fiber.waits = nullptr;
+      fiber.until = nullptr;
       resume(fiber);
       check_failure();
       left -= fiber.done;
@@ -251,23 +261,56 @@ void fail(const char* what) {
   _longjmp(scheduler, 1);
 }
 
+void report(const char* what) {
+  failure = what;
+}
+
 int block_barrier(bool vote) {
   Block& block = *current->block;
   int& votes = block.votes[block.barrier.generation % 2];
   if (block.barrier.arrived == 0) votes = 0;
   votes += vote;
-  wait(block.barrier, block.live);
+  wait_for(block.barrier, block.live);
   return votes;
 }
 
 void cluster_barrier() {
-  wait(current->group->barrier, current->group->live);
+  wait_for(current->group->barrier, current->group->live);
+}
+
+void wait_for(Barrier& barrier, int count) {
+  async::arrived(barrier);
+  wait(barrier, count);
+  async::ordered(barrier);
+}
+
+void wait_unordered(Barrier& barrier, int count) {
+  wait(barrier, count);
+}
+
+void arrive_at(Barrier& barrier, int count) {
+  async::arrived(barrier);
+  ++barrier.arrived;
+  leave(barrier, count);
+}
+
+void suspend_until(const std::function<bool()>& ready) {
+  running->until = &ready;
+  suspend();
+}
+
+void warp_barrier() {
+  Warp& warp = *current->warp;
+  if (warp.live < 32) fail("a lane has returned while its warp waits for it");
+  if (warp.barrier.arrived > 0) fail("lanes of a warp wait for each other in different operations");
+  wait_for(warp.sync, 32);
 }
 
 void collective(void* mine, void (*act)(void* const*)) {
   Warp& warp = *current->warp;
   if (warp.live < 32) fail("a lane has returned while its warp waits for it");
   if (warp.barrier.arrived > 0 && warp.act != act) fail("lanes of a warp wait for each other in different operations");
+  if (warp.sync.arrived > 0) fail("lanes of a warp wait for each other in different operations");
   warp.act = act;
   warp.lanes[current->index % 32] = mine;
   if (warp.barrier.arrived == 31) act(warp.lanes);

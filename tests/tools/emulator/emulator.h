@@ -68,6 +68,7 @@ namespace emulator {
 struct Device {
   int capability = 80, multiprocessors = 4, shared_limit = 163 * 1024;
   bool descending = false;  // the order in which threads run
+  bool early = false;       // asynchronous products run as they are issued, not at the wait for them
 };
 Device& device();
 
@@ -86,7 +87,7 @@ struct Block {
 };
 
 struct Warp {
-  Barrier barrier;
+  Barrier barrier, sync;  // of collective operations; of __syncwarp
   void* lanes[32];
   void (*act)(void* const*);
   int live;
@@ -115,8 +116,19 @@ void cluster_barrier();
 // Waits for all 32 lanes of the warp. The last lane calls act(lanes); lanes[n] is lane n's `mine`, and act may write
 // there. Fails if the lanes pass different acts.
 void collective(void* mine, void (*act)(void* const* lanes));
+// Lets other threads run until `ready()`.
+void suspend_until(const std::function<bool()>& ready);
+// Waits for `count` threads at a barrier, and orders them: see emulator_async.h.
+void wait_for(Barrier& barrier, int count);
+// The same; orders nothing.
+void wait_unordered(Barrier& barrier, int count);
+// Counts as a thread that came to a barrier, and goes on.
+void arrive_at(Barrier& barrier, int count);
+void warp_barrier();
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
+// Ends it after the last thread has returned.
+void report(const char* what);
 
 inline unsigned char* shared_memory() {
   return current->block->shared;
@@ -168,7 +180,8 @@ inline int __syncthreads_count(int vote) {
   return emulator::block_barrier(vote != 0);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  emulator::ballot(mask, false);
+  if (mask != 0xffffffffu) emulator::fail("only barriers of whole warps are emulated");
+  emulator::warp_barrier();
 }
 inline unsigned __ballot_sync(unsigned mask, int vote) {
   return emulator::ballot(mask, vote != 0);

@@ -49,9 +49,9 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
 
 namespace {
 
-void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending) {
+void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending, bool early) {
   device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
-              descending};
+              descending, early};
   allowed_bytes().clear();
 }
 
@@ -151,7 +151,7 @@ void emulated_free_message(char* message) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending) -> ()");
+  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending, bool early) -> ()");
   m.def("emulated_capability(int capability) -> int");
   m.def("emulated_launches() -> str");
 }

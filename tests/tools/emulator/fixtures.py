@@ -32,11 +32,11 @@ def backend(library):
 
 @pytest.fixture
 def device(library):
-    """Return a function that changes the emulated GPU: capability, multiprocessors, shared_limit, descending."""
+    """Return a function that changes the emulated GPU: capability, multiprocessors, shared_limit, descending, early."""
 
     def change(**properties):
-        values = {**AMPERE, "descending": False, **properties}
-        library.emulated_device(*(values[name] for name in (*AMPERE, "descending")))
+        values = {**AMPERE, "descending": False, "early": False, **properties}
+        library.emulated_device(*(values[name] for name in (*AMPERE, "descending", "early")))
 
     yield change
     change()

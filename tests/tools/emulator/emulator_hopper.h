@@ -1,0 +1,243 @@
+// The functions of csrc/common/cuda/hopper.cuh on the CPU.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "emulator_async.h"
+
+namespace crate_kernels {
+
+inline unsigned char* aligned_shared_memory() {
+  return emulator::shared_memory();
+}
+inline uint32_t shared_address(const void* shared) {
+  return emulator::async::address_of(shared);
+}
+
+template <class T, int N>
+struct Wgmma {
+  static_assert(N % 8 == 0 && N >= 8 && N <= 256);
+  template <bool MN_A, bool MN_B>
+  static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool adds) {
+    emulator::async::product({N, std::is_same_v<T, fp16>, false, adds, MN_A, MN_B, a, b}, d, nullptr);
+  }
+  template <bool MN_B>
+  static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool adds) {
+    emulator::async::product({N, std::is_same_v<T, fp16>, true, adds, false, MN_B, 0, b}, d, a);
+  }
+};
+
+inline void wgmma_fence() {
+  emulator::async::product_fence();
+}
+inline void wgmma_commit() {
+  emulator::async::product_commit();
+}
+template <int N>
+void wgmma_wait() {
+  emulator::async::product_wait(N);
+}
+template <class T, int N>
+void pin(T (&)[N]) {}
+inline int fresh(int number) {
+  return number;
+}
+
+inline void barrier_sync(int barrier, int threads) {
+  emulator::async::named_sync(barrier, threads);
+}
+inline void barrier_arrive(int barrier, int threads) {
+  emulator::async::named_arrive(barrier, threads);
+}
+inline void fence_async_shared() {
+  emulator::async::proxy_fence();
+}
+
+namespace emulated {
+
+struct Rows {
+  uint32_t* r;
+  uint32_t row;
+};
+
+// One access to four matrices; the rows of each must lie in different banks.
+template <bool STORES>
+void move_matrices(void* const* lanes) {
+  for (int m = 0; m < 4; ++m) {
+    unsigned columns = 0;
+    for (int row = 0; row < 8; ++row) columns |= 1u << static_cast<Rows*>(lanes[8 * m + row])->row / 16 % 8;
+    if (columns != 0xff) emulator::fail("rows of a matrix meet in a bank of shared memory");
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t row = static_cast<Rows*>(lanes[8 * m + lane / 4])->row;
+      unsigned char* const here = emulator::async::at(row, 16, 16) + lane % 4 * 4;
+      uint32_t& r = static_cast<Rows*>(lanes[lane])->r[m];
+      if constexpr (STORES) {
+        if (lane % 4 == 0) emulator::async::wrote(row);
+        memcpy(here, &r, 4);
+      } else {
+        if (lane % 4 == 0) emulator::async::read(row);
+        memcpy(&r, here, 4);
+      }
+    }
+  }
+}
+
+template <class V>
+V load_as(uint32_t address) {
+  emulator::async::read(address);
+  V v;
+  memcpy(&v, emulator::async::at(address, sizeof v, sizeof v), sizeof v);
+  return v;
+}
+
+template <class V>
+void store_as(uint32_t address, const V& v) {
+  emulator::async::wrote(address);
+  memcpy(emulator::async::at(address, sizeof v, sizeof v), &v, sizeof v);
+}
+
+}  // namespace emulated
+
+inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
+  emulated::Rows mine = {r, row};
+  emulator::collective(&mine, emulated::move_matrices<false>);
+}
+inline void store_matrices(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  uint32_t r[4] = {r0, r1, r2, r3};
+  emulated::Rows mine = {r, row};
+  emulator::collective(&mine, emulated::move_matrices<true>);
+}
+
+inline uint4 load_shared_4(uint32_t address) {
+  return emulated::load_as<uint4>(address);
+}
+inline float2 load_shared_2(uint32_t address) {
+  return emulated::load_as<float2>(address);
+}
+inline float load_shared(uint32_t address) {
+  return emulated::load_as<float>(address);
+}
+inline void store_shared_4(uint32_t address, uint4 v) {
+  emulated::store_as(address, v);
+}
+inline void store_shared(uint32_t address, float v) {
+  emulated::store_as(address, v);
+}
+inline void copy_async_16(uint32_t shared, const void* global, bool present) {
+  emulator::async::copy(shared, present ? global : nullptr);
+}
+inline void copy_async_commit() {
+  emulator::async::copy_commit();
+}
+template <int N>
+void copy_async_wait() {
+  emulator::async::copy_wait(N);
+}
+
+inline void mbarrier_init(uint32_t barrier, int count) {
+  emulator::async::mbarrier_init(barrier, count);
+}
+inline void mbarrier_init_fence() {
+  emulator::async::mbarrier_fence();
+}
+inline void mbarrier_arrive(uint32_t barrier) {
+  emulator::async::mbarrier_arrive(barrier, 0);
+}
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  emulator::async::mbarrier_arrive(barrier, bytes);
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  emulator::async::mbarrier_wait(barrier, parity);
+}
+
+namespace emulated {
+
+// What the emulator keeps in a TensorMap: sizes in elements, strides in bytes, from the innermost dimension outwards.
+struct Map {
+  const unsigned char* base;
+  int64_t strides[5];
+  int32_t sizes[5], box[5];
+  int32_t element, swizzle;
+};
+static_assert(sizeof(Map) <= sizeof(TensorMap));
+
+}  // namespace emulated
+
+inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    emulator::fail("bulk copies are of multiples of 16 bytes");
+  }
+  const unsigned char* const from = static_cast<const unsigned char*>(global);
+  emulator::async::load(shared, {from, from + bytes}, barrier);
+}
+
+inline void tensor_load(uint32_t shared, const TensorMap& map, uint32_t barrier, int x, int y, int z, int w) {
+  emulated::Map m;
+  memcpy(&m, &map, sizeof m);
+  const int at[4] = {x, y, z, w}, row = m.box[0] * m.element;
+  const Swizzle swizzle = static_cast<Swizzle>(m.swizzle);
+  const int span = swizzle == Swizzle::k128 ? 128 : swizzle == Swizzle::k64 ? 64 : swizzle == Swizzle::k32 ? 32 : 16;
+  if (shared % (swizzle == Swizzle::kNone ? 128 : 8 * span) != 0)
+    emulator::fail("a box begins at a multiple of its atom");
+  if (swizzle != Swizzle::kNone && row > span) emulator::fail("a row of a box is at most as long as its swizzle");
+  if (row % 16 != 0) emulator::fail("a row of a box is a multiple of 16 bytes");
+  std::vector<unsigned char> box(static_cast<size_t>(row) * m.box[1] * m.box[2] * m.box[3]);
+  int64_t n = 0;
+  for (int i3 = 0; i3 < m.box[3]; ++i3) {
+    for (int i2 = 0; i2 < m.box[2]; ++i2) {
+      for (int i1 = 0; i1 < m.box[1]; ++i1) {
+        for (int i0 = 0; i0 < m.box[0]; ++i0, ++n) {
+          const int64_t index[4] = {at[0] + i0, at[1] + i1, at[2] + i2, at[3] + i3};
+          bool inside = true;
+          int64_t from = 0;
+          for (int d = 0; d < 4; ++d) {
+            inside = inside && index[d] >= 0 && index[d] < m.sizes[d];
+            from += index[d] * m.strides[d];
+          }
+          uint32_t to = shared + static_cast<uint32_t>(n * m.element);
+          if (swizzle != Swizzle::kNone) to ^= (to >> 7 & (span / 16 - 1)) << 4;
+          if (inside) memcpy(&box[to - shared], m.base + from, m.element);
+        }
+      }
+    }
+  }
+  emulator::async::load(shared, box, barrier);
+}
+
+inline void bulk_store(void* global, uint32_t shared, int bytes) {
+  emulator::async::store(global, shared, bytes, false);
+}
+inline void bulk_add(float* global, uint32_t shared, int bytes) {
+  emulator::async::store(global, shared, bytes, true);
+}
+inline void bulk_commit() {
+  emulator::async::store_commit();
+}
+template <int N>
+void bulk_wait_read() {
+  emulator::async::store_wait(N);
+}
+template <int N>
+void bulk_wait() {
+  emulator::async::store_wait(N);
+}
+inline void add_global_4(float* global, float4 v) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    emulator::fail("a sum of four floats is at a multiple of 16 bytes");
+  global[0] += v.x, global[1] += v.y, global[2] += v.z, global[3] += v.w;
+}
+
+// All threads of a warp group call them; registers themselves are not counted here.
+template <int COUNT>
+void more_registers() {
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
+  emulator::async::by_warp_group(nullptr, [](void* const*) {});
+}
+template <int COUNT>
+void fewer_registers() {
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
+  emulator::async::by_warp_group(nullptr, [](void* const*) {});
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,148 @@
+"""Warp groups, barriers that count bytes and copies that land late: products in every layout, and faults that are seen.
+
+A GPU would give wrong numbers now and then, or wait forever. The emulator must stop each.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.ops.conftest import poisoned_memory  # noqa: F401
+from tests.tools.emulator.test_mma import DTYPES, whole
+
+HOPPER = {"capability": 90, "shared_limit": 227 * 1024}
+WHEN = pytest.mark.parametrize("early", [False, True], ids=["at-the-wait", "at-the-issue"])
+ORDERS = pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])
+NONE, BYTES_128, BYTES_64, BYTES_32 = range(4)
+# What the probe's kernel gets wrong, in the order of its enumeration, and what the emulator says; None: wrong numbers.
+FAULTS = {
+    "no-proxy-fence": "reads what no proxy fence and barrier have ordered before it",
+    "fence-behind-barrier": "reads what no proxy fence and barrier have ordered before it",
+    "no-barrier": "reads what no proxy fence and barrier have ordered before it",
+    "weights-too-early": "reads what no proxy fence and barrier have ordered before it",
+    "sums-too-early": None,
+    "operand-too-early": "registers of an operand changed before the product was waited for",
+    "no-product-fence": "a product is issued with no wgmma_fence since the last wait",
+    "no-wait-for-tile": "an asynchronous operation reads what has not landed",
+    "wrong-parity": "an asynchronous operation reads what has not landed",
+    "tile-free-too-early": "is written while another thread or a product may read it",
+    "no-wait-for-free": "more threads arrive at a barrier than it counts",
+    "too-few-bytes": "threads wait for others that wait elsewhere or have returned",
+    "too-many-bytes": "threads wait for others that wait elsewhere or have returned",
+    "too-many-arrivals": "threads wait for others that wait elsewhere or have returned",
+    "no-init-fence": "a barrier is used before the fence behind its initialisation",
+    "not-initialised": "a barrier in shared memory is used before it is initialised",
+    "wrong-swizzle": None,
+    "wrong-stride": None,
+    "wrong-major": "an asynchronous operation reads what has not landed",
+    "wrong-count": "threads name different counts for one barrier",
+    "bank-conflict": "rows of a matrix meet in a bank of shared memory",
+    "no-store-fence": "reads what no proxy fence and barrier have ordered before it",
+    "no-store-wait": "a block ended before its stores had read shared memory",
+    "staging-too-early": "reads what no proxy fence and barrier have ordered before it",
+}
+
+
+@DTYPES
+@WHEN
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("a", ["k", "mn", "registers"])
+@pytest.mark.parametrize("b", ["k", "mn"])
+@pytest.mark.parametrize("swizzle", [BYTES_128, BYTES_64, BYTES_32], ids=["128", "64", "32"])
+def test_a_product_takes_operands_of_every_layout(swizzle, a, b, columns, early, dtype, library, device):
+    device(**HOPPER, early=early)
+    left, right = whole(64, 64, seed=1, dtype=dtype), whole(columns, 64, seed=2, dtype=dtype)
+    out = torch.empty(64, columns)
+    given = [x.t().contiguous() if major == "mn" else x for x, major in ((left, a), (right, b))]
+    library.probe_warp_group(*given, swizzle, a == "mn", b == "mn", a == "registers", out)
+    assert torch.equal(out.double(), left.double() @ right.double().t())
+
+
+@DTYPES
+@WHEN
+def test_a_product_takes_operands_without_swizzle(early, dtype, library, device):
+    device(**HOPPER, early=early)
+    left, right = whole(64, 64, seed=1, dtype=dtype), whole(128, 64, seed=2, dtype=dtype)
+    out = torch.empty(64, 128)
+    library.probe_warp_group(left, right, NONE, False, False, False, out)
+    assert torch.equal(out.double(), left.double() @ right.double().t())
+
+
+def product_of_triton(columns, inner, mn_a, mn_b):
+    """Compile a product of (64, inner) and (inner, columns) for sm_90a; return its PTX."""
+    triton = pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tests.tools.emulator.triton_product import kernel
+
+    sizes = {"COLUMNS": columns, "INNER": inner, "MN_A": mn_a, "MN_B": mn_b}
+    pointers = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
+    source = ASTSource(
+        fn=kernel,
+        signature={**pointers, **dict.fromkeys(sizes, "constexpr")},
+        constexprs=sizes,
+        attrs={(n,): [["tt.divisibility", 16]] for n in range(3)},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "inner", "mn_a", "mn_b", "swizzles"),
+    [
+        (64, 64, False, False, (BYTES_128, BYTES_128)),
+        (128, 64, True, True, (BYTES_128, BYTES_128)),
+        (64, 32, False, False, (BYTES_64, BYTES_64)),
+        (32, 64, False, True, (BYTES_128, BYTES_64)),
+        (16, 16, False, True, (BYTES_32, BYTES_32)),
+    ],
+    ids=["k-major", "mn-major", "64-bytes", "mn-major-64-bytes", "32-bytes"],
+)
+def test_descriptors_and_majors_are_those_of_triton(columns, inner, mn_a, mn_b, swizzles, library):
+    """The leading bytes of a K-major operand, and of one atom, are not used; Triton leaves them 0."""
+    ptx = product_of_triton(columns, inner, mn_a, mn_b)
+    products = re.findall(r"wgmma\.mma_async[^}]*}, (%rd\d+), (%rd\d+), [^,]*, 1, 1, (\d), (\d);", ptx)
+    assert len(products) == inner // 16
+    constants = dict(re.findall(r"(?:or|add)\.[bs]64\s+(%rd\d+), %rd\d+, (-?\d+);", ptx))
+    for side, (rows, mn, swizzle) in enumerate(((64, mn_a, swizzles[0]), (columns, mn_b, swizzles[1]))):
+        ours = torch.empty(inner // 16, dtype=torch.int64)
+        library.probe_descriptors(ours, swizzle, mn, rows)
+        assert {product[2 + side] for product in products} == {str(int(mn))}
+        theirs = [int(constants[product[side]]) for product in products]
+        one_atom = rows <= {BYTES_128: 64, BYTES_64: 32, BYTES_32: 16}[swizzle]
+        used = ~(0x3FFF << 16) if not mn or one_atom else ~0
+        assert [value & used for value in ours.tolist()] == theirs
+
+
+def run_pipeline(library, fault, tiles=5):
+    """Run the probe on drawn tokens; return its two results and those expected."""
+    w = whole(64 * tiles, 64, seed=3, dtype=torch.bfloat16)
+    rows, columns = torch.empty(128, 64), torch.zeros(64 * tiles, 64)
+    library.probe_pipeline(w, rows, columns, fault)
+    exact = w.double()
+    weights = (exact[:128] @ exact.t()).bfloat16().double()
+    return (rows.double(), columns.double()), (weights @ exact, weights.t() @ exact[:128])
+
+
+@WHEN
+@ORDERS
+def test_a_pipeline_of_copies_products_and_stores(descending, early, library, device):
+    device(**HOPPER, descending=descending, early=early)
+    found, expected = run_pipeline(library, 0)
+    assert all(map(torch.equal, found, expected))
+
+
+@ORDERS
+@WHEN
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault, early, descending, library, device):
+    device(**HOPPER, descending=descending, early=early)
+    message = FAULTS[fault]
+    number = 1 + [*FAULTS].index(fault)
+    if message is None:
+        found, expected = run_pipeline(library, number)
+        assert not all(map(torch.equal, found, expected))
+    else:
+        with pytest.raises(RuntimeError, match=f"emulator: .*{message}"):
+            run_pipeline(library, number)
