@@ -7,7 +7,7 @@ from typing import Any
 
 from crate_kernels.bench.rows import Results, Row
 
-_OPERATORS = ("mssa", "tssa", "ista")  # benchmarks of one call of an operator
+OPERATORS = ("mssa", "tssa", "ista")  # benchmarks of one call of an operator
 NAMES = {
     "sdpa": "SDPA(w, w, w)",
     "sdpa-flash": "its FlashAttention",
@@ -42,12 +42,12 @@ def clock_title(results: Results) -> list[str]:
     return ["clock"] if len(results.clocks()) > 1 else []
 
 
-_DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 
 
 def every_clock(results: Results) -> str:
     """Render what each provider of an operator's call takes, by every clock that the results have."""
-    clocks, found = results.clocks(), [row for row in results.rows if row.bench in _OPERATORS and row.times]
+    clocks, found = results.clocks(), [row for row in results.rows if row.bench in OPERATORS and row.times]
     names = [name for name in dict.fromkeys(row.provider for row in found) if name != "default"]
     lines = []
     for group in dict.fromkeys(row.group for row in found):
@@ -61,7 +61,7 @@ def every_clock(results: Results) -> str:
 
 
 def _call_of(row: Row) -> str:
-    return f"`{row.op}` {row.case} ({', '.join(map(str, row.shape))}), {_DIRECTIONS[row.direction]}"
+    return f"`{row.op}` {row.case} ({', '.join(map(str, row.shape))}), {DIRECTIONS[row.direction]}"
 
 
 def _on_clocks(row: Row | None, clocks: list[str]) -> str:
@@ -75,7 +75,7 @@ def graphs(results: Results) -> str:
     clocks = [clock for clock in results.clocks() if clock != "device"]
     lines = []
     for row in results.find(provider="default"):
-        if row.bench in _OPERATORS and row.device_seconds:
+        if row.bench in OPERATORS and row.device_seconds:
             called = [row.on(clock) for clock in clocks]
             cells = ["-" if math.isnan(s) else f"{1e6 * s:.0f} ({s / row.on('device'):.2f})" for s in called]
             lines.append([_call_of(row), row.dtype, f"{1e6 * row.on('device'):.0f}", *cells])

@@ -4,7 +4,8 @@
     python -m benchmarks.tables --check    # exit status 1 if a page says something else
 
 A table stands between ``<!-- table MACHINE-NAME -->`` and ``<!-- end -->``, with a machine of ``CPUS`` or "gpu".
-``host`` is the table of ``make host``, from benchmarks/results/host.json.
+``host`` is the table of ``make host``, from benchmarks/results/host.json; ``choices`` is what ``backend=None`` takes on
+GPUs that were timed, of which the package's own files are written too.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cells, goals
+from benchmarks import cells, choices, goals
 from crate_kernels.bench import rows
 from crate_kernels.bench.rows import Results, Row
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/graphs.md", *(f"docs/performance{name}.md" for name in ("", "-zen5", "-zen4", "-intel")))
+PAGES = (
+    "README.md",
+    "docs/gpu.md",
+    "docs/graphs.md",
+    *(f"docs/performance{name}.md" for name in ("", "-zen5", "-zen4", "-intel")),
+)
 # Folders of results by the names that tables have for them.
 CPUS = {
     "avx2": "amd-epyc-avx2-2-threads",
@@ -316,6 +322,8 @@ def render(name: str, results: dict[str, Results]) -> str:
     """
     if name == "host":
         return _host()
+    if name == "choices":
+        return choices.table(results)
     machine, _, table = name.partition("-")
     found = _on(machine, results)
     if name == "gpu-goals" and found is None:
@@ -336,15 +344,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page differs")
     args = parser.parse_args()
     results, differing = load(), 0
-    for name in PAGES:
-        page = ROOT / name
-        text = page.read_text(encoding="utf-8")
-        new = rewritten(text, results)
-        if new != text:
+    texts = {ROOT / name: rewritten((ROOT / name).read_text(encoding="utf-8"), results) for name in PAGES}
+    for path, new in (texts | choices.files(results)).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != new:
             differing += 1
-            print(f"{name} {'differs from the results' if args.check else 'rewritten'}")
+            print(f"{path.relative_to(ROOT)} {'differs from the results' if args.check else 'rewritten'}")
             if not args.check:
-                page.write_text(new, encoding="utf-8")
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(new, encoding="utf-8")
     return int(args.check and differing > 0)
 
 

@@ -124,7 +124,8 @@ _BACKENDS = {
     )
 }
 _PREFERENCE = {"cuda": ("triton", "cpp"), "cpu": ("cpp",)}
-# The op's ``backend`` argument if the caller named none: the op's body chooses, and may fall back to composite.
+# The op's ``backend`` argument if the caller named none: the op's body chooses, and may fall back to composite. After a
+# colon may follow what was measured to be the fastest (``measured.py``): it is tried first.
 AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
 # (operator, function of a kernel module) -> the public function, for messages, where its name is not the operator's.
@@ -200,7 +201,7 @@ class Refused(Exception):
 
 def are_planned(name: str, of: Tensor) -> bool:
     """Return whether plans may serve calls of the op's ``backend`` argument ``name``, on tensors like ``of``."""
-    return name == AUTO or _BACKENDS[name].planned
+    return _is_auto(name) or _BACKENDS[name].planned
 
 
 def are_planned_on_gpus(name: str, of: Tensor) -> bool:
@@ -208,8 +209,14 @@ def are_planned_on_gpus(name: str, of: Tensor) -> bool:
     return are_planned(name, of) and (of.is_cuda or name == "triton")
 
 
-def of_op(name: str, requested: str | None) -> str:
-    """Return the op's ``backend`` argument for a request that was resolved to ``name``."""
+def _is_auto(name: str) -> bool:
+    return name.partition(":")[0] == AUTO
+
+
+def of_op(name: str, requested: str | None, taken: str | None = None) -> str:
+    """Return the op's ``backend`` argument for a request that was resolved to ``name``; ``taken`` was the fastest."""
+    if taken is not None:
+        return f"{AUTO}:{taken}"
     return AUTO if requested is None and name != "composite" else name
 
 
@@ -256,10 +263,11 @@ def candidates(
 ) -> Iterator[tuple[str, Callable]]:
     """Go through the backends that ``run`` tries, in turn: name, and function of the kernel module."""
     kind, names = type_of(of.device), (backend,)
-    if backend == AUTO:
+    if _is_auto(backend):
         names = tuple(_usable(op, of.device, of.dtype))
         if order is not None:
             names = order(names, *args)
+        names = first(backend.partition(":")[2], names)
     for name in names:
         body = getattr(kernel(op, name, kind), function, None)
         if body is not None:
@@ -295,7 +303,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
         try:
             return attempt(op, function, name, body, *args)
         except Refused as reason:
-            if backend != AUTO:
+            if not _is_auto(backend):
                 raise NotImplementedError(
                     f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
                 ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import time
 import uuid
@@ -14,6 +15,11 @@ from pathlib import Path
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def plain_name(name: str) -> str:
+    """Return a name with a hyphen for whatever is no letter or digit, as a file may have it."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 
 class InUse(OSError):

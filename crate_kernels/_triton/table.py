@@ -145,11 +145,7 @@ def _number(key: str) -> int:
 
 def user_table(gpu: str) -> Path:
     """Return the file in which ``tune`` keeps the rows of a GPU."""
-    return libraries.user_cache() / "tune" / _file_name(gpu)
-
-
-def _file_name(gpu: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".json"
+    return libraries.user_cache() / "tune" / f"{files.plain_name(gpu)}.json"
 
 
 @functools.lru_cache(maxsize=16)
@@ -164,7 +160,7 @@ def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
 @functools.lru_cache(maxsize=16)
 def _shipped_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
     """Read the rows that were tuned for a GPU of this name and are part of the package."""
-    return _read_tables(_TUNED / _file_name(gpu)) if gpu else {}
+    return _read_tables(_TUNED / f"{files.plain_name(gpu)}.json") if gpu else {}
 
 
 def _read_tables(path: Path) -> Mapping[str, tuple[Row, ...]]:

@@ -11,6 +11,7 @@ import torch
 
 from crate_kernels import __version__
 from crate_kernels._core import backends as _backend
+from crate_kernels._core import measured
 from crate_kernels._native import extension as _extension
 from crate_kernels._native import libraries
 from crate_kernels.bench.rows import installed
@@ -99,6 +100,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
+        "classes": len(measured.read(properties.name)),
     }
 
 
@@ -125,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'cuda library':14}{library['path']}, sm {archs}, {library['compiler']}, {library['kernels']} kernels")
     for gpu in facts["gpus"] or [None]:
         line = "none" if gpu is None else f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_gib']} GiB"
+        if gpu is not None and gpu["classes"]:
+            line += f"; by its times, {gpu['classes']} classes of calls take another backend (docs/gpu.md)"
         print(f"{'gpu':14}{line}")
     rows = [
         [op, label, "available" if shown["available"] else shown["reason"]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from crate_kernels import testing
-from crate_kernels._core import backends
+from crate_kernels._core import backends, measured
 from crate_kernels.cli import info, main
 from crate_kernels.ops.ista import composite
 
@@ -169,3 +169,14 @@ def test_a_reader_that_goes_ends_the_command_without_a_traceback():
     with open(writing, "wb") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.stderr, done.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA None"])
+def test_info_says_whether_a_gpu_was_timed(gpu, monkeypatch, capsys):
+    classes = len(measured.read(gpu))
+    facts = info.collect() | {"gpus": [{"name": gpu, "capability": "9.0", "memory_gib": 1.0, "classes": classes}]}
+    monkeypatch.setattr(info, "collect", lambda: facts)
+    assert main(["info"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu ")]
+    assert line.endswith(f"by its times, {classes} classes of calls take another backend (docs/gpu.md)" * bool(classes))
+    assert ("by its times" in line) == (gpu == "NVIDIA H200")

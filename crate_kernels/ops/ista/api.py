@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, operator
+from crate_kernels._core import backends, checks, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import op, reference
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
@@ -56,10 +56,11 @@ def ista(
     """
     if unknown:
         checks.no_keyword(ista, unknown)
-    key = None
+    key = taken = None
     if may_repeat(x):
         options = step_size, lambd, nonnegative, backend
-        key = (x.dtype, *options, *map(type, options))  # types, for True is 1
+        taken = None if backend is not None else _taken("ista", x, weight)
+        key = (x.dtype, taken, *options, *map(type, options))  # types, for True is 1
         if (found := op.shortcuts.repeat(key, x, weight)) is not None:
             return found
     weight = _dictionary("ista", x, weight, "(dim, dim)")
@@ -73,7 +74,7 @@ def ista(
     if name == "reference":
         return reference.forward(*_promote(x, weight), call).to(x.dtype)
     checks.transforms("ista", name, x, weight)
-    named = backends.of_op(name, backend)
+    named = backends.of_op(name, backend, taken)
     y = op.ista(x, weight, call, named)
     if key is not None:
         op.shortcuts.remember(key, (x, weight), call, named)
@@ -135,8 +136,17 @@ def ista_overcomplete(
     if name == "reference":
         return reference.forward_overcomplete(*_promote(x, dictionary), decoder, call).to(x.dtype)
     checks.transforms("ista_overcomplete", name, x, dictionary, decoder)
-    operand = x.to(_compute_dtype(x))
-    return op.ista_overcomplete(operand, dictionary, decoder, call, backends.of_op(name, backend)).to(x.dtype)
+    taken = _taken("ista_overcomplete", x, dictionary, decoder) if backend is None and may_repeat(x) else None
+    operand, named = x.to(_compute_dtype(x)), backends.of_op(name, backend, taken)
+    return op.ista_overcomplete(operand, dictionary, decoder, call, named).to(x.dtype)
+
+
+def _taken(name: str, x: Tensor, weight: Tensor, decoder: Tensor | None = None) -> str | None:
+    """Return the backend that was measured to be the fastest for a call; None for the usual one."""
+    if not measured.table(x) or not isinstance(weight, Tensor) or not x.shape[-1]:
+        return None
+    sizes = tuple(dict.fromkeys((x.shape[-1], *weight.shape)))
+    return measured.taken(name, sizes, x.numel() // x.shape[-1], False, (x, weight, decoder))
 
 
 def _dictionary(name: str, x: Tensor, weight: Tensor, layout: str) -> Tensor:

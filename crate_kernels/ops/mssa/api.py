@@ -7,9 +7,9 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, operator
+from crate_kernels._core import backends, checks, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
-from crate_kernels.ops.mssa import composite, op, reference
+from crate_kernels.ops.mssa import composite, op, order, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
 from crate_kernels.ops.mssa.call import Call, DecodeCall, default_scale
 from crate_kernels.ops.mssa.repeat import remember, repeat
@@ -120,9 +120,12 @@ def mssa(
     if cache is not None:
         if (result := repeat(w, cache, options)) is not None:
             return result
-        key = None
+        key, taken = None, None
     else:
         key = _key(w, options)
+        taken = None if key is None or backend is not None or not measured.table(w) else _taken(w, options)
+        if taken is not None:
+            key = None if taken == "composite" else (*key, taken)  # pyright: ignore
         if key is not None and (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens)) is not None:
             return found if return_lse else found[0]
     packed = cu_seqlens is not None
@@ -150,7 +153,7 @@ def mssa(
     elif key_padding_mask is not None:
         checks.padding_mask("mssa", key_padding_mask, w)
     w = _cast_by_autocast(w)
-    name = _choose_backend(w, phi, backend)
+    name = "composite" if taken == "composite" else _choose_backend(w, phi, backend)
     if name != "reference":
         checks.transforms("mssa", name, w)
     if cache is not None:
@@ -176,7 +179,7 @@ def mssa(
         out, lse = reference.forward(w, call, plain)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        named = backends.of_op(name, backend)
+        named = backends.of_op(name, backend, taken)
         out, lse = op.mssa(w, call, named)
         if key is not None:
             op.shortcuts.remember(key, (w,), call, named)
@@ -191,6 +194,14 @@ def _key(w: Tensor, options: tuple) -> tuple | None:
     # Types, for True is 1 and is no scale; the default of scale depends on head_dim.
     plain = (causal, scale, phi, threshold, mask is None, cu_seqlens is None, *rest)
     return (w.shape[-1], *plain, *map(type, plain))
+
+
+def _taken(w: Tensor, options: tuple) -> str | None:
+    """Return the backend that was measured to be the fastest for these options; None for the usual one."""
+    causal, _, _, phi, threshold, mask, cu_seqlens, _, return_lse, _ = options
+    timed = type(causal) is bool and type(phi) is str and phi == "softmax" and return_lse is False
+    given = [option for option in (threshold, mask, cu_seqlens) if option is not None]
+    return order.taken(w, causal) if timed and not given and w.dim() == 4 else None
 
 
 def _cast_by_autocast(w: Tensor) -> Tensor:

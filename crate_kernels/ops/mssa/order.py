@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends
+from crate_kernels._core import backends, measured
 from crate_kernels._native import extension
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call, DecodeCall
@@ -42,6 +42,18 @@ def backward(
     low, high = _WIDE_HEAD
     wide = low <= w.shape[-1] <= high and w.dtype in _HALF and dout is not None and call.threshold is None
     return backends.first("cpp", names) if wide and _has_code(w.device, "sm_80") else names
+
+
+def taken(w: Tensor, causal: bool) -> str | None:
+    """Return the backend that was measured to be the fastest for a call without masks; None for the usual one.
+
+    Of PyTorch's attention, cuDNN's was timed. It adds in any order, and PyTorch leaves it out where a user wants none.
+    """
+    found = measured.taken("mssa", (w.shape[-1],), w.shape[-2], causal, (w,))
+    if found != "composite":
+        return found
+    timed = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return found if timed else None
 
 
 def decode(names: tuple[str, ...], w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, operator
+from crate_kernels._core import backends, checks, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
@@ -104,10 +104,14 @@ def tssa(
     """
     if unknown:
         checks.no_keyword(tssa, unknown)
-    key = None
+    key = taken = None
     if cache is None:
         options = causal, max_seqlen, return_membership, backend, denom_bias is None
         key = _key(w, options, dropout_p, key_padding_mask, cu_seqlens)
+        if key is not None and backend is None and measured.table(w):
+            plain = key_padding_mask is None and cu_seqlens is None and return_membership is False
+            taken = _taken(w, temp, denom_bias, causal) if plain else None
+            key = (*key, taken)
         if key is not None and (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens))) is not None:
             return found[:2] if return_membership else found[0]
     packed = cu_seqlens is not None
@@ -134,7 +138,7 @@ def tssa(
         seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = backends.resolve("tssa", backend, w.device, w.dtype)
-    named = backends.of_op(name, backend)
+    named = backends.of_op(name, backend, taken)
     if name != "reference":
         checks.transforms("tssa", name, w, temp, denom_bias)
     if cache is not None:
@@ -195,6 +199,14 @@ def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, opti
         seqlen = w.shape[2] if max_seqlen is None else max_seqlen
         denom_bias = _denom_bias(denom_bias, w, w.shape[1], seqlen, cut=True)
     return op.causal_shortcuts.repeat(key, w, temp, denom_bias, *options)
+
+
+def _taken(w: Tensor, temp: Tensor, denom_bias: Tensor | None, causal: bool) -> str | None:
+    """Return the backend that was measured to be the fastest for a call without masks; None for the usual one."""
+    if type(causal) is not bool or w.dim() != 4 or not isinstance(temp, Tensor):
+        return None
+    inputs = (w, temp, denom_bias if isinstance(denom_bias, Tensor) else None)
+    return measured.taken("tssa", (w.shape[-1],), w.shape[-2], causal, inputs)
 
 
 def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
