@@ -23,7 +23,7 @@ FLOORS = (
     {"_patch", "distributed", "integrations", "models"},
     {"nn"},
     {"analysis", "ops"},
-    {"_triton"},
+    {"_cuda", "_triton"},
     {"_core"},
     {"_native"},
 )
@@ -137,7 +137,7 @@ def test_operators_are_named_in_their_rooms():
     named = [
         f"{name(path)}:{node.lineno} {node.value!r}"
         for path in SOURCES
-        if room(name(path)) in ("_core", "_native", "_triton", "bench", "cli", "testing")
+        if room(name(path)) in ("_core", "_cuda", "_native", "_triton", "bench", "cli", "testing")
         for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in testing.SPECS and node.lineno not in listed(path)
     ]

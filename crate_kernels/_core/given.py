@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+# As csrc/common/dtype.h counts them.
+KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
 
 def _refuse(call: str, name: str, wanted: str, value: Any) -> NoReturn:
     found = isinstance(value, Tensor)
@@ -24,6 +27,14 @@ def tensor(
     """Require a tensor of this dtype, shape and device; messages begin with ``call``."""
     if value is None or value.dtype != dtype or value.shape != shape or value.device != device:
         _refuse(call, name, f"{dtype} {tuple(shape)} on {device}", value)
+
+
+def elements(call: str, name: str, value: Tensor, numel: int, device: torch.device) -> None:
+    """Require as many contiguous elements, of any dtype that kernels have, in any shape."""
+    if value.numel() != numel or value.device != device or value.dtype not in KERNEL_DTYPES:
+        _refuse(call, name, f"{numel} elements on {device}", value)
+    if not value.is_contiguous():
+        raise ValueError(f"{call}: {name} must be contiguous")
 
 
 def floating(call: str, name: str, value: Tensor, ndim: int) -> None:

@@ -12,38 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from crate_kernels._core.launches import Launch, Unplannable
+
 _ALIGNMENT = 512  # bytes, of what shares one allocation; as PyTorch's allocator has it
 _local = threading.local()
 _alive: dict[int, Any] = {}  # what owns the functions that plans launch
-
-
-class Unplannable(Exception):
-    """The body of an op did something that no plan can repeat."""
-
-
-class Launch(NamedTuple):
-    """A kernel's launch, as a driver takes it.
-
-    Attributes:
-        function: address of the driver's function.
-        grid: blocks, or clusters of blocks, by dimension.
-        threads: of a block.
-        shared_bytes: dynamic shared memory of a block.
-        ctas: blocks of a cluster.
-        cooperative, serialized: attributes of the launch.
-        parameters: bytes of a number, or a tensor, None for a null pointer, in order.
-        owner: keeps ``function`` alive.
-    """
-
-    function: int
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    ctas: int
-    cooperative: bool
-    serialized: bool
-    parameters: Sequence[bytes | Tensor | None]
-    owner: Any
 
 
 class _Place(NamedTuple):
@@ -255,9 +228,9 @@ class Recorder(TorchDispatchMode):
             return
         try:
             launch = describe()
-            for parameter in launch.parameters:
-                if isinstance(parameter, Tensor):
-                    self.place(parameter)
+            for each in launch.structs():
+                for tensor in each.tensors.values():
+                    self.place(tensor)
         except Unplannable as reason:
             self.failure = str(reason)
             return
@@ -352,12 +325,11 @@ class _Writer:
 
     def _launch(self, launch: Launch) -> list[int]:
         places, sizes, content, addresses = [], [], b"", []
-        for parameter in launch.parameters:
+        for value, tensors in launch.structs():
             places.append(len(content))
-            if isinstance(parameter, Tensor):
-                register, offset = self._address(parameter)
-                addresses += [register, len(content), offset]
-            value = parameter if isinstance(parameter, bytes) else bytes(8)
+            for at, tensor in tensors.items():
+                register, offset = self._address(tensor)
+                addresses += [register, len(content) + at, offset]
             sizes.append(len(value))
             content += value + bytes(-len(value) % 8)
         numbers = struct.unpack(f"<{len(content) // 8}q", content)

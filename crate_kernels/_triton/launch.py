@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from crate_kernels._core import plan, recording
+from crate_kernels._core import launches, plan, recording
 
 INTERPRETER = "interpreter"  # the architecture of CPU tensors
 _MOST = 4096  # compiled kernels by key: sizes that a kernel specialises on are few
@@ -85,23 +85,23 @@ def _launch(kernel: Any, programs: int, arguments: dict[str, Any]) -> Any:
     return compiled
 
 
-def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any]) -> recording.Launch:
-    """Return a launch of what Triton compiled as a driver takes it; raise recording.Unplannable where it needs more."""
+def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any]) -> launches.Launch:
+    """Return a launch of what Triton compiled as a driver takes it; raise launches.Unplannable where it needs more."""
     if compiled is None:
-        raise recording.Unplannable("an interpreted kernel")
+        raise launches.Unplannable("an interpreted kernel")
     meta = compiled.metadata
     if meta.target.backend != "cuda":
-        raise recording.Unplannable(f"a kernel for {meta.target.backend}")
+        raise launches.Unplannable(f"a kernel for {meta.target.backend}")
     if meta.global_scratch_size or meta.profile_scratch_size:
-        raise recording.Unplannable("a kernel with scratch memory of its own")
+        raise launches.Unplannable("a kernel with scratch memory of its own")
     if not arguments.keys() >= set(kernel.arg_names):
-        raise recording.Unplannable("an argument that is left to its default")
+        raise launches.Unplannable("an argument that is left to its default")
     compiled._init_handles()
     parameters: list[bytes | torch.Tensor | None] = []
     values = [arguments[name] for name in kernel.arg_names]
     for kind, value in zip(compiled.src.signature.values(), values, strict=True):
         _describe(kind, value, parameters)
-    return recording.Launch(
+    return launches.Launch(
         function=compiled.function,
         grid=(programs, 1, 1),
         threads=meta.target.warp_size * meta.num_warps,
@@ -144,7 +144,7 @@ def _describe(kind: Any, value: Any, parameters: list[bytes | torch.Tensor | Non
     elif kind in _PACKED:
         parameters.append(struct.pack(_PACKED[kind], value))
     else:
-        raise recording.Unplannable(f"an argument of type {kind}")
+        raise launches.Unplannable(f"an argument of type {kind}")
 
 
 def _hooks_are_set() -> bool:

@@ -12,8 +12,9 @@ import torch
 from crate_kernels import __version__
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import measured
+from crate_kernels._cuda import cubins
 from crate_kernels._native import extension as _extension
-from crate_kernels._native import libraries
+from crate_kernels._native import libraries, nvrtc
 from crate_kernels.bench.rows import installed
 from crate_kernels.cli import table
 
@@ -45,6 +46,7 @@ def collect() -> dict[str, Any]:
         },
         "extension": _extension_facts(),
         "cuda_library": _cuda_facts(),
+        "nvrtc": _nvrtc_facts(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
         "operators": {op: {name: _state(op, name, devices) for name in _backend.names()} for op in _backend.OPS},
         "default": {
@@ -66,7 +68,7 @@ def _extension_facts() -> dict[str, Any]:
 
 def _cuda_facts() -> dict[str, Any]:
     """Return the facts of the CUDA library, or why there is none."""
-    reason = _backend.for_device("cpp", "cuda").missing
+    reason = _backend.cuda_library_missing()
     if reason is not None:
         return {"path": None, "reason": reason}
     try:
@@ -74,6 +76,19 @@ def _cuda_facts() -> dict[str, Any]:
     except OSError as error:
         return {"path": None, "reason": f"cannot be loaded: {error.__cause__ or error}"}
     return {"path": str(path), **_extension.cuda_build_info(), "kernels": len(_extension.kernel_names())}
+
+
+def _nvrtc_facts() -> dict[str, Any]:
+    """Return what compiles CUDA C++ kernels where they are needed, and where it keeps them; or why nothing does."""
+    reason = nvrtc.unavailable_reason()
+    if reason is not None:
+        return {"version": None, "reason": reason}
+    found = nvrtc.library()
+    try:
+        folder = str(cubins.folder())
+    except libraries.BuildError as error:
+        folder = f"nowhere: {error}"
+    return {"version": "{}.{}".format(*found.version), "architectures": found.architectures, "kept": folder}
 
 
 def _state(op: str, name: str, devices: list[str]) -> dict[str, Any]:
@@ -125,6 +140,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         archs = library["archs"].replace("_", " ")
         print(f"{'cuda library':14}{library['path']}, sm {archs}, {library['compiler']}, {library['kernels']} kernels")
+    compiler = facts["nvrtc"]
+    if compiler["version"] is None:
+        print(f"{'nvrtc':14}none: {compiler['reason']}")
+    else:
+        print(
+            f"{'nvrtc':14}{compiler['version']}, to sm {compiler['architectures'][-1]}, kernels in {compiler['kept']}"
+        )
     for gpu in facts["gpus"] or [None]:
         line = "none" if gpu is None else f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_gib']} GiB"
         if gpu is not None and gpu["classes"]:

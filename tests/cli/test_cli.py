@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,11 +156,27 @@ def test_info_says_why_the_cuda_library_cannot_be_loaded(monkeypatch, capsys):
     def refuse():
         raise OSError("Could not load this library") from OSError("_cuda.so: undefined symbol")
 
-    cpp = backends.for_device("cpp")
-    monkeypatch.setitem(backends._BACKENDS, "cpp", replace(cpp, on_cuda=replace(cpp.on_cuda, missing=None)))
+    monkeypatch.setattr(backends, "cuda_library_missing", lambda: None)
     monkeypatch.setattr(info._extension, "load_cuda", refuse)
     assert main(["info"]) == 0
     assert "cuda library  none: cannot be loaded: _cuda.so: undefined symbol" in capsys.readouterr().out
+
+
+NVRTCS = {
+    "absent": (None, "nvrtc         none: this PyTorch has no CUDA"),
+    "there": (SimpleNamespace(version=(13, 0), architectures=(80, 90)), "nvrtc         13.0, to sm 90, kernels in "),
+}
+
+
+@pytest.mark.parametrize(("found", "expected"), NVRTCS.values(), ids=NVRTCS)
+def test_info_says_what_compiles_for_gpus(found, expected, monkeypatch, capsys):
+    reason = "this PyTorch has no CUDA" if found is None else None
+    monkeypatch.setattr(info.nvrtc, "unavailable_reason", lambda: reason)
+    monkeypatch.setattr(info.nvrtc, "library", lambda: found)
+    assert main(["info"]) == 0
+    assert expected in capsys.readouterr().out
+    assert main(["info", "--json"]) == 0
+    assert printed(capsys)["nvrtc"].get("reason") == reason
 
 
 def test_a_reader_that_goes_ends_the_command_without_a_traceback():

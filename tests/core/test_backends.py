@@ -149,12 +149,12 @@ def test_without_the_cuda_library_cuda_tensors_get_composite(op, cuda_library):
 
 def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert backends._cuda_missing() == "this PyTorch has no CUDA (install one that has)"
+    assert backends.cuda_library_missing() == "this PyTorch has no CUDA (install one that has)"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(extension, "CUDA_PATHS", ())
-    assert "python -m crate_kernels build, with a GPU and nvcc" in backends._cuda_missing()
+    assert "python -m crate_kernels build, with a GPU and nvcc" in backends.cuda_library_missing()
     monkeypatch.setattr(extension, "CUDA_PATHS", (backends.Path("_cuda.so"),))
-    assert backends._cuda_missing() is None
+    assert backends.cuda_library_missing() is None
 
 
 @pytest.mark.parametrize("op", backends.OPS)

@@ -56,7 +56,7 @@ def resources():
     The bounds of docs/gpu.md, by which backends are chosen, are of machine code; a kernel that the driver made from PTX
     is another, and fails.
     """
-    reason = backends.for_device("cpp", "cuda").missing
+    reason = backends.cuda_library_missing()
     if reason is not None:
         raise Skipped(reason)
     every = {name: extension.kernel_attributes(name) for name in extension.kernel_names()}

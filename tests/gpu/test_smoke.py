@@ -51,10 +51,10 @@ def test_kernels_of_the_cuda_library_are_of_this_gpu(binaries, arch, expected, m
     monkeypatch.setattr(smoke.extension, "kernel_attributes", said.get)
     monkeypatch.setattr(smoke.extension, "cuda_archs", lambda: {"sm_80", "sm_90"})
     monkeypatch.setattr(smoke.launch, "arch", lambda device: arch)
-    monkeypatch.setattr(smoke.backends, "for_device", lambda *args: SimpleNamespace(missing="not built"))
+    monkeypatch.setattr(smoke.backends, "cuda_library_missing", lambda: "not built")
     with pytest.raises(smoke.Skipped, match="not built"):
         smoke.resources()
-    monkeypatch.setattr(smoke.backends, "for_device", lambda *args: SimpleNamespace(missing=None))
+    monkeypatch.setattr(smoke.backends, "cuda_library_missing", lambda: None)
     if expected is None:
         with pytest.raises(AssertionError, match=r"1 kernels have no code for sm_90: \['b'\]"):
             smoke.resources()

@@ -12,7 +12,7 @@ import torch
 
 import crate_kernels as ck
 from crate_kernels import testing
-from crate_kernels._core import backends, plan, recording
+from crate_kernels._core import backends, launches, plan, recording
 from crate_kernels._native import extension
 from crate_kernels._triton import table
 from tests.ops.common import leaves
@@ -214,7 +214,7 @@ def test_named_cases_leave_plans(case):
     def noted(self, results):
         try:
             return words(self, results)
-        except recording.Unplannable as reason:
+        except launches.Unplannable as reason:
             refused.append(str(reason))
             raise
 

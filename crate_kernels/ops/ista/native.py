@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import products
+from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import Library, library
-from crate_kernels.ops.ista import given, steps
+from crate_kernels.ops.ista import cuda, given, steps
 from crate_kernels.ops.ista.call import Call
+from crate_kernels.ops.ista.cuda import Terms
 
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
 # _LEAST_DIM their calls cost more than they spare.
@@ -44,10 +46,12 @@ _FEW_CONVERTED = 5 << 18
 _FEW = 1 << 17  # up to this many elements, one call costs more than one pass
 
 
-class _Native(steps.Engine):
+class _Cpu(steps.Engine):
+    scales_late, sum_dtype = True, torch.float32
+
     def __init__(self, lib: Library) -> None:
         self.lib = lib
-        self.update = lib.ista_update  # (product, base, gate, scale, threshold, nonnegative, out); on GPUs gated too
+        self.update = lib.ista_update  # (product, base, gate, scale, threshold, nonnegative, out)
 
     def step(self, left, right, base, call, out=None):
         product = self.mm(left, right, out)
@@ -55,10 +59,6 @@ class _Native(steps.Engine):
             out = product if base is None else _like(product, base.dtype)
         self.update(product, base, None, call.step_size, call.threshold, call.nonnegative, out)
         return out
-
-
-class _Cpu(_Native):
-    scales_late, sum_dtype = True, torch.float32
 
     def product_dtype(self, compute, rows):
         return products.fast_dtype(compute, rows)
@@ -150,22 +150,29 @@ class _Cpu(_Native):
         return total
 
 
-class _Cuda(_Native):
+class _Cuda(steps.Engine):
+    def step(self, left, right, base, call, out=None):
+        product = self.mm(left, right, out)
+        if out is None:
+            out = product if base is None else _like(product, base.dtype)
+        cuda.update(Terms(product, base, scale=call.step_size), call.threshold, call.nonnegative, out)
+        return out
+
     def plus_transpose(self, square):
         both = torch.empty_like(square)
-        self.lib.ista_symmetrize(square, both)
+        cuda.symmetrize(square, both)
         return both
 
     def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
         if base is None and gate is None:
             return steps.scaled(left, right, scale, out)
         product = torch.mm(left, right, out=out)
-        self.update(product, base, gate, scale, 0.0, False, product)
+        cuda.update(Terms(product, base, gate, scale=scale), 0.0, False, product)
         return product
 
     def mask(self, dy, y, call, dtype):
         masked = torch.empty_like(dy, dtype=dtype)
-        self.update(None, None, y, 1.0, 0.0, False, masked, dy)
+        cuda.update(Terms(gate=y, gated=dy), 0.0, False, masked)
         return masked
 
     def input_gradient(self, upstream, left, right, scale, base=None):
@@ -173,9 +180,10 @@ class _Cuda(_Native):
         product = torch.mm(left, right)
         dx = _like(product, dy.dtype)
         if base is None and masked.dtype == dy.dtype:
-            self.update(product, masked, None, scale, 0.0, False, dx)
+            terms = Terms(product, masked, scale=scale)
         else:  # dy is added as it was given, not as it was rounded for the products
-            self.update(product, base, y, scale if base is None else -scale, 0.0, False, dx, dy)
+            terms = Terms(product, base, y, dy, scale if base is None else -scale)
+        cuda.update(terms, 0.0, False, dx)
         return dx
 
     def add_product(self, total, left, right, scale):
@@ -191,8 +199,7 @@ def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _engine(device: torch.device) -> steps.Engine:
-    lib = library(device)
-    return _Cuda(lib) if lib.cuda else _Cpu(lib)
+    return _Cuda() if is_gpu(device) else _Cpu(library(device))
 
 
 def engine(x: Tensor) -> steps.Engine:
@@ -203,9 +210,9 @@ def engine(x: Tensor) -> steps.Engine:
 def is_few(x: Tensor, weight: Tensor, call: Call, dtype: torch.dtype = torch.float32) -> bool:
     """Tell whether all products of a call in ``dtype`` are made at once."""
     dim = weight.shape[0]
-    if not (x.is_cpu and x.dtype == weight.dtype == call.compute == dtype and dim % _VECTORS == 0):
+    if is_gpu(x.device) or not x.is_cpu:
         return False
-    if library(x.device).cuda:  # emulated
+    if not (x.dtype == weight.dtype == call.compute == dtype and dim % _VECTORS == 0):
         return False
     few = 0 < x.numel() <= _FEW_TOKENS * dim and dim <= _FEW_DIM
     return few and (dtype == torch.float32 or x.numel() * dim <= _FEW_CONVERTED)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
+from crate_kernels._core import plan
+from crate_kernels.ops.ista import cuda
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -30,7 +32,7 @@ def test_no_order_of_threads_changes_a_bit(descending, backend, device):
     device(descending=descending)
     a = randn(70, 70, dtype=torch.float32)
     both = torch.empty_like(a)
-    torch.ops.crate_kernels_C.cuda_ista_symmetrize(a, both)
+    cuda.symmetrize(a, both)
     assert torch.equal(both, a + a.t())
 
 
@@ -48,7 +50,7 @@ UPDATES = {
 
 def update(operands, out, scale=1.0, threshold=0.0, nonnegative=False):
     product, base, gated, gate = map(operands.get, OPERANDS)
-    torch.ops.crate_kernels_C.cuda_ista_update(product, base, gate, scale, threshold, nonnegative, out, gated)
+    cuda.update(cuda.Terms(product, base, gate, gated, scale), threshold, nonnegative, out)
 
 
 def expected(operands, scale=1.0, threshold=0.0, nonnegative=False):
@@ -158,11 +160,36 @@ def test_nothing_is_launched_for_no_tokens(function, backend):
     assert torch.equal(dweight, torch.zeros_like(weight))
 
 
-def test_the_names_of_operands_are_in_refusals(backend):
-    good = torch.ones(8)
-    with pytest.raises(RuntimeError, match=r"base must be 8 elements on cpu, got float32 \(9,\)"):
-        update({"product": good, "base": torch.ones(9)}, torch.empty(8))
-    with pytest.raises(RuntimeError, match="product must be contiguous"):
-        update({"product": torch.ones(16)[::2]}, torch.empty(8))
-    with pytest.raises(RuntimeError, match="gate must be given"):
-        update({"gated": good}, torch.empty(8))
+REFUSALS = {
+    "elements": ({"base": torch.ones(9)}, r"base must be 8 elements on cpu, got torch\.float32 \(9,\) on cpu"),
+    "strides": ({"product": torch.ones(16)[::2]}, "product must be contiguous"),
+    "device": ({"gate": torch.ones(8, device="meta")}, "gate must be 8 elements on cpu, got .* on meta"),
+    "dtype": ({"gate": torch.ones(8, dtype=torch.float64)}, r"gate must be 8 elements on cpu, got torch\.float64"),
+    "no-gate": ({"gated": torch.ones(8)}, "gate must be given"),
+}
+
+
+@pytest.mark.parametrize(("operands", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_the_names_of_operands_are_in_refusals(operands, message, backend):
+    with pytest.raises(ValueError, match=f"^ista: {message}"):
+        update({"product": torch.ones(8)} | operands, torch.empty(8))
+
+
+def test_a_square_is_refused_where_it_is_none(backend):
+    with pytest.raises(ValueError, match=r"^ista: a must be 9 elements on cpu, got torch\.float32 \(3, 4\)"):
+        cuda.symmetrize(torch.ones(3, 4), torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"^ista: both must be torch\.float32 \(3, 3\) on cpu, got torch\.bfloat16"):
+        cuda.symmetrize(torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16))
+
+
+@FUNCTIONS
+def test_a_later_call_is_a_plan_with_launches(function, backend, repeated_calls):
+    tensors = randn(40, 24, dtype=torch.bfloat16), randn(24, 24, dtype=torch.bfloat16, seed=1) / 5
+    outputs_and_gradients(lambda *t: function(*t, backend=backend), *tensors)
+    torch.ops.crate_kernels_C.emulated_launches()
+    before, _, _ = plan.counts()
+    outputs_and_gradients(lambda *t: function(*t, backend=backend), *tensors)
+    assert plan.counts()[0] - before == 2
+    assert repeated_calls.refused == []
+    launched = torch.ops.crate_kernels_C.emulated_launches().split()
+    assert "crate_kernels::ista_update_kernel" in launched

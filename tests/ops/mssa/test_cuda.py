@@ -308,7 +308,9 @@ def tiles(rows, columns):
     ],
     ids=["pairs", "rows", "causal", "threshold"],
 )
-def test_the_forward_takes_as_many_products_as_its_form(seqlen, call, many, expected, backend, device, library):
+def test_the_forward_takes_as_many_products_as_its_form(
+    seqlen, call, many, expected, backend, device, library, unrepeated
+):
     device(multiprocessors=1 if many else 1000)
     before = library.probe_products()
     mssa(randn(1, 1, seqlen, 32, dtype=torch.bfloat16), backend=backend, **call)
@@ -325,7 +327,7 @@ def test_the_forward_takes_as_many_products_as_its_form(seqlen, call, many, expe
     ],
     ids=["full", "causal"],
 )
-def test_the_backward_takes_five_products_a_tile(causal, expected, backend, device, library):
+def test_the_backward_takes_five_products_a_tile(causal, expected, backend, device, library, unrepeated):
     device(multiprocessors=1000)
     w = randn(1, 1, 128, 32, dtype=torch.bfloat16).requires_grad_()
     out = mssa(w, causal=causal, backend=backend)

@@ -1,16 +1,21 @@
-"""Bounds of the CUDA C++ kernels from nvcc's machine code.
+"""Bounds of the CUDA C++ kernels from machine code: NVRTC's, and nvcc's of those that are not launched by name yet.
 
 A launch gives a kernel its shared memory, of which the machine code says nothing: here blocks per multiprocessor are
 those that registers and warps allow.
 """
 
+import itertools
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from crate_kernels._native import build, compilers
+from crate_kernels._cuda.sources import Kernel
+from crate_kernels._native import build
+from crate_kernels._native import compilers as nvcc
+from tests.cuda import compilers
+from tests.cuda import resources as used
 from tests.native import report
 from tests.tools.aot import harness
 from tests.tools.sass import kernel, listing
@@ -29,26 +34,20 @@ FAMILIES = {
     "cuda-tssa_causal_backward": "tssa_causal_bwd_kernel<TssaFours,",
     "cuda-ista": "ista_update_kernel",
 }
+COMPILED = {"cuda-ista": Kernel("ista/cuda/update.cuh", "ista_update_kernel")}  # by NVRTC
 STREAMS = {name: not name.startswith(("cuda-mssa_forward", "cuda-mssa_backward")) for name in FAMILIES}
 _SECTION = re.compile(r'\.section\s+\.nv\.info\.(\S+?),"')
 _WORD = re.compile(r"\.word\s+0x([0-9a-f]+)")
 
 
 def kernels(target):
-    """Yield (family, name, bounds, the cubin that it is in) of the main kernels on ``target``; none without nvcc.
+    """Yield (family, name, bounds, the cubin that it is in) of the main kernels on ``target``.
 
-    The library is compiled once per change of its sources, for all architectures, which takes minutes.
+    Without NVRTC, or nvcc, those that it compiles are left out. nvcc compiles all of them once per change of the
+    sources, for all architectures, which takes minutes.
     """
-    if shutil.which("nvcc") is None:
-        return
-    arch = {"sm_90": "90a"}.get(target, target.removeprefix("sm_"))
-    archs = tuple(one for one in compilers.CUDA_ARCHS if "+" not in one)
-    if arch not in archs:
-        return
-    library = build.build_cuda_cached(archs)[0]
-    said = report.kernels(library.with_suffix(".so.txt").read_text())
-    resources = {one.name: one for one in said if one.arch == f"sm_{arch}"}
-    for cubin in _cubins(library, f"sm_{arch}"):
+    for cubin, said in itertools.chain(_of_nvrtc(target), _of_nvcc(target)):
+        resources = {one.name: one for one in said}
         functions, threads = _disassembled(cubin)
         for function, name in zip(functions, report.short_names([f.name for f in functions]), strict=True):
             family = next((key for key, start in FAMILIES.items() if name.startswith(start)), None)
@@ -56,6 +55,24 @@ def kernels(target):
                 one = resources[name]
                 made = kernel.Build(target, one.registers, one.shared, -(-threads[function.name] // 32), one.stack)
                 yield family, name, kernel.bounds(function, made), cubin
+
+
+def _of_nvrtc(target):
+    compiler = compilers.found()
+    if compiler is not None:
+        for one in COMPILED.values():
+            yield used.compiled(compiler, one, int(target.removeprefix("sm_")))
+
+
+def _of_nvcc(target):
+    arch = {"sm_90": "90a"}.get(target, target.removeprefix("sm_"))
+    archs = tuple(one for one in nvcc.CUDA_ARCHS if "+" not in one)
+    if shutil.which("nvcc") is None or arch not in archs:
+        return
+    library = build.build_cuda_cached(archs)[0]
+    said = [one for one in report.kernels(library.with_suffix(".so.txt").read_text()) if one.arch == f"sm_{arch}"]
+    for cubin in _cubins(library, f"sm_{arch}"):
+        yield cubin, said
 
 
 def _cubins(library, arch):

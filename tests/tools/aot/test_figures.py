@@ -12,6 +12,7 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
+from tests.cuda import compilers  # noqa: E402
 from tests.tools.aot import cuda, families, figures, page, report  # noqa: E402  # only where Triton compiles
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,7 @@ def test_no_figure_grows_with_the_older_triton(target):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: install the CUDA toolkit")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_no_figure_of_cuda_grows(target):
+    compilers.needed()
     found = report.summaries(report.of_cuda("", target)[0])
     assert set(found) == set(cuda.FAMILIES)
     assert figures.grown(found, figures.recorded("cuda", target)) == []

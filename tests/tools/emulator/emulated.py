@@ -15,6 +15,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 
 from crate_kernels._native import extension, libraries, ninja_build
 from tests.tools import natives
+from tests.tools.emulator import gpu
 
 HERE = Path(__file__).parent
 EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
@@ -33,10 +34,8 @@ FLAGS = (
     # Trap, as a GPU does, on an address that is not a multiple of the access's size; needs no library.
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
-    "-DUSE_CUDA",
-    f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}",
-    "-DCRATE_ARCHS=emulated",
 )
+LIBRARY_FLAGS = ("-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}", "-DCRATE_ARCHS=emulated")
 
 
 def unavailable_reason():
@@ -54,19 +53,21 @@ def unavailable_reason():
 
 
 def load():
-    """Compile and load the library in place of nvcc's."""
-    extension.CUDA_PATHS = (build(libraries.source_folder()),)
+    """Compile and load the library in place of nvcc's, and let kernels that are launched by name run in it."""
+    path = build(libraries.source_folder())
+    extension.CUDA_PATHS = (path,)
     extension.load_cuda()
+    gpu.use(path)
 
 
 def register():
     """Register the CUDA kernels of backend "cpp" as backend "emulated" for CPU tensors."""
-    natives.register("emulated", _cuda)
+    natives.register("emulated", _cuda, gpu=True)
 
 
 def on_cuda(op):
     """Import the native module of an operator a second time; this copy treats every tensor as a CUDA tensor."""
-    return natives.native(op, _cuda)
+    return natives.native(op, _cuda, gpu=True)
 
 
 def _cuda(device):
@@ -76,7 +77,9 @@ def _cuda(device):
 def build(folder):
     """Return the emulated library of the sources in ``folder``, compiled if it is not there yet."""
     sources = libraries.cuda_source_hash(folder)
-    key = hashlib.sha256(repr((FLAGS, sources)).encode() + b"".join(path.read_bytes() for path in EMULATOR))
+    key = hashlib.sha256(
+        repr((FLAGS, LIBRARY_FLAGS, sources)).encode() + b"".join(path.read_bytes() for path in EMULATOR)
+    )
     target = Path.home() / ".cache" / "crate_kernels" / f"emulated-{key.hexdigest()[:16]}" / "_emulated.so"
     with ninja_build.locked(target.parent):
         if not target.exists():
@@ -86,8 +89,7 @@ def build(folder):
 
 def _compile(folder, sources, target):
     compiler = shlex.split(get_cxx_compiler())
-    flags = [*FLAGS, f"-DCRATE_SOURCES={sources}", "-include", str(HERE / "emulator.h")]
-    flags += [word for path in include_paths() for word in ("-isystem", path)]
+    flags = [*FLAGS, *LIBRARY_FLAGS, f"-DCRATE_SOURCES={sources}", *included()]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         files = [*(path for path in EMULATOR if path.suffix != ".h"), *folder.rglob("*.cu")]
         objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
@@ -101,6 +103,11 @@ def _compile(folder, sources, target):
         folders = [f"-L{path}" for path in library_paths()]
         run([*compiler, "-shared", *map(str, objects), *folders, "-ltorch_cpu", "-o", str(linked)])
         os.replace(linked, target)
+
+
+def included():
+    """Return the options by which g++ finds PyTorch's headers, and reads the emulator's first."""
+    return ["-include", str(HERE / "emulator.h"), *(w for path in include_paths() for w in ("-isystem", path))]
 
 
 def run(command):

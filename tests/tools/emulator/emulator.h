@@ -13,7 +13,9 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <type_traits>
+#include <vector>
 
 // PyTorch's functions for launches: a CPU PyTorch lacks them or does without a device.
 #define aoti_torch_get_current_cuda_stream emulated_current_stream
@@ -62,6 +64,7 @@ inline float4 make_float4(float x, float y, float z, float w) {
   return {x, y, z, w};
 }
 
+#pragma GCC visibility push(default)  // libraries of single kernels share the rest: entry.h
 namespace emulator {
 
 // Properties that a test sets with the operator emulated_device. The default is a GPU of compute capability 8.0.
@@ -166,11 +169,21 @@ T shuffle(unsigned mask, T value, int source) {
 
 unsigned ballot(unsigned mask, bool vote);
 
+// A kernel that is launched by name.
+struct Entry {
+  std::string name;           // in C++
+  std::vector<size_t> sizes;  // of its parameters, in bytes
+  void (*call)(void** parameters);
+};
+// The entry at an address; null if none that was launched is there.
+const Entry* entry_at(const void* address);
+
 }  // namespace emulator
 
 // Indices of the running thread.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
+#pragma GCC visibility pop
 #define warpSize 32
 
 inline void __syncthreads() {

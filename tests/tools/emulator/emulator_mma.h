@@ -9,7 +9,7 @@ namespace crate_kernels {
 
 namespace emulated {
 
-inline int64_t products = 0;  // number of 16x8x16 products so far
+extern __attribute__((visibility("default"))) int64_t products;  // number of 16x8x16 products so far
 
 struct Product {
   float (&d)[4];

@@ -22,7 +22,7 @@ std::map<const void*, int64_t>& allowed_bytes() {
   return it;
 }
 
-// Kernel functions launched since a test last asked.
+// Kernels launched since a test last asked: functions, or entries.
 std::vector<const void*> launched;
 
 cudaError_t last_error = cudaSuccess;
@@ -38,7 +38,8 @@ cudaError_t remember(cudaError_t error) {
 cudaError_t check(const cudaLaunchConfig_t& config, const void* function) {
   const unsigned cluster = cluster_of(config), threads = config.blockDim.x;
   const auto allowed = allowed_bytes().find(function);
-  const int64_t limit = allowed == allowed_bytes().end() ? 48 * 1024 : allowed->second;
+  const int64_t limit =
+      allowed == allowed_bytes().end() ? 48 * 1024 : std::min<int64_t>(allowed->second, device().shared_limit);
   if (threads == 0 || threads > 1024 || threads % 32 != 0) return remember(cudaErrorInvalidConfiguration);
   if (cluster > 1 && device().capability < 90) return remember(cudaErrorInvalidConfiguration);
   if (cluster == 0 || cluster > 8 || config.gridDim.x % cluster != 0) return remember(cudaErrorInvalidConfiguration);
@@ -52,7 +53,6 @@ namespace {
 void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending, bool early) {
   device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
               descending, early};
-  allowed_bytes().clear();
 }
 
 // Returns the previous capability.
@@ -66,6 +66,7 @@ int64_t set_capability(int64_t capability) {
 std::string launches() {
   std::string names;
   for (const void* function : launched) {
+    if (const Entry* entry = entry_at(function)) names += entry->name + "\n";
     for (const crate_kernels::KernelEntry& entry : crate_kernels::kernel_entries()) {
       if (entry.function == function) names += entry.name + "\n";
     }

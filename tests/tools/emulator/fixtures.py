@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels._core import backends
+from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
 from tests.tools.emulator import emulated
 
@@ -37,6 +37,7 @@ def device(library):
     def change(**properties):
         values = {**AMPERE, "descending": False, "early": False, **properties}
         library.emulated_device(*(values[name] for name in (*AMPERE, "descending", "early")))
+        plan.forget()  # what was chosen for another device
 
     yield change
     change()

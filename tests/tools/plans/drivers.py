@@ -16,9 +16,10 @@ import pytest
 import torch
 import triton
 
-from crate_kernels._core import backends, plan, recording
+from crate_kernels._core import backends, launches
 from crate_kernels._native.compilers import find_cxx
 from crate_kernels._triton import launch
+from tests.tools.plans import standin
 
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -27,11 +28,6 @@ PARAMETER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
 FAILED, NO_PARAMETER = 700, 1  # CUDA's errors: an illegal address, an invalid value
-
-
-def address_of(function):
-    """Return the address of a ctypes function; 0 for None."""
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
 @contextmanager
@@ -53,14 +49,11 @@ def driving(run, sizes=None):
         offset[0], size[0] = 0, sizes[function][index]
         return 0
 
-    plan._load()
-    torch.ops.crate_kernels_C.plan_drive_by(address_of(launched), 0, 0 if sizes is None else address_of(parameter))
-    plan.forget()
+    standin.drive(launched, None if sizes is None else parameter)
     try:
         yield
     finally:
-        torch.ops.crate_kernels_C.plan_drive_by(0, 0, 0)
-        plan.forget()
+        standin.rest()
 
 
 def _extent(t):
@@ -111,15 +104,15 @@ class _Packed:
 @contextmanager
 def interpreted():
     """Let Triton's interpreter run what plans launch; for a process in which Triton interprets."""
-    launches = [None]  # a function is its place here
+    launched = [None]  # a function is its place here
 
     def describe(kernel, programs, compiled, arguments):
         packed = _Packed(arguments)
-        launches.append((kernel, programs, packed))
-        return recording.Launch(len(launches) - 1, (programs, 1, 1), 1, 0, 1, False, False, packed.parameters, None)
+        launched.append((kernel, programs, packed))
+        return launches.Launch(len(launched) - 1, (programs, 1, 1), 1, 0, 1, False, False, packed.parameters, None)
 
     def run(config, function, pointers):
-        kernel, programs, packed = launches[function]
+        kernel, programs, packed = launched[function]
         kernel[(programs,)](**{name: packed.unpack(each, pointers) for name, each in packed.arguments.items()})
 
     with pytest.MonkeyPatch.context() as patch, driving(run):
@@ -174,11 +167,8 @@ def idle(folder, target="sm_90"):
         both = dataclasses.replace(backends.for_device("triton"), devices=("cuda", "cpu"), missing=None)
         patch.setitem(backends._BACKENDS, "triton", both)
         patch.setitem(backends._PREFERENCE, "cpu", ("triton",))
-        plan._load()
-        torch.ops.crate_kernels_C.plan_drive_by(address_of(library.idle), 0, 0)
-        plan.forget()
+        standin.drive(library.idle, None)
         try:
             yield
         finally:
-            torch.ops.crate_kernels_C.plan_drive_by(0, 0, 0)
-            plan.forget()
+            standin.rest()

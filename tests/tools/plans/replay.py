@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from crate_kernels._core import plan, recording
+from crate_kernels._core import launches, plan, recording
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,7 +70,7 @@ def checked():
         listed = results if isinstance(results, tuple) else (results,)
         try:
             words = recorder.words(listed)
-        except recording.Unplannable as reason:
+        except launches.Unplannable as reason:
             self.failures += 1
             seen.refused.append(str(reason))
             return results

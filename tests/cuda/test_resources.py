@@ -1,0 +1,35 @@
+"""Every kernel that a planner launches is compiled by NVRTC, and takes no more registers than recorded."""
+
+import json
+
+import pytest
+
+from tests.cuda import compilers, resources
+
+RECORDED = json.loads(resources.RECORDED.read_text())
+FEW = 8  # kernels of an operator, which the usual suite compiles
+
+
+@pytest.mark.parametrize("capability", resources.CAPABILITIES)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=() if len(resources.kernels(op)) <= FEW else pytest.mark.exhaustive)
+        for op in resources.PLANNED
+    ],
+)
+def test_registers_and_spills_do_not_grow(op, capability):
+    compiler = compilers.needed()
+    found = resources.measured(compiler, op, capability)
+    recorded = RECORDED["kernels"][op][f"sm_{capability}"]
+    assert found.keys() == recorded.keys()
+    if "{}.{}".format(*compiler.version) != RECORDED["nvrtc"]:
+        pytest.skip(f"needs NVRTC {RECORDED['nvrtc']}, of which registers are recorded")
+    grown = {name: (recorded[name], now) for name, now in found.items() if any(map(int.__gt__, now, recorded[name]))}
+    assert grown == {}
+
+
+def test_what_is_recorded_fits_every_gpu():
+    for by_arch in RECORDED["kernels"].values():
+        for arch, kernels in by_arch.items():
+            assert all(0 < registers <= 255 and shared <= 48 * 1024 for registers, _, shared in kernels.values()), arch

@@ -1,0 +1,152 @@
+"""NVRTC: where it is looked for, what it compiles for, and what is said where it is absent or refuses."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from crate_kernels._native import nvrtc
+from tests.cuda import compilers
+
+KERNEL = '#include "a/b.h"\ntemplate <int N> __global__ void fill(int* to) { to[threadIdx.x] = N + kMore; }\n'
+HEADERS = {"a/b.h": "constexpr int kMore = 5;\n"}
+
+
+@pytest.fixture
+def compiler():
+    return compilers.needed()
+
+
+@pytest.mark.parametrize(("capability", "magic"), [(80, b"\x7fELF"), (90, b"\x7fELF"), (999, b"//")])
+def test_a_kernel_is_compiled_by_its_name_with_headers_from_memory(capability, magic, compiler):
+    architecture = compiler.architecture(capability)
+    result = compiler.compile(KERNEL, architecture, ["--std=c++17"], HEADERS, ["fill<3>", "fill<4>"])
+    assert result.binary.lstrip().startswith(magic)
+    assert result.names == {"fill<3>": "_Z4fillILi3EEvPi", "fill<4>": "_Z4fillILi4EEvPi"}
+    assert all(name.encode() in result.binary for name in result.names.values())
+
+
+REFUSED = {
+    "error": ("__global__ void f() { nothing(); }", "sm_80", [], r'(?s)for sm_80:.*identifier "nothing" is undefined'),
+    "option": ("", "sm_80", ["--no-such-option"], "NVRTC_ERROR_INVALID_OPTION"),
+    "name": ("", "sm_80", [], "for sm_80"),
+    "architecture": ("", "sm_1", [], "invalid value for --gpu-architecture"),
+}
+
+
+@pytest.mark.parametrize(("source", "architecture", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_it_refuses_is_an_error_that_says_why(source, architecture, options, message, compiler):
+    with pytest.raises(nvrtc.Refused, match=message):
+        compiler.compile(source, architecture, options, {}, ["f"])
+
+
+class Stub:
+    """An NVRTC of a version that knows some architectures."""
+
+    def __init__(self, version=(12, 6), known=(75, 80, 90)):
+        self.version, self.known = version, known
+        self.nvrtcCompileProgram = SimpleNamespace()
+
+    def nvrtcVersion(self, major, minor):
+        major._obj.value, minor._obj.value = self.version
+        return 0
+
+    def nvrtcGetNumSupportedArchs(self, count):
+        count._obj.value = len(self.known)
+        return 0
+
+    def nvrtcGetSupportedArchs(self, into):
+        into[:] = self.known
+        return 0
+
+
+ARCHITECTURES = {75: "sm_75", 80: "sm_80", 90: "sm_90a", 86: "compute_80", 100: "compute_90", 121: "compute_90"}
+
+
+@pytest.mark.parametrize(("capability", "expected"), ARCHITECTURES.items(), ids=map(str, ARCHITECTURES))
+def test_a_gpu_gets_its_own_code_and_a_newer_one_the_newest_that_is_known(capability, expected):
+    assert nvrtc.Nvrtc(Stub()).architecture(capability) == expected
+
+
+def test_a_gpu_that_is_too_old_is_refused():
+    with pytest.raises(nvrtc.Refused, match=r"NVRTC 12\.6 compiles from sm_75 on, this GPU is sm_70"):
+        nvrtc.Nvrtc(Stub()).architecture(70)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that pretends what is loaded, in wheels and known to the system, and lists what was opened."""
+    packages = tmp_path / "packages"
+    (packages / "torch").mkdir(parents=True)
+    monkeypatch.setattr(torch, "__file__", str(packages / "torch" / "__init__.py"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+    def pretend(loaded=(), wheels=(), system=()):
+        opened = []
+        for name in wheels:
+            (packages / "nvidia" / "cu" / "lib").mkdir(parents=True, exist_ok=True)
+            for path in (name, "libnvrtc-builtins.so.12.8"):
+                (packages / "nvidia" / "cu" / "lib" / path).touch()
+
+        def load(name, mode=0):
+            if name in loaded or (not mode and (name in system or str(packages) in name)):
+                if not mode:
+                    opened.append(name.removeprefix(f"{packages}/nvidia/cu/lib/"))
+                return Stub()
+            raise OSError(f"{name}: cannot open shared object file")
+
+        monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
+        return opened
+
+    nvrtc.library.cache_clear()
+    nvrtc.unavailable_reason.cache_clear()
+    yield pretend
+    nvrtc.library.cache_clear()
+    nvrtc.unavailable_reason.cache_clear()
+
+
+PLACES = {
+    "loaded": ({"loaded": ["libnvrtc.so.13"], "wheels": ["libnvrtc.so.12"]}, ["libnvrtc.so.13"]),
+    "of-pytorchs-cuda": ({"loaded": ["libnvrtc.so.12", "libnvrtc.so.13"]}, ["libnvrtc.so.12"]),
+    "wheel": (
+        {"wheels": ["libnvrtc.so.12"], "system": ["libnvrtc.so.12"]},
+        ["libnvrtc-builtins.so.12.8", "libnvrtc.so.12"],
+    ),
+    "system": ({"system": ["libnvrtc.so.13"]}, ["libnvrtc.so.13"]),
+    "toolkit": ({"system": ["/usr/local/cuda/lib64/libnvrtc.so.12"]}, ["/usr/local/cuda/lib64/libnvrtc.so.12"]),
+}
+
+
+@pytest.mark.parametrize(("there", "opened"), PLACES.values(), ids=PLACES)
+def test_the_one_that_pytorch_has_loaded_comes_first(there, opened, machine):
+    found = machine(**there)
+    assert nvrtc.library().version == (12, 6)
+    assert found == opened
+    assert nvrtc.unavailable_reason() is None
+
+
+ABSENT = {
+    "no-cuda": (None, "linux", r"this PyTorch has no CUDA \(install one that has\)"),
+    "not-found": ("12.8", "linux", r"is not found \(/usr.*cannot open .*\); pip install nvidia-cuda-nvrtc"),
+    "windows": ("12.8", "win32", "are compiled on Linux, not on win32"),
+}
+
+
+@pytest.mark.parametrize(("cuda", "platform", "message"), ABSENT.values(), ids=ABSENT)
+def test_without_it_the_reason_says_what_to_do(cuda, platform, message, machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(nvrtc.sys, "platform", platform)
+    with pytest.raises(nvrtc.Unavailable, match=message):
+        nvrtc.library()
+    assert nvrtc.unavailable_reason() is not None
+
+
+def test_what_is_not_nvrtc_is_passed_over(machine, monkeypatch):
+    opened = machine(loaded=["libnvrtc.so.12"], system=["libnvrtc.so.13"])
+    load = nvrtc.ctypes.CDLL
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name, mode=0: object() if "12" in name else load(name, mode))
+    assert nvrtc.library().version == (12, 6)
+    assert opened == ["libnvrtc.so.13"]
+    assert ctypes.CDLL is nvrtc.ctypes.CDLL
