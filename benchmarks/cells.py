@@ -42,6 +42,14 @@ def clock_title(results: Results) -> list[str]:
     return ["clock"] if len(results.clocks()) > 1 else []
 
 
+_GRAPHED_BESIDE = {
+    "eager": "published, eager",
+    "compile": "published, compiled",
+    "compile-graphed": "published, `reduce-overhead`",
+    "default": "ours",
+    "default-compiled": "ours, compiled",
+    "default-graphed": "ours, `reduce-overhead`",
+}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 
 
@@ -58,6 +66,23 @@ def every_clock(results: Results) -> str:
     titles = ["`None`", *(NAMES.get(name, f"`{name}`") for name in names)]
     said = ", ".join(_CLOCKS[clock] for clock in clocks)
     return f"Microseconds: {said}.\n\n" + markdown(["call", "dtype", *titles], lines)
+
+
+def graphed(results: Results) -> str:
+    """Render what a model's step takes without and with CUDA graphs, by the clocks that the results have."""
+    clocks, found = results.clocks(), results.find(bench="models")
+    lines = []
+    for group in dict.fromkeys(row.group for row in found if row.provider == "default-graphed" and row.times):
+        beside = {row.provider: row for row in found if row.group == group}
+        first = beside["default-graphed"]
+        lines.append(
+            [f"{first.case}, {first.direction}", first.dtype]
+            + [_on_clocks(beside.get(name), clocks) for name in _GRAPHED_BESIDE]
+        )
+    if not lines:
+        return "No GPU has timed a model yet.\n"
+    titles = [f"{name}, us" for name in _GRAPHED_BESIDE.values()]
+    return markdown(["model", "dtype", *titles], lines)
 
 
 def _call_of(row: Row) -> str:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from benchmarks.cells import OPERATORS
 from crate_kernels.bench import overhead
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.providers import DEFAULT, OURS
+from crate_kernels.bench.rows import CLOCKS, Results, Row
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ GOALS = (
     Goal("CRATE-S training step, batch 8", 2.2, "eager", "models", "step", "bf16", ("crate_small",), _PRODUCTS),
 )
 _OVERHEAD = (("public", "no gradient", 8.0), ("public with gradient", "forward with gradient", 20.0))
+_AS_THE_DEVICE, _HOST = 0.9, "what a call costs the host"
 _BEST_SDPA, _COPY, _PRODUCT, _MEMORY = "best sdpa", "copy", "product", "eager's memory"
 
 
@@ -181,12 +184,39 @@ def lines(results: Results) -> Iterable[list[str]]:
             verdict,
             (goal.reason or "not known") if missed else "",
         ]
+    if on_gpu:
+        yield _of_both_clocks(results)
     for provider, what, most in () if on_gpu else _OVERHEAD:
         costs = {op: _overhead(results, op, provider) for op in overhead.OPS}
         measured = ", ".join(f"{op} {cost:.1f}" for op, cost in costs.items() if not math.isnan(cost))
         verdict = "yes" if all(cost <= most for cost in costs.values()) else "no" if measured else "not measured"
         reason = "Python around the op: checks, the choice of a backend, autograd" if verdict == "no" else ""
         yield [f"public call over the raw op, {what}", "fp32", f"at most {most:g} us", measured, verdict, reason]
+
+
+def _of_both_clocks(results: Results) -> list[str]:
+    """Return the line of the goal that calls from Python are ahead of others' as their kernels are.
+
+    A call from Python is one in a loop, or of those one by one where the results have no loop.
+    """
+    device, loop, calls = (results.by(clock) for clock in CLOCKS)
+    found = []
+    for row in device.find(provider="default"):
+        called = next((c for c in (loop, calls) if "default" in c.in_group(row)), None)
+        ahead = [_ahead(one.in_group(row)) for one in (device, called) if one is not None and row.bench in OPERATORS]
+        if len(ahead) == 2 and all(ahead):
+            found.append((row.case, row.direction, ahead[1] / ahead[0]))
+    missed = [ratio for *_, ratio in found if round(ratio, 2) < _AS_THE_DEVICE]
+    met = "not measured" if not found else "yes" if not missed else f"{len(found) - len(missed)} of {len(found)}"
+    measured = ", ".join(f"{case} {direction} {ratio:.2f}" for case, direction, ratio in found)
+    target = f"{_AS_THE_DEVICE:g} x the device's"
+    return ["best other over ours, from Python", "all", target, measured, met, _HOST if missed else ""]
+
+
+def _ahead(beside: dict[str, Row]) -> float:
+    """Return the time of the best other as a multiple of ours; 0 without another."""
+    others = [row.time for name, row in beside.items() if name not in (DEFAULT, *OURS)]
+    return min(others, default=0.0) / beside[DEFAULT].time
 
 
 def _overhead(results: Results, op: str, provider: str) -> float:

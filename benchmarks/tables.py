@@ -300,6 +300,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "goals": _all_goals,
     "clocks": cells.every_clock,
     "graphs": cells.graphs,
+    "graphed": cells.graphed,
 }
 
 

@@ -22,8 +22,15 @@ from crate_kernels.ops.mssa import spec as mssa
 from crate_kernels.ops.tssa import spec as tssa
 from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 
-PROVIDERS = ("eager", "compile", "timm-vit", "composite", "products", "default-compiled", "default")
-_OURS = ("default", "default-compiled", "products")
+# Options of torch.compile, by the provider that is compiled; "graphed" ones are replayed from CUDA graphs.
+_GRAPHED = {"mode": "reduce-overhead"}
+_COMPILED = {"compile": {}, "default-compiled": {}, "compile-graphed": _GRAPHED, "default-graphed": _GRAPHED}
+PROVIDERS = (
+    *("eager", "compile", "timm-vit", "composite", "products", "default-compiled", "default"),
+    *("compile-graphed", "default-graphed"),
+)
+_OURS = ("default", "default-compiled", "default-graphed", "products")
+_PUBLISHED = ("eager", "compile", "compile-graphed")
 _IN_TURN = ("eager", "compile", "composite", "default-compiled", "default")
 
 
@@ -103,8 +110,10 @@ def published_form(model: nn.Module) -> nn.Module:
     return plain
 
 
-def unavailable_reason(network: Network, provider: str) -> str | None:
-    """Say why a provider cannot run a network; None if it can."""
+def unavailable_reason(network: Network, provider: str, device: torch.device) -> str | None:
+    """Say why a provider cannot run a network on a device; None if it can."""
+    if _COMPILED.get(provider) == _GRAPHED and device.type != "cuda":
+        return "CUDA graphs are for GPUs"
     if provider == "timm-vit":
         if network.vit is None:
             return "timm's ViT is no language model"
@@ -122,7 +131,7 @@ def _model(network: Network, provider: str, dtype: torch.dtype, device: torch.de
         width, depth, heads = network.vit
         return VisionTransformer(embed_dim=width, depth=depth, num_heads=heads).to(device, dtype)
     model = models.create(network.name, backend=None if provider in _OURS else "composite").to(device)
-    model = published_form(model) if provider in ("eager", "compile") else model
+    model = published_form(model) if provider in _PUBLISHED else model
     return model.to(dtype)
 
 
@@ -219,7 +228,7 @@ def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
 
 def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
     """Time a forward pass, or a training step: loss, gradients and AdamW."""
-    reason = unavailable_reason(network, row.provider)
+    reason = unavailable_reason(network, row.provider, device)
     if reason is not None:
         row.skipped = reason
         return row
@@ -277,8 +286,8 @@ def _checked(row: Row, network: Network, dtype: torch.dtype, device: torch.devic
 def _call(row: Row, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> clock.Call:
     """Return the forward pass or the training step of a model; the first call compiles what is to be compiled."""
     x, y = _batch(network, dtype, device)
-    if row.provider in ("compile", "default-compiled"):
-        model = cast(nn.Module, torch.compile(model, dynamic=False))
+    if row.provider in _COMPILED:
+        model = cast(nn.Module, torch.compile(model, dynamic=False, **_COMPILED[row.provider]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def forward() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,7 @@ def _load_warning(results: Results) -> str:
 def _table(results: Results) -> str:
     """Return a table, one line per case: the default backend's time, and the time ratios of the others.
 
+    On a GPU, ``ms`` is the device's time. A call in a loop from Python takes the host's, where that is longer.
     A provider beyond its error budget is shown as "wrong", without a time.
     """
     groups = list(dict.fromkeys(row.group for row in results.rows))
@@ -150,14 +152,18 @@ def _table(results: Results) -> str:
     for group in groups:
         beside = {row.provider: row for row in results.rows if row.group == group}
         ours = results.best(next(iter(beside.values())))
-        backend, ms = (ours.provider, f"{1e3 * ours.time:.3f}") if ours is not None else ("-", "-")
+        backend, *ms = ("-", "-", "-") if ours is None else (ours.provider, *map(_ms, (ours.time, ours.on("loop"))))
         wrong = [name for name in providers.OURS if name in beside and _is_wrong(beside[name])]
         if wrong:
             backend += f" ({', '.join(wrong)} wrong)"
         ratios = [_ratio_cell(beside.get(name), ours) for name in others]
         if ours is not None or wrong:
-            lines.append([" ".join(group[2:]), backend, ms, *ratios])
-    return table.render(["case", "backend", "ms", *(f"x {name}" for name in others)], lines)
+            lines.append([" ".join(group[2:]), backend, *ms, *ratios])
+    return table.render(["case", "backend", "ms", "in a loop", *(f"x {name}" for name in others)], lines)
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3f}"
 
 
 def _is_wrong(row: Row) -> bool:

@@ -193,6 +193,9 @@ def test_bench_prints_a_table_and_writes_rows(bench):
     assert "cannot be trusted" not in printed
     assert "tssa vit-196 fp32 both" in printed
     assert "x eager" in printed
+    header, _, line = printed.partition("\ncase ")[2].splitlines()[:3]
+    loop = line.split()[header.replace("in a loop", "loop").split().index("loop") + 4]  # a case has four words more
+    assert 0 < float(loop) < 1e3
     found = rows.read(path)
     assert {r.provider for r in found.rows if r.times} >= {"eager", "composite"}
     assert json.loads(path.read_text())["machine"]["copy_bytes"] == 1e10

@@ -188,7 +188,31 @@ def test_goals_for_gpus_are_judged_from_rows(what, providers, line, tmp_path, mo
     assert not any(" x sdpa |" in each and "fp32" in each for each in said), "goals for CPUs"
 
 
+FROM_PYTHON = {
+    "one-by-one": ((1e-3, None, 4e-3), (2e-3, None, 4e-3), "vit-196 both 0.50 | 0 of 1 | what a call costs the host |"),
+    "in-a-loop": ((1e-3, 1e-3, 4e-3), (2e-3, 2e-3, 4e-3), "vit-196 both 1.00 | yes |  |"),
+}
+
+
+@pytest.mark.parametrize(("ours", "eager", "end"), FROM_PYTHON.values(), ids=FROM_PYTHON)
+def test_calls_from_python_are_held_to_what_the_device_takes(ours, eager, end, tmp_path, monkeypatch):
+    found = [*clocked("tssa", "tssa", "vit-196", ours, eager, shape=[64, 8, 196, 48])]
+    found.append(row("tssa", "tssa", "vit-196", "both", "triton", 1e-9, device_seconds=[1e-9]))
+    last = rendered("gpu-goals", tmp_path, monkeypatch, True, found).splitlines()[-1]
+    assert last == f"| best other over ours, from Python | all | 0.9 x the device's | {end}"
+
+
+def test_models_are_shown_with_and_without_graphs(tmp_path, monkeypatch):
+    found = [
+        row("models", "model", "crate_base", "step", name, 2 * ms / 1e3, device_seconds=[ms / 1e3])
+        for name, ms in (("eager", 4), ("compile-graphed", 3), ("default", 2), ("default-graphed", 1))
+    ]
+    said = rendered("gpu-graphed", tmp_path, monkeypatch, True, found).splitlines()[-1]
+    assert said == "| crate_base, step | bf16 | 4000 / 8000 | - | 3000 / 6000 | 2000 / 4000 | - | 1000 / 2000 |"
+    assert "No GPU" in rendered("gpu-graphed", tmp_path, monkeypatch, True, found[:3])
+
+
 def test_without_a_gpu_its_goals_are_not_measured():
     said = tables.render("gpu-goals", {}).splitlines()[2:]
-    assert len(said) == len(goals.GPU_GOALS)
+    assert len(said) == len(goals.GPU_GOALS) + 1  # that of both clocks
     assert all(each.endswith("|  | not measured |  |") for each in said)
