@@ -82,10 +82,10 @@ def build(kernel, types, emulator):
 
     unit = f'{sources.unit(kernel, types)}#include "{HERE / "entry.h"}"\nEMULATED_ENTRY({kernel.name})\n'
     known = (FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
-    target = emulator.parent / f"{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
+    target = emulator.parent / hashlib.sha256(repr(known).encode()).hexdigest()[:16] / "kernel.so"
     if target.exists():
         return target
-    with ninja_build.locked(emulator.parent), tempfile.TemporaryDirectory(dir=emulator.parent) as scratch:
+    with ninja_build.locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         if not target.exists():
             source, linked = Path(scratch) / "unit.cpp", Path(scratch) / "unit.so"
             source.write_text(unit)
