@@ -20,6 +20,7 @@ _STANDARD = {
     "cmath": """#pragma once
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
+#define HUGE_VAL __longlong_as_double(0x7ff0000000000000LL)
 """,
     "cstdint": """#pragma once
 using int8_t = signed char;

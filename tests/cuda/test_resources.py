@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from crate_kernels._cuda import cubins, sources
 from tests.cuda import compilers, resources
 
 RECORDED = json.loads(resources.RECORDED.read_text())
@@ -33,3 +34,23 @@ def test_what_is_recorded_fits_every_gpu():
     for by_arch in RECORDED["kernels"].values():
         for arch, kernels in by_arch.items():
             assert all(0 < registers <= 255 and shared <= 48 * 1024 for registers, _, shared in kernels.values()), arch
+
+
+STANDARD = """#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+static_assert(sizeof(int64_t) == 8 && sizeof(uint16_t) == 2 && sizeof(uintptr_t) == 8, "");
+static_assert(std::is_same_v<std::conditional_t<true, int, float>, std::remove_const_t<const int>>, "");
+__global__ void f(float* to, double* wide) {
+  const uint32_t bits = 5;
+  memcpy(to, &bits, sizeof(bits));
+  to[1] = INFINITY + NAN;
+  wide[0] = -HUGE_VAL;
+}
+"""
+
+
+def test_kernels_have_of_the_standard_headers_what_they_use():
+    made = compilers.needed().compile(STANDARD, "sm_80", cubins.OPTIONS, sources._STANDARD, ["f"])
+    assert made.names == {"f": "_Z1fPfPd"}
