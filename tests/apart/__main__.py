@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import crate_kernels
+from crate_kernels._core import files
 from tests.apart.draw import OPERATORS, ORDER, draw, seeds_of
 from tests.apart.judge import Verdict, judge
 from tests.apart.machines import ready
@@ -49,7 +50,13 @@ def make(arguments):
     first, parts = map(int, arguments.shard.split("/"))
     seeds = seeds_of(arguments.op, arguments.start) if arguments.op else itertools.count(arguments.start)
     seeds = itertools.islice(seeds, first - 1, arguments.calls, parts)
-    records = run([s for s in seeds if arguments.kind in ORDER[s % len(ORDER)][1]], log, arguments)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(log):
+            records = run([s for s in seeds if arguments.kind in ORDER[s % len(ORDER)][1]], log, arguments)
+    except files.InUse as error:
+        print(error)
+        return 1
     return summary(records, log)
 
 
@@ -83,7 +90,6 @@ def digest():
 
 def run(seeds, log, arguments):
     """Make the calls that the log does not have yet; return the records of all."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     running = log.with_suffix(".running")  # seed of the present call, which a process that dies in it leaves behind
     records = {}
     if log.exists():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import crate_kernels
+from crate_kernels._core import files
 from tests.apart.__main__ import OUTPUT, digest
 
 OPERATORS = ("mssa", "mssa causal", "tssa", "tssa causal", "ista")
@@ -156,7 +157,6 @@ def ratio(least):
 
 def run(wanted, log, seconds, minutes=None):
     """Time the cells that the log does not have yet; return the least times of all, by cell."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     found, threads = {}, torch.get_num_threads()
     if log.exists():
         found = {Cell(*record["cell"]): record["seconds"] for record in map(json.loads, log.read_text().splitlines())}
@@ -212,7 +212,13 @@ def main():
     arguments = parser.parse_args()
     log = arguments.log or OUTPUT / f"cells-{digest()}.jsonl"
     wanted = cells({name: getattr(arguments, name) for name in GRID}, arguments.op)
-    found = run(wanted, log, arguments.seconds, arguments.minutes)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(log):
+            found = run(wanted, log, arguments.seconds, arguments.minutes)
+    except files.InUse as error:
+        print(error)
+        return 1
     print("\n".join(table(found, arguments.worst)))
     print(f"{len(found)} of {len(wanted)} cells; log: {log}")
     return 0

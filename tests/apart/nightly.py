@@ -15,8 +15,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from crate_kernels._core import files
 from tests.apart.__main__ import OUTPUT, STATUSES, digest
 from tests.apart.draw import OPERATORS
+from tests.tools import bound
 
 BACKENDS = ("cpp", "composite", "reference", "emulated", "triton")
 INCOMPLETE = 3  # exit status: nothing failed, but time was up
@@ -36,6 +38,16 @@ def main():
     arguments = parser.parse_args()
     out = arguments.out or OUTPUT / f"nightly-{digest()}"
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(out):
+            return make(arguments, out)
+    except files.InUse as error:
+        print(error)
+        return 1
+
+
+def make(arguments, out):
+    """Make the calls that ``arguments`` ask for; return the exit status."""
     stop_at = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
     cells = [(op, backend) for backend in arguments.backend or BACKENDS for op in arguments.op or OPERATORS]
 
@@ -51,14 +63,15 @@ def main():
 def part(arguments, out, op, backend, job, stop_at):
     """Make one process's calls of one operator and backend; start it again where it dies in one of them."""
     log = out / f"{op.replace(' ', '-')}-{backend}-{job}of{arguments.jobs}.jsonl"
-    command = [sys.executable, "-m", "tests.apart", "--op", op, "--backend", backend, "--log", log]
+    log.with_suffix(".running").unlink(missing_ok=True)  # a run that was stopped ended its processes within their calls
+    command = ["-m", "tests.apart", "--op", op, "--backend", backend, "--log", log]
     command += ["--calls", arguments.calls, "--start", arguments.start, "--shard", f"{job}/{arguments.jobs}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(backend == "triton"))}
     died = 0
     while died < 20 and (stop_at is None or time.monotonic() < stop_at):
         left = [] if stop_at is None else ["--minutes", (stop_at - time.monotonic()) / 60]
         with log.with_suffix(".txt").open("a") as text:
-            done = subprocess.run([*map(str, command + left)], stdout=text, stderr=text, env=environment)
+            done = subprocess.run(bound.command(*command, *left), stdout=text, stderr=text, env=environment)
         if done.returncode >= 0:
             break
         died += 1

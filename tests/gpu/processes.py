@@ -3,9 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from tests.tools import bound
 
 ROOT = Path(__file__).resolve().parents[2]
 # Exit statuses of what ends by itself. INCOMPLETE: time was up. BROKEN: some items could not even begin, as if a file
@@ -21,9 +22,10 @@ def worst(statuses):
 
 
 def start(arguments, environment=None, apart=False):
-    """Start this Python; ``apart`` in a process group of its own, so that what it starts in turn ends with it."""
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environment or {})}, start_new_session=apart)
+    """Start this Python, which ends with this process; ``apart`` in a group of its own, as ``end`` takes it."""
+    return subprocess.Popen(
+        bound.command(*arguments), cwd=ROOT, env={**os.environ, **(environment or {})}, start_new_session=apart
+    )
 
 
 def end(process):

@@ -17,6 +17,7 @@ import crate_kernels
 from crate_kernels._core import files
 from tests.loaders import folders
 from tests.loaders.judge import judge
+from tests.tools import bound
 
 OUTPUT = Path("build/fuzz-loaders")
 
@@ -42,10 +43,14 @@ def main():
     if arguments.child:
         return run(seeds, log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with files.owned(log):
-        while subprocess.run([sys.executable, "-m", "tests.loaders", *sys.argv[1:], "--child"]).returncode:
-            crashed = next(seed for seed in seeds if seed not in done(log))
-            record(log, crashed, "failed", "the process ended in it")
+    try:
+        with files.owned(log):
+            while subprocess.run(bound.command("-m", "tests.loaders", *sys.argv[1:], "--child")).returncode:
+                crashed = next(seed for seed in seeds if seed not in done(log))
+                record(log, crashed, "failed", "the process ended in it")
+    except files.InUse as error:
+        print(error)
+        return 1
     return summary([found for seed, found in done(log).items() if seed in seeds], log)
 
 

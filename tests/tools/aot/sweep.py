@@ -24,6 +24,7 @@ from pathlib import Path
 import triton
 from triton import knobs
 
+from crate_kernels._core import files
 from tests.tools.aot import harness, sizes
 
 TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
@@ -163,7 +164,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/sweep"), help="the folder of the records")
     args = parser.parse_args()
     path = args.out / f"triton-{triton.__version__}-{args.target}.jsonl"
-    run(args.target, args.draws, args.part, path, time.time() + 60 * args.minutes)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(path):
+            run(args.target, args.draws, args.part, path, time.time() + 60 * args.minutes)
+    except files.InUse as error:
+        print(error)
+        return 1
     every, faults = kernels(args.target, sizes.calls(args.draws, args.part)), Record(path).faults
     done = [kernel for kernel in every if kernel.key in faults]
     failed = [kernel for kernel in done if faults[kernel.key]]
