@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
+from crate_kernels._core import given
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -36,6 +38,7 @@ def _dense(op: str, name: str, value: Tensor) -> None:
     """Require a tensor whose numbers lie in memory by strides."""
     if value.layout != torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got one of layout {value.layout}")
+    given.in_memory(op, name, value)
 
 
 # What others call an argument of ours, where the letters do not tell.

@@ -6,11 +6,13 @@ which its owner, or a hook, may have changed since.
 
 from __future__ import annotations
 
+from operator import mul
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 # As csrc/common/dtype.h counts them.
 KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -19,6 +21,22 @@ def _refuse(call: str, name: str, wanted: str, value: Any) -> NoReturn:
     found = isinstance(value, Tensor)
     got = f"{value.dtype} {tuple(value.shape)} on {value.device}" if found else type(value).__name__
     raise ValueError(f"{call}: {name} must be {wanted}, got {got}")
+
+
+def in_memory(call: str, name: str, value: Tensor) -> None:
+    """Require a plain tensor whose storage holds all that it reaches: who frees or cuts one leaves its sizes."""
+    if type(value) not in _PLAIN or torch.compiler.is_compiling() or not torch._C._has_storage(value):
+        return
+    reach = value.numel()
+    if reach and not value.is_contiguous():
+        strides = value.stride()
+        reach = sum(map(mul, value.shape, strides)) - sum(strides) + 1
+    wanted = (value.storage_offset() + reach) * value.itemsize if reach else 0
+    found = value.untyped_storage().nbytes()
+    if found < wanted:
+        raise ValueError(
+            f"{call}: {name} must have a storage of at least {wanted} bytes, got one of {found}: it was freed or cut"
+        )
 
 
 def tensor(

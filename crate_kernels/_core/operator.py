@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from crate_kernels._core import backends, imports, plan
+from crate_kernels._core import backends, given, imports, plan
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
@@ -91,6 +91,8 @@ def define(
     name = schema.partition("(")[0]
     parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
     written = [i for i, a in enumerate(parsed.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    # What a forward is given, its public function has checked; what comes later may have changed since.
+    later = [(a.name, i) for i, a in enumerate(parsed.arguments) if "Tensor" in str(a.type) and name[-4:] != "_fwd"]
     planned = _planned(parsed, planned_where)
 
     def checked_fake(*args: Any) -> Any:
@@ -103,6 +105,9 @@ def define(
         return fake(*args)
 
     def compute(*args: Any) -> Any:
+        for argument, place in later:
+            if args[place] is not None:
+                given.in_memory(name, argument, args[place])
         result = body(*map(_materialized, args))
         return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))
 

@@ -29,11 +29,12 @@ class Given {
   Given(const char* call, int32_t device_type, const char* name, const Tensor& first)
       : call_(call), type_(device_type), index_(first.get_device_index()) {
     if (type_of(first) != type_) refuse(name, "on " + device_name(type_, -1), first);
+    in_memory(name, first);
   }
 
   // A tensor that kernels read in any strides.
   void strided(const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes) const {
-    if (fits(t, sizes) && t.scalar_type() == dtype) return;
+    if (fits(t, sizes) && t.scalar_type() == dtype) return in_memory(name, t);
     refuse(name, described(dtype_name(dtype), sizes.at, sizes.dims) + " on " + device_name(type_, index_), t);
   }
   void strided(const char* name, const std::optional<Tensor>& t, ScalarType dtype, const Sizes& sizes) const {
@@ -61,6 +62,7 @@ class Given {
       refuse(name, std::to_string(numel) + " elements on " + device_name(type_, index_), t);
     }
     check_contiguous(name, t);
+    in_memory(name, t);
     return {t.data_ptr(), dtype_of(t)};
   }
   Operand elements(const char* name, const std::optional<Tensor>& t, int64_t numel) const {
@@ -100,6 +102,21 @@ class Given {
   bool fits(const Tensor& t, const Sizes& sizes) const {
     const auto found = t.sizes();
     return here(t) && std::equal(found.begin(), found.end(), sizes.at, sizes.at + sizes.dims);
+  }
+
+  void in_memory(const char* name, const Tensor& t) const {
+    int64_t dims = 0, offset = 0, bytes = 0, *sizes = nullptr, *strides = nullptr;
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(t.get(), &dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+    const int64_t reach = reach_of(dims, sizes, strides, offset, dtype);
+    if (reach <= bytes) return;
+    fail(std::string(name) + " must have a storage of at least " + std::to_string(reach) + " bytes, got one of " +
+         std::to_string(bytes) + ": it was freed or cut");
   }
 
   void check_contiguous(const char* name, const Tensor& t) const {

@@ -31,6 +31,7 @@
 
 #include "plan_driver.h"
 #include "plan_program.h"
+#include "tensor.h"
 
 namespace crate_kernels {
 namespace {
@@ -84,12 +85,13 @@ struct Key {
   void tensor(AtenTensorHandle t) {
     static const int32_t strided = aoti_torch_layout_strided();
     int32_t layout = 0, dtype = 0, type = 0, index = 0;
-    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr, stored = 0, offset = 0;
     void* data = nullptr;
     if (aoti_torch_get_layout(t, &layout) != 0 || layout != strided || aoti_torch_get_dim(t, &dims) != 0 ||
         aoti_torch_get_sizes(t, &sizes) != 0 || aoti_torch_get_strides(t, &strides) != 0 ||
         aoti_torch_get_dtype(t, &dtype) != 0 || aoti_torch_get_device_type(t, &type) != 0 ||
-        aoti_torch_get_device_index(t, &index) != 0 || aoti_torch_get_data_ptr(t, &data) != 0) {
+        aoti_torch_get_device_index(t, &index) != 0 || aoti_torch_get_data_ptr(t, &data) != 0 ||
+        aoti_torch_get_storage_size(t, &stored) != 0 || aoti_torch_get_storage_offset(t, &offset) != 0) {
       whole = false;
       return;
     }
@@ -102,6 +104,7 @@ struct Key {
       add(static_cast<uint64_t>(sizes[d]));
       add(static_cast<uint64_t>(strides[d]));
     }
+    whole &= reach_of(dims, sizes, strides, offset, dtype) <= stored;  // Python says what was freed
   }
 };
 

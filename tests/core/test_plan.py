@@ -233,6 +233,18 @@ def test_scratch_memory_is_one_allocation_and_aligned():
     assert (second - first) % 512 == 0
 
 
+@pytest.mark.parametrize("bytes_left", [0, 63], ids=["freed", "cut"])
+def test_a_tensor_without_its_memory_is_not_launched_on(bytes_left):
+    seen = []
+    with drivers.driving(lambda *_: seen.append(1)):
+        a = torch.randn(4, 4)
+        ops().plan_store([a], NUMBER, recorded(launching, a))
+        assert ops().plan_1_1(a, NUMBER) is not None
+        a.untyped_storage().resize_(bytes_left)
+        assert ops().plan_1_1(a, NUMBER) is None
+    assert seen == [1]
+
+
 @pytest.mark.parametrize("sizes", [[8, 8, 4], [8, 8, 4, 8, 8], [8, 8, 8, 8]], ids=["fewer", "more", "wider"])
 def test_parameters_that_the_driver_does_not_know_are_refused(sizes):
     with drivers.driving(lambda *_: 0, sizes={5: sizes}):

@@ -38,7 +38,9 @@ def logsumexp_backward(dlse: Tensor, w: Tensor, lse: Tensor, call: Call) -> None
 
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> None:
-    """Check the tensors of a step with a cache."""
+    """Check the tensors of a step with a cache, which may repeat another and then comes here alone."""
+    for name, value in (("w", w), ("cache.data", data), ("cache.lengths", lengths)):
+        given.in_memory("mssa", name, value)
     given.options("mssa", w, call.key_padding_mask, None, None)
     given.floating("mssa", "cache.data", data, 4)
     batch, nheads, _, head_dim = w.shape

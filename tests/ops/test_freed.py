@@ -1,0 +1,161 @@
+"""Tensors whose storage was freed or cut: sizes stay, memory is gone, and a kernel that reads it ends the process."""
+
+import re
+
+import pytest
+import torch
+
+import crate_kernels as ck
+from crate_kernels._core import backends
+from crate_kernels._native import extension
+from tests.ops import test_given
+from tests.ops.repeated import CALLS, both, call_of, known
+
+REFUSAL = "must have a storage of at least .* bytes, got one of"
+HOW = {"freed": 0, "cut": 1}  # share of the bytes that are left, but for the last one
+BACKENDS = sorted({*test_given.NAMES, "reference"})
+repeats = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
+chosen = test_given.chosen
+
+
+def spoil(t, how):
+    """Free the storage of a tensor, or cut it within its last element."""
+    storage = t.untyped_storage()
+    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    storage.resize_(HOW[how] * ((t.storage_offset() + reach) * t.itemsize - 1))
+
+
+@pytest.mark.parametrize("chosen", BACKENDS, indirect=True)
+@pytest.mark.parametrize("name", test_given.CALLS)
+@pytest.mark.parametrize("how", HOW)
+def test_a_call_refuses_each_input_by_name(name, chosen, how):
+    function, inputs = test_given.CALLS[name]
+    for i in range(len(inputs)):
+        given = [t.clone() for t in inputs]
+        spoil(given[i], how)
+        with pytest.raises(ValueError, match=f"^{name.partition('-')[0]}: .*{REFUSAL}"):
+            function(*given, backend=chosen)
+
+
+def accepted(function, schema, values):
+    """Return the tensors of a call that it does not refuse, by name, when they were freed."""
+    found = []
+    for argument in schema.arguments:
+        if isinstance(values.get(argument.name), torch.Tensor):
+            given = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+            spoil(given[argument.name], "freed")
+            error = test_given.refusal(function, (given.get(a.name) for a in schema.arguments))
+            if not re.search(REFUSAL, str(error)):
+                found.append(f"{argument.name}: {error!r}")
+    return found
+
+
+# What a forward is given, its public function checks.
+@pytest.mark.parametrize("chosen", test_given.NAMES, indirect=True)
+@pytest.mark.parametrize("entry", [e for e in test_given.ENTRIES if not e.partition("-")[0].endswith("_fwd")])
+def test_an_op_refuses_each_tensor(entry, chosen):
+    room, function, inputs, _ = test_given.ENTRIES[entry]
+    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (
+        room in ("lse", "linear") and chosen != "composite"
+    ):
+        pytest.skip("needs a backend that has this op")
+    schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
+    assert accepted(function, schema, {**inputs(), "backend": chosen}) == []
+
+
+@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@pytest.mark.parametrize("entry", [e for e in test_given.LIBRARY if e not in ("ista_symmetrize", "mssa_decode-step")])
+def test_an_op_of_the_extension_refuses_each_tensor(entry):
+    extension.load()
+    overload, schema, values, _ = test_given.library_calls(entry, cuda=False)
+    assert accepted(overload, schema, values) == []
+
+
+@pytest.mark.parametrize("entry", [e for e in test_given.LIBRARY if e not in test_given.CPU_ALONE])
+def test_an_emulated_op_refuses_each_tensor(entry, library):
+    overload, schema, values, _ = test_given.library_calls(entry, cuda=True)
+    assert accepted(overload, schema, values) == []
+
+
+def layouts():
+    """Return tensors of the same sizes that reach the last byte of their storage, by name."""
+    base = torch.arange(2 * 3 * 5 * 16, dtype=torch.float32).view(2, 3, 5, 16).sin()
+    cut = torch.zeros(2, 5, 3 * 3 * 16)[:, :, -48:].view(2, 5, 3, 16).transpose(1, 2)
+    ends = torch.zeros(7 + base.numel())[7:].view_as(base)
+    for t in (cut, ends):
+        t.copy_(base)
+    return {"whole": base, "part-of-a-projection": cut, "end": ends, "expanded": base[:1, :1].expand(2, 3, 5, 16)}
+
+
+@pytest.mark.parametrize("chosen", BACKENDS, indirect=True)
+@pytest.mark.parametrize("layout", layouts())
+def test_what_reaches_the_last_byte_of_a_storage_is_taken(layout, chosen):
+    w = layouts()[layout]
+    temp = torch.ones(3)
+    for _ in range(3):
+        expected = ck.tssa(w.contiguous(), temp, backend="reference")
+        torch.testing.assert_close(ck.tssa(w, temp, backend=chosen), expected)
+    spoil(w, "cut")
+    with pytest.raises(ValueError, match=f"tssa: w {REFUSAL}"):
+        ck.tssa(w, temp, backend=chosen)
+
+
+def test_an_empty_tensor_needs_no_storage():
+    for w in (torch.empty(0, 3, 5, 16), torch.randn(2, 3, 5, 16)[:, :, :0]):
+        w.untyped_storage().resize_(0)
+        assert ck.tssa(w, torch.ones(3)).shape == w.shape
+
+
+@repeats
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
+    call, make = known(name)
+    for i in range(len(make())):
+        with torch.no_grad():
+            given = list(make())
+            spoil(given[i], how)
+            with pytest.raises(ValueError, match=REFUSAL):
+                call(*given)
+        for of in ("input", "gradient"):
+            given = [t.requires_grad_() for t in make()]
+            out = call(*given)
+            out = out[0] if isinstance(out, tuple) else out
+            dout = torch.ones_like(out)
+            spoil(given[i].detach() if of == "input" else dout, how)
+            with pytest.raises(ValueError, match=REFUSAL):
+                out.backward(dout)
+
+
+@repeats
+@pytest.mark.parametrize("of", ["mssa", "tssa"])
+def test_a_repeated_call_refuses_an_output_that_was_freed(of):
+    call, make = call_of({"mssa": "mssa", "tssa": "tssa-members"}[of])
+    for seed in range(3):
+        both(call, make(seed=seed))
+    given = [t.requires_grad_() for t in make()]
+    found = call(*given)
+    out, kept = (found, found) if of == "mssa" else found
+    kept.detach().untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=REFUSAL):
+        out.backward(torch.ones(out.shape))
+
+
+@pytest.mark.parametrize("chosen", test_given.NAMES, indirect=True)
+@pytest.mark.parametrize("held", ["data", "energy", "weighted", "mass", "lengths"])
+def test_a_step_refuses_a_cache_that_was_freed(held, chosen):
+    w, temp = torch.randn(2, 3, 1, 16), torch.ones(3)
+    if held == "data":
+        cache = ck.SubspaceCache(2, 3, 7, 16)
+    else:
+        cache = ck.TokenStatsCache(2, 3, 16)
+    for _ in range(3):
+        step = (
+            (lambda: ck.mssa(w, causal=True, cache=cache, backend=chosen))
+            if held == "data"
+            else (lambda: ck.tssa(w, temp, causal=True, cache=cache, backend=chosen))
+        )
+        step()
+    getattr(cache, held).untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RuntimeError), match=rf"{held} {REFUSAL}"):
+        step()
