@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from crate_kernels.bench.rows import Results, Row
@@ -92,7 +91,7 @@ def _call_of(row: Row) -> str:
 def _on_clocks(row: Row | None, clocks: list[str]) -> str:
     if row is None:
         return "-"
-    return " / ".join("-" if math.isnan(row.on(clock)) else f"{1e6 * row.on(clock):.0f}" for clock in clocks)
+    return " / ".join(f"{1e6 * row.on(clock):.0f}" if row.samples(clock) else "-" for clock in clocks)
 
 
 def graphs(results: Results) -> str:
@@ -101,7 +100,9 @@ def graphs(results: Results) -> str:
     lines = []
     for row in results.find(provider="default"):
         if row.bench in OPERATORS and row.device_seconds:
-            called = [row.on(clock) for clock in clocks]
-            cells = ["-" if math.isnan(s) else f"{1e6 * s:.0f} ({s / row.on('device'):.2f})" for s in called]
-            lines.append([_call_of(row), row.dtype, f"{1e6 * row.on('device'):.0f}", *cells])
+            cells = [
+                f"{1e6 * row.on(clock):.0f} ({row.on(clock) / row.time:.2f})" if row.samples(clock) else "-"
+                for clock in clocks
+            ]
+            lines.append([_call_of(row), row.dtype, f"{1e6 * row.time:.0f}", *cells])
     return markdown(["call", "dtype", "replayed", *(_CLOCKS[clock] for clock in clocks)], lines)

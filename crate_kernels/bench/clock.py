@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -50,15 +50,18 @@ def warm_rounds(call: Call, prepare: Prepare, device: torch.device, budget: floa
     return 1 if seconds > LONG else rounds_for(seconds, budget)
 
 
-def loop_seconds(call: Call, prepare: Prepare, device: torch.device, calls: int) -> list[float]:
+def loop_seconds(call: Call, prepare: Prepare, device: torch.device, single: Sequence[float]) -> list[float]:
     """Time calls in loops that are synchronised at their end only, as a training is; return seconds a call.
 
+    As many calls are made as were timed as ``single`` calls; where these are few, a loop would have one call, and is one.
     On a GPU the device works while Python makes the next call, so that the slower of the two counts. What is prepared
     before each call (``prepare`` is not ``tuple``) has no loop: the preparation would be in it.
     """
     if prepare is not tuple:
         return []
-    found, each = [], max(calls // _LOOPS, 1)
+    found, each = [], len(single) // _LOOPS
+    if each < 2:
+        return [*single]
     for _ in range(_LOOPS):
         synchronize(device)
         start = perf_counter()

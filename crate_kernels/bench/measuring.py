@@ -79,7 +79,7 @@ def record_times(
 ) -> None:
     """Time a call that passed the gate, by every clock; measure its memory if ``watch``."""
     row.seconds = timer(call, prepare)
-    row.loop_seconds = clock.loop_seconds(call, prepare, device, len(row.seconds))
+    row.loop_seconds = clock.loop_seconds(call, prepare, device, row.seconds)
     row.device_seconds = clock.device_seconds(call, prepare, device, len(row.seconds)) or []
     if not watch:
         return

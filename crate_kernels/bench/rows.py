@@ -100,9 +100,13 @@ class Row:
         """
         return self._typical(self.times)
 
+    def samples(self, clock: str) -> list[float]:
+        """Return the samples of one of ``CLOCKS``."""
+        return {"device": self.device_seconds, "loop": self.loop_seconds, "calls": self.seconds}[clock]
+
     def on(self, clock: str) -> float:
         """Return the time by one of ``CLOCKS``, as ``time`` takes it from samples; nan without any."""
-        return self._typical({"device": self.device_seconds, "loop": self.loop_seconds, "calls": self.seconds}[clock])
+        return self._typical(self.samples(clock))
 
     def _typical(self, samples: list[float]) -> float:
         in_turn = self.bench in (INTERLEAVED, "threads")
@@ -128,17 +132,19 @@ class Results:
 
     def by(self, clock: str) -> Results:
         """Return the rows that one of ``CLOCKS`` has timed, each with that time alone."""
-        timed = [row for row in self.rows if not math.isnan(row.on(clock))]
+        timed = [row for row in self.rows if row.samples(clock)]
         alone = {"loop_seconds": [], "device_seconds": []}
         return Results(self.machine, [replace(row, seconds=[row.on(clock)], **alone) for row in timed])
 
     def clocks(self, **wanted: Any) -> list[str]:
         """List the clocks that have timed some row with these values."""
-        return [clock for clock in CLOCKS if any(not math.isnan(row.on(clock)) for row in self.find(**wanted))]
+        found = self.find(**wanted) if wanted else self.rows
+        return [clock for clock in CLOCKS if any(row.samples(clock) for row in found)]
 
     def in_group(self, row: Row) -> dict[str, Row]:
         """Return the rows comparable with ``row``, and ``row`` itself, by provider."""
-        return {other.provider: other for other in self.rows if other.group == row.group}
+        group = row.group
+        return {other.provider: other for other in self.rows if other.group == group}
 
     def best(self, row: Row) -> Row | None:
         """Return the row of the backend that ``backend=None`` chooses, in the group of ``row``."""
@@ -166,7 +172,7 @@ def facts(row: Row, results: Results) -> dict[str, Any]:
         "error_over_budget": row.share,
         "peak_mib": None if row.peak_bytes is None else row.peak_bytes / 2**20,
     }
-    found |= {f"{clock}_us": 1e6 * row.on(clock) for clock in CLOCKS if not math.isnan(row.on(clock))}
+    found |= {f"{clock}_us": 1e6 * row.on(clock) for clock in CLOCKS if row.samples(clock)}
     if row.flops:
         found["tflops"] = row.flops / row.time / 1e12
         found["percent_of_product"] = 100 * row.flops / row.time / results.machine["product_flops"][row.dtype]

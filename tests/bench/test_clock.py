@@ -88,18 +88,23 @@ def test_there_is_no_device_time_on_a_cpu():
 
 
 def test_a_loop_waits_for_the_device_at_its_end_only(gpu):
-    times = clock.loop_seconds(lambda: gpu.log.append("call"), tuple, GPU, 7)
+    times = clock.loop_seconds(lambda: gpu.log.append("call"), tuple, GPU, 7 * [1.0])
     assert gpu.log == 3 * ["synchronize", "call", "call", "synchronize"]
     assert len(times) == 3
 
 
 def test_a_loop_gives_the_seconds_of_one_call(monkeypatch):
     monkeypatch.setattr(clock, "perf_counter", iter([10.0, 14.0, 20.0, 26.0, 30.0, 34.0]).__next__)
-    assert clock.loop_seconds(lambda: None, tuple, CPU, 6) == [2.0, 3.0, 2.0]
+    assert clock.loop_seconds(lambda: None, tuple, CPU, 6 * [1.0]) == [2.0, 3.0, 2.0]
 
 
 def test_what_is_prepared_has_no_loop(gpu):
-    assert clock.loop_seconds(lambda: gpu.log.append("call"), lambda: (), GPU, 7) == gpu.log == []
+    assert clock.loop_seconds(lambda: gpu.log.append("call"), lambda: (), GPU, 7 * [1.0]) == gpu.log == []
+
+
+def test_a_loop_of_one_call_is_that_call(gpu):
+    assert clock.loop_seconds(lambda: gpu.log.append("call"), tuple, GPU, [3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+    assert gpu.log == []
 
 
 @pytest.mark.parametrize(("copy", "addition"), [(2.0, 0.5), (0.5, 2.0)], ids=["addition", "copy"])

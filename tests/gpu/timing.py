@@ -99,7 +99,7 @@ class File:
         if row.skipped and not usable():
             os._exit(70)
         if row.times:
-            said = ", ".join(f"{clock} {1e6 * row.on(clock):.1f}" for clock in rows.CLOCKS if row.on(clock) > 0)
+            said = ", ".join(f"{clock} {1e6 * row.on(clock):.1f}" for clock in rows.CLOCKS if row.samples(clock))
             print(f"{row.key} us: {said}", flush=True)
 
     def wrong(self):
