@@ -53,7 +53,7 @@ def warm_rounds(call: Call, prepare: Prepare, device: torch.device, budget: floa
 def loop_seconds(call: Call, prepare: Prepare, device: torch.device, single: Sequence[float]) -> list[float]:
     """Time calls in loops that are synchronised at their end only, as a training is; return seconds a call.
 
-    As many calls are made as were timed as ``single`` calls; where these are few, a loop would have one call, and is one.
+    As many calls are made as were timed as ``single`` calls; where these are few, a loop is one of them.
     On a GPU the device works while Python makes the next call, so that the slower of the two counts. What is prepared
     before each call (``prepare`` is not ``tuple``) has no loop: the preparation would be in it.
     """

@@ -1,8 +1,8 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; what the CUDA library's kernels take of it; every form of every operator once in bf16 against
-float64, on each kernel backend; the assembler's warnings (C75xx) of the main Triton kernels; and, where
-compute-sanitizer is, small calls under it.
+float64, on each kernel backend; calls for which None takes what was timed to be the fastest; the assembler's warnings
+(C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from crate_kernels import testing
-from crate_kernels._core import backends
+from crate_kernels._core import backends, measured
 from crate_kernels._native import extension
 from crate_kernels._triton import launch
 from tests.gpu import lines, processes
@@ -40,6 +40,13 @@ def forms():
         kind = (case.op, frozenset(case.options), case.padding, bool(case.lengths), case.special)
         found[kind] = max(found.get(kind, case), case, key=lambda one: (sum(one.lengths), *one.shape[-2:]))
     return list(found.values())
+
+
+def classes():
+    """Return a call of each class in which this GPU takes another backend than the usual one, and its dtype."""
+    for op, dtype, sizes, length, causal in measured.read(measured.gpu_name(torch.device("cuda"))):
+        few = (1,) if testing.SPECS[op].room == "ista" else (1, 1)
+        yield testing.Case(op, f"timed-{length}", (*few, length, *sizes), {"causal": True} if causal else {}), dtype
 
 
 def describe():
@@ -70,11 +77,12 @@ def resources():
 
 
 def check(case, backend, dtype, device):
-    """Hold one call to the error budget; return its worst share of it."""
-    reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, torch.device(device))
-    reason = reason or testing.excluded(case, backend, dtype, device)
-    if reason is not None:
-        raise Skipped(reason)
+    """Hold one call to the error budget, of a backend or of what None takes; return its worst share of it."""
+    if backend is not None:
+        reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, torch.device(device))
+        reason = reason or testing.excluded(case, backend, dtype, device)
+        if reason is not None:
+            raise Skipped(reason)
     inputs = testing.make_inputs(case, dtype, device)
     try:
         results = testing.run(case, inputs, backend)
@@ -130,6 +138,9 @@ def items(dry_run):
     for case in forms():
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
+    found |= {
+        f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
+    }
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton

@@ -4,8 +4,11 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from crate_kernels._core import measured
 from tests.gpu import lines, processes, smoke
+from tests.tools import timed_gpu
 
 pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip install triton")
 
@@ -15,6 +18,25 @@ def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
     firsts = {tuple(name.split()[:1]) for name in names}
     assert firsts == {("machine",), ("cuda",), ("triton",), ("cpp",), ("warnings",), ("sanitizer",)}
     assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
+
+
+CLASSES = {
+    "mssa": ([16], True, (1, 1, 64, 16)),
+    "tssa": ([16], False, (1, 1, 64, 16)),
+    "ista": ([16], False, (1, 64, 16)),
+    "ista_overcomplete": ([16, 32], False, (1, 64, 16, 32)),
+}
+
+
+@pytest.mark.parametrize(("op", "sizes", "causal", "shape"), [(op, *c) for op, c in CLASSES.items()], ids=CLASSES)
+def test_the_calls_that_a_timed_gpu_takes_elsewhere_are_held_to_float64(op, sizes, causal, shape, tmp_path):
+    row = {"op": op, "dtype": "float32", "sizes": sizes, "length": 64, "causal": causal}
+    with timed_gpu.with_table([row | {"direction": "both", "backend": "composite"}], tmp_path):
+        ((case, dtype),) = smoke.classes()
+        assert (case.shape, dtype) == (shape, torch.float32)
+        assert measured.taken(op, tuple(sizes), 64, causal, (torch.ones(2, requires_grad=True),)) == "composite"
+        assert 0 < smoke.check(case, None, dtype, "cpu")["share"] < 1
+        assert [name for name in smoke.items(dry_run=False) if name.startswith("none ")] == [f"none {case}"]
 
 
 def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
