@@ -19,7 +19,7 @@ from crate_kernels._core import files, operator
 FOLDER = Path(__file__).with_name("timed")
 Class = tuple[str, torch.dtype, tuple[int, ...], int, bool]
 Table = Mapping[Class, Mapping[str, str]]  # backends by direction, "forward" or "both"
-_tables: dict[int, Table] = {}  # by the number of the device, -1 for none
+_tables: dict[int, Table] = {}  # by the number of the GPU, -1 for the CPU
 
 
 def gpu_name(device: torch.device) -> str:
@@ -52,10 +52,12 @@ def table(of: Tensor) -> Table:
     """Return the table of the GPU that holds a plain tensor; an empty one for anything else."""
     if type(of) is not Tensor and type(of) is not torch.nn.Parameter:
         return {}
-    number = of.get_device()
+    number = of.get_device()  # a device itself takes three times as long to look up
     found = _tables.get(number)
     if found is None:
-        found = _tables[number] = read(gpu_name(of.device))
+        found = read(gpu_name(of.device))
+        if of.device.type in ("cuda", "cpu"):  # another kind of device counts from 0 too
+            _tables[number] = found
     return found
 
 

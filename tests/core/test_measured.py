@@ -79,6 +79,14 @@ def test_a_device_that_was_not_timed_has_an_empty_table(monkeypatch):
     ]
 
 
+def test_another_kind_of_device_leaves_no_table(monkeypatch):
+    monkeypatch.setattr(measured, "_tables", {})
+    assert measured.table(torch.ones(2, device="meta")) == {}
+    assert measured._tables == {}
+    measured.table(torch.ones(2))
+    assert measured._tables == {-1: {}}
+
+
 def test_what_is_no_plain_tensor_has_an_empty_table(table):
     class Own(torch.Tensor):
         pass
