@@ -1,6 +1,7 @@
 // emulator_async.h: clocks, barriers that count bytes, copies that land late, products of warp groups.
 #include "emulator_async.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <deque>
@@ -34,7 +35,8 @@ struct Access {
   Step step;
 };
 
-// 16 bytes of shared memory.
+constexpr int kGranule = 4;  // bytes of shared memory whose accesses are followed together
+
 struct Granule {
   Access writer = {-1, 0};
   std::vector<Access> readers;  // since it was written
@@ -136,7 +138,7 @@ void activate() {
   state.active = true;
   state.blocks.assign(state.group->cluster, {});
   for (unsigned n = 0; n < state.group->cluster; ++n) {
-    state.blocks[n].granules.assign(state.group->blocks[n].shared_bytes / 16, {});
+    state.blocks[n].granules.assign(state.group->blocks[n].shared_bytes / kGranule, {});
   }
   state.threads.assign(threads(), {});
   for (int n = 0; n < threads(); ++n) {
@@ -167,7 +169,7 @@ void step() {
 }
 
 Granule& granule(uint32_t address) {
-  return block().granules[(address - kBase) / 16];
+  return block().granules[(address - kBase) / kGranule];
 }
 
 bool knows(const Clock& clock, const Access& access) {
@@ -236,7 +238,7 @@ uint32_t place(uint64_t descriptor, bool mn_major, int r, int k) {
 uint16_t operand_bits(Issued& issued, uint32_t address) {
   uint16_t bits;
   memcpy(&bits, at(address, 2, 2), 2);
-  issued.granules.push_back(static_cast<int>((address - kBase) / 16));
+  issued.granules.push_back(static_cast<int>((address - kBase) / kGranule));
   return bits;
 }
 
@@ -277,6 +279,8 @@ void retire(WarpGroup& group, Issued& issued) {
       fail("registers of an operand changed before the product was waited for");
     }
   }
+  std::sort(issued.granules.begin(), issued.granules.end());
+  issued.granules.erase(std::unique(issued.granules.begin(), issued.granules.end()), issued.granules.end());
   const int first = me() / 128 * 128;
   for (const int n : issued.granules) {
     Granule& g = block().granules[n];
@@ -328,8 +332,8 @@ bool land() {
   BlockState& of = state.blocks[copy.block];
   memcpy(state.group->blocks[copy.block].shared + (copy.to - kBase), copy.data.data(), copy.data.size());
   ++state.engine;
-  for (size_t n = 0; n < copy.data.size(); n += 16) {
-    Granule& g = of.granules[(copy.to - kBase + n) / 16];
+  for (size_t n = 0; n < copy.data.size(); n += kGranule) {
+    Granule& g = of.granules[(copy.to - kBase + n) / kGranule];
     g.landing = false;
     g.writer = {threads(), state.engine};
     g.readers.clear();
@@ -374,27 +378,32 @@ unsigned char* at(uint32_t address, int64_t bytes, uint32_t alignment) {
   return current->block->shared + (address - kBase);
 }
 
-void wrote(uint32_t address) {
-  at(address, 1, 1);
-  Granule& g = granule(address);
-  // Several threads may write parts of the same 16 bytes: only other warps' writes need an order.
-  if (g.writer.thread / 32 == me() / 32) g.writer.thread = -1;
-  check_free(g);
-  g.writer = {me(), mine().clock.seen[me()]};
-  g.readers.clear();
+void wrote(uint32_t address, int bytes) {
+  at(address, bytes, 1);
+  for (int n = 0; n < bytes; n += kGranule) {
+    Granule& g = granule(address + n);
+    if (g.writer.thread / 32 == me() / 32) g.writer.thread = -1;  // a warp's lanes ran its accesses together
+    check_free(g);
+    g.writer = {me(), mine().clock.seen[me()]};
+    g.readers.clear();
+  }
 }
 
-void read(uint32_t address) {
-  at(address, 1, 1);
-  Granule& g = granule(address);
-  if (g.landing) fail("a thread reads what has not landed");
-  if (g.writer.thread != me() && !knows(mine().clock, g.writer)) {
-    fail("a thread reads what no barrier has ordered before it");
+void read(uint32_t address, int bytes) {
+  at(address, bytes, 1);
+  const Step now = mine().clock.seen[me()];
+  for (int n = 0; n < bytes; n += kGranule) {
+    Granule& g = granule(address + n);
+    if (g.landing) fail("a thread reads what has not landed");
+    if (g.writer.thread != me() && !knows(mine().clock, g.writer)) {
+      fail("a thread reads what no barrier has ordered before it");
+    }
+    bool known = false;
+    for (Access& r : g.readers) {
+      if (r.thread == me()) r.step = now, known = true;
+    }
+    if (!known) g.readers.push_back({me(), now});
   }
-  for (Access& r : g.readers) {
-    if (r.thread == me()) return void(r.step = mine().clock.seen[me()]);
-  }
-  g.readers.push_back({me(), mine().clock.seen[me()]});
 }
 
 namespace {
@@ -462,7 +471,7 @@ void load(uint32_t shared, std::vector<unsigned char> data, uint32_t barrier) {
   if (block().mbarriers_unfenced) fail("a barrier is used before the fence behind its initialisation");
   mbarrier(block(), barrier);
   unsigned char* const to = at(shared, static_cast<int64_t>(data.size()), 16);
-  for (size_t n = 0; n < data.size(); n += 16) {
+  for (size_t n = 0; n < data.size(); n += kGranule) {
     Granule& g = granule(shared + static_cast<uint32_t>(n));
     check_free(g);
     g.landing = true;
@@ -476,7 +485,7 @@ void store(void* global, uint32_t shared, int bytes, bool adds) {
     fail("bulk copies are of multiples of 16 bytes");
   }
   at(shared, bytes, 16);
-  for (int n = 0; n < bytes; n += 16) check_visible(granule(shared + n), mine().clock);
+  for (int n = 0; n < bytes; n += kGranule) check_visible(granule(shared + n), mine().clock);
   mine().stores.push_back({static_cast<float*>(global), shared, bytes, adds, mine().clock});
 }
 
@@ -491,7 +500,7 @@ void store_wait(int groups) {
   for (; static_cast<int>(thread.committed.size()) > groups; thread.committed.pop_front()) {
     for (const Store& s : thread.committed.front()) {
       unsigned char* const from = at(s.from, s.bytes, 16);
-      for (int n = 0; n < s.bytes; n += 16) {
+      for (int n = 0; n < s.bytes; n += kGranule) {
         Granule& g = granule(s.from + n);
         check_visible(g, s.issue);
         g.readers.push_back({me(), thread.clock.seen[me()]});
@@ -510,7 +519,7 @@ void copy(uint32_t shared, const void* global) {
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0) fail("cp.async copies between multiples of its size");
   Copy copy = {shared, false, {}};
   if (global != nullptr) memcpy(copy.bytes.data(), global, 16);
-  wrote(shared);
+  wrote(shared, 16);
   memset(at(shared, 16, 16), 0xff, 16);
   mine().copies.push_back(copy);
 }
@@ -530,7 +539,7 @@ void copy_wait(int groups) {
       continue;
     }
     memcpy(at(copy.to, 16, 16), copy.bytes.data(), 16);
-    granule(copy.to).writer = {me(), mine().clock.seen[me()]};
+    for (int n = 0; n < 16; n += kGranule) granule(copy.to + n).writer = {me(), mine().clock.seen[me()]};
   }
   step();
 }

@@ -16,6 +16,8 @@
 
 #include "emulator.h"
 
+#pragma GCC visibility push(default)  // libraries of single kernels share it: entry.h
+
 namespace emulator::async {
 
 constexpr uint32_t kBase = 1024;  // where shared memory begins, as 32-bit addresses
@@ -34,9 +36,9 @@ void ordered(const Barrier& barrier);
 unsigned char* at(uint32_t address, int64_t bytes, uint32_t alignment);
 uint32_t address_of(const void* shared);
 
-// The running thread accesses 16 bytes or a part of them.
-void wrote(uint32_t address);
-void read(uint32_t address);
+// The running thread accesses so many bytes.
+void wrote(uint32_t address, int bytes);
+void read(uint32_t address, int bytes);
 
 // Named barriers of the block.
 void named_sync(int barrier, int threads);
@@ -76,3 +78,5 @@ void product_wait(int groups);
 void by_warp_group(void* mine, const std::function<void(void* const*)>& act);
 
 }  // namespace emulator::async
+
+#pragma GCC visibility pop

@@ -73,10 +73,10 @@ void move_matrices(void* const* lanes) {
       unsigned char* const here = emulator::async::at(row, 16, 16) + lane % 4 * 4;
       uint32_t& r = static_cast<Rows*>(lanes[lane])->r[m];
       if constexpr (STORES) {
-        if (lane % 4 == 0) emulator::async::wrote(row);
+        if (lane % 4 == 0) emulator::async::wrote(row, 16);
         memcpy(here, &r, 4);
       } else {
-        if (lane % 4 == 0) emulator::async::read(row);
+        if (lane % 4 == 0) emulator::async::read(row, 16);
         memcpy(&r, here, 4);
       }
     }
@@ -85,7 +85,7 @@ void move_matrices(void* const* lanes) {
 
 template <class V>
 V load_as(uint32_t address) {
-  emulator::async::read(address);
+  emulator::async::read(address, sizeof(V));
   V v;
   memcpy(&v, emulator::async::at(address, sizeof v, sizeof v), sizeof v);
   return v;
@@ -93,7 +93,7 @@ V load_as(uint32_t address) {
 
 template <class V>
 void store_as(uint32_t address, const V& v) {
-  emulator::async::wrote(address);
+  emulator::async::wrote(address, sizeof v);
   memcpy(emulator::async::at(address, sizeof v, sizeof v), &v, sizeof v);
 }
 

@@ -1,0 +1,239 @@
+"""The kernels of whole heads on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from crate_kernels import mssa, testing
+from crate_kernels._core import plan
+from crate_kernels._cuda import launch, sources
+from crate_kernels._native import libraries
+from crate_kernels.ops.mssa import heads
+from crate_kernels.ops.mssa.call import Call
+from tests.ops.common import randn
+from tests.ops.mssa.heads_broken import BROKEN
+
+ROOT = Path(__file__).parents[3]
+HOPPER = {"capability": 90, "shared_limit": 227 * 1024}
+WHEN = pytest.mark.parametrize("early", [False, True], ids=["at-the-wait", "at-the-issue"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+# head_dim, tokens, and what else a call has. Cases of one kernel stand together: g++ takes seconds for each kernel.
+CASES = {
+    "197-tokens": (64, 197, {}),
+    "lse": (64, 197, {"lse": True}),
+    "packed": (64, 208, {"lengths": (208, 1, 17, 0, 130)}),
+    "padded": (64, 197, {"kept": (197, 60, 0)}),
+    "holes": (64, 200, {"kept": "holes"}),
+    "one-block": (64, 50, {}),
+    "a-tail-of-48": (64, 101, {"kept": (101, 33, 70)}),
+    "48-channels": (48, 160, {"lse": True}),
+    "40-channels": (40, 150, {}),
+    "32-channels": (32, 83, {"kept": (83, 80, 1)}),
+    "128-channels": (128, 139, {"lse": True}),
+    "128-channels-padded": (128, 144, {"kept": (144, 90, 20)}),
+}
+
+
+class Heads:
+    """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first."""
+
+    def __init__(self, case, dtype, spread=1.0):
+        self.head_dim, self.seqlen, given = CASES[case] if isinstance(case, str) else case
+        self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
+        batch = 3
+        shape = (batch, 2, self.seqlen, self.head_dim)
+        if self.lengths is not None:
+            shape = (sum(self.lengths), 2, self.head_dim)
+        w = randn(*shape, seed=0)
+        if spread != 1.0:
+            w = w * torch.linspace(1.0, spread, self.seqlen).view(-1, 1)
+        self.w, self.dout = w.to(dtype), randn(*shape, seed=1).to(dtype)
+        if given.get("kept") == "holes":
+            self.keep = randn(batch, self.seqlen, seed=2) > 0.3
+        elif "kept" in given:
+            self.keep = torch.arange(self.seqlen) < torch.tensor(given["kept"])[:, None]
+        if given.get("lse"):
+            self.dlse = randn(*shape[:-1], seed=3)
+        self.options = {"key_padding_mask": self.keep}
+        if self.lengths is not None:
+            bounds = torch.tensor([0, *self.lengths]).cumsum(0).int()
+            self.options = {"cu_seqlens": bounds, "max_seqlen": self.seqlen}
+
+    def expected(self, dtype):
+        """Return the reference's out, lse and gradient in ``dtype``."""
+        w = self.w.to(dtype).requires_grad_()
+        out, lse = mssa(w, return_lse=True, backend="reference", **self.options)
+        outputs, gradients = [out], [self.dout.to(dtype)]
+        if self.dlse is not None:
+            outputs, gradients = [*outputs, lse], [*gradients, self.dlse.to(lse.dtype)]
+        (dw,) = torch.autograd.grad(outputs, w, gradients)
+        return out.detach(), lse.detach(), dw
+
+    def run(self):
+        """Run the kernel on the reference's rounded out; return dw and the heads that it leaves."""
+        out, lse, _ = self.expected(torch.float64)
+        dlse = None if self.dlse is None else self.dlse.float()
+        call = Call(scale=self.head_dim**-0.5, **self.options)
+        out, dw = out.to(self.w.dtype), torch.zeros_like(self.w)
+        assert heads.takes(self.w, self.dout, out, call)
+        left = heads.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
+        return dw, left.tolist()
+
+    def check(self, dw):
+        """Hold a gradient to the error tolerance."""
+        dtype = self.w.dtype
+        exact, eager = self.expected(torch.float64)[2], self.expected(dtype)[2]
+        (measured,) = testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)
+        assert measured.passed, measured
+
+
+def run_and_check(case):
+    dw, left = case.run()
+    assert not any(left)
+    case.check(dw)
+
+
+@WHEN
+@pytest.mark.parametrize("case", CASES)
+def test_the_backward_of_heads(case, early, device):
+    device(**HOPPER, early=early)
+    run_and_check(Heads(case, torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", ["197-tokens", "lse", "packed", "padded", "holes"])
+def test_the_backward_of_heads_in_fp16(case, device):
+    device(**HOPPER)
+    run_and_check(Heads(case, torch.float16))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("spread", "takes_bf16", "takes_fp16"),
+    [(1.0, True, True), (1.2, True, True), (2.0, True, False), (3.0, True, False), (5.0, False, False)],
+    ids=["equal", "within-fp16", "beyond-fp16", "within-bf16", "beyond-bf16"],
+)
+def test_a_head_whose_lse_spreads_too_far_is_left(spread, takes_bf16, takes_fp16, dtype, device):
+    device(**HOPPER)
+    case = Heads((64, 200, {}), dtype, spread=spread)
+    dw, left = case.run()
+    takes = takes_fp16 if dtype == torch.float16 else takes_bf16
+    assert left == [not takes] * 6
+    if takes:
+        case.check(dw)
+
+
+def of_ones(case):
+    """Upstream gradients of 1 for layer-normed tokens: their sums with out cancel."""
+    case.w = torch.nn.functional.layer_norm(case.w.double(), (case.head_dim,)).to(case.w.dtype)
+    case.dout = torch.ones_like(case.dout)
+
+
+def long_token(case):
+    """Make one token 30 times as long as the others."""
+    case.w = (case.w * torch.tensor([3.0, 0.1, 0.1, 0.1]).view(-1, 1)).to(case.w.dtype)
+
+
+def large(case):
+    """Upstream gradients near the largest number."""
+    case.dout = case.dout * (2.0**12 if case.w.dtype == torch.float16 else 2.0**100)
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "dtype"),
+    [
+        ((64, 197, {}), of_ones, torch.bfloat16),
+        ((64, 197, {}), of_ones, torch.float16),
+        ((64, 4, {}), long_token, torch.bfloat16),
+        ((64, 197, {}), large, torch.bfloat16),
+        ((64, 197, {}), large, torch.float16),
+    ],
+    ids=["ones-bf16", "ones-fp16", "long-token", "large-bf16", "large-fp16"],
+)
+def test_gradients_that_rounding_would_spoil(shape, change, dtype, device):
+    device(**HOPPER)
+    case = Heads(shape, dtype)
+    change(case)
+    run_and_check(case)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_head(device):
+    device(**HOPPER)
+    case = Heads("one-block", torch.bfloat16)
+    case.w[0, 0, 7] = torch.inf
+    case.w[1, 1, 3, 5] = torch.nan
+    dw, left = case.run()
+    for index in range(6):
+        finite = bool(dw[index // 2, index % 2].isfinite().all())
+        assert finite != (index in (0, 3)) or left[index]
+        assert index in (0, 3) or not left[index]
+
+
+def test_results_do_not_depend_on_the_number_of_blocks(device):
+    results = []
+    for multiprocessors in (1, 4):
+        device(**HOPPER, multiprocessors=multiprocessors)
+        results.append(Heads("padded", torch.bfloat16).run()[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["another-gpu", "causal", "dropout", "threshold", "float32", "long", "wide", "odd-rows", "strided", "no-dout"],
+)
+def test_other_calls_are_left_to_other_kernels(change, device):
+    device(**{**HOPPER, "capability": 100 if change == "another-gpu" else 90})
+    head_dim, seqlen = 136 if change == "wide" else 64, 257 if change == "long" else 50
+    w = torch.zeros(1, 2, seqlen, head_dim, dtype=torch.float32 if change == "float32" else torch.bfloat16)
+    given = {"causal": {"causal": True}, "dropout": {"seed": torch.tensor(3)}, "threshold": {"threshold": 0.1}}
+    if change == "odd-rows":
+        w = w[..., :60]
+    if change == "strided":
+        w = w.transpose(2, 3).contiguous().transpose(2, 3)
+    assert not heads.takes(w, None if change == "no-dout" else w, w, Call(**given.get(change, {})))
+
+
+def test_blocks_that_do_not_fit_are_not_launched():
+    assert heads.shared_bytes(128, 256, masked=False) is None
+    assert heads.shared_bytes(64, 256, masked=True) is not None
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch, device):
+    """Return a function that changes one place of the sources, which kernels are compiled from then on."""
+
+    def change(before, after):
+        for part in ("csrc", "tests/tools/emulator"):
+            shutil.copytree(ROOT / part, tmp_path / part)
+        found = [path for path in (tmp_path / "csrc" / "mssa" / "cuda").glob("*.cuh") if before in path.read_text()]
+        assert len(found) == 1
+        found[0].write_text(found[0].read_text().replace(before, after, 1))
+        monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")
+
+    def forget():
+        sources.headers.cache_clear()
+        launch._functions.clear()
+        plan.forget()
+
+    forget()
+    yield change
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_broken_kernel_is_found(change, broken, device):
+    """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
+    before, after, case = BROKEN[change]
+    broken(before, after)
+
+    def in_every_order():
+        for early in (False, True):
+            for descending in (False, True):
+                device(**HOPPER, early=early, descending=descending)
+                run_and_check(Heads(case, torch.bfloat16))
+
+    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement"):
+        in_every_order()
