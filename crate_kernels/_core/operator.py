@@ -7,7 +7,7 @@ than ``custom_op`` with ``register_autograd``, and unlike ``triton_op`` its fake
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, get_type_hints
@@ -202,13 +202,21 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+# By names of this module: looking each up in torch._C takes as long as to call it.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms_are_active = torch._C._are_functorch_transforms_active
+_key_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_autocast_is_enabled = torch._C._is_any_autocast_enabled
+_tracing_state = torch._C._get_tracing_state
+
+
 def _a_mode_is_active() -> bool:
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._get_tracing_state() is not None
+        _dispatch_modes() > 0
+        or _transforms_are_active()
+        or _key_is_included(_VMAP)
+        or _autocast_is_enabled()
+        or _tracing_state() is not None
     )
 
 
@@ -224,7 +232,7 @@ def traced_by_autograd(function: type) -> type:
 
 def save(ctx: Any, function: Any, inputs: tuple, outputs: Any, call: Any, backend: str) -> None:
     """Keep for a backward pass what ``function.keep`` says of a call, its options and its ``ctx.backend``."""
-    held = [name for name in tensor_fields(type(call)) if getattr(call, name) is not None]
+    held = tuple(name for name in tensor_fields(type(call)) if getattr(call, name) is not None)
     function.keep(ctx, inputs, outputs, tuple(getattr(call, name) for name in held))
     ctx.call = call._replace(**dict.fromkeys(held)) if held else call
     ctx.held, ctx.backend = held, backend
@@ -232,8 +240,11 @@ def save(ctx: Any, function: Any, inputs: tuple, outputs: Any, call: Any, backen
 
 def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the tensors and the options that ``save`` saved."""
-    tensors = saved_tensors(op, ctx)
-    held, call = ctx.held, ctx.call
+    return with_held(saved_tensors(op, ctx), ctx.call, ctx.held)
+
+
+def with_held(tensors: tuple[Any, ...], call: Any, held: tuple[str, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Return the tensors that were saved, and the options with those that they hold in the end."""
     if not held:
         return tensors, call
     first = len(tensors) - len(held)
@@ -279,11 +290,12 @@ def apply(function: Any, *args: Any) -> Any:
 _FORWARD_AD: Any = torch.autograd.forward_ad
 
 
-def is_short(tensors: tuple) -> bool:
+def is_short(tensors: Sequence) -> bool:
     """Return whether nothing but autograd's backward wants to see a call on ``tensors``."""
-    if _profiler_is_on() or _a_mode_is_active() or _FORWARD_AD._current_level >= 0 or plan.is_off():
-        return False
-    return _TENSORS_OR_NONE.issuperset(map(type, tensors))
+    for t in tensors:
+        if type(t) not in _TENSORS_OR_NONE:
+            return False
+    return not (_profiler_is_on() or _a_mode_is_active() or _FORWARD_AD._current_level >= 0 or plan.is_off())
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from crate_kernels._core.launches import Launch, Unplannable
 
 _ALIGNMENT = 512  # bytes, of what shares one allocation; as PyTorch's allocator has it
-_local = threading.local()
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None  # in the class: an attribute that a thread lacks is slow to look up
+
+
+this_thread = _Local()
 _alive: dict[int, Any] = {}  # what owns the functions that plans launch
 
 
@@ -73,11 +79,11 @@ class Recorder(TorchDispatchMode):
             self._put(tensor, ("input", number), 0)
 
     def __enter__(self) -> Recorder:
-        _local.recorder = self
+        this_thread.recorder = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _local.recorder = None
+        this_thread.recorder = None
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -250,7 +256,7 @@ def _are_alike(args: tuple) -> bool:
 
 def recorder() -> Recorder | None:
     """Return what records this thread's call, if anything does."""
-    return getattr(_local, "recorder", None)
+    return this_thread.recorder
 
 
 def unseen() -> Any:

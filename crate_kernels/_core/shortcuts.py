@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from crate_kernels._core import operator, plan
 
@@ -20,44 +22,74 @@ class _Shortcut:
     """A checked call of an op: what repeats it, and what its backward needs.
 
     Attributes:
+        owner: the Shortcuts that it is of.
         entry: its options, for plans.
-        function: the autograd.Function of repeated calls.
-        inputs: how many tensors may have a gradient.
+        take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
+        results: how many they are.
         call, held, backend: as ``save`` keeps them.
+        backwards: the options of its backward by which inputs want a gradient, and by the number of tensors.
     """
 
-    __slots__ = ("backend", "call", "entry", "function", "held", "inputs")
+    __slots__ = ("backend", "backwards", "call", "entry", "held", "owner", "results", "take")
 
-    def run(self, tensors: tuple) -> Any:
-        """Return the op's results; None without a plan."""
+    def run(self, tensors: tuple, runner: Callable[..., Any]) -> Any:
+        """Return the results of a runner of plans; None without a plan."""
         entry = self.entry
-        if self.entry.tensors < len(tensors):
-            tensors = tuple(t for t in tensors if t is not None)
+        if entry.tensors < len(tensors):
+            tensors = tuple([t for t in tensors if t is not None])
+        found = runner(*tensors, entry.number)
+        return None if type(found) is tuple and found[0] is None else found
+
+    def differentiate(self, needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple[Tensor | None, ...] | None:
+        """Return the gradients of the inputs by the backward's plan; None without one."""
+        if grads[0] is None or is_grad_enabled() or is_compiling():
+            return None
+        tensors = [t for t in grads + saved if t is not None]
+        if not operator.is_short(tensors):
+            return None
+        try:
+            entry = self.backwards[needs, len(tensors)]
+        except KeyError:
+            entry = self.backwards[needs, len(tensors)] = self.owner.entry_of_backward(self, needs, grads, saved)
+        if entry is None:
+            return None
         found = entry.run(*tensors, entry.number)
-        first = found[0] if type(found) is tuple else found
-        return None if first is None else found
+        if type(found) is not tuple:
+            return None if found is None else (found,)
+        return None if found[0] is None else tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
 
 
 def _lean(function: Any) -> type:
     """Return a twin of an autograd.Function for repeated calls: of the inputs, the held tensors, and a _Shortcut.
 
-    Twelve arguments of an autograd.Function take as long as the rest of a call.
+    Twelve arguments of an autograd.Function take as long as the rest of a call. So does a result that nobody asked for.
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
-        shortcut, count = args[-1], args[-1].inputs
-        outputs = shortcut.run(args[:-1])
+        shortcut = ctx.shortcut = args[-1]
+        outputs = shortcut.run(args[:-1], shortcut.entry.run)
         if outputs is None:
             raise _NoPlan
-        held = tuple(t for t in args[count:-1] if t is not None) if shortcut.held else ()
-        function.keep(ctx, args[:count], outputs, held)
-        ctx.call, ctx.held, ctx.backend, ctx.arguments = shortcut.call, shortcut.held, shortcut.backend, len(args)
-        ctx.inputs = count
-        return outputs
+        owner, held = shortcut.owner, ()
+        inputs = args[: owner.inputs]
+        if shortcut.held:
+            held = tuple([t for t in args[owner.inputs : -1] if t is not None])
+        function.keep(ctx, inputs, outputs, held)
+        if shortcut.results == owner.results:
+            return outputs
+        return outputs[0] if shortcut.results == 1 else outputs[: shortcut.results]
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        found = function.backward(ctx, *grads)
-        return *found[: ctx.inputs], *(None,) * (ctx.arguments - ctx.inputs)
+        shortcut, needs = ctx.shortcut, ctx.needs_input_grad
+        owner = shortcut.owner
+        saved = operator.saved_tensors(owner.name, ctx)  # once: hooks of checkpoints refuse to unpack a tensor again
+        found = shortcut.differentiate(needs, grads, saved)
+        if found is None:
+            ctx.backend = shortcut.backend
+            grads += (None,) * (owner.results - len(grads))
+            found = function.gradients(ctx, operator.with_held(saved, shortcut.call, shortcut.held), *grads)
+            found = found[: owner.inputs]
+        return *found, *(None,) * (len(needs) - owner.inputs)
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(function.__name__, (torch.autograd.Function,), body)
@@ -70,37 +102,59 @@ class Shortcuts:
     was checked can differ; values are the caller's to look at.
 
     Args:
-        op: the op that the public function calls, from ``define``.
-        function: its autograd.Function.
+        name: of the public function.
+        op, backward: the ops that it and its derivative call, from ``define``.
+        function: its autograd.Function. ``arguments`` makes those of the backward's op before its options, and
+            ``gradients`` the result of ``backward`` from what was saved.
         inputs: how many tensors may have a gradient.
     """
 
-    def __init__(self, op: Any, function: Any, inputs: int) -> None:
+    def __init__(self, name: str, op: Any, backward: Any, function: Any, inputs: int) -> None:
         self._planned: plan.Planned | None = op.planned
-        self._function, self._inputs = _lean(function), inputs
-        self._known: dict[tuple, _Shortcut] = {}
+        self._planned_backward: plan.Planned | None = backward.planned
+        self.name, self.inputs = name, inputs
+        self.results = 0 if self._planned is None else self._planned.results
+        self._function, self._known = function, {}
+        # Function.apply in Python serves functorch, which is_short() leaves out.
+        self._apply: Any = super(torch.autograd.Function, _lean(function)).apply  # pyright: ignore
         plan.on_forget(self._known.clear)
 
     def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
-        """Repeat a call of these options on tensors in the op's order; None where that is not possible."""
+        """Repeat a call of these options on tensors in the op's order; None where that is not possible.
+
+        Returns what ``remember`` was told that the caller takes.
+        """
+        first: Any = tensors[0]
+        if first.is_cuda and (more := plan.settings(first)):
+            key = (key, more)
         try:
-            shortcut = self._known.get((key, *plan.settings(tensors[0])))  # pyright: ignore[reportArgumentType]
+            shortcut = self._known.get(key)
         except TypeError:  # an option that has no hash is none of ours
             return None
-        if shortcut is None or not operator.is_short(tensors):
+        if shortcut is None:
             return None
-        if torch.is_grad_enabled():
-            for t in tensors[: self._inputs]:
+        if not shortcut.held:
+            tensors = tensors[: self.inputs]
+        if not operator.is_short(tensors):
+            return None
+        if is_grad_enabled():
+            for t in tensors[: self.inputs]:
                 if t is not None and t.requires_grad:
                     try:
-                        return shortcut.function.apply(*tensors, shortcut)  # pyright: ignore
+                        return self._apply(*tensors, shortcut)
                     except _NoPlan:
                         return None
-        return shortcut.run(tensors)
+        return shortcut.run(tensors, shortcut.take)
 
-    def remember(self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str) -> None:
-        """Let later calls of these options be repeated; ``tensors`` are the op's arguments before its options."""
-        key = (key, *plan.settings(tensors[0]))  # pyright: ignore[reportArgumentType]
+    def remember(
+        self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str, results: int = 1
+    ) -> None:
+        """Let later calls of these options be repeated; the caller takes the first ``results`` of the op's results.
+
+        ``tensors`` are the op's arguments before its options.
+        """
+        if more := plan.settings(tensors[0]):  # pyright: ignore[reportArgumentType]
+            key = (key, more)
         if self._planned is None or key in self._known:
             return
         held = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
@@ -112,19 +166,25 @@ class Shortcuts:
         if len(self._known) >= _MOST_SHORTCUTS:
             self._known.clear()
         made = self._known[key] = _Shortcut()
-        made.entry, made.function, made.inputs, made.held, made.backend = (
-            entry,
-            self._function,
-            self._inputs,
-            held,
-            backend,
-        )
-        made.call = call._replace(**dict.fromkeys(held)) if held else call
+        made.owner, made.entry, made.results, made.held, made.backend = self, entry, results, held, backend
+        made.call, made.backwards = call._replace(**dict.fromkeys(held)) if held else call, {}
+        made.take = plan.runner(entry.tensors, results)
+
+    def entry_of_backward(
+        self, shortcut: _Shortcut, needs: tuple[bool, ...], grads: tuple, saved: tuple
+    ) -> plan.Entry | None:
+        """Return the options of a call's backward; None where no plan may serve it."""
+        if self._planned_backward is None:
+            return None
+        tensors, call = operator.with_held(saved, shortcut.call, shortcut.held)
+        grads += (None,) * (self.results - len(grads))
+        arguments = self._function.arguments(needs, grads, tensors)
+        return self._planned_backward.entry((*arguments, *call, shortcut.backend))[0]
 
 
 def may_repeat(w: Any, dropout_p: Any = 0.0, cu_seqlens: Any = None) -> bool:
     """Return whether a call may be one of ``Shortcuts``: offsets on a CPU are checked, and a seed drawn, each time."""
-    if torch.compiler.is_compiling() or not isinstance(w, Tensor) or w.is_nested or not w.dim():
+    if is_compiling() or not isinstance(w, Tensor) or w.is_nested or not w.dim():
         return False
     if cu_seqlens is not None and not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda):
         return False

@@ -314,8 +314,8 @@ bool run(const Operation& o, const Library& library, Registers& registers) {
   return made != nullptr && registers.push(made);
 }
 
-// Runs a plan on the tensors of a call and gives handles of its results; false: nothing is given.
-bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHandle* results) {
+// Runs a plan on the tensors of a call and gives handles of its first results; false: nothing is given.
+bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHandle* results, int wanted) {
   Registers registers(count);
   for (int i = 0; i < count; ++i) {
     if (!registers.push(inputs[i])) return false;
@@ -358,13 +358,13 @@ bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHan
       return false;
     }
   }
-  for (size_t i = 0; i < p.results.size(); ++i) results[i] = registers.copy(p.results[i]);
+  for (int i = 0; i < wanted; ++i) results[i] = registers.copy(p.results[i]);
   return true;
 }
 
 // ---- The ops. ----
 
-// (tensors, the number of the options) -> results; undefined where no plan could run.
+// (tensors, the number of the options) -> the plan's first results; undefined where no plan could run.
 template <int TENSORS, int RESULTS>
 void run_op(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle tensors[TENSORS], results[RESULTS] = {};
@@ -374,9 +374,9 @@ void run_op(StableIValue* stack, uint64_t, uint64_t) {
     key.tensor(tensors[i]);
   }
   bool ran = false;
-  if (const auto plan = key.whole ? table.find(key) : nullptr; plan != nullptr && plan->results.size() == RESULTS) {
+  if (const auto plan = key.whole ? table.find(key) : nullptr; plan != nullptr && plan->results.size() >= RESULTS) {
     try {
-      ran = run(*plan, tensors, TENSORS, results);
+      ran = run(*plan, tensors, TENSORS, results, RESULTS);
     } catch (const std::exception&) {
       // Python makes the same call and raises what it raises.
     }

@@ -67,6 +67,13 @@ def test_what_pytorch_computes_is_repeated_bit_for_bit(body):
         assert torch.equal(one, other)
 
 
+def test_the_first_results_alone_are_given_of_a_plan():
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    ops().plan_store([a, b], NUMBER, recorded(BODIES["views"], a, b))
+    assert torch.equal(ops().plan_2_1(a, b, NUMBER), a[1:] + b[:3])
+    assert ops().plan_2_3(a, b, NUMBER) == (None, None, None)
+
+
 REFUSED = {
     "a-value": lambda a: a * float(a.sum()),
     "another-tensor": lambda a: a + _CONSTANT,

@@ -36,9 +36,11 @@ def repeated_calls():
 
 
 @pytest.fixture
-def unrepeated(repeated_calls, monkeypatch):
+def unrepeated(repeated_calls):
     """Make no plan, for a test that counts what a call does."""
-    monkeypatch.setattr(plan.Entry, "record", lambda self, tensors, body: body())
+    with pytest.MonkeyPatch.context() as patch:  # undone before what it covers is, unlike one that others share
+        patch.setattr(plan.Entry, "record", lambda self, tensors, body: body())
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
-from tests.ops.repeated import CALLS, call_of, known
+from tests.ops.repeated import CALLS, both, call_of, known
 
 pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
 
@@ -204,3 +205,53 @@ def test_inference_mode_and_grad_mode_repeat_apart():
     leaf = make()[0].requires_grad_()
     assert not call(leaf).is_inference()
     assert call(leaf).requires_grad
+
+
+@pytest.mark.parametrize("name", ["mssa", "mssa-lse", "mssa-mask", "tssa", "tssa-members", "tssa-bias", "ista"])
+def test_both_passes_of_a_repeated_call_are_their_plans_alone(name, monkeypatch):
+    call, make = known(name)
+    expected = both(call, make(seed=4))
+    monkeypatch.setattr(plan.Planned, "__call__", None)  # what the ops ask for a plan
+    found = both(call, make(seed=4))
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("name", ["mssa-lse", "tssa-members"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=["out", "second", "both"])
+def test_each_upstream_gradient_of_a_repeated_call_is_its_own(name, wanted):
+    call, make = known(name)
+
+    def grads(**options):
+        w, *others = make(seed=5)
+        leaves = [t.clone().requires_grad_() for t in (w, *others)]
+        found = call(*leaves, **options)
+        return torch.autograd.grad(sum(found[i].square().sum() for i in wanted), leaves)
+
+    for _ in range(4):
+        for one, other in zip(grads(), grads(backend="reference"), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("calls", [1, 4], ids=["without a plan", "by its plan"])
+@pytest.mark.parametrize("name", ["mssa", "tssa", "ista"])
+def test_a_checkpoint_unpacks_a_tensor_once_on_a_repeated_call(name, calls):
+    call, make = call_of(name)
+    with torch.no_grad():
+        for seed in range(3):
+            call(*make(seed=seed))
+    for _ in range(calls):
+        leaf = make()[0].requires_grad_()
+        out = torch.utils.checkpoint.checkpoint(call, leaf, *make()[1:], use_reentrant=False)
+        (grad,) = torch.autograd.grad(out.sum(), leaf)
+    torch.testing.assert_close(grad, torch.autograd.grad(call(leaf, *make()[1:]).sum(), leaf)[0])
+
+
+@pytest.mark.parametrize("name", ["tssa", "ista"])
+def test_a_repeated_backward_knows_which_gradients_are_wanted(name):
+    call, make = known(name)
+    for wanted in ((0,), (1,), (0, 1)) * 3:
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(make(seed=6))]
+        asked = [leaves[i] for i in wanted]
+        grads = torch.autograd.grad(call(*leaves).square().sum(), asked)
+        expected = torch.autograd.grad(call(*leaves, backend="reference").square().sum(), asked)
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)

@@ -40,9 +40,10 @@ _PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
 # backward, microseconds: (8, 64) 3.4 / 6.3, by products of the library 13.2 / 35.9; (8, 384) 28 / 87, 81 / 210;
 # (64, 384) 199 / 562, 385 / 1006; (64, 1024) 1361 / 8176, 2358 / 9623.
 _FEW_TOKENS, _FEW_DIM, _VECTORS = 64, 1024, 16
-# A forward in bfloat16 is converted to float32 up to so many multiplications of the tokens with the matrix: a product
-# of the library takes 20 microseconds. (4, 64) 8.2 by 37.5, (8, 384) 50 by 73, (17, 384) would take 84 by 81.
-_FEW_CONVERTED = 5 << 18
+# A pass in bfloat16 is converted to float32 up to so many multiplications of the tokens with the matrix: a product
+# of the library takes 20 microseconds. Forward / backward by it: (8, 64) 9.5 / 16 by 48 / 110, (8, 384) 45 / 120 by
+# 79 / 178, (8, 512) 73 / 214 by 100 / 229; (17, 512) would take 132 / 360 by 120 / 291.
+_FEW_CONVERTED = 8 << 18
 _FEW = 1 << 17  # up to this many elements, one call costs more than one pass
 
 
@@ -207,23 +208,25 @@ def engine(x: Tensor) -> steps.Engine:
     return _engine(x.device)
 
 
-def is_few(x: Tensor, weight: Tensor, call: Call, dtype: torch.dtype = torch.float32) -> bool:
-    """Tell whether all products of a call in ``dtype`` are made at once."""
+def is_few(x: Tensor, weight: Tensor, call: Call) -> bool:
+    """Tell whether all products of a pass are made at once, in float32."""
     dim = weight.shape[0]
     if is_gpu(x.device) or not x.is_cpu:
         return False
-    if not (x.dtype == weight.dtype == call.compute == dtype and dim % _VECTORS == 0):
+    if not (x.dtype == weight.dtype == call.compute and dim % _VECTORS == 0):
         return False
     few = 0 < x.numel() <= _FEW_TOKENS * dim and dim <= _FEW_DIM
-    return few and (dtype == torch.float32 or x.numel() * dim <= _FEW_CONVERTED)
+    if call.compute != torch.bfloat16:
+        return few and call.compute == torch.float32
+    return few and x.numel() * dim <= _FEW_CONVERTED
 
 
 def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
     """Return y; the residual is added in x's dtype or better."""
-    if is_few(x, weight, call, torch.bfloat16):
-        return forward(x.float(), weight.float(), call._replace(compute=torch.float32)).to(x.dtype)
     if not is_few(x, weight, call):
         return _forward(x, weight, call)
+    if x.dtype == torch.bfloat16:
+        return forward(x.float(), weight.float(), call._replace(compute=torch.float32)).to(x.dtype)
     given.forward(x, weight, call)
     rows = steps.flat(x).contiguous()
     y = torch.empty_like(rows)
@@ -238,6 +241,10 @@ def backward(
     """Return dx and dweight; an empty tensor for the one not needed."""
     if not is_few(x, weight, call):
         return _backward(dy, x, weight, y, need_dx, need_dweight, call)
+    if x.dtype == torch.bfloat16:
+        wide = dy.float(), x.float(), weight.float(), y.float()
+        dx, dweight = backward(*wide, need_dx, need_dweight, call._replace(compute=torch.float32))
+        return dx.to(x.dtype), dweight.to(weight.dtype)
     given.backward(dy, x, weight, y)
     shape = x.shape
     dy, x, y = (steps.flat(t).contiguous() for t in (dy, x, y))

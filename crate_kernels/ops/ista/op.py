@@ -25,11 +25,14 @@ def _backward_order(names: tuple[str, ...], dy: Tensor, x: Tensor, weight: Tenso
     """Let composite differentiate where it is as fast as cpp.
 
     With bfloat16 weights the cpp kernels spare no pass: they take 0.93-1.2 times as long for dim 192-768 and up to 6304
-    tokens, on two AVX512-BF16 threads.
+    tokens, on two AVX512-BF16 threads. Of a few tokens they make all products at once.
     """
     rows = prod(x.shape[:-1])
     in_bfloat16 = weight.dtype == products.fast_dtype(weight.dtype, rows) == torch.bfloat16
-    return ("composite",) if names[0] == "cpp" and in_bfloat16 and x.device.type == "cpu" else names
+    if names[0] != "cpp" or not in_bfloat16 or x.device.type != "cpu":
+        return names
+    *_, call = rest
+    return names if backends.kernel("ista", "cpp").is_few(x, weight, call) else ("composite",)
 
 
 def _fake_ista_bwd(
@@ -65,14 +68,13 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
 
 def _takes_one(function: str, form: str, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], options: tuple) -> bool:
     """Return whether the backend that runs ``function`` takes one product; one without an engine, where fewer FLOP."""
-    *call, backend = options
-    x, weight = tensors[-2:]
+    *fields, backend = options
+    call, (x, weight) = Call(*fields), tensors[-2:]
     order = _backward_order if function == "backward" else None
-    name, _ = next(backends.candidates("ista", function, backend, x, *tensors, order=order))
+    name, _ = next(backends.candidates("ista", function, backend, x, *tensors, call, order=order))
     kernel = backends.kernel("ista", name, backends.type_of(x.device))
     at_once, of = getattr(kernel, "is_few", None), getattr(kernel, "engine", None)
-    dtypes = (torch.float32, torch.bfloat16) if function == "forward" else (torch.float32,)
-    if at_once is not None and any(at_once(x, weight, Call(*call), dtype) for dtype in dtypes):
+    if at_once is not None and at_once(x, weight, call):
         return False
     return getattr(steps.Engine() if of is None else of(x), form)(steps.flat(x), *needs)
 
@@ -154,9 +156,18 @@ class ISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weight, y), call = operator.saved("ista", ctx)
+        return ISTAFunction.gradients(ctx, operator.saved("ista", ctx), dy)
+
+    @staticmethod
+    def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
+        return (*grads, *saved, *needs[:2])
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[tuple, Call], dy: Tensor) -> tuple:
+        (x, weight, y), call = saved
         need_dx, need_dweight, *_ = ctx.needs_input_grad
-        dx, dweight = ista_bwd(dy, x, weight, y, need_dx, need_dweight, *call, ctx.backend)
+        arguments = ISTAFunction.arguments(ctx.needs_input_grad, (dy,), (x, weight, y))
+        dx, dweight = ista_bwd(*arguments, *call, ctx.backend)
         dx = operator.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
         dweight = operator.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
         return dx, dweight, *(None,) * (len(call) + 1)
@@ -203,7 +214,7 @@ def _forward_keeping_codes(
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
 operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
-shortcuts = Shortcuts(ista_fwd, ISTAFunction, inputs=2)
+shortcuts = Shortcuts("ista", ista_fwd, ista_bwd, ISTAFunction, inputs=2)
 
 
 def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:

@@ -127,7 +127,7 @@ def mssa(
         if taken is not None:
             key = None if taken == "composite" else (*key, taken)  # pyright: ignore
         if key is not None and (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens)) is not None:
-            return found if return_lse else found[0]
+            return found
     packed = cu_seqlens is not None
     checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("mssa", "causal", causal)
@@ -182,18 +182,21 @@ def mssa(
         named = backends.of_op(name, backend, taken)
         out, lse = op.mssa(w, call, named)
         if key is not None:
-            op.shortcuts.remember(key, (w,), call, named)
+            op.shortcuts.remember(key, (w,), call, named, results=2 if return_lse else 1)
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
 def _key(w: Tensor, options: tuple) -> tuple | None:
     """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
-    causal, scale, dropout_p, phi, threshold, mask, cu_seqlens, *rest = options
-    if not may_repeat(w, dropout_p, cu_seqlens):
+    causal, scale, dropout_p, phi, threshold, mask, cu_seqlens, max_seqlen, return_lse, backend = options
+    if not (may_repeat(w, dropout_p, cu_seqlens) and type(causal) is type(return_lse) is bool):
         return None
-    # Types, for True is 1 and is no scale; the default of scale depends on head_dim.
-    plain = (causal, scale, phi, threshold, mask is None, cu_seqlens is None, *rest)
-    return (w.shape[-1], *plain, *map(type, plain))
+    # The default of scale depends on head_dim.
+    key = (w.shape[-1], causal, phi, mask is None, cu_seqlens is None, return_lse, backend)
+    if scale is threshold is max_seqlen is None:
+        return key
+    numbers = scale, threshold, max_seqlen
+    return (*key, *numbers, *map(type, numbers))  # types, for True is 1 and is no scale
 
 
 def _taken(w: Tensor, options: tuple) -> str | None:

@@ -122,16 +122,24 @@ class MSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore
-        (w, out, lse), call = operator.saved("mssa", ctx)
+        return MSSAFunction.gradients(ctx, operator.saved("mssa", ctx), dout, dlse)
+
+    @staticmethod
+    def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
+        return (*grads, *saved)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+        tensors, call = saved
         nothing = (None,) * (len(call) + 1)
-        if dout is None and dlse is None:
+        if all(g is None for g in grads):
             return None, *nothing
-        dw = mssa_bwd(dout, dlse, w, out, lse, *call, ctx.backend)
-        return operator.once_differentiable("mssa", dw, dout, dlse, w), *nothing
+        dw = mssa_bwd(*MSSAFunction.arguments(ctx.needs_input_grad, grads, tensors), *call, ctx.backend)
+        return operator.once_differentiable("mssa", dw, *grads, tensors[0]), *nothing
 
 
 operator.functorch_twin(MSSAFunction, mssa_fwd)
-shortcuts = Shortcuts(mssa_fwd, MSSAFunction, inputs=1)
+shortcuts = Shortcuts("mssa", mssa_fwd, mssa_bwd, MSSAFunction, inputs=1)
 
 
 def mssa(w: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:

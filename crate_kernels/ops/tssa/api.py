@@ -113,7 +113,7 @@ def tssa(
             taken = _taken(w, temp, denom_bias, causal) if plain else None
             key = (*key, taken)
         if key is not None and (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens))) is not None:
-            return found[:2] if return_membership else found[0]
+            return found
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)
@@ -171,7 +171,7 @@ def tssa(
             out, membership = op.tssa(w, temp, call, named)
         if key is not None:
             known, tensors = (op.causal_shortcuts, (w, temp, denom_bias)) if causal else (op.shortcuts, (w, temp))
-            known.remember(key, tensors, call, named)
+            known.remember(key, tensors, call, named, results=2 if return_membership else 1)
     return (out, membership) if return_membership else out
 
 

@@ -83,17 +83,22 @@ tssa_decode = operator.define(
 )
 
 
-def _gradients(ctx: Any, op: Any, inputs: int, dout: Tensor | None, dmembership: Tensor | None) -> Any:
+def _gradients(ctx: Any, op: Any, inputs: int, saved: tuple[tuple, Call], grads: tuple) -> tuple:
     """Return the gradients of the first ``inputs`` inputs of a Function, and None for its options."""
-    saved, call = operator.saved("tssa", ctx)
-    sources = saved[:inputs]
+    tensors, call = saved
+    sources, (dout, dmembership, *_) = tensors[:inputs], grads
     if dout is None and dmembership is None:
         return (None,) * (inputs + len(call) + 1)
-    grad = torch.zeros_like(saved[0]) if dout is None else dout
-    grads = op(grad, dmembership, *saved, *call, ctx.backend)
-    once = [operator.once_differentiable("tssa", g, dout, dmembership, *sources) for g in grads]
+    upstream = torch.zeros_like(tensors[0]) if dout is None else dout
+    found = op(*_arguments(ctx.needs_input_grad, (upstream, dmembership), tensors), *call, ctx.backend)
+    once = [operator.once_differentiable("tssa", g, dout, dmembership, *sources) for g in found]
     wanted = (g if source is not None else None for g, source in zip(once, sources, strict=True))
     return *wanted, *(None,) * (len(call) + 1)
+
+
+def _arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
+    """Return the arguments of a backward's op before its options."""
+    return (*grads[:2], *saved)
 
 
 @operator.traced_by_autograd
@@ -118,9 +123,15 @@ class TSSAFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs, membership, *statistics, *held)
         ctx.set_materialize_grads(False)
 
+    arguments = staticmethod(_arguments)
+
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None, *_: Any) -> Any:  # pyright: ignore
-        return _gradients(ctx, tssa_bwd, 2, dout, dmembership)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
+        return TSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+        return _gradients(ctx, tssa_bwd, 2, saved, grads)
 
 
 @operator.traced_by_autograd
@@ -135,15 +146,21 @@ class CausalTSSAFunction(torch.autograd.Function):
         CausalTSSAFunction.save(ctx, inputs, outputs)
         return outputs
 
+    arguments = staticmethod(_arguments)
+
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dmembership: Tensor | None) -> Any:  # pyright: ignore
-        return _gradients(ctx, tssa_causal_bwd, 3, dout, dmembership)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
+        return CausalTSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+        return _gradients(ctx, tssa_causal_bwd, 3, saved, grads)
 
 
 operator.functorch_twin(TSSAFunction, tssa_fwd)
 operator.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
-shortcuts = Shortcuts(tssa_fwd, TSSAFunction, inputs=2)
-causal_shortcuts = Shortcuts(tssa_causal_fwd, CausalTSSAFunction, inputs=3)
+shortcuts = Shortcuts("tssa", tssa_fwd, tssa_bwd, TSSAFunction, inputs=2)
+causal_shortcuts = Shortcuts("tssa", tssa_causal_fwd, tssa_causal_bwd, CausalTSSAFunction, inputs=3)
 
 
 def tssa(w: Tensor, temp: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:

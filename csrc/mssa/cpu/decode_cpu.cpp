@@ -19,24 +19,6 @@ struct Sequence {
   const uint8_t* keep;  // not 0: the new token is kept; null: all are
 };
 
-// The heads of a tensor. Reading strides from a tensor is a call into PyTorch: once, not for every head.
-class Heads {
- public:
-  explicit Heads(const Tensor& t)
-      : first_(view(t, false, 0, 0, 0)),
-        batch_bytes_(t.stride(0) * static_cast<int64_t>(t.element_size())),
-        head_bytes_(t.stride(1) * static_cast<int64_t>(t.element_size())) {}
-
-  MssaView at(int64_t batch, int64_t head) const {
-    char* const data = static_cast<char*>(first_.data) + batch * batch_bytes_ + head * head_bytes_;
-    return {data, first_.token_stride, first_.dim_stride};
-  }
-
- private:
-  MssaView first_;
-  int64_t batch_bytes_, head_bytes_;
-};
-
 void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,
             const MssaProblem& p) {
   const int64_t item = itemsize(p.dtype);
@@ -81,7 +63,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   const int64_t partial_size = tokens * mssa_decode_size(p.head_dim);  // of one part of one head
   const auto partial = allocate_parts(parts == 1 ? 0 : heads * parts * partial_size);
 
-  const Heads new_heads(w), cached_heads(data), out_heads(out);
+  const HeadViews new_heads(&w, false), cached_heads(&data, false), out_heads(&out, false);
   float* const all_lse = call.need_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
   const auto head = [&](int64_t i) {
     const int64_t b = i / nheads, h = i % nheads;

@@ -56,6 +56,30 @@ inline MssaView view(const Tensor& t, bool packed, int64_t batch, int64_t head, 
   return {data + offset * static_cast<int64_t>(t.element_size()), t.stride(packed ? 0 : 2), t.stride(packed ? 2 : 3)};
 }
 
+// The heads of a tensor, null: absent. Reading strides from a tensor is a call into PyTorch: once, not for every head.
+class HeadViews {
+ public:
+  HeadViews(const Tensor* t, bool packed) {
+    if (t == nullptr) return;
+    const auto item = static_cast<int64_t>(t->element_size());
+    first_ = view(*t, packed, 0, 0, 0);
+    batch_bytes_ = packed ? 0 : t->stride(0) * item;
+    head_bytes_ = t->stride(1) * item;
+    token_bytes_ = first_.token_stride * item;
+  }
+
+  MssaView at(int64_t batch, int64_t head, int64_t token = 0) const {
+    if (first_.data == nullptr) return first_;
+    char* const data =
+        static_cast<char*>(first_.data) + batch * batch_bytes_ + head * head_bytes_ + token * token_bytes_;
+    return {data, first_.token_stride, first_.dim_stride};
+  }
+
+ private:
+  MssaView first_ = {};
+  int64_t batch_bytes_ = 0, head_bytes_ = 0, token_bytes_ = 0;
+};
+
 // Memory for the results of parts that are summed later, aligned to whole lines of the cache.
 inline std::unique_ptr<float, decltype(&std::free)> allocate_parts(int64_t floats) {
   auto* const memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));

@@ -22,6 +22,9 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
   const bool packed = call.packed();
   const int64_t nheads = t.w.size(1), total = t.w.size(packed ? 0 : 2), batch = call.sequences(t.w);
   const int32_t* const bounds = packed ? static_cast<const int32_t*>(call.cu_seqlens->data_ptr()) : nullptr;
+  const HeadViews w(&t.w, packed), out(&t.out, packed), dout(t.dout, packed), dw(t.dw, packed);
+  float* const lse = static_cast<float*>(t.lse.data_ptr());
+  const float* const dlse = t.dlse == nullptr ? nullptr : static_cast<const float*>(t.dlse->data_ptr());
   std::vector<MssaHead> heads;
   heads.reserve(batch * nheads);
   for (int64_t b = 0; b < batch; ++b) {
@@ -33,16 +36,16 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
       head.seqlen = head.nkeys = end - first;
       head.itself = true;
       head.counter = static_cast<uint32_t>(b * nheads + h);
-      head.w = head.keys = view(t.w, packed, b, h, first);
-      head.out = view(t.out, packed, b, h, first);
-      if (t.dout != nullptr) head.dout = view(*t.dout, packed, b, h, first);
-      if (t.dw != nullptr) head.dw = view(*t.dw, packed, b, h, first);
+      head.w = head.keys = w.at(b, h, first);
+      head.out = out.at(b, h, first);
+      head.dout = dout.at(b, h, first);
+      head.dw = dw.at(b, h, first);
       if (call.key_padding_mask.has_value()) {
         head.keep = static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) + b * total;
       }
       const int64_t row = packed ? h * total + first : (b * nheads + h) * total;
-      head.lse = static_cast<float*>(t.lse.data_ptr()) + row;
-      if (t.dlse != nullptr) head.dlse = static_cast<const float*>(t.dlse->data_ptr()) + row;
+      head.lse = lse + row;
+      head.dlse = dlse == nullptr ? nullptr : dlse + row;
       heads.push_back(head);
     }
   }

@@ -9,6 +9,8 @@ import torch
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import products
 from crate_kernels._native import extension
+from crate_kernels.ops.ista import op, reference
+from crate_kernels.ops.ista.call import Call
 from tests.ops.common import LEVELS, randn
 
 if extension.PATH is not None:
@@ -118,6 +120,18 @@ def test_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, few_alone):
     x, weight = randn(tokens, dim, dtype=torch.bfloat16), randn(dim, dim, dtype=torch.bfloat16, seed=1) * dim**-0.5
     exact = ista(x.float(), weight.float(), backend="cpp")
     assert torch.equal(ista(x, weight, backend="cpp"), exact.bfloat16())
+
+
+@pytest.mark.parametrize("backend", ["cpp", None], ids=["cpp", "none"])
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (8, 512), (64, 128)])
+def test_gradients_of_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, backend, few_alone):
+    x, weight = randn(tokens, dim, dtype=torch.bfloat16), randn(dim, dim, dtype=torch.bfloat16, seed=1) * dim**-0.5
+    call, dy = Call(0.1, 0.1, True, torch.bfloat16), randn(tokens, dim, dtype=torch.bfloat16, seed=2)
+    y = reference.forward(x, weight, call)
+    found = op.ista_bwd(dy, x, weight, y, True, True, *call, backend or "auto")
+    wide = (t.float() for t in (dy, x, weight, y))
+    exact = op.ista_bwd(*wide, True, True, *call._replace(compute=torch.float32), "cpp")
+    assert [torch.equal(one, other.bfloat16()) for one, other in zip(found, exact, strict=True)] == [True, True]
 
 
 def test_not_a_number_stays_one_among_a_few_tokens(few_alone):
