@@ -105,8 +105,9 @@ class Rows(torch.autograd.Function):
                 if rectangular.sees(rows, columns, call.attention):
                     more = rectangular.forward(rows, columns, call.attention, call.backend)
                     rectangular.merge_(out[:, :, place], lse[:, :, place], *more)
-        out = operator.merged_layout(out.to(w.dtype))
-        ctx.save_for_backward(w, out, lse)
+        out, low = rectangular.rounded(out, w.dtype)
+        out = operator.merged_layout(out)
+        ctx.save_for_backward(w, out, lse, low)
         ctx.call = call
         return out, lse
 
@@ -114,9 +115,9 @@ class Rows(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, complete."""
-        w, out, lse = operator.saved_tensors("mssa", ctx)
+        w, out, lse, low = operator.saved_tensors("mssa", ctx)
         call: Call = ctx.call
-        numbers = lse, rectangular.delta(w, dout, out, lse, call.attention, call.backend), dlse
+        numbers = lse, rectangular.delta(w, dout, out, lse, call.attention, call.backend, low), dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
         own = call.tokens(call.ranks.rank, w, dout, *numbers)
         for rank, (both, more) in call.visits(torch.cat((w, dout), -1), torch.stack(numbers, -1)):

@@ -68,8 +68,16 @@ def others(seqlen):
     return w
 
 
+def every(seqlen):
+    """The last token is large in every channel; magnitudes in a score with it add up to 3e38, its own is infinite."""
+    w = randn(1, 1, seqlen, HEAD_DIM, dtype=torch.float32)
+    w *= 30 / w.abs().sum(-1, keepdim=True)
+    w[0, 0, -1] = 1e37
+    return w
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("draw", [own, others])
+@pytest.mark.parametrize("draw", [own, others, every])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("backend", "device"), backends("mssa", reference=False))
 def test_a_score_near_the_largest_number_is_a_number(draw, causal, dtype, backend, device):
@@ -83,18 +91,56 @@ def test_a_score_near_the_largest_number_is_a_number(draw, causal, dtype, backen
         torch.testing.assert_close(lse.double()[there], right_lse[there], rtol=1e-5, atol=1e-5)
 
 
+def tall(seqlen):
+    """A token that others attend to alone, or not at all: scores with it are 1e10 nats, with itself 1e20."""
+    w = randn(1, 1, seqlen, HEAD_DIM, dtype=torch.float32)
+    w[0, 0, seqlen // 2] *= 1e10
+    return w
+
+
+KERNELS = [p for p in backends("mssa", reference=False) if "composite" not in p.values]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("draw", [own, tall])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("backend", "device"), [p for p in backends("mssa", reference=False) if "cpp" in p.values])
-def test_its_gradient_is_a_number_too(dtype, backend, device):
-    for seqlen in (1, 5, 70):
-        w = own(seqlen).to(device, dtype).requires_grad_()
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_its_gradient_is_a_number_too(draw, causal, dtype, backend, device):
+    for seqlen in (1, 5, 70, 140):
+        w = draw(seqlen).to(device, dtype).requires_grad_()
         g = randn(*w.shape, seed=1, dtype=dtype, device=device)
-        (dw,) = torch.autograd.grad(mssa(w, scale=1.0, backend=backend), w, g)
+        (dw,) = torch.autograd.grad(mssa(w, scale=1.0, causal=causal, backend=backend), w, g)
         exact = w.detach().double().requires_grad_()
-        (right,) = torch.autograd.grad(mssa(exact, scale=1.0, backend="reference"), exact, g.double())
+        out = mssa(exact, scale=1.0, causal=causal, backend="reference")
+        (right,) = torch.autograd.grad(out, exact, g.double())
         bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps * g.abs().max().item()}
-        torch.testing.assert_close(dw.double()[:, :, -1], right[:, :, -1], **bound)
+        there = exact.norm(dim=-1) > 1e9
+        torch.testing.assert_close(dw.double()[there], right[there], **bound)
         assert dw.isfinite().all()
+
+
+def infinite(seqlen):
+    """The last token's score with itself is infinite, in every order of its sum; all other scores are numbers."""
+    w = randn(1, 1, seqlen, HEAD_DIM, dtype=torch.float32)
+    w[0, 0, -1] = 1e30
+    return w
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+def test_an_infinite_score_has_an_infinite_lse(causal, dtype, backend, device):
+    """As eager has it: its row is no number, other rows are, and no gradient hides it."""
+    for seqlen in (1, 5, 70, 140):
+        w = infinite(seqlen).to(device, dtype).requires_grad_()
+        out, lse = mssa(w, causal=causal, return_lse=True, backend=backend)
+        assert lse[0, 0, -1] == torch.inf
+        assert lse[0, 0, :-1].isfinite().all()
+        assert out[0, 0, -1].isnan().all()
+        assert out[0, 0, :-1].isfinite().all()
+        for result in (out, lse):
+            (dw,) = torch.autograd.grad(result, w, torch.ones_like(result), retain_graph=True)
+            assert dw[0, 0, -1].isnan().all()
 
 
 @pytest.mark.parametrize(("backend", "device"), backends("mssa"))
@@ -105,3 +151,14 @@ def test_a_step_with_a_score_near_the_largest_number_is_a_number(backend, device
     out, lse = mssa(w[:, :, 4:], scale=1.0, causal=True, cache=cache, return_lse=True, backend=backend)
     torch.testing.assert_close(out, w[:, :, 4:])
     torch.testing.assert_close(lse, w[:, :, 4:].double().square().sum(-1).float())
+
+
+@pytest.mark.parametrize(("backend", "device"), backends("mssa"))
+def test_a_step_with_an_infinite_score_has_an_infinite_lse(backend, device):
+    w = infinite(5).to(device)
+    cache = SubspaceCache(1, 1, 8, HEAD_DIM, device=device)
+    mssa(w[:, :, :3], causal=True, cache=cache, backend=backend)
+    out, lse = mssa(w[:, :, 3:], causal=True, cache=cache, return_lse=True, backend=backend)
+    assert lse[0, 0, -1] == torch.inf
+    assert lse[0, 0, :-1].isfinite().all()
+    assert out[0, 0, -1].isnan().all()

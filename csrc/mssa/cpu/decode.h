@@ -116,7 +116,10 @@ struct DecodeQuery {
     const bool any = d.visible[token] > 0;
     const float inverse = any ? 1.0f / total : 0.0f;
     write_row(element(d.out, token, p.dtype), p.dtype, d.out.dim_stride, p.head_dim, out, inverse);
-    if (d.lse != nullptr) d.lse[token] = any ? log2f(total) * 0.693147181f + largest : -INFINITY;
+    if (d.lse == nullptr) return;
+    // The total of a row with an infinite score is no number.
+    const float lse = largest == INFINITY ? INFINITY : log2f(total) * 0.693147181f + largest;
+    d.lse[token] = any ? lse : -INFINITY;
   }
   CRATE_INLINE void reset(int width) {
     memset(out, 0, width * sizeof(float));

@@ -78,7 +78,8 @@ class Measure : public Head<T> {
   // Says what a token that sees `keys` keys may take; `tallest` is the largest |h| of the keys.
   //
   // In fp32 it may take delta if no other token has half of its weight. The entropy of a row is lse - scale w . out,
-  // and with a half on one key at most that of a half spread over all.
+  // and with a half on one key at most that of a half spread over all. Of an lse above kSafeHeight, which another token
+  // may give to a row of low score, rounding would leave no entropy, nor weights that can be summed.
   Given given(int32_t token, int keys, float tallest) const {
     const float lse = head_.lse[token], limit = trusted_height(p_.dropout);
     if (lse == -INFINITY) return Given::both;
@@ -89,7 +90,7 @@ class Measure : public Head<T> {
     read(head_.w, token, tokens_);
     const float score = factor_ * row_dot(tokens_, tokens_, width);
     bool delta = fmaxf(tallest, 0.5f * fabsf(score)) <= limit;
-    const bool low = fabsf(score) <= kMostScore && keys_.count >= kLeastKeys;
+    const bool low = fabsf(score) <= kMostScore && fabsf(bits(lse)) <= kSafeHeight && keys_.count >= kLeastKeys;
     if (!delta && low && is_f32 && !p_.dropout) {
       read(head_.out, token, out_);
       const float entropy = bits(lse) - factor_ * row_dot(tokens_, out_, width);

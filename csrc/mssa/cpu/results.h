@@ -25,7 +25,9 @@ CRATE_INLINE void write_results(const MssaProblem& p, const MssaHead& head, int6
     const bool normal = exact >= 0x1p-126f && exact < INFINITY;
     // In double: the backward takes 1 / l from lse, and an error of lse is a relative error of 1 / l.
     const double log = normal ? logs[n] : log2(static_cast<double>(exact));
-    head.lse[of.token[n]] = total == 0.0f ? -INFINITY : static_cast<float>((log + of.shift[n]) * kLn2);
+    // The total of a row with an infinite score is no number.
+    const double lse = of.shift[n] == INFINITY ? INFINITY : (log + of.shift[n]) * kLn2;
+    head.lse[of.token[n]] = total == 0.0f ? -INFINITY : static_cast<float>(lse);
   }
 }
 

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
     const View<T> to = head.view<T>(c, c.out);
     to.data[token * to.row + d * to.channel] = from_float<T>(empty ? 0.0f : all.out[0] / all.sum);
   }
-  if (d == 0 && c.lse != nullptr) c.lse[head.row + token] = empty ? -INFINITY : all.largest + logf(all.sum);
+  if (d == 0 && c.lse != nullptr) c.lse[head.row + token] = mssa::lse_of(all.largest, all.sum);
   if (head.head == 0 && token == 0 && threadIdx.x < kWarp) advance(c, head);
 }
 

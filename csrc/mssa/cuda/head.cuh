@@ -113,6 +113,16 @@ CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int blo
   if (head.sequence == 0) clear(0, head.start);
 }
 
+// The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a warp's rows.
+constexpr float kMostRounding = 2.0f;
+
+// The lse of a row, from its largest score and the sum of weights relative to it. With an infinite score the sum is no
+// number.
+CRATE_DEVICE float lse_of(float largest, float sum) {
+  if (sum == 0.0f) return -INFINITY;
+  return largest == INFINITY ? INFINITY : largest + logf(sum);
+}
+
 // Writes the largest score of row i, and the threshold times the sum of its weights: 1 without a key.
 CRATE_DEVICE void put_statistics(const Problem& call, const Head& head, int i, float largest, float sum) {
   call.largest[head.row + i] = largest;

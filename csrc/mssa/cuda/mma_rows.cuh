@@ -156,7 +156,7 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
       const int at = row + 16 * m + lane / 4 + 8 * half;
       factor[half] = sum == 0.0f ? 0.0f : call.keep_factor * (call.select ? call.threshold : 1.0f / sum);
       if (lane % 4 == 0 && at < head.length && call.lse != nullptr) {
-        call.lse[head.row + at] = sum == 0.0f ? -INFINITY : state.largest[m][half] + logf(sum);
+        call.lse[head.row + at] = lse_of(state.largest[m][half], sum);
       }
     });
     round_rows<T, DIM>(tile + m * 16 * DIM, state.acc[m], factor[0], factor[1]);

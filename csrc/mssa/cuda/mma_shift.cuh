@@ -39,8 +39,7 @@ CRATE_DEVICE float of_pair(uint32_t bits, int element) {
   return to_float(T{static_cast<uint16_t>(bits >> 16 * element)});
 }
 
-// The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a warp's rows.
-constexpr float kMostRounding = 2.0f, kDeviation = 0.2f;
+constexpr float kDeviation = 0.2f;  // of a rounding, in eps
 
 // A lane's share of two rows: what their roundings are found from.
 struct Rounding {

@@ -2,7 +2,8 @@
 // g_i.w_j, and `low`, what rounding took from lse.
 //
 // With dropout delta is summed from those products themselves; mma_shift.cuh says why. So it is where one weight makes
-// up a row and its score is large: a rounding of out, or of lse, is then multiplied by that score.
+// up a row and its score is large: a rounding of out, or of lse, is then multiplied by that score. And so it is of
+// 16-bit rows where the rounding of out would show in dw, whatever their scores.
 #pragma once
 
 #include "plain_forward.cuh"
@@ -13,14 +14,15 @@ constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
 constexpr int64_t kMeasureShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
 
 // Writes delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main kernel's
-// products: if a weight is near 1, out is near w, and g.w - delta cancels.
+// products: if a weight is near 1, out is near w, and g.w - delta cancels. If wanted, sets `low` where the rounding of
+// out would show.
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;
   const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
-  float delta = 0.0f;
+  float delta = 0.0f, squares = 0.0f, most_g = 0.0f, most_out = 0.0f;
   const HeadRows g_at = rows_of(c, c.g, h), out_at = rows_of(c, c.out, h);
   for (int chunk = 0; chunk * kChunk < c.access.head_dim; ++chunk) {
     __syncthreads();
@@ -33,10 +35,18 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
       float a[4], b[4];
       load4(g + threadIdx.x * kPitch + d, a);
       load4(out + threadIdx.x * kPitch + d, b);
-      unroll<4>([&](int k) { delta += a[k] * b[k]; });
+      unroll<4>([&](int k) {
+        delta += a[k] * b[k];  // one multiply-add, as the main kernel's: a product of its own use would not be fused
+        squares += (a[k] * a[k]) * (b[k] * b[k]);
+        most_g = fmaxf(most_g, fabsf(a[k]));
+        most_out = fmaxf(most_out, fabsf(b[k]));
+      });
     }
   }
-  if (threadIdx.x < kOwned && row < h.length) c.delta[h.row + row] = delta;
+  const float most = mssa::kMostRounding * warp_max(most_g), rounding = fabsf(c.scale) * most_out * sqrtf(squares);
+  if (threadIdx.x >= kOwned || row >= h.length) return;
+  c.delta[h.row + row] = delta;
+  if (c.low != nullptr) c.low[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
 }
 
 // s += w_j.w_i; as_key += w_j.g_i if KEY; as_query += g_j.w_i if QUERY. j: owned rows; i: rows of the tile.
@@ -72,7 +82,7 @@ CRATE_DEVICE bool is_far(float lse, int keys) {
 }
 
 // Writes delta from the products themselves, and low: of every row with dropout, else of blocks that have a row far
-// out; of other blocks low = 0 alone.
+// out, or one whose delta shows the rounding of out; of other blocks low = 0 alone.
 __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
@@ -82,7 +92,9 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
   if (start >= h.length) return;
   const int row_here = start + static_cast<int>(threadIdx.x);
   const bool here = threadIdx.x < kOwned && row_here < h.length;
-  const bool far = here && c.lse[h.row + row_here] > -INFINITY && is_far(c.lse[h.row + row_here], h.length);
+  const auto shows = [&] { return c.products && c.seed == nullptr && c.low[h.row + row_here] != 0.0f; };
+  const float lse = here ? c.lse[h.row + row_here] : -INFINITY;
+  const bool far = lse > -INFINITY && (is_far(lse, h.length) || shows());
   if (__syncthreads_count(far) == 0 && (c.seed == nullptr || !c.products)) {
     if (here) c.low[h.row + row_here] = 0.0f;
     return;

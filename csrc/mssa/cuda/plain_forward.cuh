@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     const int query = start + t.row_at(i);
     factor[i] = empty ? 0.0f : c.keep_factor * (passes == 2 ? c.threshold : 1.0f / sum);
     if (c.lse != nullptr && place.group == 0 && t.column == 0 && query < h.length) {
-      c.lse[h.row + query] = empty ? -INFINITY : row[i].largest + logf(sum);
+      c.lse[h.row + query] = mssa::lse_of(row[i].largest, sum);
     }
   });
   write_rows(c, own, rows_of(c, c.out, h, c.results), acc, factor, t, start, h.length, first_chunk);

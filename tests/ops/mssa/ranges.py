@@ -96,9 +96,9 @@ def together(case, w, dout, dlse, mask, backend):
         results = rectangular.forward(rows, columns, call, backend)
         assert all(t.dtype == torch.float32 and t.is_contiguous() for t in results)
         rectangular.merge_(out[:, :, place], lse[:, :, place], *results)
-    out = out.to(w.dtype)
+    out, low = rectangular.rounded(out, w.dtype)
     dw = torch.zeros_like(w, dtype=torch.float32)
-    numbers = dout, lse, rectangular.delta(w, dout, out, lse, call, backend), dlse
+    numbers = dout, lse, rectangular.delta(w, dout, out, lse, call, backend, low), dlse
     for rows, columns in itertools.product(ranges(*numbers), ranges(*numbers)):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
     return {"out": out, "lse": lse, "dw": dw}
@@ -110,3 +110,12 @@ def over_budget(case, dtype, backend, device):
     eager, exact = (whole(case, t, *others) for t in (w, w.double()))
     found = together(case, w, *others, backend)
     return [m for m in testing.measure(found, eager, exact, dtype) if not m.passed]
+
+
+def gradient(w, dout, backend, **options):
+    """Return the gradient of the tokens (batch, 1 or 2 heads, ...), cut into two ranges, in float64."""
+    heads, seqlen, head_dim = w.shape[1:]
+    case = Ranges(((0, seqlen // 2), (seqlen // 2, seqlen)), options, head_dim=head_dim)
+    w, dout = (t.repeat(1, NHEADS // heads, 1, 1) for t in (w, dout))
+    dw = together(case, w, dout, w.new_zeros(w.shape[:3], dtype=torch.float32), None, backend)["dw"]
+    return dw.flip(1)[:, :heads].to(w.dtype).double()

@@ -9,6 +9,7 @@ import torch
 from crate_kernels import mssa, testing
 from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.call import Call, DecodeCall
+from tests.ops import test_not_numbers
 from tests.ops.common import keep_mask, offsets, over_budget, randn
 from tests.ops.mssa import test_threshold
 
@@ -134,6 +135,13 @@ def test_a_gradient_of_one_output_alone(options, outputs, dtype, backend):
 @pytest.mark.parametrize("seqlen", [2, 4, 16])
 def test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend):
     test_threshold.test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend, "cpu")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 100], ids=["pairs", "rows"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_an_infinite_score_has_an_infinite_lse(causal, multiprocessors, backend, device):
+    device(multiprocessors=multiprocessors)
+    test_not_numbers.test_an_infinite_score_has_an_infinite_lse(causal, torch.bfloat16, backend, "cpu")
 
 
 @DTYPES

@@ -5,6 +5,7 @@ import torch
 
 from crate_kernels import SubspaceCache, mssa, testing
 from tests.ops import test_cache as caches
+from tests.ops import test_not_numbers
 from tests.ops.common import DTYPES, randn
 from tests.tools.emulator.plain import registered
 
@@ -55,6 +56,10 @@ def test_a_clone_is_independent(decoder, ragged):
 
 def test_writes_beyond_the_capacity_are_dropped(decoder):
     caches.test_writes_beyond_the_capacity_are_dropped(decoder, "cpu")
+
+
+def test_a_step_with_an_infinite_score_has_an_infinite_lse(decoder):
+    test_not_numbers.test_a_step_with_an_infinite_score_has_an_infinite_lse(decoder, "cpu")
 
 
 def filled(held, capacity, head_dim, dtype, seed=0):

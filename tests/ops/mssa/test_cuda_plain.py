@@ -8,8 +8,9 @@ import torch
 from crate_kernels import mssa, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import Call
+from tests.ops import test_not_numbers
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
-from tests.ops.mssa import test_dropout, test_outputs, test_threshold
+from tests.ops.mssa import test_cancelling, test_dropout, test_outputs, test_threshold
 from tests.ops.mssa.test_public import wrong
 from tests.tools.emulator.plain import registered
 
@@ -263,3 +264,22 @@ def test_a_row_without_keys_is_zero(plain):
     assert not out[1].any()
     assert not dw[1].any()
     assert lse[1].eq(-math.inf).all()
+
+
+@test_cancelling.HALF
+@pytest.mark.parametrize("name", test_cancelling.CASES)
+def test_a_delta_that_cancels(plain, name, dtype):
+    assert test_cancelling.worst(test_cancelling.CASES[name], dtype, plain) < 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_infinite_score_has_an_infinite_lse(plain, causal, dtype):
+    test_not_numbers.test_an_infinite_score_has_an_infinite_lse(causal, dtype, plain, "cpu")
+
+
+@pytest.mark.parametrize("draw", [test_not_numbers.own, test_not_numbers.tall])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_near_the_largest_number_are_numbers(plain, causal, draw):
+    test_not_numbers.test_a_score_near_the_largest_number_is_a_number(draw, causal, torch.float32, plain, "cpu")
+    test_not_numbers.test_its_gradient_is_a_number_too(draw, causal, torch.float32, plain, "cpu")

@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa.rectangular import Call
-from tests.ops.mssa import ranges
+from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES, drawn
 from tests.ops.mssa.test_rectangular_kernels import failed, results
 
@@ -41,3 +41,9 @@ def test_bits_are_those_of_any_order(name, backend, device):
     expected = results(rows, columns, call, backend)
     device(descending=True)
     torch.testing.assert_close(results(rows, columns, call, backend), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("name", ["eight", "causal", "more"])
+def test_a_delta_that_cancels(name, dtype, backend):
+    assert test_cancelling.worst(test_cancelling.CASES[name], dtype, backend, gradient_of=ranges.gradient) < 1

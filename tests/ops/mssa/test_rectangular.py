@@ -106,6 +106,13 @@ def test_half_tokens_are_added_up_in_float32():
     torch.testing.assert_close(lse, expected_lse.float())
 
 
+@pytest.mark.parametrize("low", [torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 4, 8).bfloat16()], ids=["dtype", "shape"])
+def test_what_rounding_took_is_as_the_output(low):
+    w = torch.zeros(1, 2, 5, 8).bfloat16()
+    with pytest.raises(ValueError, match=r"^mssa backward: low must be .*, got"):
+        rectangular.delta(w, w, w, torch.zeros(1, 2, 5), Call(), "composite", low)
+
+
 @pytest.mark.parametrize("name", ["causal-padded-dropout", "dropout", "padded", "across", "causal-before"])
 def test_composite_is_the_loops(name):
     """The same rows and columns around the same places, but few of them: the loops are slow."""

@@ -11,7 +11,7 @@ from crate_kernels.ops.mssa import rectangular, reference
 from crate_kernels.ops.mssa.call import Call as Whole
 from crate_kernels.ops.mssa.rectangular import PART, Call, Tokens
 from tests.ops.common import DTYPES, KERNELS, LEVELS, home, interpreted, randn
-from tests.ops.mssa import ranges
+from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES, drawn, in_dtype
 
 # Triton's interpreter takes minutes for these; test_triton_rectangular.py has some of them for every run.
@@ -96,6 +96,13 @@ def test_ranges_together_are_within_budget(backend, name, dtype):
     if (backend, name, dtype) == ("composite", "causal-saturated", torch.float32):
         pytest.skip("needs a BLAS that sums products of two rows, all that a range has there, as it does those of 64")
     assert ranges.over_budget(ranges.CASES[name], dtype, backend, "cpu") == []
+
+
+@test_cancelling.HALF
+@pytest.mark.parametrize("name", test_cancelling.CASES)
+@pytest.mark.parametrize("backend", ["composite", *CPP])
+def test_a_delta_that_cancels(backend, name, dtype):
+    assert test_cancelling.worst(test_cancelling.CASES[name], dtype, backend, gradient_of=ranges.gradient) < 1
 
 
 CUTS = {

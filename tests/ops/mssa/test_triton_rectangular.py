@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.common import DTYPES, home, kernels
-from tests.ops.mssa import ranges
+from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES
 from tests.ops.mssa.test_rectangular_kernels import failed
 
@@ -28,3 +28,10 @@ def test_ranges_together_are_the_whole_operator(case, dtype):
 @pytest.mark.parametrize("name", ["uneven", "no-columns", "causal-before", "causal-after", "causal-inside"])
 def test_within_budget(name):
     assert failed(CASES[name], torch.float32, "triton") == []
+
+
+@test_cancelling.HALF
+@pytest.mark.parametrize("name", ["eight", "causal"])
+def test_a_delta_that_cancels(name, dtype):
+    case = test_cancelling.CASES[name]
+    assert test_cancelling.worst(case, dtype, "triton", home("triton"), ranges.gradient) < 1

@@ -66,7 +66,8 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
         top = _finite(scores.amax(-1, keepdim=True))
         weights = (scores - top).exp_()
         total = weights.sum(-1, keepdim=True)
-        lse[:, :, place] = (top + total.log()).squeeze(-1)
+        # The total of a row with an infinite score is NaN.
+        lse[:, :, place] = torch.where(top == torch.inf, top, top + total.log()).squeeze(-1)
         # Shares of their own sum: exp(scores - lse) would give every weight of a row the rounding of its lse.
         sums = _times(weights, _factor(chunk, columns, call, dtype)) @ keys
         out[:, :, place] = sums / total.masked_fill(total == 0.0, 1.0)

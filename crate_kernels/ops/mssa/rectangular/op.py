@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator
+from crate_kernels._core import backends, given, operator
 from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
 
 PART = "mssa.rectangular"
@@ -95,22 +95,39 @@ def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Te
     return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
 
 
-def delta(w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str) -> Tensor:
-    """Return the product of each row of ``dout`` with the same row of ``out``, which the backward subtracts.
+def rounded(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return ``out`` in ``dtype`` and, where that rounds it, what the rounding took, in ``dtype`` too."""
+    if out.dtype == dtype:
+        return out, None
+    result = out.to(dtype)
+    return result, (out - result).to(dtype)
+
+
+def delta(
+    w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str, low: Tensor | None = None
+) -> Tensor:
+    """Return the product of each row of ``dout`` with the same row of ``out + low``, which the backward subtracts.
 
     ``g . o = f g . w + g . (o - f w)`` of a row whose output is about its own token times the dropout factor f: the
     first is rounded as the backward's own product is, which it is subtracted from; the second is small, and 0 if
     ``out`` is the rounded token. Where scores are large another token may have all of the weight, and be ``out``:
-    ``g . o`` is rounded so too. Elsewhere PyTorch's sum rounds less.
+    ``g . o`` is rounded so too. Elsewhere PyTorch's sum rounds less. In 16 bits ``low`` is what rounding took from
+    ``out``, which may be most of what the backward's differences leave.
     """
     dtype = operator.stat_dtype(w.dtype)
     factor = 1.0 if call.seed is None else 1.0 / (1.0 - call.dropout_p)
     g, o, own = dout.to(dtype), out.to(dtype), factor * w.to(dtype)
     is_own = (o * own).sum(-1) > 0.5 * own.square().sum(-1)
-    rounded = mssa_rectangular_delta(dout, torch.where(is_own.unsqueeze(-1), w, out), backend)
-    rest = (g * (o - own.to(out.dtype).to(dtype))).sum(-1)
-    another = torch.where(lse.abs() > _LARGE, rounded, (g * o).sum(-1))
-    return torch.where(is_own, factor * rounded + rest, another)
+    product = mssa_rectangular_delta(dout, torch.where(is_own.unsqueeze(-1), w, out), backend)
+    own, own_low = rounded(own, out.dtype)
+    rest = o - own.to(dtype)
+    another = torch.where(lse.abs() > _LARGE, product, (g * o).sum(-1))
+    if low is not None:
+        given.tensor("mssa backward", "low", low, out.dtype, out.shape, out.device)
+        taken = low.to(dtype)
+        another = another + (g * taken).sum(-1)
+        rest = rest + (taken if own_low is None else taken - own_low.to(dtype))
+    return torch.where(is_own, factor * product + (g * rest).sum(-1), another)
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
@@ -128,4 +145,4 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     # Shares of their own sum: exp(lse - the lse of both) would give every weight of a row the rounding of that lse.
     whole = total.clamp(min=1.0).unsqueeze(-1)  # one share is 1, unless the row has no key
     out.mul_(share.unsqueeze(-1) / whole).add_(more_out * (more.unsqueeze(-1) / whole))
-    lse.copy_(top + total.log())
+    lse.copy_(torch.where(top == torch.inf, top, top + total.log()))  # the total with an infinite score is NaN

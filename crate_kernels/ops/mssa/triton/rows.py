@@ -132,8 +132,9 @@ def finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr
     sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # a row outside the mask may have a sum too small to divide by
     tile.store(out, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
     if lse_ptr is not None:
-        # The only key's score is lse, rounded as the backward rounds it.
-        lse = rounded_product(m_i, unit) + tl.log(sums)
+        # The only key's score is lse, rounded as the backward rounds it. The sum of a row with an infinite one is NaN.
+        top = rounded_product(m_i, unit)
+        lse = tl.where(top == float("inf"), top, top + tl.log(sums))
         tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), lse), mask=mask_m)
 
 
