@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crate_kernels._core import checks
 from crate_kernels._core.spec import Case
 
 
@@ -33,6 +34,7 @@ def tokens(
     return _lay_out(w.to(device, dtype), case.layout), others
 
 
+@checks.suggesting
 def padding_mask(kind: str, batch: int, seqlen: int, generator: torch.Generator) -> Tensor:
     """Draw a (batch, seqlen) bool mask, True = keep; "row" pads the last sequence entirely."""
     lengths = torch.randint(1, seqlen + 1, (batch, 1), generator=generator)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels import nn as fused
-from crate_kernels._core import backends
+from crate_kernels._core import backends, checks
 from crate_kernels._patch import probe
 from crate_kernels._patch.kinds import Form, readings
 from crate_kernels._patch.obstacles import obstacle
@@ -154,6 +154,7 @@ def _patched_class(mark: _Patch) -> type[nn.Module]:
     return types.new_class(f"Fused{mark.base.__name__}", (mark.base,), exec_body=lambda space: space.update(body))
 
 
+@checks.suggesting
 def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     """Replace the published attention and ISTA modules of a model by fused ones, in place.
 
@@ -221,6 +222,7 @@ def _recorded(model: nn.Module, replaced: Mapping[str, str]) -> dict[str, str]:
     return left
 
 
+@checks.suggesting
 def unpatch(model: nn.Module) -> tuple[str, ...]:
     """Restore the published class of every patched module of ``model``.
 

@@ -10,6 +10,7 @@ from crate_kernels._core import checks
 from ._inputs import trailing
 
 
+@checks.suggesting
 def attention_maps(w: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """Return MSSA's attention probabilities: row i has the weights of query i on each key.
 

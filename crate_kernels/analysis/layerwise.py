@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from crate_kernels._core import checks
+
 from .rates import projected_coding_rate, sparsity
 
 _EXPECTED = "(PreNorm(norm, fn with .qkv and .heads), PreNorm(norm, fn))"
@@ -62,6 +64,7 @@ def _observe(layer: Any, record: dict[str, Tensor], measure: Callable[[Tensor], 
     ]
 
 
+@checks.suggesting
 def layerwise(
     model: nn.Module,
     x: Tensor,

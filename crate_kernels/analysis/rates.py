@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from crate_kernels._core import checks
+
 from ._inputs import distortion, tokens_and_subspaces, trailing
 
 
@@ -38,6 +40,7 @@ def _rate(op: str, name: str, w: Tensor, eps_squared: float) -> Tensor:
     return r.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
+@checks.suggesting
 def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Measure how many nats code all tokens up to distortion eps.
 
@@ -59,6 +62,7 @@ def coding_rate(z: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     return _rate("coding_rate", "z", z, distortion("coding_rate", eps_squared))
 
 
+@checks.suggesting
 def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Measure Rc of projected tokens, the output of MSSA's ``qkv``.
 
@@ -82,6 +86,7 @@ def projected_coding_rate(w: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     return _rate("projected_coding_rate", "w", w.double(), distortion("projected_coding_rate", eps_squared)).sum(-1)
 
 
+@checks.suggesting
 def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Measure how many nats code the tokens' projections on each subspace.
 
@@ -106,6 +111,7 @@ def subspace_coding_rate(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0
     return _rate("subspace_coding_rate", "z @ subspaces", z.unsqueeze(-3) @ subspaces, eps_squared).sum(-1)
 
 
+@checks.suggesting
 def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Measure the rate reduction of a representation: ``Delta R = R(Z) - Rc(Z | U)`` (CRATE; MCR^2).
 
@@ -128,6 +134,7 @@ def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -
     return _rate("rate_reduction", "z", z, eps_squared) - projected.sum(-1)
 
 
+@checks.suggesting
 def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Return the gradient of Rc with respect to the tokens; MSSA is its first-order softmax form.
 
@@ -156,6 +163,7 @@ def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) ->
     return math.sqrt(alpha) * (solved @ subspaces.mT).sum(-3)
 
 
+@checks.suggesting
 def sparsity(z: Tensor) -> Tensor:
     """Measure the fraction of NONZEROS, ``|Z|_0 / (seqlen dim)`` (CRATE, the layer-wise sparsity plots).
 

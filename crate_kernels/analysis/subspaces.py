@@ -25,6 +25,7 @@ def _head_subspaces(op: str, weight: object, nheads: object) -> Tensor:
     return checked.unflatten(0, (count, -1)).mT
 
 
+@checks.suggesting
 def projection_subspaces(weight: Tensor, nheads: int) -> Tensor:
     """View a projection weight as the subspaces of its heads: ``linear(z, weight)`` is ``z U_k``, head-major.
 
@@ -42,6 +43,7 @@ def projection_subspaces(weight: Tensor, nheads: int) -> Tensor:
     return _head_subspaces("projection_subspaces", weight, nheads)
 
 
+@checks.suggesting
 def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
     """Measure how much the heads' subspaces overlap, independent of the basis that each head has learned.
 
@@ -71,6 +73,7 @@ def subspace_coherence(weight: Tensor, nheads: int) -> Tensor:
     return overlap / torch.minimum(ranks[:, None], ranks).clamp(min=1)
 
 
+@checks.suggesting
 def subspace_gram(weight: Tensor) -> Tensor:
     """Return the matrix that the papers plot: ``|[U_1 .. U_K]^T [U_1 .. U_K]|``, columns scaled to unit norm.
 
@@ -92,6 +95,7 @@ def subspace_gram(weight: Tensor) -> Tensor:
     return (unit @ unit.mT).abs()
 
 
+@checks.suggesting
 def snr(z: Tensor, subspaces: Tensor, labels: Tensor | None = None) -> Tensor:
     """Measure the signal-to-noise ratio of tokens against the subspaces they belong to.
 

@@ -118,7 +118,10 @@ class _Language(LanguageModel):
     def _runner(self, block: nn.Module) -> Callable[..., Tensor]:
         return partial(self._sequence.run, self._sequence.where, block)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    @checks.closed
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, **unknown: NoReturn
+    ) -> tuple[Tensor, Tensor | None]:
         """Predict the next tokens.
 
         Args:
@@ -129,6 +132,8 @@ class _Language(LanguageModel):
             ``(logits, loss)``: logits of this rank's tokens (``unshard`` has those of all), and the mean
             cross-entropy of all tokens, the same in all ranks, or None.
         """
+        if unknown:
+            checks.no_keyword(_Language.forward, unknown)
         logits = self.lm_head(self.hidden(tokens))
         if targets is None:
             return logits, None
@@ -175,6 +180,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+@checks.suggesting
 def sequence_parallel(model: Model, group: Group, *, form: str | None = None, balanced: bool = False) -> Model:
     """Have a model run on sequences of which each rank of a group computes a part.
 

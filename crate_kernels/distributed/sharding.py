@@ -39,6 +39,7 @@ class _Unshard(torch.autograd.Function):
         return _Shard.apply(dout, *ctx.rest), None, None, None
 
 
+@checks.suggesting
 def shard(x: Tensor, group: Group, dim: int, balanced: bool = False) -> Tensor:
     """Return this rank's part of a tensor that all ranks have whole.
 
@@ -62,6 +63,7 @@ def shard(x: Tensor, group: Group, dim: int, balanced: bool = False) -> Tensor:
     return _Shard.apply(x, layout.split(x.shape[dim], ranks.size, balanced), ranks, dim)  # pyright: ignore
 
 
+@checks.suggesting
 def unshard(x: Tensor, group: Group, dim: int, balanced: bool = False) -> Tensor:
     """Return the whole tensor, in all ranks, of which each has a part: the inverse of ``shard``.
 

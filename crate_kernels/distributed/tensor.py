@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from crate_kernels._core import checks
 from crate_kernels.models import tost, tost_lm
 from crate_kernels.models.aot import layers as aot
 from crate_kernels.models.crate import RateGradientStep
@@ -18,6 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _NAME = "tensor_parallel"
 
 
+@checks.suggesting
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     """Cut the heads of subspace attention, and the hidden units of MLPs, over the ranks of a mesh.
 

@@ -25,6 +25,7 @@ class Traffic(NamedTuple):
     separate_backward: int | None
 
 
+@checks.suggesting
 def traffic(
     op: str, shape: tuple[int, int, int, int], ranks: int, form: str, *, dtype: torch.dtype = torch.bfloat16
 ) -> Traffic:

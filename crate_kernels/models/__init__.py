@@ -121,6 +121,7 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
     return classes[name].from_pretrained(folder, **overrides)
 
 
+@checks.suggesting
 def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any] | str = _NOTHING) -> nn.Module:
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
@@ -178,6 +179,7 @@ def _published(name: str) -> tuple[str, dict[str, Any]]:
     raise ValueError(f"from_official: no checkpoint of {name} was published")
 
 
+@checks.suggesting
 def to_official(model: nn.Module) -> dict[str, Tensor]:
     """Return a state_dict that the published class of a model loads strictly: the inverse of ``from_official``.
 

@@ -12,7 +12,7 @@ paper's Listing 3 prints another decoder; this one is that of the published code
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -274,8 +274,13 @@ class CRATEMAE(ReferenceModel):
         error = (pred - target).square().mean(-1)
         return (error * mask).sum() / mask.sum().clamp(min=1)
 
+    @checks.closed
     def forward(
-        self, imgs: Tensor, mask_ratio: float | None = None, mask: Tensor | None = None
+        self,
+        imgs: Tensor,
+        mask_ratio: float | None = None,
+        mask: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Remove patches and predict them.
 
@@ -292,6 +297,8 @@ class CRATEMAE(ReferenceModel):
         Raises:
             ValueError: images or a mask of a wrong shape.
         """
+        if unknown:
+            checks.no_keyword(CRATEMAE.forward, unknown)
         if mask is None:
             rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))
             mask = self.random_mask(imgs.shape[0], rows * columns, mask_ratio)

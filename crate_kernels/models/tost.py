@@ -15,12 +15,13 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import run
@@ -329,7 +330,8 @@ class ToST(Classifier):
             x = run(self.config.grad_checkpointing, block, x)
         return self.norm(x)
 
-    def forward(self, img: Tensor) -> Any:
+    @checks.closed
+    def forward(self, img: Tensor, **unknown: NoReturn) -> Any:
         """Return logits (batch, num_classes) of images (batch, in_chans, height, width).
 
         In training with ``distillation``, return a pair of the same logits.
@@ -337,6 +339,8 @@ class ToST(Classifier):
         Raises:
             ValueError: images of another number of channels, or not of whole patches.
         """
+        if unknown:
+            checks.no_keyword(ToST.forward, unknown)
         logits = super().forward(img)
         return (logits, logits) if self.training and self.config.distillation else logits
 

@@ -89,6 +89,7 @@ class MSSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.qkv, self.heads, self.dim_head, batch, max_seqlen)
 
+    @checks.closed
     def forward(
         self,
         x: Tensor,
@@ -98,6 +99,7 @@ class MSSA(nn.Module):
         cache: SubspaceCache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend over ``x``.
 
@@ -114,6 +116,8 @@ class MSSA(nn.Module):
         Returns:
             (batch, seqlen, dim), or the weights or the projection if asked for.
         """
+        if unknown:
+            checks.no_keyword(MSSA.forward, unknown)
         _heads.tokens("MSSA", x, self.dim)
         projected = self.qkv(x)
         if return_key:
@@ -208,7 +212,8 @@ class TSSA(nn.Module):
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
         self.to_out = nn.Sequential(Linear(dim, dim, backend=backend), nn.Dropout(rate))
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    @checks.closed
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, **unknown: NoReturn) -> Tensor:
         """Attend over ``x``.
 
         Args:
@@ -218,6 +223,8 @@ class TSSA(nn.Module):
         Returns:
             (batch, seqlen, dim).
         """
+        if unknown:
+            checks.no_keyword(TSSA.forward, unknown)
         _heads.tokens("TSSA", x, self.dim)
         projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)
         out = self._operator(

@@ -62,6 +62,7 @@ class CausalMSSA(nn.Module):
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
         return _heads.subspace_cache(self.c_attn, self.n_head, self.n_embd // self.n_head, batch, max_seqlen)
 
+    @checks.closed
     def forward(
         self,
         x: Tensor,
@@ -69,6 +70,7 @@ class CausalMSSA(nn.Module):
         cache: SubspaceCache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend over ``x``.
 
@@ -83,6 +85,8 @@ class CausalMSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
+        if unknown:
+            checks.no_keyword(CausalMSSA.forward, unknown)
         _heads.tokens("CausalMSSA", x, self.n_embd)
         w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
         out = _heads.attend(
@@ -152,6 +156,7 @@ class CausalTSSA(nn.Module):
         _, device = _heads.kind(self.c_attn)
         return TokenStatsCache(batch, self.n_head, self.n_embd // self.n_head, device=device)
 
+    @checks.closed
     def forward(
         self,
         x: Tensor,
@@ -159,6 +164,7 @@ class CausalTSSA(nn.Module):
         cache: TokenStatsCache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend over ``x``.
 
@@ -173,6 +179,8 @@ class CausalTSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
+        if unknown:
+            checks.no_keyword(CausalTSSA.forward, unknown)
         _heads.tokens("CausalTSSA", x, self.n_embd)
         projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)
         out = _heads.attend(

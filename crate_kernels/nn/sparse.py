@@ -59,8 +59,11 @@ class ISTA(nn.Module):
         checks.integer("ISTA", "dim", dim, minimum=1)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    @checks.closed
+    def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the next code of ``x`` (..., dim), same shape."""
+        if unknown:
+            checks.no_keyword(ISTA.forward, unknown)
         if self.prox == "mm":
             grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
             return torch.relu(grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha))
@@ -115,7 +118,10 @@ class OvercompleteISTA(nn.Module):
         else:
             self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    @checks.closed
+    def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the decoded code of ``x`` (..., dim), same shape."""
+        if unknown:
+            checks.no_keyword(OvercompleteISTA.forward, unknown)
         options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
         return ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options)

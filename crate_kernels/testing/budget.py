@@ -17,6 +17,7 @@ from crate_kernels.testing.specs import SPECS
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 
 
+@checks.suggesting
 def run(case: Case, inputs: Inputs, backend: str | None, seed: int = 0) -> dict[str, Tensor]:
     """Call the public function and differentiate it; return outputs and ``d<argument>`` by name.
 
@@ -69,6 +70,7 @@ class Measurement:
         return self.finite and self.error <= self.budget
 
 
+@checks.suggesting
 def measure(
     actual: Mapping[str, Tensor], eager: Mapping[str, Tensor], oracle: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[Measurement]:
@@ -99,6 +101,7 @@ def _error(actual: Tensor, exact: Tensor) -> float:
     return difference.max().item() if difference.numel() else 0.0
 
 
+@checks.suggesting
 def check_cu_seqlens(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """Check the values of packed offsets on any device; the operators check them on the CPU only.
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from crate_kernels._core import backends
+from crate_kernels._core import backends, checks
 from crate_kernels._core.spec import Case, Inputs, Spec
 
 SPECS: dict[str, Spec] = {
@@ -16,11 +16,13 @@ CASES = tuple(case for spec in SPECS.values() for case in spec.cases)
 TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
 
 
+@checks.suggesting
 def cases(room: str) -> tuple[Case, ...]:
     """Return the cases of the operators in one folder of ``ops/``."""
     return tuple(case for case in CASES if SPECS[case.op].room == room)
 
 
+@checks.suggesting
 def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
     """Say why ``case`` is not held to the budget on ``backend``; None if it is.
 
@@ -32,6 +34,7 @@ def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device 
     return SPECS[case.op].excluded(case, backend, dtype)
 
 
+@checks.suggesting
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
     """Draw the tensors of ``case`` in ``dtype``, so that a promotion to float64 changes no value.
 

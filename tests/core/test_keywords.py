@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels import SubspaceCache, TokenStatsCache, distributed, nn
+from crate_kernels import SubspaceCache, TokenStatsCache, analysis, distributed, models, nn, testing
 from crate_kernels._core import checks
 
 CALLS = {
@@ -57,6 +57,45 @@ def test_every_operator_and_module_is_here():
     public = [getattr(package, name) for package in (crate_kernels, nn, distributed) for name in package.__all__]
     ours = re.compile(r"crate_kernels\.(ops|nn|distributed\.api)\b")
     assert {each for each in public if ours.match(getattr(each, "__module__", ""))} == set(FUNCTIONS.values())
+
+
+PACKAGES = crate_kernels, models, analysis, testing, distributed
+
+
+def members(package):
+    """Return the public functions of a package that are ours, by name."""
+    found = {f"{package.__name__}.{name}": getattr(package, name) for name in package.__all__}
+    return {name: each for name, each in found.items() if inspect.isfunction(each)}
+
+
+PUBLIC = {name: each for package in PACKAGES for name, each in members(package).items()}
+MODULES = {each.__name__: each for each in (getattr(nn, name) for name in nn.__all__)}
+MODULES |= {family.Model.__name__: family.Model for family in models._FAMILIES}
+OPEN = {"create", "from_pretrained"}  # take fields of a config, which have tests of their own
+TOLD = {
+    **{name: each for name, each in PUBLIC.items() if each not in FUNCTIONS.values() and each.__name__ not in OPEN},
+    **{f"{name}.forward": each.forward for name, each in MODULES.items()},
+    **{family.Config.__name__: family.Config for family in models._FAMILIES},
+}
+
+
+@pytest.mark.parametrize("call", TOLD.values(), ids=TOLD)
+def test_every_public_callable_says_what_was_meant(call):
+    given = inspect.signature(call).parameters
+    required = [None for each in given.values() if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+    for name in given:
+        if name != "self" and f"{name}s" not in given:
+            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}s'; did you mean {name}\?$"):
+                call(*required, **{f"{name}s": 1})
+
+
+def test_a_module_that_says_what_was_meant_compiles_exports_and_is_traced():
+    module, x, mask = nn.MSSA(8, heads=2, dim_head=4), torch.randn(2, 3, 8), torch.ones(2, 3, dtype=torch.bool)
+    expected = module(x, key_padding_mask=mask)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, key_padding_mask=mask), expected)
+    exported = torch.export.export(module, (x,), {"key_padding_mask": mask}).module()
+    torch.testing.assert_close(exported(x, key_padding_mask=mask), expected)
 
 
 def test_a_call_compiles_in_one_graph():

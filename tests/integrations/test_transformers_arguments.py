@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from crate_kernels.integrations.transformers import CRATEConfig, config
 from tests.integrations import images
 from tests.integrations.language import CONFIGS, VOCABULARY, cache_of, greedy, pair, prompts, wrapped
 
@@ -177,3 +178,19 @@ def test_a_loss_of_the_users_own_takes_any_argument(kind):
     model = copy.deepcopy(model)
     model.loss_function = lambda *args, smoothing, **kwargs: torch.tensor(smoothing)
     assert model(inputs, labels=labels, smoothing=0.5).loss == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), {"dephts": "depth", "num_heads": "heads", "gradient_checkpointing": "grad_checkpointing"}.items()
+)
+def test_a_config_says_which_field_was_meant(name, meant, tmp_path):
+    said = rf"CRATEConfig.__init__\(\) got an unexpected keyword argument '{name}'; did you mean {meant}\?"
+    for make in (CRATEConfig, lambda **given: config("crate_tiny", **given)):
+        with pytest.raises(TypeError, match=said):
+            make(**{name: 1})
+    # What transformers, or a user, has beside the fields stays as it is; so does a folder of another version.
+    CRATEConfig(torch_dtype="float32", num_labels=3, hidden_size=64, notes="mine").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"notes"', f'"{name}"'))
+    found = CRATEConfig.from_pretrained(tmp_path)
+    assert (found.dim, found.num_labels, getattr(found, name)) == (64, 3, "mine")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from crate_kernels._core import files
+from crate_kernels._core import checks, files
 
 _PIPELINES = {"CausalLM": "text-generation", "ImageClassification": "image-classification"}
 
 
+@checks.suggesting
 def card(folder: str | os.PathLike[str], *, license: str) -> Path:
     """Write ``README.md`` into a folder that ``save_pretrained`` wrote.
 

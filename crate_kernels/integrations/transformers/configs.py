@@ -30,6 +30,17 @@ class ModelConfig(PreTrainedConfig):
         """Return the config for transformers with the values of ours."""
         return cls(**{**{field.name: getattr(config, field.name) for field in fields(config)}, **overrides})
 
+    def __post_init__(self, **others: Any) -> None:
+        """Take what transformers or a folder has beside the fields; refuse what is near the name of one."""
+        known = {*(field.name for field in fields(self.model_class.config_class)), *self.attribute_map}
+        if "model_type" not in others:  # in every folder
+            for name in others:
+                guess = "" if hasattr(self, name) else checks.suggestion(name, known)
+                if guess:
+                    owner = f"{type(self).__name__}.__init__()"
+                    raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{guess}")
+        super().__post_init__(**others)
+
     def ours(self) -> Any:
         """Return our config, which checks the values."""
         known = fields(self.model_class.config_class)

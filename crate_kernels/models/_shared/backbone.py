@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 
@@ -148,12 +148,15 @@ class Classifier(ReferenceModel):
             x = self.get_submodule(self.layout.norm)(x)
         return x if pre_logits else self.get_classifier()(x)
 
-    def forward(self, img: Tensor) -> Tensor:
+    @checks.closed
+    def forward(self, img: Tensor, **unknown: NoReturn) -> Tensor:
         """Return logits (batch, num_classes) of images (batch, channels, height, width).
 
         Raises:
             ValueError: images of another size or number of channels.
         """
+        if unknown:
+            checks.no_keyword(Classifier.forward, unknown)
         return self.forward_head(self.forward_features(img))
 
     def get_classifier(self) -> nn.Module:

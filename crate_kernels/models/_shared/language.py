@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +146,10 @@ class LanguageModel(ReferenceModel):
         """Return what runs a block in this call and, if activations are recomputed, in the call's backward."""
         return block
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    @checks.closed
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, **unknown: NoReturn
+    ) -> tuple[Tensor, Tensor | None]:
         """Predict the next tokens.
 
         Args:
@@ -161,6 +164,8 @@ class LanguageModel(ReferenceModel):
             ValueError: tokens or targets of another shape or dtype, more of them than ``block_size``, or, on a CPU, one
                 that is not in the vocabulary.
         """
+        if unknown:
+            checks.no_keyword(LanguageModel.forward, unknown)
         logits = self.lm_head(self.hidden(tokens))
         if targets is None:
             return logits, None

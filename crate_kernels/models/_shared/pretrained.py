@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from crate_kernels._core import files
+from crate_kernels._core import checks, files
 from crate_kernels.models._shared import official, reading, skeleton
 from crate_kernels.nn import _heads
 
@@ -41,6 +41,11 @@ class Configured(nn.Module):
 
     task: str | None = None
     config_class: type[Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "config_class" in vars(cls):
+            checks.suggesting(cls.config_class)
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ table of 50257 words that the paper's Table 5 counts and nothing here reads; the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,8 @@ class AoTRegression(ReferenceModel):
         self.read_in = nn.Linear(c.n_dims, c.dim)
         self.read_out = nn.Linear(c.dim, 1)
 
-    def forward(self, xs: Tensor, ys: Tensor) -> Tensor:
+    @checks.closed
+    def forward(self, xs: Tensor, ys: Tensor, **unknown: NoReturn) -> Tensor:
         """Return predictions (batch, examples): the i-th from ``xs[:, : i + 1]`` and ``ys[:, :i]``.
 
         Args:
@@ -102,6 +104,8 @@ class AoTRegression(ReferenceModel):
         Raises:
             ValueError: a shape that does not fit, or more tokens than ``n_positions``.
         """
+        if unknown:
+            checks.no_keyword(AoTRegression.forward, unknown)
         c = self.config
         if xs.dim() != 3 or xs.shape[-1] != c.n_dims or 2 * xs.shape[1] > c.n_positions:
             wanted = f"(batch, examples <= {c.n_positions // 2}, n_dims={c.n_dims})"

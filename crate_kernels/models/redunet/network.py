@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ class ReduNet(nn.Sequential):
             part.add_module(name, module)
         return part
 
-    def forward(self, input: Tensor, labels: Tensor | None = None, loss: bool = False) -> Tensor:
+    @checks.closed
+    def forward(self, input: Tensor, labels: Tensor | None = None, loss: bool = False, **unknown: NoReturn) -> Tensor:
         """Transform samples (m, ...).
 
         Args:
@@ -60,6 +61,8 @@ class ReduNet(nn.Sequential):
                 published.
             loss: measure the rate reduction after each layer, for ``get_loss``; default False.
         """
+        if unknown:
+            checks.no_keyword(ReduNet.forward, unknown)
         return self._run(input, lambda layer, z: None, labels, loss)
 
     @torch.no_grad()
