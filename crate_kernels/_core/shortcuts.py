@@ -27,7 +27,7 @@ class _Shortcut:
         take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
         results: how many they are.
         call, held, backend: as ``save`` keeps them.
-        backwards: the options of its backward by which inputs want a gradient, and by the number of tensors.
+        backwards: the options of its backward by which inputs want a gradient, the number of tensors, and the settings.
     """
 
     __slots__ = ("backend", "backwards", "call", "entry", "held", "owner", "results", "take")
@@ -47,10 +47,11 @@ class _Shortcut:
         tensors = [t for t in grads + saved if t is not None]
         if not operator.is_short(tensors):
             return None
+        key = needs, len(tensors), plan.settings(tensors[0])
         try:
-            entry = self.backwards[needs, len(tensors)]
+            entry = self.backwards[key]
         except KeyError:
-            entry = self.backwards[needs, len(tensors)] = self.owner.entry_of_backward(self, needs, grads, saved)
+            entry = self.backwards[key] = self.owner.entry_of_backward(self, needs, grads, saved)
         if entry is None:
             return None
         found = entry.run(*tensors, entry.number)
@@ -124,13 +125,7 @@ class Shortcuts:
 
         Returns what ``remember`` was told that the caller takes.
         """
-        first: Any = tensors[0]
-        if first.is_cuda and (more := plan.settings(first)):
-            key = (key, more)
-        try:
-            shortcut = self._known.get(key)
-        except TypeError:  # an option that has no hash is none of ours
-            return None
+        shortcut = self._find(key, tensors[0])
         if shortcut is None:
             return None
         if not shortcut.held:
@@ -145,6 +140,18 @@ class Shortcuts:
                     except _NoPlan:
                         return None
         return shortcut.run(tensors, shortcut.take)
+
+    def draw_seed(self, key: tuple, first: Tensor) -> Tensor | None:
+        """Draw the seed of a call with dropout that may be repeated; None, and none is drawn, where it can not."""
+        return None if self._find(key, first) is None else operator.draw_seed(first.device)
+
+    def _find(self, key: tuple, first: Any) -> _Shortcut | None:
+        if more := plan.settings(first):
+            key = (key, more)
+        try:
+            return self._known.get(key)
+        except TypeError:  # an option that has no hash is none of ours
+            return None
 
     def remember(
         self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str, results: int = 1
@@ -183,9 +190,9 @@ class Shortcuts:
 
 
 def may_repeat(w: Any, dropout_p: Any = 0.0, cu_seqlens: Any = None) -> bool:
-    """Return whether a call may be one of ``Shortcuts``: offsets on a CPU are checked, and a seed drawn, each time."""
+    """Return whether a call may be one of ``Shortcuts``: offsets on a CPU are checked each time."""
     if is_compiling() or not isinstance(w, Tensor) or w.is_nested or not w.dim():
         return False
     if cu_seqlens is not None and not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda):
         return False
-    return type(dropout_p) in (float, int) and dropout_p == 0
+    return type(dropout_p) in (float, int)

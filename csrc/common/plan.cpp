@@ -24,7 +24,6 @@
 #include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
@@ -325,14 +324,11 @@ bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHan
   aoti_torch_get_device_type(inputs[0], &type);
   aoti_torch_get_device_index(inputs[0], &index);
   const NoGrad no_grad;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  Current current;
   void* stream = nullptr;
   if (!p.launches.empty()) {
     const Driver& d = driver();
-    if (type != cpu) {
-      guard.emplace(index);
-      if (!ensure_context(d, index)) return false;
-    }
+    if (type != cpu && !(current.set(d, index) && ensure_context(d, index))) return false;
     if (d.stream != nullptr && d.stream(index, &stream) != 0) return false;
   }
   AtenTensorHandle made = nullptr;
@@ -413,15 +409,19 @@ std::vector<int64_t> counts() {
   return {hits, misses, static_cast<int64_t>(table.size())};
 }
 
-// Addresses of functions with the signatures of `Driver`; of `launch` 0: CUDA's own driver again.
-void drive_by(int64_t launch, int64_t stream, int64_t parameter) {
+// Addresses of functions with the signatures of `Driver`, in its order; without any, CUDA's own driver again.
+void drive_by(std::vector<int64_t> functions) {
   table.clear();
   stand_in.reset();
-  if (launch == 0) return;
-  stand_in.emplace();
-  stand_in->launch = reinterpret_cast<decltype(stand_in->launch)>(launch);
-  stand_in->stream = reinterpret_cast<decltype(stand_in->stream)>(stream);
-  stand_in->parameter = reinterpret_cast<decltype(stand_in->parameter)>(parameter);
+  if (functions.empty()) return;
+  Driver d;
+  auto take = [&, next = size_t{0}](auto& function) mutable {
+    const int64_t address = next < functions.size() ? functions[next++] : 0;
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(address);
+  };
+  take(d.launch), take(d.stream), take(d.parameter), take(d.get_context), take(d.set_context), take(d.retain_context);
+  take(d.create_guard), take(d.delete_guard);
+  stand_in = d;
 }
 
 constexpr int kMostTensors = 9, kMostResults = 5;
@@ -461,7 +461,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("plan_store(Tensor[] tensors, int number, int[] words) -> ()");
   m.def("plan_forget() -> ()");
   m.def("plan_counts() -> int[]");
-  m.def("plan_drive_by(int launch, int stream, int parameter) -> ()");
+  m.def("plan_drive_by(int[] functions) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CompositeExplicitAutograd, m) {

@@ -42,6 +42,9 @@ struct Driver {
   int (*get_context)(void** context) = nullptr;
   int (*set_context)(void* context) = nullptr;
   int (*retain_context)(void** context, int device) = nullptr;
+  // PyTorch's: makes a device current, until the guard is deleted.
+  int (*create_guard)(int32_t device, DeviceGuardHandle* guard) = nullptr;
+  int (*delete_guard)(DeviceGuardHandle guard) = nullptr;
 };
 
 template <class Function>
@@ -58,6 +61,8 @@ Driver cuda_driver() {
   find(cuda, "cuCtxSetCurrent", found.set_context);
   find(cuda, "cuDevicePrimaryCtxRetain", found.retain_context);
   find(dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD), "aoti_torch_get_current_cuda_stream", found.stream);
+  found.create_guard = &aoti_torch_create_device_guard;
+  found.delete_guard = &aoti_torch_delete_device_guard;
   return found;
 }
 
@@ -68,6 +73,26 @@ const Driver& driver() {
   static const Driver cuda = cuda_driver();
   return stand_in ? *stand_in : cuda;
 }
+
+// A device that is current for a while, as launches need it.
+class Current {
+ public:
+  Current() = default;
+  ~Current() {
+    if (guard_ != nullptr) driver_->delete_guard(guard_);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+  bool set(const Driver& d, int32_t device) {
+    driver_ = &d;
+    return d.create_guard != nullptr && d.create_guard(device, &guard_) == 0;
+  }
+
+ private:
+  const Driver* driver_ = nullptr;
+  DeviceGuardHandle guard_ = nullptr;
+};
 
 // A thread of autograd may have no context yet; kernels run in the primary one of their device.
 bool ensure_context(const Driver& d, int32_t device) {

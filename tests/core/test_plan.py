@@ -10,9 +10,10 @@ import threading
 import pytest
 import torch
 
-from crate_kernels._core import launches, plan, recording
+from crate_kernels._core import launches, plan
 from crate_kernels._native import extension
 from tests.tools.plans import drivers, standin
+from tests.tools.plans.recorded import launching, recorded
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
 NUMBER = 10**9  # of options that no operator has
@@ -20,20 +21,13 @@ NUMBER = 10**9  # of options that no operator has
 
 @pytest.fixture(autouse=True)
 def empty():
-    standin.drive(None, None)  # CUDA's driver
+    standin.drive()  # CUDA's driver
     yield
     standin.rest()
 
 
 def ops():
     return torch.ops.crate_kernels_C
-
-
-def recorded(body, *tensors):
-    """Return the numbers of the plan of a body."""
-    with recording.Recorder(tensors) as recorder:
-        results = body(*tensors)
-    return recorder.words(results if isinstance(results, tuple) else (results,))
 
 
 BODIES = {
@@ -177,16 +171,6 @@ class Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
-def launching(a, scratch=False, **changed):
-    """Record a body that launches function 5 on its input, an output and perhaps scratch memory."""
-    out = a.new_empty(a.shape)
-    given = [a, out, struct.pack("<i", 7), *([a.new_empty(3)] if scratch else []), None]
-    fields = dict(grid=(2, 3, 4), threads=128, shared_bytes=96, ctas=1, cooperative=False, serialized=False)
-    launch = launches.Launch(function=5, parameters=given, owner=None, **{**fields, **changed})
-    recording.recorder().launched(lambda: launch)
-    return out
-
-
 @pytest.mark.parametrize(
     ("changed", "grid", "attributes"),
     [
@@ -260,6 +244,21 @@ def test_parameters_that_the_driver_does_not_know_are_refused(sizes):
             ops().plan_store([a], NUMBER, recorded(launching, a))
 
 
+@pytest.mark.parametrize("sizes", [[8, 8, 4, 8], [8, 8, 4]], ids=["as-recorded", "another-struct"])
+def test_a_call_whose_launch_is_refused_stays_in_python(sizes):
+    def call(t):
+        found = entry.run(t, entry.number)
+        return entry.record([t], lambda: launching(t)) if found is None else found
+
+    launched = []
+    with drivers.driving(lambda *_: launched.append(1), sizes={5: sizes}):
+        entry = plan.Entry(1, 1)
+        for _ in range(4):
+            assert call(torch.randn(4, 4)).shape == (4, 4)
+    fits = len(sizes) == 4
+    assert (len(launched), entry.failures, plan.counts()[2]) == ((2, 0, 0) if fits else (0, 3, 0))
+
+
 def test_a_launch_that_fails_leaves_the_call_to_python():
     with drivers.driving(lambda *_: drivers.FAILED):
         a = torch.randn(4, 4)
@@ -282,31 +281,6 @@ def test_without_a_driver_a_launch_is_refused():
     a = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         ops().plan_store([a], NUMBER, recorded(launching, a))
-
-
-def test_launches_go_to_the_current_stream():
-    streams = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-    def current(device, stream):
-        stream[0] = next(numbers)
-        return 0
-
-    @drivers.LAUNCH
-    def launched(config, function, parameters, extra):
-        streams.append(Config.from_address(config).stream)
-        return 0
-
-    numbers = iter((0x77, 0x78))
-    ops().plan_drive_by(standin.address_of(launched), standin.address_of(current), 0)
-    try:
-        a = torch.randn(4, 4)
-        ops().plan_store([a], NUMBER, recorded(launching, a))
-        ops().plan_1_1(a, NUMBER)
-        ops().plan_1_1(a, NUMBER)
-    finally:
-        standin.drive(None, None)
-    assert streams == [0x77, 0x78]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
-from tests.ops.repeated import CALLS, both, call_of, known
+from crate_kernels.ops.mssa.call import Call
+from tests.ops.repeated import CALLS, both, call_of, hits, known
 
 pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
 
@@ -52,7 +55,30 @@ def test_a_length_without_offsets_is_not_asked_of_denom_bias():
         call(w[0], temp, max_seqlen="9")
 
 
+@pytest.mark.parametrize("name", [n for n in CALLS if n != "ista-overcomplete"])
+def test_a_repeated_call_chooses_no_backend_again(name, monkeypatch):
+    call, make = known(name)
+    monkeypatch.setattr(backends, "resolve", None)
+    assert hits(lambda: both(call, make(seed=3)))[0] == 2
+    with torch.no_grad():
+        assert hits(lambda: call(*make(seed=3)))[0] == 1
+
+
+def test_every_repeated_call_draws_its_own_dropout():
+    call, make = known("mssa-dropout")
+    (w,) = make()
+    found, (one, other) = hits(lambda: (call(w), call(w)))
+    assert found == 2
+    assert not torch.equal(one, other)
+    torch.manual_seed(1)
+    expected = [ck.mssa(w, dropout_p=0.2, backend="reference") for _ in range(2)]
+    torch.manual_seed(1)
+    torch.testing.assert_close([call(w) for _ in range(2)], expected)
+
+
 WRONG = {
+    "nested": lambda w: torch.nested.nested_tensor(list(w)),
+    "jagged": lambda w: torch.nested.nested_tensor(list(w), layout=torch.jagged),
     "integers": torch.Tensor.long,
     "no-batch": lambda w: w[0],
     "a-list": torch.Tensor.tolist,
@@ -60,6 +86,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("bad", WRONG.values(), ids=WRONG)
 def test_tokens_of_a_wrong_kind_are_refused_on_a_repeated_call(bad):
     call, make = known()
@@ -81,6 +108,16 @@ def test_in_place_changes_are_refused_on_a_repeated_call():
     out = call(w)
     w.add_(1)
     with pytest.raises(RuntimeError, match=r"mssa: an input or output of this call was changed in place"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["mssa", "ista"])
+def test_an_output_changed_in_place_is_refused_on_a_repeated_call(name):
+    call, make = known(name)
+    out = call(make()[0].requires_grad_(), *make()[1:])
+    with torch.no_grad():
+        out.add_(1)
+    with pytest.raises(RuntimeError, match=rf"{name}: an input or output of this call was changed in place"):
         out.sum().backward()
 
 
@@ -169,6 +206,20 @@ def test_hooks_and_names_of_the_graph_are_the_same_on_a_repeated_call():
     assert len(seen) == 4
 
 
+def test_a_backward_after_another_precision_of_products_does_not_repeat(monkeypatch):
+    setting = ["ieee"]
+    monkeypatch.setattr(plan, "settings", lambda first: tuple(setting))
+    call, make = known()
+    leaf = make()[0].requires_grad_()
+    for _ in range(3):
+        loss = call(leaf).square().sum()
+        assert torch.autograd.grad(loss, leaf, retain_graph=True)
+    setting[:] = ["tf32"]
+    assert hits(lambda: torch.autograd.grad(loss, leaf, retain_graph=True))[0] == 0
+    setting[:] = ["ieee"]
+    assert hits(lambda: torch.autograd.grad(loss, leaf))[0] == 1
+
+
 def test_saved_tensors_that_hooks_change_do_not_repeat():
     call, make = known()
     leaf = make()[0].requires_grad_()
@@ -180,12 +231,41 @@ def test_saved_tensors_that_hooks_change_do_not_repeat():
     assert plan.counts()[0] == before
 
 
-def test_compile_after_repeated_calls():
+@pytest.mark.parametrize("name", ["mssa", "tssa", "ista"])
+def test_compile_and_export_after_repeated_calls(name):
     torch._dynamo.reset()
-    call, make = known()
+    call, make = known(name)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*make()), call(*make()))
+    for one, other in zip(both(compiled, make()), both(call, make()), strict=True):
+        torch.testing.assert_close(one, other)
     assert torch.export.export(Wrapped(call), make()).module()(*make()).shape == make()[0].shape
+
+
+@pytest.mark.parametrize("name", ["mssa", "tssa-causal", "ista"])
+def test_fakes_are_served_on_a_repeated_call(name):
+    call, make = known(name)
+    expected = call(*make())
+    with FakeTensorMode() as mode:
+        fake = call(*map(mode.from_tensor, make()))
+    meta = call.func(*[t.to("meta") for t in make()], **{**call.keywords, "backend": None})
+    for found in (fake, meta):
+        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert isinstance(fake, FakeTensor)
+    assert meta.is_meta
+
+
+def test_the_op_itself_is_unchanged_on_a_repeated_call():
+    call, make = known()
+    (w,) = make()
+    options = dict(zip(Call._fields, (*Call(), "cpp"), strict=False)) | {"scale": 0.25, "backend": "cpp"}
+    op = torch.ops.crate_kernels.mssa_fwd.default
+    with torch.no_grad():
+        found, (out, _) = hits(lambda: op(w, **options))
+    assert found == 1, "by its dispatcher too"
+    torch.testing.assert_close(out, call(w), rtol=0, atol=0)
+    opcheck(op, (w.requires_grad_(), *options.values()))
+    with pytest.raises(RuntimeError, match="missing value for argument"):
+        op(w)
 
 
 class Wrapped(torch.nn.Module):
@@ -193,8 +273,8 @@ class Wrapped(torch.nn.Module):
         super().__init__()
         self.call = call
 
-    def forward(self, w):
-        return self.call(w)
+    def forward(self, *tensors):
+        return self.call(*tensors)
 
 
 def test_inference_mode_and_grad_mode_repeat_apart():

@@ -117,6 +117,7 @@ def mssa(
     if unknown:
         checks.no_keyword(mssa, unknown)
     options = causal, scale, dropout_p, phi, threshold, key_padding_mask, cu_seqlens, max_seqlen, return_lse, backend
+    seed = None
     if cache is not None:
         if (result := repeat(w, cache, options)) is not None:
             return result
@@ -126,8 +127,10 @@ def mssa(
         taken = None if key is None or backend is not None or not measured.table(w) else _taken(w, options)
         if taken is not None:
             key = None if taken == "composite" else (*key, taken)  # pyright: ignore
-        if key is not None and (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens)) is not None:
-            return found
+        if key is not None:
+            seed = op.shortcuts.draw_seed(key, w) if dropout_p else None
+            if (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens, seed)) is not None:
+                return found
     packed = cu_seqlens is not None
     checks.tensor("mssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("mssa", "causal", causal)
@@ -168,7 +171,8 @@ def mssa(
             return result
 
     # PyTorch's own attention draws from the generator itself.
-    seed = operator.draw_seed(w.device) if dropout_p and name != "composite" else None
+    if seed is None and dropout_p and name != "composite":
+        seed = operator.draw_seed(w.device)
     if scale is None and name != "reference" and torch.compiler.is_compiling():
         factor = None
     call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)  # pyright: ignore
@@ -187,23 +191,23 @@ def mssa(
 
 
 def _key(w: Tensor, options: tuple) -> tuple | None:
-    """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
+    """Return the key of calls that are checked alike; None where values are checked each time."""
     causal, scale, dropout_p, phi, threshold, mask, cu_seqlens, max_seqlen, return_lse, backend = options
     if not (may_repeat(w, dropout_p, cu_seqlens) and type(causal) is type(return_lse) is bool):
         return None
     # The default of scale depends on head_dim.
     key = (w.shape[-1], causal, phi, mask is None, cu_seqlens is None, return_lse, backend)
-    if scale is threshold is max_seqlen is None:
+    if scale is threshold is max_seqlen is None and not dropout_p:
         return key
-    numbers = scale, threshold, max_seqlen
+    numbers = scale, threshold, max_seqlen, dropout_p
     return (*key, *numbers, *map(type, numbers))  # types, for True is 1 and is no scale
 
 
 def _taken(w: Tensor, options: tuple) -> str | None:
     """Return the backend that was measured to be the fastest for these options; None for the usual one."""
-    causal, _, _, phi, threshold, mask, cu_seqlens, _, return_lse, _ = options
+    causal, _, dropout_p, phi, threshold, mask, cu_seqlens, _, return_lse, _ = options
     timed = type(causal) is bool and type(phi) is str and phi == "softmax" and return_lse is False
-    given = [option for option in (threshold, mask, cu_seqlens) if option is not None]
+    given = dropout_p or [option for option in (threshold, mask, cu_seqlens) if option is not None]
     return order.taken(w, causal) if timed and not given and w.dim() == 4 else None
 
 

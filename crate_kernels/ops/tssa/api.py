@@ -104,16 +104,19 @@ def tssa(
     """
     if unknown:
         checks.no_keyword(tssa, unknown)
-    key = taken = None
+    key = taken = seed = None
     if cache is None:
-        options = causal, max_seqlen, return_membership, backend, denom_bias is None
-        key = _key(w, options, dropout_p, key_padding_mask, cu_seqlens)
+        options = causal, dropout_p, max_seqlen, return_membership, backend, denom_bias is None
+        key = _key(w, options, key_padding_mask, cu_seqlens)
         if key is not None and backend is None and measured.table(w):
-            plain = key_padding_mask is None and cu_seqlens is None and return_membership is False
+            plain = key_padding_mask is None and cu_seqlens is None and return_membership is False and not dropout_p
             taken = _taken(w, temp, denom_bias, causal) if plain else None
             key = (*key, taken)
-        if key is not None and (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens))) is not None:
-            return found
+        if key is not None:
+            known = op.causal_shortcuts if causal is True else op.shortcuts
+            seed = known.draw_seed(key, w) if dropout_p else None
+            if (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens, seed))) is not None:
+                return found
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)
@@ -155,7 +158,8 @@ def tssa(
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 
-    seed = operator.draw_seed(w.device) if dropout_p else None
+    if seed is None and dropout_p:
+        seed = operator.draw_seed(w.device)
     call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, dropout_p)
     if name == "reference":
         with operator.without_autocast(w):
@@ -175,8 +179,9 @@ def tssa(
     return (out, membership) if return_membership else out
 
 
-def _key(w: Tensor, options: tuple, dropout_p: float, mask: Tensor | None, packed: Tensor | None) -> tuple | None:
-    """Return the key of calls that are checked alike; None where values are checked, or a seed is drawn, each time."""
+def _key(w: Tensor, options: tuple, mask: Tensor | None, packed: Tensor | None) -> tuple | None:
+    """Return the key of calls that are checked alike; None where values are checked each time."""
+    _, dropout_p, *_ = options
     if not may_repeat(w, dropout_p, packed):
         return None
     plain = (*options, mask is None, packed is None)
@@ -185,8 +190,8 @@ def _key(w: Tensor, options: tuple, dropout_p: float, mask: Tensor | None, packe
 
 def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, options: tuple) -> Any:
     """Repeat a call that was checked before; None if there is none."""
-    causal, max_seqlen, *_ = key
-    _, packed = options
+    causal, _, max_seqlen, *_ = key
+    _, packed, _ = options
     if not (isinstance(causal, bool) and isinstance(temp, Tensor)) or (max_seqlen is None) != (packed is None):
         return None
     if w.dim() != (4 if packed is None else 3):

@@ -311,9 +311,9 @@ def test_arguments_that_python_should_have_caught():
         ops.transpose(torch.zeros(3, 4), t)
 
 
-@pytest.mark.parametrize("tokens", [300, 2000])
+@pytest.mark.parametrize("tokens", [300, 600])
 def test_gradients_summed_by_every_library(tokens, processor):
-    """Of 256 columns; from 257 tokens on the sum over tokens is oneDNN's."""
+    """Of 256 columns; from 257 tokens on the sum over tokens is oneDNN's, if it is work enough: as of 600 it is."""
     assert failures(testing.Case("ista", "library", (1, tokens, 256)), torch.float32) == []
     assert failures(testing.Case("ista_overcomplete", "library", (1, tokens, 128, 512)), torch.float32) == []
 

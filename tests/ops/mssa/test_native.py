@@ -322,7 +322,16 @@ def test_scores_of_many_channels(head_dim):
 
 
 @pytest.mark.skipif(shutil.which("nm") is None or shutil.which("c++") is None, reason="needs binutils and g++")
-@pytest.mark.parametrize("name", ["mssa_portable", "mssa_avx512_bf16", "mssa_amx", "tssa_avx2", "ista_avx512"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mssa_amx",
+        "tssa_avx2",
+        "ista_avx512",
+        pytest.param("mssa_portable", marks=pytest.mark.exhaustive),
+        pytest.param("mssa_avx512_bf16", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_instruction_set_units_share_no_symbol(name, tmp_path):
     """A weak symbol would be linked once, and a machine without the instructions could get the copy that has them."""
     source = libraries.source_folder() / "common" / "cpu" / "isa" / f"{name}.cpp"

@@ -25,7 +25,7 @@ def use(path):
     emulated = Emulated(path)
     launch.OPENERS["cpu"] = lambda index: emulated
     launch.forget()
-    standin.rest_on(emulated.library.emulated_launch, emulated.library.emulated_parameter)
+    standin.rest_on(emulated.library.emulated_launch, None, emulated.library.emulated_parameter)
 
 
 class Emulated:

@@ -49,11 +49,57 @@ def driving(run, sizes=None):
         offset[0], size[0] = 0, sizes[function][index]
         return 0
 
-    standin.drive(launched, None if sizes is None else parameter)
+    standin.drive(launched, None, None if sizes is None else parameter)
     try:
         yield
     finally:
         standin.rest()
+
+
+class Machine:
+    """A driver of several devices, which notes what it is asked.
+
+    Attributes:
+        asked: (name, argument) of every call; of a launch, the stream.
+        streams: the current stream of each device.
+        contexts: devices whose context is current, the last first; empty in a fresh thread.
+        failing: names of calls that fail.
+    """
+
+    def __init__(self):
+        self.asked, self.streams, self.contexts, self.failing = [], {0: 0x10, 1: 0x11}, [], set()
+
+    @contextmanager
+    def driving(self):
+        """Let plans launch here."""
+        integer, pointer = ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+
+        def c(*arguments):
+            return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+
+        functions = (  # held as long as they may be called
+            LAUNCH(lambda config, *_: self._ask("launch", ctypes.c_void_p.from_address(config + 32).value)),
+            c(integer, pointer)(lambda device, out: self._ask("stream", device, out, self.streams[device])),
+            None,
+            c(pointer)(lambda out: self._ask("context", None, out, self.contexts[-1] if self.contexts else None)),
+            c(ctypes.c_void_p)(lambda context: self._ask("set", context) or self.contexts.append(context) or 0),
+            c(pointer, ctypes.c_int)(lambda out, device: self._ask("retain", device, out, 0x100 + device)),
+            c(integer, pointer)(lambda device, out: self._ask("enter", device, out, 0x200 + device)),
+            c(ctypes.c_void_p)(lambda guard: self._ask("leave", guard - 0x200)),
+        )
+        standin.drive(*functions)
+        try:
+            yield self
+        finally:
+            standin.rest()
+
+    def _ask(self, name, argument, out=None, value=None):
+        self.asked.append((name, argument))
+        if name in self.failing:
+            return FAILED
+        if out is not None:
+            out[0] = value
+        return 0
 
 
 def _extent(t):
@@ -167,7 +213,7 @@ def idle(folder, target="sm_90"):
         both = dataclasses.replace(backends.for_device("triton"), devices=("cuda", "cpu"), missing=None)
         patch.setitem(backends._BACKENDS, "triton", both)
         patch.setitem(backends._PREFERENCE, "cpu", ("triton",))
-        standin.drive(library.idle, None)
+        standin.drive(library.idle)
         try:
             yield
         finally:

@@ -6,22 +6,25 @@ import torch
 
 from crate_kernels._core import plan
 
-_resting = (None, None)
+_resting = ()
 
 
-def rest_on(launch, parameter):
+def rest_on(*functions):
     """Let plans launch by these functions of the driver whenever no test drives them otherwise."""
     global _resting
-    _resting = launch, parameter
+    _resting = functions
     drive(*_resting)
 
 
-def drive(launch, parameter):
-    """Let plans launch by these functions of a driver, and drop the plans that there are."""
+def drive(*functions):
+    """Let plans launch by C functions, and drop the plans that there are; by CUDA's, where none is given.
+
+    They are those of ``Driver`` in csrc/common/plan_driver.h, in its order; None for one that is missing.
+    """
     if not plan.available():
         return
     plan._load()
-    torch.ops.crate_kernels_C.plan_drive_by(address_of(launch), 0, address_of(parameter))
+    torch.ops.crate_kernels_C.plan_drive_by([address_of(function) for function in functions])
     plan.forget()
 
 
