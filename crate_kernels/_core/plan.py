@@ -23,7 +23,7 @@ from crate_kernels._core.recording import Recorder, Unplannable, this_thread
 from crate_kernels._native import extension
 
 _MOST_ENTRIES = 4096
-_MOST_FAILURES = 8  # calls of one kind of options that left no plan; no more are recorded
+_MOST_FAILURES = 64  # kinds of tensors that left no plan of one kind of options; no more are recorded
 _MOST_TENSORS, _MOST_RESULTS = 9, 5  # of a call: kMostTensors and kMostResults of csrc/common/plan.cpp
 _numbers = itertools.count(1)
 _forgetful: list[Callable[[], None]] = []
@@ -50,30 +50,39 @@ class Entry:
         number: unique.
         tensors: how many a call has.
         run: takes the call's tensors and ``number``; returns the results, None for each where no plan serves it.
-        failures: how many calls left no plan.
+        failed: the kinds of tensors that left no plan. Of the same options, others may.
     """
 
-    __slots__ = ("failures", "number", "run", "tensors")
+    __slots__ = ("failed", "number", "run", "tensors")
 
     def __init__(self, tensors: int, results: int) -> None:
-        self.number, self.failures, self.tensors = next(_numbers), 0, tensors
+        self.number, self.tensors = next(_numbers), tensors
+        self.failed: set[tuple] = set()
         self.run = runner(tensors, results)
 
     def record(self, tensors: Sequence[Tensor], body: Callable[[], Any]) -> Any:
         """Run a call that has no plan, and leave one the second time that its tensors are of one kind."""
         ops = torch.ops.crate_kernels_C
-        if self.failures >= _MOST_FAILURES or not ops.plan_meet(tensors, self.number):
+        if self.is_hopeless(tensors) or not ops.plan_meet(tensors, self.number):
             return body()
-        if len(set(map(id, tensors))) < len(tensors):
-            return body()  # of a tensor that is given twice, a plan could not say which is meant
         with Recorder(tensors) as record:
             results = body()
         try:
             words = record.words(results if isinstance(results, tuple) else (results,))
             ops.plan_store(tensors, self.number, words)
         except (Unplannable, RuntimeError):
-            self.failures += 1
+            self.failed.add(_kind(tensors))
         return results
+
+    def is_hopeless(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a call on such tensors is not worth to be recorded."""
+        if len(set(map(id, tensors))) < len(tensors):
+            return True  # of a tensor that is given twice, a plan could not say which is meant
+        return bool(self.failed) and (len(self.failed) >= _MOST_FAILURES or _kind(tensors) in self.failed)
+
+
+def _kind(tensors: Sequence[Tensor]) -> tuple:
+    return tuple([(t.device, t.dtype, t.shape, t.stride()) for t in tensors])
 
 
 class Planned:

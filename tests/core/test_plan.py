@@ -90,7 +90,19 @@ def test_a_failed_recording_changes_no_result():
     entry = plan.Entry(1, 1)
     for _ in range(20):
         torch.testing.assert_close(entry.record([a], lambda: torch.sin(a)), a.sin(), rtol=0, atol=0)
-    assert entry.failures == plan._MOST_FAILURES
+    assert len(entry.failed) == 1
+
+
+def test_kinds_of_calls_that_leave_no_plan_do_not_keep_others_from_theirs():
+    entry = plan.Entry(1, 1)
+    for size in range(3, 3 + 2 * plan._MOST_FAILURES):
+        a, b = torch.randn(size), torch.randn(2)
+        for _ in range(3):
+            entry.record([a], lambda a=a: torch.sin(a))
+        if size < 3 + plan._MOST_FAILURES:
+            entry.record([b], lambda b=b: b + b)
+    assert torch.equal(entry.run(b, entry.number), b + b)
+    assert len(entry.failed) == plan._MOST_FAILURES
 
 
 @pytest.mark.parametrize(
