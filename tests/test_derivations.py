@@ -71,6 +71,20 @@ def test_mssa_one_exponential_serves_both_directions():
     close(a.weights * (a.lse - c).exp()[:, None] * (c - a.lse).exp(), a.weights.T)
 
 
+@CASES
+def test_mssa_divided_gradients(options):
+    a = Attention(**options)
+    c = a.lse.min() - 0.3
+    r = (a.lse - c).exp()
+    e, h = (a.scores - c).exp(), a.g / r[:, None]
+    d = (h * a.out).sum(1) - a.dlse / r
+    as_key = a.allowed * (a.factor * (h @ a.w.T) - d[:, None])  # [i, j]: j as key of i
+    if not options:
+        together = torch.cat([h, a.w], 1) @ torch.cat([a.w, h], 1).T - d[:, None] - d
+        close(as_key + as_key.T, together)
+    close(SCALE * e * (as_key + as_key.T) @ a.w + (e * a.allowed * a.factor).T @ h, a.dw)
+
+
 def test_mssa_softmax_without_a_running_maximum():
     a = Attention()
     n = a.scores.diagonal() / 2

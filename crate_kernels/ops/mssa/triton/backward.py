@@ -28,8 +28,10 @@ from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.triton import tables, tile
+from crate_kernels.ops.mssa.splits import cdiv
+from crate_kernels.ops.mssa.triton import symmetric, tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
+from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import Launch, strided
 from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
@@ -54,6 +56,42 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
     tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
 
 
+@triton.jit
+def _write_divided(
+    inputs, dw, scores, shift, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr
+):  # fmt: skip
+    """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head from divided gradients."""
+    own = load_block(inputs, scores, start_j, scores.length, BLOCK_J, FORM, TERMS)
+    acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
+    acc = symmetric.walk(acc, own, inputs, scores, shift, start_j, BLOCK_J, FORM)
+    offs_j = start_j + tl.arange(0, BLOCK_J)
+    tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
+
+
+# Rows of a head that the symmetric form leaves, at a time: so few take other products than its own do on sm_90, whose
+# assembler would serialise all of them otherwise.
+_LEFT_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def _write_symmetric(
+    inputs, dw, scores, shift, start_j, last, BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr,
+    FORM: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head, TAIL_J if they are the last."""
+    ROWS: tl.constexpr = BLOCK_J if BLOCK_J < _LEFT_ROWS else _LEFT_ROWS
+    if shift == -float("inf"):
+        for start in range(start_j, tl.minimum(start_j + BLOCK_J, scores.length), ROWS):
+            _write_block(inputs, dw, scores, 0.0, start, ROWS, FORM, TERMS)
+    elif TAIL_J < BLOCK_J:
+        if last:
+            _write_divided(inputs, dw, scores, shift, start_j, TAIL_J, FORM, TERMS)
+        else:
+            _write_divided(inputs, dw, scores, shift, start_j, BLOCK_J, FORM, TERMS)
+    else:
+        _write_divided(inputs, dw, scores, shift, start_j, BLOCK_J, FORM, TERMS)
+
+
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_j", "num_m"])
 def _mssa_bwd_kernel(
@@ -76,7 +114,11 @@ def _mssa_bwd_kernel(
     if TERMS.DERIVED:
         extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
     start_j = pid_j * BLOCK_J
-    if TAIL_J < BLOCK_J:
+    if TERMS.SYMMETRIC:
+        if start_j < head.length:
+            shift = tl.load(extent_ptr + head.number)
+            _write_symmetric(inputs, dw, scores, shift, start_j, pid_j == num_j - 1, BLOCK_J, TAIL_J, FORM, TERMS)
+    elif TAIL_J < BLOCK_J:
         if pid_j == num_j - 1:
             _write_block(inputs, dw, scores, extent, start_j, TAIL_J, FORM, TERMS)
         else:
@@ -94,7 +136,16 @@ _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take
 # subnormal in fp16, and multiplied by tokens that are large: fp16 is computed in fp32 then.
 _LEAST_SCALE = 2**-8
 _FEW = 16  # keys, of which one may have nearly all of an fp32 row's weight
-_DELTA_ROWS = 32  # rows per program of delta.py, each of which is multiplied with all of them
+_DELTA_ROWS = 32  # rows per block of delta.py, each of which is multiplied with all of them
+_MOST_ROWS = 2048  # rows of a sequence for each of which one block is a program's, which reads L of the whole sequence
+
+
+def _by_head(tokens: Tensor) -> Tensor:
+    """Allocate a tensor of the same shape in which a head's tokens follow each other."""
+    if tokens.dim() == 4:
+        return tokens.new_empty(tokens.shape)
+    total, nheads, head_dim = tokens.shape
+    return tokens.new_empty(nheads, total, head_dim).transpose(0, 1)
 
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
@@ -114,50 +165,72 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     sizes = Launch(w, call)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
-    derived = bool(config.pop("DERIVED")) and scores and w.dtype != torch.float32 and not (call.masked or select)
+    level = config.pop("DERIVED") if w.dtype != torch.float32 and not select else 0
+    # fp16 has no room for weights that are not divided by their sums beside gradients that are.
+    symmetric_form = level >= (3 if call.causal else 2) and products and w.dtype == torch.bfloat16
+    derived = level > 0 and scores and not (call.masked or symmetric_form)
+    if level > 1 and not (symmetric_form and call.seed is None and not (call.masked or call.packed)):
+        config.pop("maxnreg", None)  # chosen for the symmetric form of whole tiles: others would spill
     block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
-    num_j, num_m = sizes.blocks(block_j), sizes.blocks(_DELTA_ROWS)
+    num_j = sizes.blocks(block_j)
+    each = cdiv(sizes.seqlen, _MOST_ROWS) if symmetric_form else 1
+    num_m = sizes.blocks(_DELTA_ROWS * each)
     g, lse = w if dout is None else dout, lse.contiguous()
     form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
-    shared = {
-        "g": strided(g),
-        "w": strided(w),
-        "lse_ptr": lse,
-        "factor_ptr": torch.empty_like(lse),
-        "delta_ptr": torch.empty_like(lse),
-        "extent_ptr": w.new_empty(sizes.heads, num_m, dtype=torch.float32),
-        "num_m": num_m,
-        **sizes.arguments(),
-    }
+    # All forms share a kernel, except those that walk over keys.
+    exact = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
+    of_out = "out" if w.dtype == torch.float32 else "guarded"
+    delta = "threshold" if selects else "" if not products else "weights" if exact else of_out
+    walks = delta in ("threshold", "weights", "guarded")
+    delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
+    numbers = {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse), "num_m": num_m, **sizes.arguments()}
+    shared = {**numbers, "g": strided(g), "w": strided(w), "factor_ptr": lse}
+    dlse = None if dlse is None else dlse.contiguous()
     with launch.guard(w.device):
-        if products or derived or selects:
-            # All forms share a kernel, except those that walk over keys.
-            exact = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
-            of_out = "out" if w.dtype == torch.float32 else "guarded"
-            delta = "threshold" if selects else "" if not products else "weights" if exact else of_out
-            walks = delta in ("threshold", "weights", "guarded")
-            delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
+        if symmetric_form:
+            shift, divided = w.new_empty(sizes.heads, dtype=torch.float32), _by_head(g)
             launch.run(
-                _mssa_bwd_delta_kernel,
+                _mssa_bwd_divide_kernel,
                 sizes.heads * num_m,
-                **shared,
+                **numbers,
+                g=strided(g),
+                divided=strided(divided),
                 out=strided(out),
+                w=strided(w),
+                dlse_ptr=dlse,
+                shift_ptr=shift,
+                each=each,
                 DELTA=delta,
+                HAS_DLSE=dlse is not None,
+                num_stages=1,
                 FORM=delta_form,
             )
+            shared, dlse = {**shared, "g": strided(divided), "extent_ptr": shift}, None  # which is in delta
+        else:
+            shared["factor_ptr"] = torch.empty_like(lse)
+            shared["extent_ptr"] = w.new_empty(sizes.heads, num_m, dtype=torch.float32)
+            if products or derived or selects:
+                launch.run(
+                    _mssa_bwd_delta_kernel,
+                    sizes.heads * num_m,
+                    **shared,
+                    out=strided(out),
+                    DELTA=delta,
+                    FORM=delta_form,
+                )
         launch.run(
             _mssa_bwd_kernel,
             sizes.heads * num_j,
             **shared,
             dw=strided(dw),
-            dlse_ptr=None if dlse is None else dlse.contiguous(),
+            dlse_ptr=dlse,
             num_j=num_j,
             BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
             FORM=form,
-            TERMS=Terms(dout is not None, scores, products, dlse is not None, selects, derived),
+            TERMS=Terms(dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form),
             **config,
         )
     return dw.to(dtype)

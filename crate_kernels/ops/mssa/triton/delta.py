@@ -66,8 +66,11 @@ _BF16, _FP16 = tl.constexpr(0.2 * 2**-7), tl.constexpr(0.2 * 2**-10)
 
 
 @triton.jit
-def _guarded(delta, g, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """Return ``delta`` of a block of rows, summed over their weights where the rounding of ``out`` would show."""
+def _guarded(delta, g, h, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """Return ``delta``, of ``h``, of a block of rows, summed over their weights where the rounding of out would show.
+
+    What shows is in proportion to ``g``, of which h are multiples by row.
+    """
     most = tl.max(tile.row_largest(g), 0) * _MOST_ROUNDING
     rounding = scores.call.qk_scale * tile.row_largest(out) * tl.sqrt(tile.row_squares(g, out))
     if tl.max(rounding, 0) > most:
@@ -80,8 +83,30 @@ def _guarded(delta, g, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FORM: 
             rest = tl.maximum(lse - (-own if FORM.NEGATIVE else own), 0.0) + tl.abs(lse) * 2.0**-23
             shows = shows & (2.0 * rest * rounding > most * (_BF16 if w_m[0].dtype == tl.bfloat16 else _FP16))
         if tl.max(shows.to(tl.int32), 0) > 0:
-            delta = tl.where(shows, _delta_of_weights(g, w, scores, start_m, BLOCK, FORM), delta)
+            delta = tl.where(shows, _delta_of_weights(h, w, scores, start_m, BLOCK, FORM), delta)
     return delta
+
+
+@triton.jit
+def delta_of_rows(
+    g, h, out, w, lse_ptr, scores, start_m, BLOCK: tl.constexpr, FORM: tl.constexpr, DELTA: tl.constexpr
+):  # fmt: skip
+    """Return delta of the rows [start_m, start_m + BLOCK) of a head by DELTA; ``h`` are rows of ``g``, or multiples."""
+    if DELTA == "weights":
+        return _delta_of_weights(h, w, scores, start_m, BLOCK, FORM)
+    else:
+        offs_m = start_m + tl.arange(0, BLOCK)
+        mask_m = offs_m < scores.length
+        o_m = tile.load(out, offs_m, mask_m, FORM)
+        # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
+        # cancels, and a sum in another order would leave its rounding.
+        s = tile.products(h, o_m, FORM)  # (BLOCK, BLOCK)
+        own = tl.arange(0, BLOCK)
+        delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
+        if DELTA == "guarded":
+            lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)
+            delta = _guarded(delta, g, h, o_m, w, lse, scores, start_m, BLOCK, FORM)
+        return delta
 
 
 # Sizes vary per call: do not specialise on them.
@@ -113,20 +138,11 @@ def _mssa_bwd_delta_kernel(
         return
     if DELTA != "":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-        if DELTA == "weights":
-            scores = scores_of(head, seqlen, call, FORM)
-            delta = _delta_of_weights(g_m, tokens_of(head, w), scores, start_m, BLOCK_M, FORM)
-        else:
-            o_m = tile.load(tokens_of(head, out), offs_m, mask_m, FORM)
-            # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
-            # cancels, and a sum in another order would leave its rounding.
-            s = tile.products(g_m, o_m, FORM)  # (BLOCK_M, BLOCK_M)
-            own = tl.arange(0, BLOCK_M)
-            delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
-            if DELTA == "guarded":
-                scores = scores_of(head, seqlen, call, FORM)
-                lse = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
-                delta = _guarded(delta, g_m, o_m, tokens_of(head, w), lse, scores, start_m, BLOCK_M, FORM)
+        scores = scores_of(head, seqlen, call, FORM)
+        lse_at = lse_ptr + head.row if DELTA == "guarded" else delta_ptr
+        delta = delta_of_rows(
+            g_m, g_m, tokens_of(head, out), tokens_of(head, w), lse_at, scores, start_m, BLOCK_M, FORM, DELTA
+        )
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
     if lse_ptr is None:
         return

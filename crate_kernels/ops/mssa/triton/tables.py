@@ -99,7 +99,8 @@ FORWARD = Table(
 def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Config:
     """Return a configuration of the backward.
 
-    DERIVED takes the second exponential of a tile from the first where that is exact.
+    DERIVED, where it is exact: 1 takes the second exponential of a tile from the first; 2 takes the symmetric form of
+    symmetric.py where every token sees all, in bf16; 3 where attention is causal, too.
     """
     return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
 
@@ -119,15 +120,15 @@ _BACKWARD_BROAD = (
     Row(_backward(32, 32, 8, 2), half=True),
 )
 _BACKWARD_AMPERE = (
-    Row(_backward(64, 16, 4, 2), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 16, 8, 2), head_dim=64, half=True),
+    Row(_backward(64, 16, 4, 2, derived=2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(128, 16, 8, 2, derived=2), head_dim=64, half=True),
     Row(_backward(64, 16, 8, 2), head_dim=72, half=True),
-    Row(_backward(64, 16, 4, 2), head_dim=80, half=True),
+    Row(_backward(64, 16, 4, 2, derived=2), head_dim=80, half=True),
     Row(_backward(64, 16, 8, 1), head_dim=88, causal=True, half=True),
-    Row(_backward(64, 16, 4, 1), head_dim=96, half=True),
+    Row(_backward(64, 16, 4, 1, derived=2), head_dim=96, half=True),
     Row(_backward(32, 16, 8, 1), head_dim=104, half=True),
-    Row(_backward(64, 16, 4, 1), head_dim=112, half=True),
-    Row(_backward(64, 32, 8, 2), head_dim=128, half=True),
+    Row(_backward(64, 16, 4, 1, derived=2), head_dim=112, half=True),
+    Row(_backward(64, 32, 8, 2, derived=2), head_dim=128, half=True),
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
@@ -137,22 +138,24 @@ _BACKWARD_PADDED = (
     Row(_backward(128, 32, 8, 2), head_dim=112, half=True),
 )
 _BACKWARD_HOPPER = (
-    Row(_backward(64, 32, 4, 2), head_dim=64, seqlen=256, half=True),
+    Row(_backward(64, 32, 4, 2, derived=2), head_dim=64, seqlen=256, half=True),
     Row(_backward(64, 64, 4, 1), head_dim=64, causal=True, half=True),
-    Row(_backward(64, 64, 4, 2), head_dim=64, half=True),
+    Row(_backward(64, 64, 4, 2, derived=2), head_dim=63, half=True),
+    # Three programs a multiprocessor; narrower heads are padded, and would spill.
+    Row({**_backward(64, 64, 4, 2, derived=2), "maxnreg": 168}, head_dim=64, half=True),
     *_BACKWARD_PADDED,
-    Row(_backward(64, 64, 4, 2), head_dim=128, half=True),
+    Row(_backward(64, 64, 4, 2, derived=2), head_dim=128, half=True),
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
 )
 _BACKWARD_BLACKWELL = (
     # Two stages: with three, Triton 3.6 serialises the products.
-    Row(_backward(64, 64, 4, 2), head_dim=64, seqlen=256, causal=False, half=True),
+    Row(_backward(64, 64, 4, 2, derived=2), head_dim=64, seqlen=256, causal=False, half=True),
     Row(_backward(64, 32, 4, 3), head_dim=64, seqlen=256, half=True),
-    Row(_backward(128, 64, 8, 2), head_dim=64, causal=False, half=True),
+    Row(_backward(128, 64, 8, 2, derived=2), head_dim=64, causal=False, half=True),
     Row(_bounded_registers(_backward(128, 32, 8, 2), programs=1), head_dim=96, seqlen=256, half=True),
     *_BACKWARD_PADDED,
-    Row(_backward(128, 64, 8, 2), head_dim=128, causal=False, half=True),
+    Row(_backward(128, 64, 8, 2, derived=2), head_dim=128, causal=False, half=True),
     Row(_backward(128, 32, 8, 2), head_dim=128, half=True),
     *_BACKWARD_BROAD,
     *_BACKWARD_SINGLE,
@@ -160,7 +163,7 @@ _BACKWARD_BLACKWELL = (
 BACKWARD = Table(
     "mssa_backward",
     {
-        INTERPRETER: (Row(_backward(64, 32, 4, 1)),),
+        INTERPRETER: (Row(_backward(64, 32, 4, 1, derived=2)),),
         "sm_80": _BACKWARD_AMPERE,
         "sm_89": _BACKWARD_AMPERE,
         "sm_90": _BACKWARD_HOPPER,
@@ -175,7 +178,7 @@ BACKWARD = Table(
         for j, i in ((64, 32), (64, 64), (128, 32), (128, 64))
         for warps in (4, 8)
         for stages in (1, 2, 3)
-        for derived in (0, 1)
+        for derived in (1, 2, 3)
     ),
 )
 

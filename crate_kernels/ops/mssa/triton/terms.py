@@ -39,6 +39,7 @@ class Terms(NamedTuple):
     HAS_DLSE: bool = False  # A has dlse in it
     SELECT: bool = False  # phi="threshold": P is 1 where a forward selects it, else 0
     DERIVED: bool = False  # one exponential for both directions, where that is exact
+    SYMMETRIC: bool = False  # gradients are divided by their rows' sums, where that is exact: symmetric.py
 
 
 class Inputs(NamedTuple):
@@ -65,7 +66,7 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def _load_number(ptr, offs, length, absent, MASKED: tl.constexpr):
+def load_number(ptr, offs, length, absent, MASKED: tl.constexpr):
     """Load a number of some rows; MASKED, of those that exist."""
     return tl.load(ptr + offs, mask=offs < length, other=absent) if MASKED else tl.load(ptr + offs)
 
@@ -76,14 +77,14 @@ def _load_numbers(inputs, offs, length, MASKED: tl.constexpr, SHARED: tl.constex
 
     SHARED, exp(-L) in place of L.
     """
-    lse = _load_number(inputs.factor_ptr if SHARED else inputs.lse_ptr, offs, length, -float("inf"), MASKED)
-    delta = _load_number(inputs.delta_ptr, offs, length, 0.0, MASKED) if TERMS.PRODUCTS else 0.0
-    dlse = _load_number(inputs.dlse_ptr, offs, length, 0.0, MASKED) if TERMS.HAS_DLSE else 0.0
+    lse = load_number(inputs.factor_ptr if SHARED else inputs.lse_ptr, offs, length, -float("inf"), MASKED)
+    delta = load_number(inputs.delta_ptr, offs, length, 0.0, MASKED) if TERMS.PRODUCTS else 0.0
+    dlse = load_number(inputs.dlse_ptr, offs, length, 0.0, MASKED) if TERMS.HAS_DLSE else 0.0
     return tl.where(lse == -float("inf"), float("inf"), lse) if MASKED else lse, delta, dlse
 
 
 @triton.jit
-def _load_rows(tokens, offs, length, MASKED: tl.constexpr, FORM: tl.constexpr):
+def load_rows(tokens, offs, length, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Load a tile (rows, HEAD_DIM); MASKED, those of its rows that exist."""
     return tile.load(tokens, offs, offs < length, FORM) if MASKED else tile.load_whole(tokens, offs, FORM)
 
@@ -115,8 +116,8 @@ def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: t
 @triton.jit
 def _selected(s, inputs, offs_i, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return 1 where the forward of rows i selects a weight, else 0; lse, which is rounded, might say otherwise."""
-    largest = _load_number(inputs.factor_ptr, offs_i, scores.length, 0.0, MASKED)
-    least = _load_number(inputs.delta_ptr, offs_i, scores.length, 0.0, MASKED)
+    largest = load_number(inputs.factor_ptr, offs_i, scores.length, 0.0, MASKED)
+    least = load_number(inputs.delta_ptr, offs_i, scores.length, 0.0, MASKED)
     if MASKED:
         s = tl.where(allowed(scores, queries, keys, FORM), s, -float("inf"))
         largest = tl.where(largest == -float("inf"), 0.0, largest)  # of a row without keys
@@ -125,7 +126,7 @@ def _selected(s, inputs, offs_i, scores, queries, keys, MASKED: tl.constexpr, FO
 
 
 @triton.jit
-def _dropped(x, scores, queries, keys, FORM: tl.constexpr):
+def dropped(x, scores, queries, keys, FORM: tl.constexpr):
     """Return ``x`` times the dropout factor of every (query, key)."""
     if FORM.DROPOUT:
         x = tl.where(kept(scores, queries, keys), x * scores.call.keep_factor, 0.0)
@@ -152,7 +153,7 @@ def _add_tiles(
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = _load_rows(inputs.w, offs_i, length, MASKED, FORM)
+        w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)
         l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)
         s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         a = tl.zeros_like(s)
@@ -166,15 +167,15 @@ def _add_tiles(
             else:
                 p = _probabilities(s, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
-                g_i = _load_rows(inputs.g, offs_i, length, MASKED, FORM)
-                weights = _dropped(p, own.scores, key_i, key_j, FORM)
+                g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)
+                weights = dropped(p, own.scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
             weight = (l_i * scale)[None, :] if SHARED else p * scale
             if FUSED:
                 a = tile.products(own.w, g_i, FORM) * weight - weight * delta_i[None, :]
             elif TERMS.PRODUCTS:
                 d = tile.products(own.w, g_i, FORM)
-                d = _dropped(d, own.scores, key_i, key_j, FORM) - delta_i[None, :]
+                d = dropped(d, own.scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
                 a = weight * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
             elif TERMS.HAS_DLSE:
@@ -188,7 +189,7 @@ def _add_tiles(
                 a += tile.products(own.g, w_i, FORM) * weight - less_j
             elif TERMS.PRODUCTS:
                 d = tile.products(own.g, w_i, FORM)
-                d = _dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
+                d = dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
                 a += weight * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
             else:
                 a += weight * own.dlse[:, None]
@@ -201,24 +202,29 @@ def _add_tiles(
 def walk(acc, own, inputs, scores, extent, start_j, BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr):
     """Walk over all the rows that owned rows meet, with masks only where they cut."""
     length = scores.length
+    # Heads that symmetric.py leaves are rare: they take the masked loops alone.
+    MASKED: tl.constexpr = FORM.PADDED or TERMS.SYMMETRIC
     if FORM.CAUSAL:
         # The rows see every place before the first number, and every place from the second on sees them.
         before, after = start_j, tl.minimum(start_j + BLOCK_J, length)
+        if TERMS.SYMMETRIC:  # what it leaves comes in blocks that may be shorter than tiles
+            before = before // FORM.TAIL * FORM.TAIL
+            after = tl.minimum(tl.cdiv(after, FORM.TAIL) * FORM.TAIL, length)
         if FORM.APART:
             before = tl.minimum(tl.maximum(before, 0), length) // FORM.BLOCK * FORM.BLOCK
             after = tl.minimum(tl.cdiv(tl.maximum(after, 0), FORM.BLOCK) * FORM.BLOCK, length)
-        whole = after if FORM.PADDED else after + (length - after) // FORM.BLOCK * FORM.BLOCK
+        whole = after if MASKED else after + (length - after) // FORM.BLOCK * FORM.BLOCK
         if TERMS.SCORES:
-            acc = _add_tiles(acc, own, inputs, scores, 0, before, FORM.PADDED, FORM, TERMS, KEY=False)
+            acc = _add_tiles(acc, own, inputs, scores, 0, before, MASKED, FORM, TERMS, KEY=False)
         acc = _add_tiles(acc, own, inputs, scores, before, after, True, FORM, TERMS)
-        if not FORM.PADDED:
+        if not MASKED:
             acc = _add_tiles(acc, own, inputs, scores, after, whole, False, FORM, TERMS, QUERY=False)
         return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS, QUERY=False)
     else:
-        whole = 0 if FORM.PADDED else length // FORM.BLOCK * FORM.BLOCK
+        whole = 0 if MASKED else length // FORM.BLOCK * FORM.BLOCK
         if TERMS.DERIVED:
             # Larger L are rare: they take the masked loop from the start instead of a third one.
             whole = tl.where(extent <= EXTENT, whole, 0)
-        if not FORM.PADDED:
+        if not MASKED:
             acc = _add_tiles(acc, own, inputs, scores, 0, whole, False, FORM, TERMS)
         return _add_tiles(acc, own, inputs, scores, whole, length, True, FORM, TERMS)

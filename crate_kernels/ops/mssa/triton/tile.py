@@ -131,6 +131,15 @@ def scale(tile, factor):
 
 
 @triton.jit
+def rounded(tile, dtype: tl.constexpr):
+    """Return a tile in a dtype."""
+    converted = ()
+    for k in tl.static_range(len(tile)):
+        converted += (tile[k].to(dtype),)
+    return converted
+
+
+@triton.jit
 def add(a, b):
     """Return the sum of two tiles."""
     total = ()
@@ -154,6 +163,14 @@ def products(a, b, FORM: tl.constexpr):
     """Return a b^T in fp32, the product of every row of ``a`` with every row of ``b``."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=FORM.PRECISION)
     for k in tl.static_range(1, len(a)):
+        s = tl.dot(a[k], tl.trans(b[k]), s, input_precision=FORM.PRECISION)
+    return s  # (rows of a, rows of b)
+
+
+@triton.jit
+def add_products(s, a, b, FORM: tl.constexpr):
+    """Return s + a b^T, as ``products``."""
+    for k in tl.static_range(len(a)):
         s = tl.dot(a[k], tl.trans(b[k]), s, input_precision=FORM.PRECISION)
     return s  # (rows of a, rows of b)
 
