@@ -25,17 +25,19 @@ def check_equal(actual, expected):
         assert torch.equal(one, other)
 
 
-def captured(call):
+def captured(call, before=1):
     """Return a function that replays ``call`` as a graph; interpreted, one that calls it again.
 
-    On a GPU ``call`` runs twice here: once to compile, once under capture, which computes nothing.
+    On a GPU ``call`` runs here ``before`` it is captured, at least once to compile, and under capture, which computes
+    nothing: the second call of a kind leaves a plan, and the third is its repetition.
     """
     if DRY:
         return call
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        call()
+        for _ in range(before):
+            call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from crate_kernels import SubspaceCache, mssa, testing
+from crate_kernels._core import plan
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import over_budget
@@ -110,6 +111,39 @@ def test_forward_and_backward_replay_as_a_graph(options, shape, backend):
         assert all(t.isfinite().all() for t in actual)
         if "dropout_p" not in options:  # whose seed goes on from replay to replay
             check_equal(actual, differentiate(backend, w, **options))
+
+
+@pytest.fixture
+def repeated(backend):
+    """Return a backend whose calls leave plans, once they were dropped; afterwards, plans must have run."""
+    plan.forget()
+    before = plan.counts()[0]
+    yield backend
+    assert DRY or not plan.available() or backend != "triton" or plan.counts()[0] > before
+
+
+@pytest.mark.parametrize("before", [1, 3], ids=["recorded", "repeated"])
+def test_a_plan_is_captured(before, repeated):
+    w = tokens(*MANY)
+    replay = captured(lambda: differentiate(repeated, w), before)
+    w.copy_(tokens(*MANY, seed=1))
+    check_equal(replay(), differentiate(repeated, w))
+
+
+def test_a_plan_runs_on_the_current_stream(repeated):
+    w = tokens(2, 3, 65, 64)
+    for _ in range(3):
+        expected = differentiate(repeated, w)
+    check_equal(on_a_busy_stream(lambda late: differentiate(repeated, late), w), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_plan_runs_on_the_device_of_its_tensors(repeated):
+    w = tokens(2, 3, 65, 64)
+    for device in ("cuda:0", "cuda:1") * 3:
+        found = differentiate(repeated, w.to(device))
+        assert {t.device for t in found} == {torch.device(device)}
+        check_equal([t.to(w.device) for t in found], differentiate(repeated, w))
 
 
 @pytest.mark.parametrize("stretches", ["one", "several"])
