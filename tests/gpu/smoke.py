@@ -1,8 +1,9 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; what the CUDA library's kernels take of it; every form of every operator once in bf16 against
-float64, on each kernel backend; calls for which None takes what was timed to be the fastest; the assembler's warnings
-(C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
+float64, on each kernel backend; calls for which None takes what was timed to be the fastest; the kernels of whole
+heads; the assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under
+it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from crate_kernels._triton import launch
 from tests.gpu import lines, processes
 from tests.gpu.__main__ import machine
 from tests.gpu.suite import usable
+from tests.ops.mssa import heads
 
 LIMIT = 100  # seconds per item; then its process ends
 BACKENDS = ("triton", "cpp")
@@ -96,6 +98,23 @@ def check(case, backend, dtype, device):
     return {"share": round(max(one.error / one.budget if one.budget else 0.0 for one in found), 3)}
 
 
+def whole_heads(case, dtype):
+    """Hold the kernel of whole heads, which nothing chooses yet, to the error budget; return the share of it."""
+    if launch.arch(torch.device("cuda")) != "sm_90":
+        raise Skipped("whole heads are for sm_90a")
+    given = heads.Heads(case, dtype, device="cuda")
+    dw, left = given.run()
+    if any(left):
+        raise AssertionError(f"heads {left} are left to other kernels")
+    again, _ = given.run()
+    if not torch.equal(dw, again):
+        raise AssertionError("two runs differ in their bits")
+    found = given.measured(dw)
+    if not found.passed:
+        raise AssertionError(f"the gradient is beyond the budget: {found}")
+    return {"share": round(found.error / found.budget, 3)}
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -140,6 +159,11 @@ def items(dry_run):
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
+    }
+    found |= {
+        f"heads {case} {str(dtype).removeprefix('torch.')}": lambda case=case, dtype=dtype: whole_heads(case, dtype)
+        for case in heads.CASES
+        for dtype in (torch.bfloat16, torch.float16)
     }
     try:
         from tests.tools.aot.families import FAMILIES

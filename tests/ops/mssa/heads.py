@@ -1,0 +1,81 @@
+"""Calls of the kernels of whole heads, for the emulator and for a GPU."""
+
+import torch
+
+from crate_kernels import mssa, testing
+from crate_kernels.ops.mssa import heads
+from crate_kernels.ops.mssa.call import Call
+from tests.ops.common import randn
+
+# head_dim, tokens, and what else a call has. Cases of one kernel stand together: g++ takes seconds for each kernel.
+CASES = {
+    "197-tokens": (64, 197, {}),
+    "lse": (64, 197, {"lse": True}),
+    "packed": (64, 208, {"lengths": (208, 1, 17, 0, 130)}),
+    "padded": (64, 197, {"kept": (197, 60, 0)}),
+    "holes": (64, 200, {"kept": "holes"}),
+    "one-block": (64, 50, {}),
+    "a-tail-of-48": (64, 101, {"kept": (101, 33, 70)}),
+    "48-channels": (48, 160, {"lse": True}),
+    "40-channels": (40, 150, {}),
+    "32-channels": (32, 83, {"kept": (83, 80, 1)}),
+    "128-channels": (128, 139, {"lse": True}),
+    "128-channels-padded": (128, 144, {"kept": (144, 90, 20)}),
+}
+
+
+class Heads:
+    """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first."""
+
+    def __init__(self, case, dtype, spread=1.0, device="cpu"):
+        self.head_dim, self.seqlen, given = CASES[case] if isinstance(case, str) else case
+        self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
+        batch = 3
+        shape = (batch, 2, self.seqlen, self.head_dim)
+        if self.lengths is not None:
+            shape = (sum(self.lengths), 2, self.head_dim)
+        w = randn(*shape, seed=0)
+        if spread != 1.0:
+            w = w * torch.linspace(1.0, spread, self.seqlen).view(-1, 1)
+        self.w, self.dout = w.to(device, dtype), randn(*shape, seed=1).to(device, dtype)
+        if given.get("kept") == "holes":
+            self.keep = (randn(batch, self.seqlen, seed=2) > 0.3).to(device)
+        elif "kept" in given:
+            self.keep = (torch.arange(self.seqlen) < torch.tensor(given["kept"])[:, None]).to(device)
+        if given.get("lse"):
+            self.dlse = randn(*shape[:-1], seed=3).to(device)
+        self.options = {"key_padding_mask": self.keep}
+        if self.lengths is not None:
+            bounds = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+            self.options = {"cu_seqlens": bounds, "max_seqlen": self.seqlen}
+
+    def expected(self, dtype):
+        """Return the reference's out, lse and gradient in ``dtype``."""
+        w = self.w.to(dtype).requires_grad_()
+        out, lse = mssa(w, return_lse=True, backend="reference", **self.options)
+        outputs, gradients = [out], [self.dout.to(dtype)]
+        if self.dlse is not None:
+            outputs, gradients = [*outputs, lse], [*gradients, self.dlse.to(lse.dtype)]
+        (dw,) = torch.autograd.grad(outputs, w, gradients)
+        return out.detach(), lse.detach(), dw
+
+    def run(self):
+        """Run the kernel on the reference's rounded out; return dw and the heads that it leaves."""
+        out, lse, _ = self.expected(torch.float64)
+        dlse = None if self.dlse is None else self.dlse.float()
+        call = Call(scale=self.head_dim**-0.5, **self.options)
+        out, dw = out.to(self.w.dtype), torch.zeros_like(self.w)
+        assert heads.takes(self.w, self.dout, out, call)
+        left = heads.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
+        return dw, left.tolist()
+
+    def measured(self, dw):
+        """Return a gradient's error and its tolerance."""
+        dtype = self.w.dtype
+        exact, eager = self.expected(torch.float64)[2], self.expected(dtype)[2]
+        return testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)[0]
+
+    def check(self, dw):
+        """Hold a gradient to the error tolerance."""
+        found = self.measured(dw)
+        assert found.passed, found
