@@ -16,9 +16,9 @@ def ready(backend):
     """
     with ExitStack() as stack:
         if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
-            from tests.tools.interpreter import bfloat16, launches, masks, products
+            from tests.tools.interpreter import arithmetic_of_gpus, launches
 
-            for patched in (bfloat16.computed, masks.spread, products.computed, launches.patched_once):
+            for patched in (arithmetic_of_gpus, launches.patched_once):
                 stack.enter_context(patched())
         if backend == "emulated":
             from tests.tools.emulator import emulated

@@ -53,10 +53,10 @@ def plain_backend():
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def arithmetic_of_gpus():
-    """Let the interpreter compute bfloat16 and masks, which by itself it does wrong, and products alike everywhere."""
-    from tests.tools.interpreter import bfloat16, masks, products
+    """Let the interpreter compute what by itself it does wrong, or otherwise than a GPU."""
+    from tests.tools import interpreter
 
-    with bfloat16.computed(), masks.spread(), products.computed():
+    with interpreter.arithmetic_of_gpus():
         yield
 
 

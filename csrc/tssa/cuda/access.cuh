@@ -1,6 +1,8 @@
 // Reads and writes elements, and shares them among threads.
 #pragma once
 
+#include <cfloat>
+
 #include "call.cuh"
 
 namespace crate_kernels {
@@ -14,6 +16,8 @@ struct TssaVector {
   using Bits = uint4;
   Dtype dtype;
 
+  CRATE_DEVICE bool single() const { return kSingle && (!kHalf || dtype == Dtype::f32); }
+
   // Where one dtype's access is 16 bytes, to copy.
   CRATE_DEVICE Bits* place(const TssaTokens& t, int n, int h, int d) const {
     static_assert(kSingle != kHalf, "one size of elements");
@@ -23,7 +27,7 @@ struct TssaVector {
   CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[N]) const {
     const int64_t at = t.at(n, h, d);
     if constexpr (kSingle) {
-      if (!kHalf || dtype == Dtype::f32) {
+      if (single()) {
         const uint4 bits = *reinterpret_cast<const uint4*>(t.data + at * sizeof(float));
         memcpy(x, &bits, sizeof bits);
         return;
@@ -41,7 +45,7 @@ struct TssaVector {
   CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[N]) const {
     const int64_t at = t.at(n, h, d);
     if constexpr (kSingle) {
-      if (!kHalf || dtype == Dtype::f32) {
+      if (single()) {
         uint4 bits;
         memcpy(&bits, x, sizeof bits);
         *reinterpret_cast<uint4*>(t.data + at * sizeof(float)) = bits;
@@ -83,9 +87,11 @@ struct TssaScalars {
   static constexpr int kCount = 1;
   Dtype dtype;
 
+  CRATE_DEVICE bool single() const { return dtype == Dtype::f32; }
+
   CRATE_DEVICE void load(const TssaTokens& t, int n, int h, int d, float (&x)[1]) const {
     const int64_t at = t.at(n, h, d);
-    if (dtype == Dtype::f32) {
+    if (single()) {
       x[0] = reinterpret_cast<const float*>(t.data)[at];
     } else {
       const uint16_t bits = reinterpret_cast<const uint16_t*>(t.data)[at];
@@ -95,12 +101,27 @@ struct TssaScalars {
 
   CRATE_DEVICE void store(const TssaTokens& t, int n, int h, int d, const float (&x)[1]) const {
     const int64_t at = t.at(n, h, d);
-    if (dtype == Dtype::f32) {
+    if (single()) {
       reinterpret_cast<float*>(t.data)[at] = x[0];
     } else {
       const uint16_t bits = dtype == Dtype::bf16 ? from_float<bf16>(x[0]).bits : from_float<fp16>(x[0]).bits;
       reinterpret_cast<uint16_t*>(t.data)[at] = bits;
     }
+  }
+};
+
+// 1 / c and, of fp32 tokens, what its rounding left: x times their sum is x / c, exactly 1 where x is c. Tokens of 16
+// bits have no digits that would tell.
+struct TssaReciprocal {
+  float inverse, rest;
+
+  CRATE_DEVICE explicit TssaReciprocal(float c)
+      : inverse(1.0f / c), rest(fmaf(-fminf(c, FLT_MAX), inverse, 1.0f) * inverse) {}
+  CRATE_DEVICE TssaReciprocal(float inverse, float rest) : inverse(inverse), rest(rest) {}
+
+  template <class Access>
+  CRATE_DEVICE float ratio(const Access& access, float x) const {
+    return access.single() ? fmaf(x, inverse, x * rest) : x * inverse;
   }
 };
 

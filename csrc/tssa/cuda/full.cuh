@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
   const TssaResident layout(p, (p.seqlen + cluster_size() - 1) / cluster_size(), blockDim.x, false);
   float *const first = shared_at<float>(layout.first), *const second = shared_at<float>(layout.second),
                *const by_channel = shared_at<float>(layout.channels);
+  const TssaReciprocals reciprocals = {by_channel, by_channel + p.width};
   unsigned char* const scratch = shared_memory() + layout.scratch;
   const TssaRows members = {shared_at<float>(layout.by_head[0]), 0, 1, p.nheads, 0};
   const TssaMask keep = keep_of(p, s);
@@ -66,12 +67,12 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
   cluster_sync();
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     const float energy = floored(cluster_total(first + column), kFullFloor);
-    by_channel[column] = 1.0f / energy;
+    reciprocals.set(access, column, energy);
     if (s.chunk == 0) f.energy[channels + column] = energy;
   }
   const bool seen = p.mask.data == nullptr || cluster_total(first + p.width) > 0.0f;
   __syncthreads();
-  membership(p, access, w, by_channel, seen, s.rows(), reinterpret_cast<double*>(scratch), members,
+  membership(p, access, w, reciprocals, seen, s.rows(), reinterpret_cast<double*>(scratch), members,
              rows_of(p, f.membership, s));
   __syncthreads();
   moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), second);
@@ -110,15 +111,16 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
     // The first head's slot has the number of kept tokens. The scan adds the other slots too, so they must be finite.
     for (int h = 1 + threadIdx.x; h < p.nheads; h += blockDim.x) f.sums_1[mine + p.width + h] = 0.0f;
   } else if constexpr (step == TssaStep::members) {
-    float* const inverse = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));
+    float* const by_channel = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));
+    const TssaReciprocals reciprocals = {by_channel, by_channel + p.width};
     for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
       const float energy = floored(f.sums_1[all + column], kFullFloor);
-      inverse[column] = 1.0f / energy;
+      reciprocals.set(access, column, energy);
       if (s.chunk == 0) f.energy[channels + column] = energy;
     }
     __syncthreads();
     const bool seen = p.mask.data == nullptr || f.sums_1[all + p.width] > 0.0f;
-    membership(p, access, w, inverse, seen, s.rows(), reinterpret_cast<double*>(scratch), members, members);
+    membership(p, access, w, reciprocals, seen, s.rows(), reinterpret_cast<double*>(scratch), members, members);
     __syncthreads();
     moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_2 + mine);
   } else {

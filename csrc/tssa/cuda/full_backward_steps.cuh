@@ -89,8 +89,8 @@ CRATE_DEVICE void similarity_gradient_sums(const TssaProblem& p, const Access& a
     const float gradient = dlogit(n, h);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float inverse = 1.0f / floored(energy[h * p.head_dim + d + i], kFullFloor);
-      values[i] *= values[i] * inverse * gradient;
+      const TssaReciprocal c(floored(energy[h * p.head_dim + d + i], kFullFloor));
+      values[i] = c.ratio(access, values[i] * values[i]) * gradient;
     }
   });
 }
@@ -108,18 +108,18 @@ CRATE_DEVICE void temp_gradient(const TssaProblem& p, const float* similarity, f
 
 // The numbers of a channel that dw needs.
 struct TssaSlopes {
-  float gate, dmoment, twice, denergy;
+  float gate, dmoment, twice, mean;
 };
 
-// twice = 2 temp / c, and denergy = 2 dc. For a single token w^2 / c is 1 for every w: skip the two large terms that
-// would have to cancel.
+// twice = 2 temp / c, and mean = -dc c / temp. For a single token w^2 / c is 1 for every w: skip the two large terms
+// that would have to cancel.
 CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmoment, float similarity, float energy,
                                   int h, int count) {
   energy = floored(energy, kFullFloor);
   const float twice = 2.0f * p.temp[h] / energy;
   const bool above = energy > kFullFloor;
   if (above && count == 1) return {gate, dmoment, 0.0f, 0.0f};
-  return {gate, dmoment, twice, above ? -twice * similarity : 0.0f};
+  return {gate, dmoment, twice, above ? similarity : 0.0f};
 }
 
 // dw; slopes(h, channel, of) gives the numbers of a vector's channels, once per vector and thread.
@@ -139,7 +139,7 @@ CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const Tss
                   weight = 2.0f * member * counted;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float slope = weight * of[i].dmoment + gradient * of[i].twice + counted * of[i].denergy;
+        const float slope = weight * of[i].dmoment + (gradient - counted * of[i].mean) * of[i].twice;
         x[i] = x[i] * slope - g[i] * member * of[i].gate;
       }
       access.store(dw, n, h, d, x);

@@ -52,7 +52,8 @@ inline void put_in_chunks(TssaProblem& p, bool backward, int32_t device, TssaFor
   form.cluster = 0;
   form.cuts = p.nchunks;
   form.threads = kChunkThreads;
-  form.shared_bytes = tssa_scratch(p, kChunkThreads) + (int64_t{p.width} + p.nheads) * sizeof(float);
+  const int64_t channels = (backward ? 1 : tssa_reciprocals(p)) * p.width;
+  form.shared_bytes = tssa_scratch(p, kChunkThreads) + (channels + p.nheads) * sizeof(float);
   form.fits = form.shared_bytes <= shared_limit(device);
 }
 

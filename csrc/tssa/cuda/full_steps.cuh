@@ -24,11 +24,28 @@ CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const 
   }
 }
 
+// The reciprocals of all channels' sums; of fp32 tokens alone, `rest` is there.
+struct TssaReciprocals {
+  float *inverse, *rest;
+
+  template <class Access>
+  CRATE_DEVICE void set(const Access& access, int column, float c) const {
+    const TssaReciprocal of(c);
+    inverse[column] = of.inverse;
+    if (access.single()) rest[column] = of.rest;
+  }
+  template <class Access>
+  CRATE_DEVICE TssaReciprocal at(const Access& access, int column) const {
+    return {inverse[column], access.single() ? rest[column] : 0.0f};
+  }
+};
+
 // Computes the membership of every token, one warp per token. Writes it to `members` and `stored`, which may be the
 // same.
 template <class Access>
-CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* inverse,
-                             bool seen, int rows, double* scratch, const TssaRows& members, const TssaRows& stored) {
+CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const TssaTokens& w,
+                             const TssaReciprocals& energies, bool seen, int rows, double* scratch,
+                             const TssaRows& members, const TssaRows& stored) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   double* const logits = scratch + warp * p.nheads;
@@ -36,7 +53,8 @@ CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const T
     const auto ratios = [&](int h, int d, float (&values)[N]) {
       access.load(w, n, h, d, values);
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] *= values[i] * inverse[h * p.head_dim + d + i];
+      for (int i = 0; i < N; ++i)
+        values[i] = energies.at(access, h * p.head_dim + d + i).ratio(access, values[i] * values[i]);
     };
     sum_channels<N, double>(p, ratios, [&](int h, double similarity) { logits[h] = p.temp[h] * similarity; });
     softmax_over_heads(p, logits, seen, members, n, [&](int h, float member) { stored(n, h) = member; });

@@ -28,6 +28,11 @@ __host__ __device__ inline int64_t tssa_scratch(const TssaProblem& p, int thread
   return columns > logits ? columns : (logits + 15) / 16 * 16;
 }
 
+// Numbers per channel that the forward divides by.
+__host__ __device__ inline int64_t tssa_reciprocals(const TssaProblem& p) {
+  return p.dtype == Dtype::f32 ? 2 : 1;
+}
+
 // On chip: tensors of `rows` tokens, numbers per head and token, and sums by channel and head.
 struct TssaResident {
   int64_t tokens[2], by_head[2], first, second, channels, heads, scratch, bytes;
@@ -39,7 +44,7 @@ struct TssaResident {
     for (int i = 0; i < 2; ++i) by_head[i] = s.take<float>(i < copies ? int64_t{rows} * p.nheads : 0);
     first = s.take<float>(p.width + p.nheads);
     second = s.take<float>(p.width + p.nheads);
-    channels = s.take<float>(copies * p.width);
+    channels = s.take<float>((backward ? 2 : tssa_reciprocals(p)) * p.width);
     heads = s.take<float>(p.nheads);
     scratch = s.take<char>(tssa_scratch(p, threads));
     bytes = s.bytes;

@@ -2,7 +2,9 @@
 
 import torch
 
-from crate_kernels import TokenStatsCache, tssa
+from crate_kernels import TokenStatsCache, testing, tssa
+from tests.apart.budget import FORWARD, GRADIENT, Budget
+from tests.ops.common import randn
 
 SEEN, STEPS = 1e6, 10  # of a square of 0.09, float32 keeps two bits beside the sums of so many tokens
 
@@ -20,3 +22,73 @@ def steps_add_up(backend, device="cpu", block=1):
         expected = SEEN * (1.0 if added == 0.09 else 0.5) + new * added
         torch.testing.assert_close(held, torch.full_like(held, expected), rtol=1e-9, atol=0)
     assert cache.lengths.tolist() == [new] * 2
+
+
+def _temperatures(nheads, seed, least=10.0, most=30.0):
+    return least + (most - least) * torch.rand(nheads, generator=torch.Generator().manual_seed(seed))
+
+
+def _single(seed):
+    """One token of few channels: q is their number, whatever the token is, and the temperature a factor on it."""
+    return {"w": randn(2, 8, 1, 1 + seed % 3, seed=seed), "temp": _temperatures(8, seed)}, {}
+
+
+def _one_kept(seed):
+    seqlen = (2, 5, 20)[seed % 3]
+    mask = torch.arange(seqlen).expand(2, seqlen) == seed % seqlen
+    return {"w": randn(2, 2, seqlen, 8, seed=seed), "temp": _temperatures(2, seed, 0.3, 1.0)}, {
+        "key_padding_mask": mask
+    }
+
+
+def _decades(seed):
+    """Tokens from 1e-15 to 1e15, rising, falling or mixed: most have all of their sums."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.rand(20, generator=generator) * 30 - 15
+    powers = (powers, powers.sort().values, powers.sort(descending=True).values)[seed % 3]
+    return {"w": randn(2, 1, 20, 3, seed=seed) * 10 ** powers[:, None], "temp": _temperatures(1, seed, 0.3, 2.0)}, {}
+
+
+def _growing_bias(seed):
+    slopes = torch.rand(3, 1, generator=torch.Generator().manual_seed(seed))
+    tensors = {"w": randn(1, 3, 300, 8, seed=seed), "temp": _temperatures(3, seed, 0.5, 2.0)}
+    return tensors | {"denom_bias": 10 ** -(1 + seed % 3) * slopes * torch.arange(300)}, {}
+
+
+def _short(seed):
+    """Two to five tokens over 30 decades."""
+    seqlen = (2, 3, 5)[seed % 3]
+    powers = torch.rand(seqlen, generator=torch.Generator().manual_seed(seed)) * 30 - 15
+    w = randn(2, 3, seqlen, (1, 3, 8)[seed % 3], seed=seed) * 10 ** powers[:, None]
+    return {"w": w, "temp": _temperatures(3, seed, 0.3, 2.0)}, {}
+
+
+DRAWN = {
+    "single": (_single, False),
+    "causal-single": (_single, True),
+    "one-kept": (_one_kept, False),
+    "causal-one-kept": (_one_kept, True),
+    "short": (_short, False),
+    "causal-short": (_short, True),
+    "decades": (_decades, False),
+    "causal-decades": (_decades, True),
+    "causal-growing-bias": (_growing_bias, True),
+}
+
+
+def drawn_within_budget(draw, causal, backend, seeds):
+    """Hold what ``backend`` makes of drawn tokens to float64, and to eager's error on their neighbours too."""
+    for seed in seeds:
+        tensors, others = draw(seed)
+        inputs = testing.Inputs(tensors, others).to(torch.float32)
+        options = {"causal": causal, "return_membership": True}
+        case = testing.Case("tssa", f"drawn-{seed}", tuple(tensors["w"].shape), options)
+
+        def evaluate(tensors, cast, nudge, context, case=case, others=others):
+            del nudge, context
+            return testing.run(case, testing.Inputs(tensors, others).to(cast or torch.float32), "reference")
+
+        budget = Budget(evaluate, inputs.differentiable, "float32")
+        for name, value in testing.run(case, inputs, backend).items():
+            budget.check_against(name, value, GRADIENT if name.startswith("d") else FORWARD, f"draw {seed}: ")
+        budget.raise_if_over()

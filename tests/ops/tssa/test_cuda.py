@@ -11,6 +11,7 @@ from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import Call
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa.cuda import FORMS, WAYS, bias, call, going, temps, tokens
+from tests.ops.tssa.sums import DRAWN, drawn_within_budget
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,6 +88,11 @@ def test_a_single_token_is_its_own_sum(causal, way, backend, device):
     dw = outputs_and_gradients(call(causal, backend), w, temps(3))[2]
     exact = outputs_and_gradients(call(causal, "reference"), w.double(), temps(3).double())[2]
     assert (dw.double() - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize(("draw", "causal"), DRAWN.values(), ids=DRAWN)
+def test_a_token_that_is_all_of_its_sums(draw, causal, backend):
+    drawn_within_budget(draw, causal, backend, seeds=(*range(12), 31))
 
 
 @FORMS

@@ -1,7 +1,7 @@
 """Let Triton's interpreter fuse a product with the sum or difference that it goes into, as GPUs' compilers do.
 
 The interpreter rounds both, a multiply-add once. Here a float32 product keeps its factors, and what adds or subtracts
-it, directly, multiplies them again in float64, where their product is exact.
+it, directly, multiplies them again in float64, where their product is exact. ``tl.fma`` is fused in every test.
 """
 
 import functools
@@ -47,6 +47,26 @@ def _fused(method, operation):
         return interpreter.TensorHandle(operation(left, right).astype(np.float32), tl.float32)
 
     return run
+
+
+def _multiply_add(method):
+    @functools.wraps(method)
+    def run(self, a, b, c):
+        if not _single(a, b, c):
+            return method(self, a, b, c)
+        exact = a.data.astype(np.float64) * b.data + c.data
+        return interpreter.TensorHandle(exact.astype(np.float32), tl.float32)
+
+    return run
+
+
+@contextmanager
+def explicit():
+    """Let ``tl.fma``, which asks for it, round once for as long as the context is open."""
+    builder = interpreter.InterpreterBuilder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_fma", _multiply_add(builder.create_fma))
+        yield
 
 
 @contextmanager

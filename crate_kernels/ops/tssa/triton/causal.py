@@ -137,8 +137,8 @@ def _tssa_causal_fwd_kernel(
         if MEMBERS:
             running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT
             energy = tile.pick(running, BLOCK_N - 1)
-            inverse = tile.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
-            similarity = tile.sum_over_channels(squares * inverse, DIMS) * tile.SHIFT
+            ratio = tile.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            similarity = tile.sum_over_channels(ratio, DIMS) * tile.SHIFT
             if bias_ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * stride_bs

@@ -81,6 +81,7 @@ def _tssa_bwd_kernel(
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
     ``dgate_ptr`` has sum_d g w A of each token and head, ``dlogit_ptr`` the gradient of its logit. That gradient and
     its sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
+    Of float32 tokens it is w^2 / c that is summed, in no scale: exactly 1 where a token has all of c, it cancels.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
@@ -96,7 +97,10 @@ def _tssa_bwd_kernel(
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
     energy = tile.floored(tile.load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), tile.FULL_FLOOR)
+    inverse, rest = tile.inverse_of(energy, DIMS)
     scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
+    if DIMS.WIDE:
+        scale = tl.full((BLOCK_H,), 1.0, tl.float32)
     moment = tile.load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
     gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
 
@@ -135,6 +139,8 @@ def _tssa_bwd_kernel(
                 dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
             dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
+            if DIMS.WIDE:
+                squares = tile.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
             acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
@@ -145,15 +151,16 @@ def _tssa_bwd_kernel(
             denergy, _ = tile.load_sums(sums_2_ptr, index, DIMS)
         else:
             tl.debug_barrier()
-        # Two divisions by c: c^2 underflows as well.
-        similarity = denergy / energy / scale[:, None]
+        similarity = denergy
+        if not DIMS.WIDE:
+            similarity = denergy / energy
         if chunk == 0:
-            tile.store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1), DIMS)
-        twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy
+            tile.store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1) / scale, DIMS)
+        twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy / scale[:, None]
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
-        above, single = energy > tile.FULL_FLOOR, count == 1
-        denergy = tl.where(above & (count != 1), -twice * similarity, 0.0)
-        twice = tl.where(above & single, 0.0, twice / scale[:, None])
+        above = energy > tile.FULL_FLOOR
+        twice = tl.where(above & (count == 1), 0.0, twice)
+        similarity = tl.where(above, similarity, 0.0)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
@@ -161,8 +168,8 @@ def _tssa_bwd_kernel(
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
             keep = tile.kept(mask_ptr, rows, last, stride_ms)
             slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
-            through_energy = tl.broadcast_to(denergy[None, :, :], w.shape)
-            slope += dlogit[:, :, None] * twice[None, :, :] + tile.counted(through_energy, keep, mask_ptr)
+            mean = tile.counted(tl.broadcast_to(similarity[None, :, :], w.shape), keep, mask_ptr)
+            slope += (dlogit[:, :, None] - mean) * twice[None, :, :]
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
             tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:

@@ -53,13 +53,14 @@ _FULL_CANDIDATES = tuple(
     _full(4096, chunk, stages, 4, lane, 0, 0)
     for chunk, stages, lane in itertools.product((64, 128, 256, 512), (2, 3), (0, 20, 40))
 )
+_FLOATS = Row(_full(2048, 256, 3, 8), half=False)
 FULL_FORWARD = Table(
     "tssa_full_forward",
     _every_arch(
         _full(4096, 256, 3, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
-        sm_90=(Row(_full(2048, 256, 3, 8), half=False), Row(_full(4096, 256, 5, 4))),
-        sm_100=(Row(_full(2048, 256, 3, 8), half=False),),
+        **dict.fromkeys(("sm_80", "sm_100"), (_FLOATS,)),
+        sm_90=(_FLOATS, Row(_full(4096, 256, 5, 4))),
     ),
     _FULL_CANDIDATES,
 )
