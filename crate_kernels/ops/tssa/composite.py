@@ -294,6 +294,32 @@ def backward_causal(
     return operator.merged_layout(dw.to(w.dtype)), dtemp, ddenom_bias
 
 
+def _step(w: Tensor, temp: Tensor, bias: Tensor | None, mask: Tensor | None, state: State) -> tuple[Tensor, Tensor]:
+    """Do what ``_run_causal`` does of one token, (batch, nheads, head_dim), in half as many operations.
+
+    Sums are the cache's own, in its dtype; ``bias`` is (batch, nheads), ``mask`` (batch, 1).
+    """
+    energy, weighted, mass, lengths = state
+    squares = w.to(operator.stat_dtype(w.dtype)).square()
+    energy += squares if mask is None else squares * mask.unsqueeze(-1)
+    similarity = (squares / energy.to(squares.dtype).clamp_min(_CAUSAL_FLOOR)).sum(-1)
+    if bias is not None:
+        similarity.add_(bias, alpha=w.shape[-1])
+    membership = (temp.to(squares.dtype) * similarity).softmax(1)
+    counted = membership
+    if mask is not None:
+        # Zero before the first kept token, and with it the output.
+        membership = membership.masked_fill(lengths[:, None] + mask == 0, 0.0)
+        counted = membership * mask
+    weighted += squares.mul_(counted.unsqueeze(-1))
+    mass += counted
+    total = (mass + _MASS_FLOOR).to(squares.dtype)
+    # A = 1 / (1 + M) without the division of M.
+    out = w * (membership * total).neg_().unsqueeze(-1)
+    out /= weighted.to(squares.dtype) + total.unsqueeze(-1)
+    return out.to(w.dtype), membership
+
+
 def decode(
     w: Tensor,
     temp: Tensor,
@@ -304,6 +330,13 @@ def decode(
     """Advance the running sums over the new tokens; they are changed in place."""
     given.decode(w, temp, denom_bias, state, key_padding_mask)
     bias = None
+    if w.shape[2] == 1:
+        if denom_bias is not None:
+            position = state.lengths.clamp(min=0, max=denom_bias.shape[1] - 1)
+            bias = denom_bias.index_select(1, position).t()
+        out, membership = (x.unsqueeze(2) for x in _step(w.squeeze(2), temp, bias, key_padding_mask, state))
+        state.lengths.add_(1 if key_padding_mask is None else key_padding_mask[:, 0])
+        return operator.merged_layout(out), membership
     if denom_bias is not None:
         position = state.lengths[:, None] + torch.arange(w.shape[2], device=w.device)
         # Never past the end through the public function; on a GPU an index error would end the process.
