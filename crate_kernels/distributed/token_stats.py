@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from crate_kernels._core import given as tensors
 from crate_kernels._core import operator, philox
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.ops.tssa import call as whole
@@ -38,6 +39,10 @@ class Call(NamedTuple):
     dropout_p: float
     start: int
 
+    def whole(self) -> whole.Call:
+        """Return the options as a call of one process has them."""
+        return whole.Call(self.key_padding_mask, seed=self.seed, dropout_p=self.dropout_p)
+
     def counted(self, x: Tensor) -> Tensor:
         """Return (batch, nheads, own, ...) with zeros at padded tokens."""
         mask = self.key_padding_mask
@@ -58,6 +63,15 @@ class Call(NamedTuple):
 
 def _squares(w: Tensor) -> Tensor:
     return w.to(operator.stat_dtype(w.dtype)).square()
+
+
+def _check_sums(w: Tensor, by_channel: dict[str, Tensor], mass: Tensor) -> None:
+    """Check what a backward is handed back of the sums over ranks: a hook may have changed any of it."""
+    batch, nheads, _, head_dim = w.shape
+    dtype = operator.stat_dtype(w.dtype)
+    for name, value in by_channel.items():
+        tensors.tensor("tssa backward", name, value, dtype, (batch, nheads, head_dim), w.device)
+    tensors.tensor("tssa backward", "mass", mass, dtype, (batch, nheads), w.device)
 
 
 def _through_softmax(dmembers: Tensor, membership: Tensor) -> Tensor:
@@ -103,9 +117,10 @@ class Full(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw and this rank's part of dtemp."""
-        w, temp, membership, energy, moment, mass = ctx.saved_tensors
-        given.backward(dout, dmembership, w, temp, membership, energy, moment, whole.Call())
+        w, temp, membership, energy, moment, mass = operator.saved_tensors("tssa", ctx)
         call: Call = ctx.call
+        given.backward(dout, dmembership, w, temp, membership, energy, moment, call.whole())
+        _check_sums(w, {}, mass)
         squares = _squares(w)
         attention, slope = Full.attention(w, moment, call)
         grad_w = dout * w.to(squares.dtype)
@@ -190,9 +205,10 @@ class Causal(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, this rank's part of dtemp, and the gradient of its biases; scans are repeated, not saved."""
-        w, temp, bias, membership, energy, *sums = ctx.saved_tensors
-        given.backward_causal(dout, dmembership, w, temp, bias, membership, whole.Call())
+        w, temp, bias, membership, energy, *sums = operator.saved_tensors("tssa", ctx)
         call: Call = ctx.call
+        given.backward_causal(dout, dmembership, w, temp, bias, membership, call.whole())
+        _check_sums(w, {"energy": energy, "moment": sums[0]}, sums[1])
         squares = _squares(w)
         energy = Causal.energies(call.counted(squares), energy)
         ratio = squares / energy

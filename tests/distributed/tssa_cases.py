@@ -1,5 +1,6 @@
 """``distributed.tssa`` against ``crate_kernels.tssa`` of one process."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -151,6 +152,34 @@ def rounded(group):
             out.sum().backward()
 
 
+def changed(group):
+    """Each tensor that a backward is handed back may be of another dtype or shape, and so may the mask by then."""
+    w, temp = own(drawn(BATCH, HEADS, 8, HEAD_DIM), group).requires_grad_(), TEMP.clone().requires_grad_()
+    bias, refusal = drawn(HEADS, 8, seed=1).requires_grad_(), r"tssa backward: .* must be .*, got"
+    ways = (lambda t: t.bfloat16(), lambda t: t[:1], lambda t: t[..., :1])
+    for causal, count in ((False, 6), (True, 7)):
+        options = {"causal": causal, "denom_bias": bias if causal else None, "dropout_p": 0.3}
+        for number, change in itertools.product(range(count), ways):
+            saved = []
+
+            def pack(t, number=number, change=change, saved=saved):
+                saved.append(t)
+                return change(t) if len(saved) == number + 1 else t
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                out = distributed.tssa(w, temp, group, **options)
+            assert len(saved) == count
+            with pytest.raises(ValueError, match=refusal):
+                out.sum().backward()
+        mask = torch.ones(BATCH, w.shape[2], dtype=torch.bool)
+        for spoilt in (mask[:1], mask[:, :1], mask.float()):
+            given = mask.clone()
+            out = distributed.tssa(w, temp, group, key_padding_mask=given, **options)
+            given.data = spoilt
+            with pytest.raises(ValueError, match=refusal):
+                out.sum().backward()
+
+
 CASES = {
     "tssa-full": equal_to_one(12),
     "tssa-full-uneven": equal_to_one(7, padding="right"),
@@ -169,4 +198,5 @@ CASES = {
     "tssa-magnitudes": of_any_magnitude,
     "tssa-refused": refused,
     "tssa-rounded": rounded,
+    "tssa-changed": changed,
 }
