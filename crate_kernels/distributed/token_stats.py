@@ -18,6 +18,7 @@ from crate_kernels._core import operator, philox
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.ops.tssa import call as whole
 from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa.products import rows_dot
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -96,7 +97,7 @@ class Full(torch.autograd.Function):
         for count in kept:  # all zero where no rank has a token, and with it the output and every gradient
             membership = membership * (count > 0)[:, None, None]
         counted = call.counted(membership)
-        moment, mass = call.ranks.sum((counted.unsqueeze(2) @ squares).squeeze(2), counted.sum(-1))
+        moment, mass = call.ranks.sum(rows_dot(counted, squares), counted.sum(-1))
         moment /= mass.add_(_MASS_FLOOR).unsqueeze(-1)
         ctx.save_for_backward(w, temp, membership, energy, moment, mass)
         ctx.call = call
@@ -124,7 +125,7 @@ class Full(torch.autograd.Function):
         squares = _squares(w)
         attention, slope = Full.attention(w, moment, call)
         grad_w = dout * w.to(squares.dtype)
-        (total,) = call.ranks.sum((membership.unsqueeze(2) @ grad_w).squeeze(2))
+        (total,) = call.ranks.sum(rows_dot(membership, grad_w))
         dmoment = slope * total / mass.unsqueeze(-1)
         dmass = -(dmoment * moment).sum(-1)
         dmembers = call.counted((squares * dmoment.unsqueeze(2)).sum(-1) + dmass.unsqueeze(2))
@@ -135,7 +136,7 @@ class Full(torch.autograd.Function):
         dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
         # In the head's own scale: w^2 times a small gradient, and c^2, underflow where c itself does not.
         scale = energy.sum(-1, keepdim=True).clamp_max(1e37)
-        (denergy,) = call.ranks.sum(((dsimilarity / scale).unsqueeze(2) @ squares).squeeze(2))
+        (denergy,) = call.ranks.sum(rows_dot(dsimilarity / scale, squares))
         denergy = torch.where(energy > _FULL_FLOOR, -(denergy / energy * scale / energy), 0.0)
         through_sums = membership.unsqueeze(-1) * dmoment.unsqueeze(2) + denergy.unsqueeze(2)
         dw = 2 * w * (call.counted(through_sums) + dsimilarity.unsqueeze(-1) / energy.unsqueeze(2))
@@ -167,7 +168,7 @@ class Causal(torch.autograd.Function):
             held = count[:, None] + call.key_padding_mask.cumsum(1)
             membership = membership * (held > 0)[:, None, :]
         weights = call.counted(membership)
-        sums = call.ranks.before((weights.unsqueeze(2) @ squares).squeeze(2), weights.sum(2))
+        sums = call.ranks.before(rows_dot(weights, squares), weights.sum(2))
         ctx.save_for_backward(w, temp, bias, membership, energy, *sums)
         ctx.call = call
         moment, _ = Causal.moments(squares, weights, *sums)

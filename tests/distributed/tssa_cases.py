@@ -113,6 +113,18 @@ def of_any_magnitude(group):
     assert failed == []
 
 
+def of_many_tokens(group):
+    """Sums over thousands of fp32 tokens round a few times, not once a token."""
+    w = drawn(1, 2, 6000, HEAD_DIM).float()
+    for causal in (False, True):
+        eager, exact = (
+            crate_kernels.tssa(x, TEMP[:2].to(x.dtype), causal=causal, backend="reference") for x in (w, w.double())
+        )
+        out = distributed.tssa(own(w, group), TEMP[:2].float(), group, causal=causal)
+        found = testing.measure({"out": out}, {"out": own(eager, group)}, {"out": own(exact, group)}, torch.float32)
+        assert [m for m in found if not m.passed] == []
+
+
 def refused(group):
     w = drawn(BATCH, HEADS, 2, HEAD_DIM).requires_grad_()
     size = 2 * dist.get_world_size(group)
@@ -196,6 +208,7 @@ CASES = {
     "tssa-any-lengths": any_lengths,
     "tssa-half": half_precision,
     "tssa-magnitudes": of_any_magnitude,
+    "tssa-many-tokens": of_many_tokens,
     "tssa-refused": refused,
     "tssa-rounded": rounded,
     "tssa-changed": changed,
