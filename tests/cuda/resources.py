@@ -26,7 +26,7 @@ def kernels(op):
 
 def compiled(compiler, kernel, capability):
     """Compile a kernel; return the cubin, and the report on every kernel in it."""
-    options = [*cubins.OPTIONS, "--ptxas-options=-v"]
+    options = [*cubins.options(compiler), "--ptxas-options=-v"]
     texts = sources.headers(kernel.header)
     made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, [kernel.name])
     return made.binary, report.kernels(made.said)

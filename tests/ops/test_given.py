@@ -174,14 +174,6 @@ LIBRARY = {
     "mssa_bwd": (mssa, {}),
     "mssa_bwd-packed": (lambda: mssa(True), SEQUENCES),
     "mssa_decode": (mssa_cache, {"data": "short-2 long-2"}),
-    "mssa_decode-step": (
-        lambda: {
-            **mssa_cache(),
-            "part": floats(BATCH * NHEADS, 2, NEW, HEAD_DIM),
-            "statistics": floats(BATCH * NHEADS, 2, NEW, 2),
-        },
-        {"data": "short-2 long-2"},
-    ),
     "mssa_rectangular_fwd": (rectangular, {}),
     "mssa_rectangular_delta": (rectangular, {}),
     "mssa_rectangular_bwd": (rectangular, {}),
@@ -201,7 +193,7 @@ LIBRARY = {
 }
 
 
-CPU_ALONE = ("transpose", *(name for name in LIBRARY if name.startswith("ista")))
+CPU_ALONE = ("transpose", *(name for name in LIBRARY if name.startswith(("ista", "mssa"))))
 
 
 def wrong(t):
@@ -300,7 +292,7 @@ def library_calls(entry, cuda):
 
 
 @pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
-@pytest.mark.parametrize("entry", [e for e in LIBRARY if e != "mssa_decode-step"])
+@pytest.mark.parametrize("entry", LIBRARY)
 def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
     extension.load()
     overload, schema, values, good = library_calls(entry, cuda=False)

@@ -2,7 +2,7 @@
 
 On GPUs this rests on bounds from machine code (docs/gpu.md), whose choice for sm_90 an H200 confirmed: the CUDA kernels
 come first where their bound is lower by 5% or more. Every kernel reads what any other saved, so a backward need not be
-of its forward's backend. A bound is of one architecture's machine code: a library with PTX alone does not count.
+of its forward's backend. A bound is of one architecture's machine code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, measured
-from crate_kernels._native import extension
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 
@@ -22,11 +21,6 @@ _CPP_DECODE_TOKENS = 8
 # sm_80, backward: with 8 warps for 64 rows, Triton's kernel makes three of its five products twice. Up to 112 channels
 # it has 4 warps. The CUDA kernel pads to 128.
 _WIDE_HEAD = (113, 128)
-
-
-def _has_code(device: torch.device, arch: str) -> bool:
-    """Return whether a GPU is of this architecture, and the CUDA library has machine code for it."""
-    return launch.arch(device) == arch and arch in extension.cuda_archs()
 
 
 def backward(
@@ -41,7 +35,7 @@ def backward(
     """Order the backends of a backward. A threshold takes its forward's: both must select the same weights."""
     low, high = _WIDE_HEAD
     wide = low <= w.shape[-1] <= high and w.dtype in _HALF and dout is not None and call.threshold is None
-    return backends.first("cpp", names) if wide and _has_code(w.device, "sm_80") else names
+    return backends.first("cpp", names) if wide and launch.arch(w.device) == "sm_80" else names
 
 
 def taken(w: Tensor, causal: bool) -> str | None:

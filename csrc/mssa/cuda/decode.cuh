@@ -102,11 +102,6 @@ CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
   });
 }
 
-// Bytes of shared memory: per warp and token the weighted rows, the largest score and the sum.
-inline int64_t decode_shared(int tokens, int head_dim) {
-  return static_cast<int64_t>(sizeof(float)) * kWarps * tokens * (head_dim + 2);
-}
-
 // Parts of one token's softmax together. Part n has its largest score and its sum at statistics + n * step, and one
 // channel of its weighted rows at out + n * pitch.
 CRATE_DEVICE Attention<1> combine(const float* statistics, int64_t step, const float* out, int64_t pitch, int parts) {

@@ -164,9 +164,4 @@ __global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Problem call
   }
 }
 
-template <class T, int DIM>
-constexpr int64_t pairs_shared_bytes(int tiles) {
-  return (tiles * 16 * DIM + 2 * kMostTiles * 256) * static_cast<int64_t>(sizeof(T)) + kMostTiles * 8;
-}
-
 }  // namespace crate_kernels::mssa

@@ -99,11 +99,6 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
 
 constexpr int kShiftColumns = 16;
 
-template <int DIM>
-constexpr int64_t shift_bytes() {
-  return (2 * kShiftWarps * 16 + kShiftColumns) * DIM * 2;
-}
-
 // Writes shift of rows as sums over their weights, of a lane's two rows those that are wanted. A warp owns 16 rows of w
 // and g, and takes 16 keys per step.
 template <class T, int DIM>

@@ -8,8 +8,6 @@
 
 namespace crate_kernels::plain {
 
-constexpr int64_t kBackwardShared = sizeof(float) * (2 * (kOwned + kTile) * kPitch + kOwned * kWeightPitch);
-
 // L, what rounding took from it, delta and dlse of a row. An absent row has L = inf, so every weight is 0. A row
 // without keys has L = -inf, and all its weights are masked. Where the forward selected, L is the largest score
 // instead, and `level` the threshold times the sum of the weights.

@@ -10,9 +10,6 @@
 
 namespace crate_kernels::plain {
 
-constexpr int64_t kDeltaShared = sizeof(float) * 2 * kOwned * kPitch;
-constexpr int64_t kMeasureShared = sizeof(float) * (2 * kOwned + kTile) * kPitch;
-
 // Writes delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main kernel's
 // products: if a weight is near 1, out is near w, and g.w - delta cancels. If wanted, sets `low` where the rounding of
 // out would show.

@@ -6,8 +6,6 @@
 
 namespace crate_kernels::plain {
 
-constexpr int64_t kForwardShared = sizeof(float) * ((kOwned + kTile) * kPitch + kOwned * kWeightPitch);
-
 // s += rows of `own` times rows of `tile`, channel by channel.
 CRATE_DEVICE void add_scores(float (&s)[kPart][kPart], const float* own, const float* tile, const Thread& t,
                              int channels) {

@@ -162,8 +162,9 @@ def test_splits_follow_the_device(decoder, monkeypatch):
     cache, w = filled((600, 600), 620, 16, torch.float32)
     mssa(w[:, :, :1], causal=True, cache=cache, backend=decoder)
     mssa(w[:, :, :9], causal=True, cache=cache, backend=decoder)
-    assert asked == [(4, 8, 10), (12, 8, 10)]  # 600 / 64 and 601 / 64 tokens; 9 new ones are groups of 4, 4 and 1
-    assert choose(*asked[0]) == 2
+    # 16: four blocks for each of four multiprocessors. 600 / 64 and 601 / 64 tokens; 9 new are groups of 4, 4 and 1.
+    assert asked == [(4, 16, 10), (12, 16, 10)]
+    assert choose(*asked[0]) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

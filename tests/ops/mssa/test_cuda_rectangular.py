@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from crate_kernels._core import operator
-from crate_kernels.ops.mssa.rectangular import Call
 from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES, drawn
 from tests.ops.mssa.test_rectangular_kernels import failed, results
@@ -15,12 +13,6 @@ DTYPES = [
     pytest.param(torch.bfloat16, id="bf16"),
     pytest.param(torch.float16, id="fp16", marks=FP16),
 ]
-
-
-@pytest.mark.parametrize("name", ["fwd", "bwd"])
-def test_the_options_of_an_op_are_the_fields_of_the_record(name, library):
-    schema = str(getattr(library, f"cuda_mssa_rectangular_{name}").default._schema)
-    assert operator.schema_of(Call).replace("SymInt", "int") in schema
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,9 +11,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 from crate_kernels._cuda.sources import Kernel
 from crate_kernels._native import build
 from crate_kernels._native import compilers as nvcc
+from crate_kernels.ops.mssa.cuda import steps, tensor_cores
 from tests.cuda import compilers
 from tests.cuda import resources as used
 from tests.native import report
@@ -34,7 +37,16 @@ FAMILIES = {
     "cuda-tssa_causal_backward": "tssa_causal_bwd_kernel<TssaFours,",
     "cuda-ista": "ista_update_kernel",
 }
-COMPILED = {"cuda-ista": Kernel("ista/cuda/update.cuh", "ista_update_kernel")}  # by NVRTC
+# By NVRTC.
+COMPILED = {
+    "cuda-ista": Kernel("ista/cuda/update.cuh", "ista_update_kernel"),
+    "cuda-mssa_forward-d64": tensor_cores.forward_kernel(torch.bfloat16, 64),
+    "cuda-mssa_forward-d64-n197": tensor_cores.pairs_kernel(torch.bfloat16),
+    "cuda-mssa_forward-d128": tensor_cores.forward_kernel(torch.bfloat16, 128),
+    "cuda-mssa_backward-d64": tensor_cores.backward_kernel(torch.bfloat16, 64),
+    "cuda-mssa_backward-d128": tensor_cores.backward_kernel(torch.bfloat16, 128),
+    "cuda-mssa_decode": steps.decode_kernel(torch.bfloat16, 1, 1),
+}
 STREAMS = {name: not name.startswith(("cuda-mssa_forward", "cuda-mssa_backward")) for name in FAMILIES}
 _SECTION = re.compile(r'\.section\s+\.nv\.info\.(\S+?),"')
 _WORD = re.compile(r"\.word\s+0x([0-9a-f]+)")

@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends
-from crate_kernels._native.extension import Library, library
+from crate_kernels._cuda.launch import is_gpu
+from crate_kernels._native.extension import library
+from crate_kernels.ops.mssa.cuda import plain
+from crate_kernels.ops.mssa.rectangular import cuda, given
 from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
 
 _MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
 
 
-def _library(w: Tensor) -> Library:
-    """Return the library for the device of the tokens; refuse what it does not have."""
+def _check(w: Tensor) -> None:
+    """Refuse what the kernels do not take."""
     if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
         raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
-    return library(w.device)
 
 
 def _contiguous(call: Call) -> Call:
@@ -27,32 +29,47 @@ def _contiguous(call: Call) -> Call:
 
 def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone."""
-    lib = _library(rows.w)
+    _check(rows.w)
     out = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
     lse = out.new_empty(rows.w.shape[:3])
     if columns.w.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    lib.mssa_rectangular_fwd(rows.w, columns.w, *_contiguous(call), out, lse)
+    if is_gpu(rows.w.device):
+        given.forward(rows, columns, call)
+        if out.numel():
+            plain.forward(cuda.of_forward(rows, columns, _contiguous(call), out, lse), rows.w, apart=True)
+    else:
+        library(rows.w.device).mssa_rectangular_fwd(rows.w, columns.w, *_contiguous(call), out, lse)
     return out, lse
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """Return the product of each row of ``dout`` with the same row of ``out``, summed as the backward's are."""
-    lib = _library(dout)
+    _check(dout)
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
-    lib.mssa_rectangular_delta(dout, out, delta)
+    if is_gpu(dout.device):
+        given.delta(dout, out)
+        if delta.numel():
+            plain.find_delta(cuda.of_delta(dout, out, delta), dout)
+    else:
+        library(dout.device).mssa_rectangular_delta(dout, out, delta)
     return delta
 
 
 def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
-    lib = _library(rows.w)
+    _check(rows.w)
     dw = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
     if columns.w.shape[2] == 0:
         return dw.zero_()
+    if is_gpu(rows.w.device):
+        given.backward(rows, columns, call)
+        if dw.numel():
+            plain.backward(cuda.of_backward(rows, columns, _contiguous(call), dw), rows.w, apart=True)
+        return dw
     sides = []
     for side in (rows, columns):
         dout, *numbers = side.gradients()
         sides += [side.w, dout, *(t.contiguous() for t in numbers)]
-    lib.mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
+    library(rows.w.device).mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
     return dw

@@ -1,0 +1,183 @@
+"""What every kernel of subspace attention is given: csrc/mssa/cuda/problem.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+from torch import Tensor
+
+from crate_kernels._cuda.records import DTYPES, POINTER, Record
+from crate_kernels.ops.mssa.call import Call
+
+_PACK = 16  # bytes of a wide access
+
+
+class Rows(Record):
+    """A tensor of tokens; strides in elements."""
+
+    cpp = "mssa::Rows"
+    _fields_ = (
+        ("data", POINTER),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("channel", ctypes.c_int64),
+        ("wide", ctypes.c_bool),
+    )
+
+
+class Access(Record):
+    """Access to all tensors of a call."""
+
+    cpp = "mssa::Access"
+    _fields_ = (("head_dim", ctypes.c_int), ("wide", ctypes.c_bool))
+
+
+class Mask(Record):
+    """The mask by position."""
+
+    cpp = "mssa::Mask"
+    _fields_ = (("causal", ctypes.c_bool),)
+
+
+class Range(Record):
+    """Another range of the rows' sequence."""
+
+    cpp = "mssa::Range"
+    _fields_ = (
+        ("g", Rows),
+        ("lse", POINTER),
+        ("delta", POINTER),
+        ("dlse", POINTER),
+        ("keep", POINTER),
+        ("count", ctypes.c_int),
+        ("start", ctypes.c_int),
+        ("row_start", ctypes.c_int),
+        ("first_head", ctypes.c_int),
+        ("nheads", ctypes.c_int),
+    )
+
+
+class Problem(Record):
+    """The tensors and options of a call."""
+
+    cpp = "mssa::Problem"
+    _fields_ = (
+        *((name, Rows) for name in ("w", "keys", "out", "g", "dw")),
+        *((name, POINTER) for name in ("lse", "delta", "low", "largest", "levels", "dlse")),
+        *((name, POINTER) for name in ("keep", "held", "cu_seqlens", "seed")),
+        *((name, ctypes.c_int) for name in ("sequences", "nheads", "seqlen", "total", "capacity", "blocks", "groups")),
+        ("access", Access),
+        ("dtype", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("scale", "threshold", "keep_factor")),
+        ("drop_last", ctypes.c_uint32),
+        ("mask", Mask),
+        *((name, ctypes.c_bool) for name in ("select", "values", "products", "scores")),
+        ("results", ctypes.c_int),
+        ("others", Range),
+    )
+
+
+def rows_of(x: Tensor, packed: bool) -> Rows:
+    """Return a tensor of tokens: (rows, heads, channels) if packed, else (batch, heads, rows, channels)."""
+    row, head, channel = (0, 1, 2) if packed else (2, 1, 3)
+    strides = x.stride()
+    return Rows(
+        data=x,
+        batch=0 if packed else strides[0],
+        head=strides[head],
+        row=strides[row],
+        channel=strides[channel],
+        wide=is_wide(x),
+    )
+
+
+def is_wide(x: Tensor) -> bool:
+    """Return whether every row is whole packs of 16 bytes, its channels one after another."""
+    strides, shape = x.stride(), x.shape
+    whole = (shape[-1], *(stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size != 1))
+    return strides[-1] == 1 and x.data_ptr() % _PACK == 0 and all(n * x.element_size() % _PACK == 0 for n in whole)
+
+
+def rounded_up(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: object) -> dict[str, object]:
+    """Return the fields of the problem of a forward; ``more`` replaces some."""
+    packed = call.packed
+    dropped = {"keep_factor": 1.0}
+    if call.seed is not None:
+        # p > 0 drops at least one word of Philox; for p = 0 the API draws no seed.
+        last = math.ceil(call.dropout_p * 2.0**32) - 1
+        dropped = {"keep_factor": 1.0 / (1.0 - call.dropout_p), "drop_last": last}
+    fields: dict[str, object] = {
+        "w": rows_of(w, packed),
+        "keys": rows_of(w, packed),
+        "out": rows_of(out, packed),
+        "lse": lse if lse is not None and lse.numel() else None,
+        "keep": _contiguous(call.key_padding_mask),
+        "cu_seqlens": _contiguous(call.cu_seqlens),
+        "seed": call.seed,
+        "sequences": w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1,
+        "nheads": w.shape[1],
+        "seqlen": call.max_seqlen if packed else w.shape[2],
+        "total": w.shape[0 if packed else 2],
+        "dtype": DTYPES[w.dtype],
+        "results": DTYPES[w.dtype],
+        "scale": call.scale,
+        "select": call.threshold is not None,
+        "threshold": call.threshold or 0.0,
+        "mask": Mask(causal=call.causal),
+        **dropped,
+        **more,
+    }
+    return with_access(fields)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def with_access(fields: dict[str, object]) -> dict[str, object]:
+    """Add whether all tensors of a problem are accessed in packs."""
+    rows = [value for value in fields.values() if isinstance(value, Rows)]
+    w = rows[0].tensors[0]
+    return {**fields, "access": Access(head_dim=w.shape[-1], wide=all(one.wide for one in rows))}
+
+
+def of_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    w: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    dw: Tensor,
+    scratch: Tensor,
+) -> dict[str, object]:
+    """Return the fields of the problem of a backward; ``scratch`` is two of lse's size, with a threshold three.
+
+    What a threshold selects is piecewise constant: scores get a gradient from lse alone. lse, which is rounded, would
+    not say exactly what the forward selected.
+    """
+    packed, select = call.packed, call.threshold is not None
+    values = dout is not None
+    products = values and not select
+    levels = {"largest": scratch[1], "levels": scratch[2]} if select and values else {"low": scratch[1]}
+    return of_forward(
+        w,
+        call,
+        out,
+        lse,
+        dw=rows_of(dw, packed),
+        g=rows_of(w if dout is None else dout, packed),
+        dlse=dlse,
+        delta=scratch[0],
+        values=values,
+        products=products,
+        scores=products or dlse is not None,
+        **levels,
+    )

@@ -1,0 +1,141 @@
+"""Launches the kernels on tensor cores, csrc/mssa/cuda/mma_*.cuh: 16-bit tokens, on GPUs of sm_80 and later."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crate_kernels._cuda import launch
+from crate_kernels._cuda.launch import Kernel, Shape
+from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda.problem import Problem, rounded_up
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CAPABILITY, _SHARED = 80, 99 * 1024
+_MOST_WARPS = 4
+_SHIFT_WARPS, _SHIFT_COLUMNS = 4, 16
+_PAIRS_DIM, _PAIRS_TILES = 64, 16  # kMostTiles of mma_pairs.cuh
+
+
+class _Tiles(NamedTuple):
+    """Tiles of a class of head dims: those up to it, padded to it.
+
+    A warp owns 16 * rows rows and walks over tiles of ``columns`` keys; ``held``: its operands stay in registers. These
+    are the largest tiles without spills on sm_80 and sm_90 whose blocks of four warps fit 99 KB of shared memory, the
+    least of these GPUs. They have not been timed.
+    """
+
+    rows: int
+    columns: int
+    held: bool
+
+    def arguments(self, dtype: torch.dtype, dim: int) -> str:
+        return f"<{TYPES[dtype]}, {dim}, {self.rows}, {self.columns}, {str(self.held).lower()}>"
+
+
+_FORWARD = {32: _Tiles(2, 64, True), 64: _Tiles(2, 64, True), 128: _Tiles(2, 32, False), 256: _Tiles(1, 32, False)}
+_BACKWARD = {32: _Tiles(2, 64, True), 64: _Tiles(2, 64, True), 128: _Tiles(1, 32, True), 256: _Tiles(1, 16, False)}
+
+
+def forward_kernel(dtype: torch.dtype, dim: int) -> Kernel:
+    """Return the kernel of the forward."""
+    arguments = _FORWARD[dim].arguments(dtype, dim)
+    return Kernel("mssa/cuda/mma_forward.cuh", f"mssa::mma_forward_kernel{arguments}")
+
+
+def backward_kernel(dtype: torch.dtype, dim: int) -> Kernel:
+    """Return the kernel of the backward."""
+    arguments = _BACKWARD[dim].arguments(dtype, dim)
+    return Kernel("mssa/cuda/mma_backward_kernel.cuh", f"mssa::mma_backward_kernel{arguments}")
+
+
+def _shift_kernel(dtype: torch.dtype, dim: int) -> Kernel:
+    return Kernel("mssa/cuda/mma_shift.cuh", f"mssa::mma_shift_kernel<{TYPES[dtype]}, {dim}>")
+
+
+def pairs_kernel(dtype: torch.dtype) -> Kernel:
+    """Return the kernel of the pair form."""
+    return Kernel("mssa/cuda/mma_pairs.cuh", f"mssa::mma_pairs_kernel<{TYPES[dtype]}, {_PAIRS_DIM}>")
+
+
+def kernels() -> list[Kernel]:
+    """List every kernel that calls launch."""
+    return [
+        *(
+            kernel(dtype, dim)
+            for kernel in (forward_kernel, backward_kernel, _shift_kernel)
+            for dtype in TYPES
+            for dim in _FORWARD
+        ),
+        *map(pairs_kernel, TYPES),
+    ]
+
+
+def _class_of(head_dim: int) -> int:
+    return next(dim for dim in _FORWARD if head_dim <= dim)
+
+
+def take(w: Tensor) -> bool:
+    """Return whether tensor cores serve tokens on their device."""
+    gpu = launch.gpu(w.device)
+    return w.dtype in TYPES and gpu.capability >= _CAPABILITY and gpu.shared_limit >= _SHARED
+
+
+def round_gradients(w: Tensor, call: Call, has_scores: bool) -> bool:
+    """Return whether the backward would round gradients of scores to subnormal fp16, and multiply them by tokens."""
+    return w.dtype == torch.float16 and has_scores and abs(call.scale) < 2.0**-8
+
+
+def _launch(kernel: Kernel, fields: dict, w: Tensor, blocks: int, threads: int, shared_bytes: int) -> None:
+    """Launch a kernel with ``blocks`` blocks for each head."""
+    shape = Shape(fields["sequences"] * fields["nheads"] * blocks, threads, shared_bytes)
+    launch.run(kernel, shape, [Problem(**fields, blocks=blocks)], w.device)
+
+
+def _launch_rows(kernel: Kernel, fields: dict, w: Tensor, rows: int, of_row: int, of_tiles: int) -> None:
+    """Launch enough blocks for the longest sequence, at least one, which clears uncovered rows.
+
+    A block has the most warps such that every multiprocessor has a block and every warp has rows.
+    """
+    heads, seqlen, warps = fields["sequences"] * fields["nheads"], fields["seqlen"], _MOST_WARPS
+    least = launch.gpu(w.device).multiprocessors
+    while warps > 1 and (heads * rounded_up(seqlen, rows * warps) < least or rows * warps // 2 >= seqlen):
+        warps //= 2
+    block = rows * warps
+    _launch(kernel, fields, w, max(rounded_up(seqlen, block), 1), warps * 32, block * of_row + of_tiles)
+
+
+def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
+    """Return whether the pair form serves a call: it has one block for each head."""
+    simple = call.scale > 0 and call.threshold is None and not call.masked and not call.packed and call.seed is None
+    heads = fields["sequences"] * fields["nheads"]
+    fits = fields["seqlen"] <= 16 * _PAIRS_TILES and w.shape[-1] <= _PAIRS_DIM
+    return simple and fits and heads >= launch.gpu(w.device).multiprocessors
+
+
+def forward(fields: dict, w: Tensor, call: Call) -> None:
+    """Launch a forward. With levels, it writes what a backward needs of it, and nothing else."""
+    dim = _class_of(w.shape[-1])
+    if dim <= _PAIRS_DIM and _takes_pairs(fields, w, call):
+        tiles = rounded_up(fields["seqlen"], 16)
+        shared = (tiles * 16 * _PAIRS_DIM + 2 * _PAIRS_TILES * 256) * 2 + _PAIRS_TILES * 8
+        _launch(pairs_kernel(w.dtype), fields, w, 1, tiles * 32, shared)
+        return
+    tiles = _FORWARD[dim]
+    _launch_rows(forward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, dim * 2, 2 * tiles.columns * dim * 2)
+
+
+def backward(fields: dict, w: Tensor, call: Call) -> None:
+    """Launch a backward."""
+    if fields.get("levels") is not None:
+        forward(fields, w, call)
+    dim = _class_of(w.shape[-1])
+    rows = _SHIFT_WARPS * 16
+    shared = (2 * rows + _SHIFT_COLUMNS) * dim * 2
+    blocks = max(rounded_up(fields["seqlen"], rows), 1)
+    _launch(_shift_kernel(w.dtype, dim), fields, w, blocks, _SHIFT_WARPS * 32, shared)
+    tiles = _BACKWARD[dim]
+    of_tiles = 2 * tiles.columns * (2 * dim * 2 + 8)  # w, g and two numbers a row
+    _launch_rows(backward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, 2 * dim * 2, of_tiles)

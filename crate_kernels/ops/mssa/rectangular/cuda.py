@@ -1,0 +1,54 @@
+"""The problems of ranges for the CUDA C++ kernels. Results are fp32: those of several ranges are put together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crate_kernels._cuda.records import DTYPES
+from crate_kernels.ops.mssa import call as whole
+from crate_kernels.ops.mssa.cuda.problem import Range, rows_of, with_access
+from crate_kernels.ops.mssa.cuda.problem import of_forward as of_attention
+from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+
+
+def _between(
+    rows: Tokens, columns: Tokens, call: Call, out: Tensor, lse: Tensor, more: dict[str, object]
+) -> dict[str, object]:
+    """Return the fields of a problem of rows that meet columns; ``more`` are fields of their range."""
+    seed = {"seed": call.seed, "dropout_p": call.dropout_p}
+    attention = whole.Call(scale=call.scale, causal=call.causal, **seed)
+    others = Range(
+        keep=call.column_mask,
+        count=columns.w.shape[2],
+        start=call.column_start,
+        row_start=call.row_start,
+        first_head=call.first_head,
+        nheads=call.nheads or rows.w.shape[1],
+        **more,
+    )
+    found = of_attention(rows.w, attention, out, lse, keys=rows_of(columns.w, False), results=DTYPES[torch.float32])
+    return {**found, "others": others}
+
+
+def of_forward(rows: Tokens, columns: Tokens, call: Call, out: Tensor, lse: Tensor) -> dict[str, object]:
+    """Return the fields of the problem of a forward."""
+    return _between(rows, columns, call, out, lse, {})
+
+
+def of_delta(dout: Tensor, out: Tensor, delta: Tensor) -> dict[str, object]:
+    """Return the fields of the problem of delta alone."""
+    found = of_attention(dout, whole.Call(), out, None)
+    return {**found, "g": found["w"], "delta": delta}
+
+
+def of_backward(rows: Tokens, columns: Tokens, call: Call, dw: Tensor) -> dict[str, object]:
+    """Return the fields of the problem of a backward."""
+    dout, *numbers = rows.gradients()
+    lse, delta, dlse = (t.contiguous() for t in numbers)
+    others_dout, *others = columns.gradients()
+    others_lse, others_delta, others_dlse = (t.contiguous() for t in others)
+    more = {"g": rows_of(others_dout, False), "lse": others_lse, "delta": others_delta, "dlse": others_dlse}
+    found = _between(rows, columns, call, dw, lse, more)
+    gradients = {"delta": delta, "dlse": dlse, "keep": call.row_mask, "values": True, "products": True, "scores": True}
+    return with_access({**found, "dw": found["out"], "g": rows_of(dout, False), **gradients})
