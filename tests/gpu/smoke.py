@@ -115,6 +115,20 @@ def whole_heads(case, dtype):
     return {"share": round(found.error / found.budget, 3)}
 
 
+def whole_heads_forward(case, dtype):
+    """Do the same with the kernel of the forward."""
+    if launch.arch(torch.device("cuda")) != "sm_90":
+        raise Skipped("whole heads are for sm_90a")
+    given = heads.Heads(case, dtype, device="cuda")
+    out, lse, left = given.run_forward()
+    if any(left):
+        raise AssertionError(f"heads {left} are left to other kernels")
+    again = given.run_forward()
+    if not (torch.equal(out, again[0]) and torch.equal(lse, again[1])):
+        raise AssertionError("two runs differ in their bits")
+    return {"share": round(given.check_forward(out, lse), 3)}
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -163,6 +177,13 @@ def items(dry_run):
     found |= {
         f"heads {case} {str(dtype).removeprefix('torch.')}": lambda case=case, dtype=dtype: whole_heads(case, dtype)
         for case in heads.CASES
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    found |= {
+        f"heads forward {case} {str(dtype).removeprefix('torch.')}": lambda case=case, dtype=dtype: whole_heads_forward(
+            case, dtype
+        )
+        for case in (*heads.CASES, *heads.FORWARD_CASES)
         for dtype in (torch.bfloat16, torch.float16)
     }
     try:

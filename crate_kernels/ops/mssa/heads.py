@@ -1,12 +1,14 @@
-"""Plans the kernels of whole heads on Hopper GPUs: csrc/mssa/cuda/head_backward.cuh.
+"""Plans the kernels of whole heads on Hopper GPUs: csrc/mssa/cuda/head_forward.cuh, head_backward.cuh.
 
 A block keeps every token of a head in shared memory. It serves 16-bit tokens of at most 256 in a sequence and 128
-channels, without a causal mask or dropout. Heads whose lse spreads further than the kernel's range are left to others.
+channels, without a causal mask or dropout. Heads whose norms (forward) or lse (backward) spread further than the
+kernel's range are left to others.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -16,11 +18,12 @@ from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import POINTER, Record
 from crate_kernels.ops.mssa.call import Call
 
-_HEADER = "mssa/cuda/head_backward.cuh"
+_FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST_ROWS, _MOST_CHANNELS = 256, 128
 _CAPABILITY = 90  # wgmma is that of sm_90a alone
-_SHARED = 232448  # bytes of a block
+_SHARED, _MULTIPROCESSOR = 232448, 233472  # bytes of a block, and of all
+_MOST_BESIDE = 3  # blocks of the forward on a multiprocessor
 _ROW = 128  # bytes of 64 channels
 
 
@@ -56,6 +59,7 @@ class HeadCall(Record):
         ("total", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -70,13 +74,27 @@ def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
     return next((n * stage + rest for n in (2, 1) if n * stage + rest <= _SHARED), None)
 
 
+def forward_shared_bytes(dim: int, rows: int) -> int:
+    """Return what a block of the forward takes of shared memory, as ForwardShape does."""
+    tail, panels = rows % 64, -(-dim // 64)
+    pitch = 32 if tail <= 16 else 64 if tail <= 32 else 128
+    columns = -(-rows * pitch // 1024) * 1024 if tail else 0
+    stage = panels * rows * _ROW
+    rest = panels * 64 * _ROW + columns + 128 * tail + 2560
+    return next(n * stage + rest for n in (2, 1) if n == 1 or 3 * (n * stage + rest + 1024) <= _MULTIPROCESSOR)
+
+
 def shape_of(seqlen: int, head_dim: int) -> tuple[int, int]:
     """Return the channels and rows of the kernel that serves sequences of at most ``seqlen`` tokens."""
     return -(-head_dim // 16) * 16, max(-(-seqlen // 16) * 16, 64)
 
 
 def _kernel(dtype: torch.dtype, dim: int, rows: int, masked: bool) -> Kernel:
-    return Kernel(_HEADER, f"mssa::head_backward_kernel<{_TYPES[dtype]}, {dim}, {rows}, {str(masked).lower()}>")
+    return Kernel(_BACKWARD, f"mssa::head_backward_kernel<{_TYPES[dtype]}, {dim}, {rows}, {str(masked).lower()}>")
+
+
+def _forward_kernel(dtype: torch.dtype, dim: int, rows: int) -> Kernel:
+    return Kernel(_FORWARD, f"mssa::head_forward_kernel<{_TYPES[dtype]}, {dim}, {rows}>")
 
 
 def _seqlen(w: Tensor, call: Call) -> int:
@@ -88,45 +106,46 @@ def _rows_are_packs(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in (x.shape[-1], *x.stride()[:-1]))
 
 
-def takes(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
-    """Return whether the kernel serves a call; the GPU is one of its kind."""
+def _serves(w: Tensor, call: Call) -> bool:
+    """Return whether blocks of whole heads serve a call; the GPU is one of their kind."""
     gpu = launch.gpu(w.device)
     dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
     return (
         gpu.capability == _CAPABILITY
         and gpu.shared_limit >= _SHARED - 1024
         and w.dtype in _TYPES
-        and dout is not None
         and not call.causal
         and call.seed is None
         and call.threshold is None
         and dim <= _MOST_CHANNELS
         and rows <= _MOST_ROWS
-        and shared_bytes(dim, rows, call.padded) is not None
+    )
+
+
+def takes_forward(w: Tensor, out: Tensor, call: Call) -> bool:
+    """Return whether the kernel of the forward serves a call."""
+    return call.scale > 0 and _serves(w, call) and all(map(_rows_are_packs, (w, out)))
+
+
+def takes(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+    """Return whether the kernel of the backward serves a call."""
+    return (
+        dout is not None
+        and _serves(w, call)
+        and shared_bytes(*shape_of(_seqlen(w, call), w.shape[-1]), call.padded) is not None
         and all(map(_rows_are_packs, (w, dout, out)))
     )
 
 
-def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call, dw: Tensor) -> Tensor:
-    """Write the gradient of ``w`` to ``dw``, and return which heads are left: (heads,) uint8, 1 for each of them.
-
-    ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
-    """
-    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
+def _parameters(w: Tensor, call: Call, lse: Tensor) -> tuple[HeadCall, Tensor]:
+    """Return what both directions are given, and which heads are left: (heads,) uint8, which the kernel writes."""
     sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
     heads = sequences * w.shape[1]
     refused = torch.empty(heads, dtype=torch.uint8, device=w.device)
-    bytes_ = shared_bytes(dim, rows, call.padded)
-    assert bytes_ is not None
-    keep = None if call.key_padding_mask is None else call.key_padding_mask.contiguous()
     parameters = HeadCall(
         w=_tokens(w, call),
-        g=_tokens(dout, call),
-        out=_tokens(out, call),
-        dw=_tokens(dw, call),
         lse=lse,
-        dlse=dlse,
-        keep=keep,
+        keep=None if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         cu_seqlens=call.cu_seqlens,
         refused=refused,
         heads=heads,
@@ -135,11 +154,40 @@ def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Ten
         total=w.shape[0] if call.packed else w.shape[2],
         head_dim=w.shape[-1],
         scale=call.scale,
+        factor=call.scale / math.log(2.0),
     )
+    return parameters, refused
+
+
+def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
+    """Write ``out`` and ``lse``, and return which heads are left: (heads,) uint8, 1 for each of them.
+
+    ``lse`` is contiguous, and ``out`` has rows of whole packs of 16 bytes.
+    """
+    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
+    parameters, refused = _parameters(w, call, lse)
+    parameters.out = _tokens(out, call)
+    bytes_ = forward_shared_bytes(dim, rows)
+    beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _MOST_BESIDE)
+    shape = Shape(min(len(refused), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
+    launch.run(_forward_kernel(w.dtype, dim, rows), shape, [parameters], w.device)
+    return refused
+
+
+def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call, dw: Tensor) -> Tensor:
+    """Write the gradient of ``w`` to ``dw``, and return which heads are left: (heads,) uint8, 1 for each of them.
+
+    ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
+    """
+    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
+    bytes_ = shared_bytes(dim, rows, call.padded)
+    assert bytes_ is not None
+    parameters, refused = _parameters(w, call, lse)
+    parameters.g, parameters.out, parameters.dw = _tokens(dout, call), _tokens(out, call), _tokens(dw, call)
+    parameters.dlse = dlse
     # A block stays on its multiprocessor and takes one head after another. Smaller heads share a multiprocessor.
     beside = max(_SHARED // (bytes_ + 1024), 1)
-    blocks = min(heads, beside * launch.gpu(w.device).multiprocessors)
-    shape = Shape(blocks, 128 * min(rows // 64, 3), bytes_)
+    shape = Shape(min(len(refused), beside * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_)
     launch.run(_kernel(w.dtype, dim, rows, call.padded), shape, [parameters], w.device)
     return refused
 
@@ -152,4 +200,6 @@ def _tokens(x: Tensor, call: Call) -> HeadTokens:
 def kernels() -> list[Kernel]:
     """List kernels of published sizes, of which registers are recorded; a call may need one of another length."""
     every = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False), (64, 64, False)]
-    return [_kernel(dtype, *shape) for dtype in _TYPES for shape in (*every, (64, 256, False))]
+    backwards = [_kernel(dtype, *shape) for dtype in _TYPES for shape in (*every, (64, 256, False))]
+    forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
+    return backwards + [_forward_kernel(dtype, *shape) for dtype in _TYPES for shape in forwards]

@@ -22,13 +22,19 @@ CASES = {
     "128-channels": (128, 139, {"lse": True}),
     "128-channels-padded": (128, 144, {"kept": (144, 90, 20)}),
 }
+# Of the forward alone: whole blocks of 64 without a tail, and more channels than its backward has room for.
+FORWARD_CASES = {
+    "256-tokens": (64, 256, {"kept": (256, 100, 70)}),
+    "a-tail-of-32": (64, 96, {}),
+    "128-channels-long": (128, 250, {}),
+}
 
 
 class Heads:
     """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first."""
 
     def __init__(self, case, dtype, spread=1.0, device="cpu"):
-        self.head_dim, self.seqlen, given = CASES[case] if isinstance(case, str) else case
+        self.head_dim, self.seqlen, given = {**CASES, **FORWARD_CASES}[case] if isinstance(case, str) else case
         self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
         batch = 3
         shape = (batch, 2, self.seqlen, self.head_dim)
@@ -68,6 +74,24 @@ class Heads:
         assert heads.takes(self.w, self.dout, out, call)
         left = heads.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
         return dw, left.tolist()
+
+    def run_forward(self):
+        """Run the kernel of the forward; return out, lse and the heads that it leaves."""
+        out, lse = torch.zeros_like(self.w), torch.zeros_like(self.expected(torch.float64)[1], dtype=torch.float32)
+        call = Call(scale=self.head_dim**-0.5, **self.options)
+        assert heads.takes_forward(self.w, out, call)
+        return out, lse, heads.forward(self.w, call, out, lse).tolist()
+
+    def check_forward(self, out, lse):
+        """Hold results to the error tolerance; return the largest share of it."""
+        exact, eager, shares = self.expected(torch.float64), self.expected(self.w.dtype), []
+        for name, value, index in (("out", out, 0), ("lse", lse, 1)):
+            (found,) = testing.measure({name: value}, {name: eager[index]}, {name: exact[index]}, value.dtype)
+            assert found.passed, found
+            shares.append(found.error / found.budget)
+        # Eager's lse is rounded; that of the kernel is a sum of exact weights.
+        torch.testing.assert_close(lse, exact[1].float(), atol=1e-5, rtol=1e-6)
+        return max(shares)
 
     def measured(self, dw):
         """Return a gradient's error and its tolerance."""

@@ -62,12 +62,21 @@ struct Rows {
 };
 
 // One access to four matrices; the rows of each must lie in different banks.
-template <bool STORES>
+template <bool STORES, bool TRANSPOSED = false>
 void move_matrices(void* const* lanes) {
   for (int m = 0; m < 4; ++m) {
     unsigned columns = 0;
     for (int row = 0; row < 8; ++row) columns |= 1u << static_cast<Rows*>(lanes[8 * m + row])->row / 16 % 8;
     if (columns != 0xff) emulator::fail("rows of a matrix meet in a bank of shared memory");
+    if constexpr (TRANSPOSED) {
+      uint32_t registers[32];
+      for (int lane = 0; lane < 32; ++lane) registers[lane] = static_cast<Rows*>(lanes[lane])->r[m];
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, first = lane % 4 * 2;  // its two columns are those of other lanes
+        const auto of = [&](int column) { return registers[4 * column + row / 2] >> 16 * (row % 2) & 0xffff; };
+        static_cast<Rows*>(lanes[lane])->r[m] = of(first) | of(first + 1) << 16;
+      }
+    }
     for (int lane = 0; lane < 32; ++lane) {
       const uint32_t row = static_cast<Rows*>(lanes[8 * m + lane / 4])->row;
       unsigned char* const here = emulator::async::at(row, 16, 16) + lane % 4 * 4;
@@ -107,6 +116,23 @@ inline void store_matrices(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2, 
   uint32_t r[4] = {r0, r1, r2, r3};
   emulated::Rows mine = {r, row};
   emulator::collective(&mine, emulated::move_matrices<true>);
+}
+inline void store_matrices_transposed(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  uint32_t r[4] = {r0, r1, r2, r3};
+  emulated::Rows mine = {r, row};
+  emulator::collective(&mine, emulated::move_matrices<true, true>);
+}
+
+inline float inverse_fast(float x) {
+  return 1.0f / x;
+}
+inline float log2_fast(float x) {
+  return log2f(x);
+}
+template <class T>
+void add_squares(uint32_t& sums, uint32_t pair) {
+  const float2 sum = unpack_pair<T>(sums), x = unpack_pair<T>(pair);
+  sums = pack_pair<T>(fmaf(x.x, x.x, sum.x), fmaf(x.y, x.y, sum.y));
 }
 
 inline uint4 load_shared_4(uint32_t address) {

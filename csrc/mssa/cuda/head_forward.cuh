@@ -1,0 +1,209 @@
+// The forward of whole heads on sm_90a: every token of a head is in shared memory, which is read and written once.
+// head_output.cuh has the equations, and the products.
+#pragma once
+
+#include "head_output.cuh"
+
+namespace crate_kernels::mssa {
+
+// Writes half the score of every token with itself, in bits, and which tokens are keys. Returns the largest norm of a
+// key that the thread has seen.
+template <class S>
+CRATE_DEVICE float measure(const HeadCall& call, const HeadTokensOf& head, uint32_t base, uint32_t w) {
+  using T = typename S::T;
+  const uint8_t* const keep = head.keep(call);
+  float most = -INFINITY;
+#pragma unroll 1
+  for (int first = 0; first < S::kRows; first += S::kThreads) {
+    const int row = first + fresh(threadIdx.x);
+    const bool is_key = row < head.length && (keep == nullptr || keep[row]);
+    const uint32_t keys = __ballot_sync(kAllLanes, is_key);
+    if (row % 32 == 0) store_shared(base + S::kKeys + row / 8, __uint_as_float(keys));
+    if (row >= S::kRows) continue;
+    uint32_t sums[4] = {};  // of squares, rounded: a shift has room for that
+#pragma unroll
+    for (int chunk = 0; chunk < S::kDim / 8; ++chunk) {
+      const uint4 bits = load_shared_4(w + chunk / 8 * S::kPanel + chunk_at(row, chunk % 8));
+      add_squares<T>(sums[0], bits.x), add_squares<T>(sums[1], bits.y);
+      add_squares<T>(sums[2], bits.z), add_squares<T>(sums[3], bits.w);
+    }
+    float squares = 0.0f;
+    unroll<4>([&](int i) {
+      const float2 pair = unpack_pair<T>(sums[i]);
+      squares += pair.x + pair.y;
+    });
+    const float norm = 0.5f * call.factor * squares;
+    store_shared(base + S::kNorms + 4 * row, norm);
+    if (is_key) most = fmaxf(most, norm);
+  }
+  return most;
+}
+
+// out of 64 rows from `first` on, and their lse. Notes a head of which a row is out of range.
+template <class S>
+CRATE_DEVICE void finish_rows(const HeadCall& call, int index, const HeadOutput<S>& output, int first) {
+  const HeadPlace at = output.at;
+  const int lane = at.lane(), own = first + 16 * at.warp;
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float exact = output.exact[half];
+    exact += __shfl_xor_sync(kAllLanes, exact, 1);
+    exact += __shfl_xor_sync(kAllLanes, exact, 2);
+    const float total = output.sum[2 * half];
+    inverse[half] = output.any() ? inverse_fast(total) : 0.0f;
+    const int row = own + (lane >> 2) + 8 * half;
+    if ((lane & 3) == 0 && row < output.length) {
+      output.lse()[row] = output.any() ? output.lse_of(exact, output.shift[half]) : -INFINITY;
+      if (output.any() && !output.in_range(total)) call.refused[index] = 1;
+    }
+  }
+  const uint32_t staging = at.base + S::kStagingAt + at.warp * S::kPanels * 16 * kRowBytes;
+  __syncwarp();  // the rows before these have been read
+  stage_rows<typename S::T, S::kDim>(staging, output.acc, inverse[0], inverse[1], lane);
+  __syncwarp();
+  store_rows<S>(call, output.out(), call.out.row, output.length, staging, own, lane);
+}
+
+// out of the tail's rows, made as channels times tokens, and their lse.
+template <class S>
+CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<S>& output) {
+  using T = typename S::T;
+  const HeadPlace at = output.at;
+  const uint32_t one = pack_pair<T>(1.0f, 1.0f), columns = at.base + S::kColumnsAt;
+  uint32_t ones[4] = {one, one, one, one};
+  float sums[S::kPanels][S::kTail / 2], total[S::kTail / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int panel = 0; panel < S::kPanels; ++panel) {
+#pragma unroll
+    for (int kk = 0; kk < S::kRows / 16; ++kk) {
+      const uint64_t channels = matrix_descriptor(output.w + panel * S::kPanel, 0, 1024);
+      Wgmma<T, S::kTail>::template ss<true, true>(sums[panel], advance(channels, 2048 * kk),
+                                                  Columns<S::kTail>::descriptor(columns, 16 * kk), kk > 0);
+    }
+  }
+#pragma unroll
+  for (int kk = 0; kk < S::kRows / 16; ++kk) {
+    Wgmma<T, S::kTail>::template rs<true>(total, ones, Columns<S::kTail>::descriptor(columns, 16 * kk), kk > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(total), pin(ones);
+#pragma unroll
+  for (int panel = 0; panel < S::kPanels; ++panel) pin(sums[panel]);
+  float inverse[S::kTail / 4];
+  const int lane = at.lane();
+#pragma unroll
+  for (int i = 0; i < S::kTail / 4; ++i) {
+    const float rounded = total[i / 2 * 4 + i % 2];
+    inverse[i] = output.any() ? inverse_fast(rounded) : 0.0f;
+    const int column = i / 2 * 8 + (lane & 3) * 2 + i % 2, row = 64 * S::kBlocks + column;
+    if (at.warp == 0 && lane < 4 && row < output.length) {
+      float exact = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) exact += load_shared(at.base + S::kSums + 256 * warp + 4 * column);
+      const float shift = load_shared(at.base + S::kNorms + 4 * row) + output.raise;
+      output.lse()[row] = output.any() ? output.lse_of(exact, shift) : -INFINITY;
+      if (output.any() && !output.in_range(rounded)) call.refused[index] = 1;
+    }
+  }
+  const uint32_t staging = at.base + S::kStagingAt;
+#pragma unroll
+  for (int panel = 0; panel < S::kPanels; ++panel) {
+#pragma unroll
+    for (int kk = 0; kk < S::kTail / 16; ++kk) {
+      const int token = 16 * kk + (lane >> 4) * 8 + (lane & 7), chunk = 2 * at.warp + (lane >> 3 & 1);
+      const float *const x = &sums[panel][8 * kk], *const by = &inverse[4 * kk];
+      store_matrices_transposed(staging + panel * S::kTail * kRowBytes + chunk_at(token, chunk),
+                                pack_pair<T>(x[0] * by[0], x[1] * by[1]), pack_pair<T>(x[2] * by[0], x[3] * by[1]),
+                                pack_pair<T>(x[4] * by[2], x[5] * by[3]), pack_pair<T>(x[6] * by[2], x[7] * by[3]));
+    }
+  }
+  __syncthreads();
+  const int id = fresh(threadIdx.x), chunk = id & 7;
+  T* const to = output.out() + 8 * chunk;
+#pragma unroll
+  for (int first = 0; first < S::kTail; first += S::kThreads / 8) {
+    const int token = first + (id >> 3), row = 64 * S::kBlocks + token;
+#pragma unroll
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      if (row < output.length && 64 * panel + 8 * chunk < call.head_dim) {
+        *reinterpret_cast<uint4*>(to + row * call.out.row + 64 * panel) =
+            load_shared_4(staging + panel * S::kTail * kRowBytes + chunk_at(token, chunk));
+      }
+    }
+  }
+}
+
+template <class T, int DIM, int ROWS>
+__global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS>::kBeside)
+    head_forward_kernel(const __grid_constant__ HeadCall call) {
+  using S = ForwardShape<T, DIM, ROWS>;
+  const uint32_t base = shared_address(aligned_shared_memory());
+  const HeadPlace place = {base, 0, __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0)};
+  if (threadIdx.x < 64) store_shared(base + S::kOnes + 4 * threadIdx.x, __uint_as_float(pack_pair<T>(1.0f, 1.0f)));
+  int index = blockIdx.x;
+  uint32_t stage = base;
+  const auto load = [&](int which, uint32_t to) {
+    if (which < call.heads) {
+      const HeadTokensOf head(call, which);
+      load_tokens<S, S::kRows>(call, head, call.w, to);
+    }
+    copy_async_commit();
+  };
+  load(index, stage);
+#pragma unroll 1
+  while (index < call.heads) {
+    if (threadIdx.x == 0) call.refused[index] = 0;
+    copy_async_wait<0>();
+    fence_async_shared();
+    __syncthreads();
+    if (S::kStages == 2) load(index + gridDim.x, 2 * base + S::kStage - stage);
+    const HeadTokensOf head(call, index);
+    float most = warp_max(measure<S>(call, head, base, stage));
+    if (place.lane() == 0) store_shared(base + S::kNumbers + 4 * place.warp, most);
+    if (threadIdx.x == 0) {
+      const uint64_t out = head.before(call, call.out), lse = head.numbers;
+      store_shared_4(base + S::kPlaces, {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32),
+                                         static_cast<uint32_t>(lse), static_cast<uint32_t>(lse >> 32)});
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
+    const float raise = most == -INFINITY ? most : most - S::kTop;
+    HeadOutput<S> output = {call, place, stage, head.length, raise, {}, {}, {}, {}, {}, {}};
+#pragma unroll 1
+    for (int first = 0; first < 64 * S::kBlocks; first += 64) {
+      if (first >= head.length) break;
+      const int row = first + 16 * place.warp;
+      output.take_rows(row);
+      output.exact[0] = output.exact[1] = 0.0f;
+      constexpr int kWidth = HeadOutput<S>::template width<0>();
+      float s[kWidth / 2];
+      output.template start<kWidth>(s, 0);
+      output.template walk<0>(s, row);
+      finish_rows<S>(call, index, output, first);
+    }
+    if constexpr (S::kTail > 0) {
+      if (head.length > 64 * S::kBlocks) {
+        output.take_rows(S::kRows - 64 + 16 * place.warp);
+        output.template put_tail<0>();
+        output.put_sums();
+        fence_async_shared();
+        __syncthreads();
+        finish_tail<S>(call, index, output);
+      }
+    }
+    if (S::kStages == 2) {
+      stage = 2 * base + S::kStage - stage;
+    } else {
+      __syncthreads();  // before this head's tokens are written over
+      load(index + gridDim.x, stage);
+    }
+    index += gridDim.x;
+  }
+  copy_async_wait<0>();
+}
+
+}  // namespace crate_kernels::mssa

@@ -1,0 +1,112 @@
+// A head's tokens, for the kernels that keep all of them in shared memory: where they are, loading and storing them.
+#pragma once
+
+#include "hopper_tile.cuh"
+
+namespace crate_kernels::mssa {
+
+// Strides in elements; channels are consecutive, and rows begin at multiples of 16 bytes.
+struct HeadTokens {
+  void* data;
+  int64_t batch, head, row;
+};
+
+struct HeadCall {
+  HeadTokens w, g, out, dw;
+  float* lse;                 // (batch, nheads, seqlen), packed (nheads, total); the forward writes it
+  const float* dlse;          // the same; null: no gradient
+  const uint8_t* keep;        // (batch, seqlen); null: every token is a key
+  const int32_t* cu_seqlens;  // (batch + 1,); null: not packed
+  uint8_t* refused;           // for every head: 1 if it is left to other kernels
+  int32_t heads, nheads, seqlen, total, head_dim;  // heads: batch * nheads
+  float scale, factor;                             // factor: scale in bits, scale log2(e)
+};
+
+constexpr float kLog2E = 1.44269504f;
+constexpr int kAllThreads = 1;  // named barrier
+
+// Where the block's shared memory begins, and a thread's place. The lane is asked for where it is used, and what
+// follows from it computed there: registers are few.
+struct HeadPlace {
+  uint32_t base;
+  int group, warp;
+  CRATE_DEVICE int lane() const { return fresh(threadIdx.x) & 31; }
+};
+
+// A head of the call: where its tokens begin, and how many there are.
+struct HeadTokensOf {
+  int length, sequence;
+  int64_t numbers;  // before its first lse
+  int64_t start;    // packed: of its sequence
+  int head;
+
+  CRATE_DEVICE HeadTokensOf(const HeadCall& call, int index) {
+    sequence = index / call.nheads, head = index % call.nheads;
+    start = 0, length = call.seqlen;
+    numbers = static_cast<int64_t>(index) * call.seqlen;
+    if (call.cu_seqlens != nullptr) {
+      const int first = min(max(call.cu_seqlens[sequence], 0), call.total);
+      start = first;
+      length = min(max(min(call.cu_seqlens[sequence + 1], call.total) - first, 0), call.seqlen);
+      numbers = static_cast<int64_t>(head) * call.total + first;
+    }
+  }
+  // The head's first element.
+  CRATE_DEVICE int64_t before(const HeadCall& call, const HeadTokens& tokens) const {
+    const int64_t before = call.cu_seqlens != nullptr ? start * tokens.row : sequence * tokens.batch;
+    return before + head * tokens.head;
+  }
+  template <class T>
+  CRATE_DEVICE T* of(const HeadCall& call, const HeadTokens& tokens) const {
+    return static_cast<T*>(tokens.data) + before(call, tokens);
+  }
+  CRATE_DEVICE const uint8_t* keep(const HeadCall& call) const {
+    return call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(sequence) * call.seqlen;
+  }
+};
+
+// Copies the tokens of a head, or those that `keep` has; the others, rows beyond the length and channels beyond
+// head_dim are 0.
+template <class S, int UNROLL = 1>
+CRATE_DEVICE void load_tokens(const HeadCall& call, const HeadTokensOf& head, const HeadTokens& tokens, uint32_t to,
+                              const uint8_t* keep = nullptr) {
+  using T = typename S::T;
+  constexpr int kStep = S::kThreads / 8;
+  static_assert(kStep % 8 == 0, "a thread's chunk has the same place in every row of its own");
+  const int id = fresh(threadIdx.x), chunk = id & 7;
+  const T* from = head.of<const T>(call, tokens) + (id >> 3) * tokens.row + 8 * chunk;
+  to += chunk_at(id >> 3, chunk);
+#pragma unroll UNROLL
+  for (int n = 0; n < (S::kRows + kStep - 1) / kStep; ++n) {
+    const int row = n * kStep + (id >> 3);
+    if (S::kRows % kStep != 0 && row >= S::kRows) break;
+#pragma unroll
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      const bool there = row < head.length && 64 * panel + 8 * chunk < call.head_dim;
+      copy_async_16(to + panel * S::kPanel, from + 64 * panel, there && (keep == nullptr || keep[row]));
+    }
+    from += kStep * tokens.row, to += kStep * kRowBytes;
+  }
+}
+
+// Stores a warp's 16 rows from `first` on of a head that begins at `to`; it has staged them by stage_rows.
+template <class S>
+CRATE_DEVICE void store_rows(const HeadCall& call, typename S::T* to, int64_t pitch, int length, uint32_t staged,
+                             int first, int lane) {
+  const int chunk = lane & 7;
+  to += (first + (lane >> 3)) * pitch + 8 * chunk;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int row = 4 * n + (lane >> 3);
+#pragma unroll
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      if (first + row < length && 64 * panel + 8 * chunk < call.head_dim) {
+        *reinterpret_cast<uint4*>(to + 64 * panel) =
+            load_shared_4(staged + panel * 16 * kRowBytes + chunk_at(row, chunk));
+      }
+    }
+    to += 4 * pitch;
+  }
+}
+
+}  // namespace crate_kernels::mssa
