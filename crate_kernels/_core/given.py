@@ -51,6 +51,11 @@ def elements(call: str, name: str, value: Tensor, numel: int, device: torch.devi
     """Require as many contiguous elements, of any dtype that kernels have, in any shape."""
     if value.numel() != numel or value.device != device or value.dtype not in KERNEL_DTYPES:
         _refuse(call, name, f"{numel} elements on {device}", value)
+    contiguous(call, name, value)
+
+
+def contiguous(call: str, name: str, value: Tensor) -> None:
+    """Require contiguous elements: kernels take the address alone."""
     if not value.is_contiguous():
         raise ValueError(f"{call}: {name} must be contiguous")
 

@@ -50,11 +50,6 @@ class Record(ctypes.Structure):
         return cls.cpp or cls.__name__
 
     @classmethod
-    def size(cls) -> int:
-        """Return the bytes of the struct."""
-        return ctypes.sizeof(cls)
-
-    @classmethod
     def _all_fields(cls) -> dict[str, Any]:
         return {field[0]: field[1] for base in reversed(cls.__mro__) for field in base.__dict__.get("_fields_", ())}
 

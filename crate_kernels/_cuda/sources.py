@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import posixpath
 import re
 from collections.abc import Iterable
@@ -17,6 +18,9 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 # As much of the standard headers as device code uses; NVRTC has none.
 _STANDARD = {
+    "cfloat": """#pragma once
+#define FLT_MAX __int_as_float(0x7f7fffff)
+""",
     "cmath": """#pragma once
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
@@ -103,7 +107,7 @@ def _check(record: type[Record]) -> str:
     offsets = "".join(
         _assert(f"__builtin_offsetof({name}, {field}) == {offset}", name) for field, offset in record.offsets().items()
     )
-    return f"{_assert(f'sizeof({name}) == {record.size()}', name)}#ifndef __CUDACC_RTC__\n{offsets}#endif\n"
+    return f"{_assert(f'sizeof({name}) == {ctypes.sizeof(record)}', name)}#ifndef __CUDACC_RTC__\n{offsets}#endif\n"
 
 
 def _assert(fact: str, name: str) -> str:

@@ -36,7 +36,8 @@ def test_what_is_recorded_fits_every_gpu():
             assert all(0 < registers <= 255 and shared <= 48 * 1024 for registers, _, shared in kernels.values()), arch
 
 
-STANDARD = """#include <cmath>
+STANDARD = """#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -45,7 +46,7 @@ static_assert(std::is_same_v<std::conditional_t<true, int, float>, std::remove_c
 __global__ void f(float* to, double* wide) {
   const uint32_t bits = 5;
   memcpy(to, &bits, sizeof(bits));
-  to[1] = INFINITY + NAN;
+  to[1] = INFINITY + NAN + FLT_MAX;
   wide[0] = -HUGE_VAL;
 }
 """

@@ -183,8 +183,8 @@ def test_the_cache_is_where_the_user_has_caches(given, expected, tmp_path, monke
 
 
 CHANGES = {
-    "kernels": ("tssa/cuda/full.cuh", False, True),
-    "launchers": ("tssa/cuda/tssa_cuda.cu", False, True),
+    "kernels": ("common/cuda/mma.cuh", False, True),
+    "launchers": ("library.cu", False, True),
     "cpu": ("ista/cpu/ista_cpu.cpp", True, False),
     "cpu-header": ("ista/cpu/kernels.h", True, False),
     "shared": ("common/dtype.h", True, True),

@@ -67,13 +67,7 @@ def test_an_op_refuses_each_tensor(entry, chosen):
 @pytest.mark.parametrize("entry", [e for e in test_given.LIBRARY if e not in ("ista_symmetrize", "mssa_decode-step")])
 def test_an_op_of_the_extension_refuses_each_tensor(entry):
     extension.load()
-    overload, schema, values, _ = test_given.library_calls(entry, cuda=False)
-    assert accepted(overload, schema, values) == []
-
-
-@pytest.mark.parametrize("entry", [e for e in test_given.LIBRARY if e not in test_given.CPU_ALONE])
-def test_an_emulated_op_refuses_each_tensor(entry, library):
-    overload, schema, values, _ = test_given.library_calls(entry, cuda=True)
+    overload, schema, values, _ = test_given.library_call(entry)
     assert accepted(overload, schema, values) == []
 
 

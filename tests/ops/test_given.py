@@ -167,7 +167,7 @@ ENTRIES = {
 }  # fmt: skip
 
 
-# Ops of the C++ libraries, CPU and CUDA, whose results are arguments too.
+# Ops of the extension, whose results are arguments too.
 LIBRARY = {
     "mssa_fwd": (mssa, {}),
     "mssa_fwd-packed": (lambda: mssa(True), SEQUENCES),
@@ -191,9 +191,6 @@ LIBRARY = {
     "ista_few_bwd": (few, {}),
     "transpose": (lambda: {"a": floats(3, 5), "out": floats(5, 3)}, {}),
 }
-
-
-CPU_ALONE = ("transpose", *(name for name in LIBRARY if name.startswith(("ista", "mssa"))))
 
 
 def wrong(t):
@@ -281,28 +278,18 @@ def test_no_argument_is_on_the_meta_device_alone(entry):
                     overload(*(changed.get(a.name) for a in overload._schema.arguments))
 
 
-def library_calls(entry, cuda):
-    """Return an op of a C++ library, its schema, good arguments and what leaves them good."""
+def library_call(entry):
+    """Return an op of the extension, its schema, good arguments and what leaves them good."""
     name, (inputs, good) = entry.partition("-")[0], LIBRARY[entry]
-    values = inputs()
-    if cuda and "tssa_bwd" in name:
-        values["dtemp"] = floats(BATCH, NHEADS)
-    overload = getattr(torch.ops.crate_kernels_C, f"cuda_{name}" if cuda else name).default
-    return overload, overload._schema, values, good
+    overload = getattr(torch.ops.crate_kernels_C, name).default
+    return overload, overload._schema, inputs(), good
 
 
 @pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 @pytest.mark.parametrize("entry", LIBRARY)
 def test_an_op_of_the_extension_refuses_each_wrong_tensor(entry):
     extension.load()
-    overload, schema, values, good = library_calls(entry, cuda=False)
-    overload(*copied(values.get(a.name) for a in schema.arguments))
-    assert accepted(overload, schema, values, good) == []
-
-
-@pytest.mark.parametrize("entry", [e for e in LIBRARY if e not in CPU_ALONE])
-def test_an_emulated_op_refuses_each_wrong_tensor(entry, library):
-    overload, schema, values, good = library_calls(entry, cuda=True)
+    overload, schema, values, good = library_call(entry)
     overload(*copied(values.get(a.name) for a in schema.arguments))
     assert accepted(overload, schema, values, good) == []
 

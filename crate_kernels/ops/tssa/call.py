@@ -67,6 +67,17 @@ class Call(NamedTuple):
         return w.new_empty(self.nsequences(w), shape[1], shape[-1], dtype=operator.stat_dtype(w.dtype))
 
 
+class Saved(NamedTuple):
+    """Tensors that a backward reads beside the gradients of the outputs; the last two are of the full form."""
+
+    w: Tensor
+    temp: Tensor
+    denom_bias: Tensor | None
+    membership: Tensor
+    energy: Tensor | None = None
+    moment: Tensor | None = None
+
+
 class State(NamedTuple):
     """The running sums of a cache, as TokenStatsCache has them; decoding changes them in place."""
 
@@ -74,3 +85,7 @@ class State(NamedTuple):
     weighted: Tensor
     mass: Tensor
     lengths: Tensor
+
+    def advance(self, w: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Add the tokens of a step, those that are kept, to the lengths."""
+        self.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))

@@ -39,7 +39,7 @@ struct TssaProblem {
   const float* temp;
   int64_t rows_sequence, rows_head;  // strides of TssaRows
 
-  __host__ __device__ int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
+  CRATE_DEVICE int64_t itemsize() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
 // What a forward and a backward have in common. Null: the form, or the way to launch it, has no such tensor.

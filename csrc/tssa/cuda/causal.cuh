@@ -14,7 +14,6 @@
 #pragma once
 
 #include "heads.cuh"
-#include "scan.cuh"
 #include "shared.cuh"
 
 namespace crate_kernels {
@@ -35,7 +34,7 @@ CRATE_DEVICE void each_vector(const TssaProblem& p, F f) {
 struct TssaCausalShared {
   int64_t energy, moment, mass, partial, logits, members, bytes;
 
-  __host__ __device__ TssaCausalShared(const TssaProblem& p, int count) {
+  CRATE_DEVICE TssaCausalShared(const TssaProblem& p, int count) {
     const int64_t vectors = p.width / count, pairs = int64_t{kCausalTile} * p.nheads;
     TssaShared s;
     energy = s.take<float>(p.width);

@@ -28,7 +28,7 @@ static_assert(kBackMark % kBackTile == 0, "a tile begins at a mark or whole tile
 struct TssaCausalBackwardShared {
   int64_t moment, energy, mass, dmoment, denergy, ratio, partial, pairs, dmass, dtemp, bytes;
 
-  __host__ __device__ TssaCausalBackwardShared(const TssaProblem& p, int count, bool logits) {
+  CRATE_DEVICE TssaCausalBackwardShared(const TssaProblem& p, int count, bool logits) {
     const int64_t vectors = p.width / count, marks = (p.chunk_size - 1) / kBackMark, tile = logits ? kBackTile : 0;
     TssaShared s;
     moment = s.take<float>(marks * p.width);

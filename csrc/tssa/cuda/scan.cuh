@@ -22,7 +22,6 @@ constexpr int kScanColumns = 32, kScanParts = 16;
 // the runs before each run. Unless only the total is wanted, it replaces each chunk's sum by the sum of the chunks
 // before it (or behind it, if it starts from the last chunk). 3 passes over the sums, or 1; the order is fixed.
 // Totals are fp64: in fp32, thousands of chunks would each round them.
-template <class = void>
 __global__ void __launch_bounds__(kScanColumns* kScanParts) tssa_scan_chunks_kernel(TssaSums a) {
   const int blocks = (a.size + kScanColumns - 1) / kScanColumns, index = static_cast<int>(blockIdx.x) / blocks;
   const int lane = threadIdx.x % kScanColumns, part = threadIdx.x / kScanColumns;

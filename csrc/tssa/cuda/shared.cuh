@@ -1,4 +1,4 @@
-// The layout of a block's shared memory. The launcher needs its size, the kernel its pieces.
+// The layout of a block's shared memory. crate_kernels/ops/tssa/cuda/forms.py has the same sizes.
 #pragma once
 
 #include "call.cuh"
@@ -10,7 +10,7 @@ struct TssaShared {
   int64_t bytes = 0;
 
   template <class T>
-  __host__ __device__ int64_t take(int64_t count) {
+  CRATE_DEVICE int64_t take(int64_t count) {
     const int64_t at = bytes;
     bytes += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
     return at;
@@ -23,13 +23,13 @@ CRATE_DEVICE T* shared_at(int64_t offset) {
 }
 
 // Bytes for sums over columns (8 floats per thread) or for the logits of tokens (nheads doubles per warp).
-__host__ __device__ inline int64_t tssa_scratch(const TssaProblem& p, int threads) {
+CRATE_DEVICE int64_t tssa_scratch(const TssaProblem& p, int threads) {
   const int64_t columns = int64_t{threads} * 32, logits = int64_t{threads} / 32 * p.nheads * 8;
   return columns > logits ? columns : (logits + 15) / 16 * 16;
 }
 
 // Numbers per channel that the forward divides by.
-__host__ __device__ inline int64_t tssa_reciprocals(const TssaProblem& p) {
+CRATE_DEVICE int64_t tssa_reciprocals(const TssaProblem& p) {
   return p.dtype == Dtype::f32 ? 2 : 1;
 }
 
@@ -37,7 +37,7 @@ __host__ __device__ inline int64_t tssa_reciprocals(const TssaProblem& p) {
 struct TssaResident {
   int64_t tokens[2], by_head[2], first, second, channels, heads, scratch, bytes;
 
-  __host__ __device__ TssaResident(const TssaProblem& p, int rows, int threads, bool backward) {
+  CRATE_DEVICE TssaResident(const TssaProblem& p, int rows, int threads, bool backward) {
     const int copies = backward ? 2 : 1;
     TssaShared s;
     for (int i = 0; i < 2; ++i) tokens[i] = s.take<char>(i < copies ? p.itemsize() * rows * p.width : 0);

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import testing
-from crate_kernels._core import operator
 from crate_kernels.ops.tssa import op
-from crate_kernels.ops.tssa.call import Call
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa.cuda import FORMS, WAYS, bias, call, going, temps, tokens
 from tests.ops.tssa.sums import DRAWN, drawn_within_budget
@@ -145,9 +143,3 @@ def test_not_a_number_stays_one(causal, way, backend, device):
     assert membership[:, :, 20:].isnan().all()
     assert out[:, :, 20:].isnan().all()
     assert out[:, :, :20].isfinite().all() == causal
-
-
-@pytest.mark.parametrize("name", ["tssa_fwd", "tssa_bwd"])
-def test_the_library_takes_the_options_of_a_call(name, library):
-    schema = str(getattr(library, f"cuda_{name}").default._schema)
-    assert operator.schema_of(Call).replace("SymInt", "int") in schema

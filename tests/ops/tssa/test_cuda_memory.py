@@ -5,17 +5,19 @@ import torch
 
 from crate_kernels import TokenStatsCache, testing
 from crate_kernels._core import backends
+from crate_kernels.ops.tssa import cuda
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.cuda import passes
 from tests.ops.common import outputs_and_gradients, over_budget
 from tests.ops.tssa.cuda import FORMS, call, going, temps, tokens
 
 
-def test_the_device_decides_where_tokens_are(library, device):
+def chunks(w, dout=None, causal=False):
+    return cuda.choose(w, dout, Call(), causal)[1].cuts
+
+
+def test_the_device_decides_where_tokens_are(device):
     """0 chunks is a sequence on chip: in one block's shared memory, or, on sm_90, in that of up to eight."""
-
-    def chunks(w, dout=None):
-        return library.cuda_tssa_chunks(False, w, dout, None, 0)
-
     small, vit, wide = (torch.zeros(8, 12, n, d, dtype=torch.bfloat16) for n, d in ((50, 32), (197, 64), (1024, 64)))
     expected = {75: (0, True, True), 80: (0, True, True), 90: (0, False, False)}
     for capability, (fits, vit_in_chunks, wide_in_chunks) in expected.items():
@@ -58,10 +60,10 @@ def test_what_does_not_fit_is_refused_and_left_to_composite_for_none(shape, says
         torch.testing.assert_close(*steps, rtol=0, atol=0)
 
 
-def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, library, device):
+def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
     device(shared_limit=56 * 1024)
     w = tokens(1, 8, 40, 128)
-    assert library.cuda_tssa_chunks(True, w, w, None, 0) == 5  # without running sums to keep
+    assert chunks(w, w, causal=True) == 5  # without running sums to keep
     case = testing.Case("tssa", "cuda-wide", (1, 8, 40, 128), {"causal": True})
     assert over_budget(case, torch.float32, backend, "cpu") == []
     device(shared_limit=20 * 1024)  # enough for the forward alone
@@ -76,7 +78,7 @@ def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, library,
 def test_what_a_call_allocates(causal, backend, device, monkeypatch):
     """On chip nothing but the results; in chunks a number a head and token, and sets of sums, 1 / 32 of the tokens."""
     sizes = []
-    for owner, name in ((backends.kernel("tssa", backend), "_empty_sums"), (Call, "empty_membership")):
+    for owner, name in ((passes, "_empty_sums"), (Call, "empty_membership")):
         allocate = getattr(owner, name)
 
         def counted(*args, allocate=allocate, **kwargs):

@@ -1,12 +1,10 @@
-"""Bounds of the CUDA C++ kernels from machine code: NVRTC's, and nvcc's of those that are not launched by name yet.
+"""Bounds of the CUDA C++ kernels from NVRTC's machine code.
 
 A launch gives a kernel its shared memory, of which the machine code says nothing: here blocks per multiprocessor are
 those that registers and warps allow.
 """
 
-import itertools
 import re
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,8 +12,6 @@ from pathlib import Path
 import torch
 
 from crate_kernels._cuda.sources import Kernel
-from crate_kernels._native import build
-from crate_kernels._native import compilers as nvcc
 from crate_kernels.ops.mssa.cuda import steps, tensor_cores
 from tests.cuda import compilers
 from tests.cuda import resources as used
@@ -37,7 +33,7 @@ FAMILIES = {
     "cuda-tssa_causal_backward": "tssa_causal_bwd_kernel<TssaFours,",
     "cuda-ista": "ista_update_kernel",
 }
-# By NVRTC.
+# Those of them that are compiled, and all of tssa's.
 COMPILED = {
     "cuda-ista": Kernel("ista/cuda/update.cuh", "ista_update_kernel"),
     "cuda-mssa_forward-d64": tensor_cores.forward_kernel(torch.bfloat16, 64),
@@ -55,10 +51,9 @@ _WORD = re.compile(r"\.word\s+0x([0-9a-f]+)")
 def kernels(target):
     """Yield (family, name, bounds, the cubin that it is in) of the main kernels on ``target``.
 
-    Without NVRTC, or nvcc, those that it compiles are left out. nvcc compiles all of them once per change of the
-    sources, for all architectures, which takes minutes.
+    Without NVRTC there are none.
     """
-    for cubin, said in itertools.chain(_of_nvrtc(target), _of_nvcc(target)):
+    for cubin, said in _of_nvrtc(target):
         resources = {one.name: one for one in said}
         functions, threads = _disassembled(cubin)
         for function, name in zip(functions, report.short_names([f.name for f in functions]), strict=True):
@@ -72,26 +67,9 @@ def kernels(target):
 def _of_nvrtc(target):
     compiler = compilers.found()
     if compiler is not None:
-        for one in COMPILED.values():
+        of_tssa = (one for one in used.kernels("tssa") if one.name.startswith(tuple(FAMILIES.values())))
+        for one in (*COMPILED.values(), *of_tssa):
             yield used.compiled(compiler, one, int(target.removeprefix("sm_")))
-
-
-def _of_nvcc(target):
-    arch = {"sm_90": "90a"}.get(target, target.removeprefix("sm_"))
-    archs = tuple(one for one in nvcc.CUDA_ARCHS if "+" not in one)
-    if shutil.which("nvcc") is None or arch not in archs:
-        return
-    library = build.build_cuda_cached(archs)[0]
-    said = [one for one in report.kernels(library.with_suffix(".so.txt").read_text()) if one.arch == f"sm_{arch}"]
-    for cubin in _cubins(library, f"sm_{arch}"):
-        yield cubin, said
-
-
-def _cubins(library, arch):
-    with tempfile.TemporaryDirectory() as folder:
-        command = [harness.nvidia_tool("cuobjdump"), "--extract-elf", arch, library]
-        subprocess.run(command, cwd=folder, capture_output=True, check=True)
-        return [path.read_bytes() for path in sorted(Path(folder).glob("*.cubin"))]
 
 
 def _disassembled(cubin):

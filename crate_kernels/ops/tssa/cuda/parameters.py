@@ -1,0 +1,141 @@
+"""The parameters of the CUDA C++ kernels of token statistics, as csrc/tssa/cuda/call.cuh declares them."""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float, c_int, c_int64, c_uint64
+
+from torch import Tensor
+
+from crate_kernels._core.given import contiguous
+from crate_kernels._cuda.records import DTYPES, POINTER, Record
+from crate_kernels.ops.tssa.call import Call
+
+
+class Tokens(Record):
+    """A tensor of tokens, by its strides in elements."""
+
+    cpp = "TssaTokens"
+    _fields_ = (("data", POINTER), *((name, c_int64) for name in ("sequence", "head", "token", "channel")))
+
+
+class Mask(Tokens):
+    """A byte for each token; null: every token is kept."""
+
+    cpp = "TssaMask"
+
+
+class Problem(Record):
+    """The options and sizes of a call."""
+
+    cpp = "TssaProblem"
+    _fields_ = (
+        ("dtype", c_int),
+        ("nsequences", c_int),
+        ("nheads", c_int),
+        ("head_dim", c_int),
+        ("width", c_int),
+        ("seqlen", c_int),
+        ("nchunks", c_int),
+        ("chunk_size", c_int),
+        ("lanes", c_int),
+        ("total", c_int64),
+        ("cu_seqlens", POINTER),
+        ("mask", Mask),
+        ("seed", POINTER),
+        ("keep_from", c_uint64),
+        ("keep_factor", c_float),
+        ("temp", POINTER),
+        ("rows_sequence", c_int64),
+        ("rows_head", c_int64),
+    )
+
+
+class _Pass(Record):
+    _fields_ = (
+        ("problem", Problem),
+        ("w", Tokens),
+        ("membership", POINTER),
+        ("energy", POINTER),
+        ("moment", POINTER),
+        ("bias", POINTER),
+        ("bias_tokens", c_int64),
+        ("sums_1", POINTER),
+        ("sums_2", POINTER),
+    )
+
+
+class Forward(_Pass):
+    """A forward; ``state_*`` and ``lengths`` are of a cache."""
+
+    cpp = "TssaForward"
+    _fields_ = (
+        ("out", Tokens),
+        ("state_energy", POINTER),
+        ("state_moment", POINTER),
+        ("state_mass", POINTER),
+        ("lengths", POINTER),
+    )
+
+
+class Backward(_Pass):
+    """A backward."""
+
+    cpp = "TssaBackward"
+    _fields_ = (
+        ("dout", Tokens),
+        ("dw", Tokens),
+        ("dmembership", POINTER),
+        ("dtemp", POINTER),
+        ("dlogit", POINTER),
+        ("sums_3", POINTER),
+    )
+
+
+class Sums(Record):
+    """A scan of the chunks' sums."""
+
+    cpp = "TssaSums"
+    _fields_ = (
+        ("sums", POINTER),
+        ("nchunks", c_int),
+        ("size", c_int),
+        ("scan", c_int),
+        ("channels", POINTER),
+        ("by_head", POINTER),
+        ("heads", c_int),
+    )
+
+
+def problem(w: Tensor, call: Call) -> Problem:
+    """Return the sizes and options of a call."""
+    packed, nheads, head_dim = call.packed, w.shape[1], w.shape[-1]
+    p = Problem(
+        dtype=DTYPES[w.dtype],
+        nsequences=call.nsequences(w),
+        nheads=nheads,
+        head_dim=head_dim,
+        width=nheads * head_dim,
+        seqlen=call.max_seqlen if packed else w.shape[2],
+        total=w.shape[0] if packed else 0,
+        cu_seqlens=call.cu_seqlens,
+        seed=call.seed,
+    )
+    p.rows_sequence, p.rows_head = (0, p.total) if packed else (nheads * p.seqlen, p.seqlen)
+    if call.cu_seqlens is not None:
+        contiguous("tssa", "cu_seqlens", call.cu_seqlens)
+    if (mask := call.key_padding_mask) is not None:
+        p.mask = Mask(data=mask, sequence=mask.stride(0), token=mask.stride(1))
+    if call.seed is not None:
+        p.keep_from = math.ceil(call.dropout_p * 2**32)
+        p.keep_factor = 1.0 / (1.0 - call.dropout_p)
+    return p
+
+
+def tokens(t: Tensor, call: Call) -> Tokens:
+    """Return a tensor of tokens, packed or not."""
+    strides = t.stride()
+    if call.packed:
+        token, head, channel = strides
+        return Tokens(data=t, sequence=0, head=head, token=token, channel=channel)
+    return Tokens(data=t, **dict(zip(("sequence", "head", "token", "channel"), strides, strict=True)))

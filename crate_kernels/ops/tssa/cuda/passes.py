@@ -1,0 +1,180 @@
+"""Launches the passes of token statistics as CUDA C++ kernels.
+
+A sequence is on chip (the full form); or one launch goes through it (the causal form, whose backward takes two); or it
+is in chunks, a launch a step, with a scan of the chunks' sums between two steps.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels._core.given import contiguous
+from crate_kernels._cuda import launch, records
+from crate_kernels._cuda.launch import Kernel, Shape
+from crate_kernels._cuda.records import Parameter
+from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa.call import Call, Saved, State
+from crate_kernels.ops.tssa.cuda.forms import Form, causal_backward_bytes, choose
+from crate_kernels.ops.tssa.cuda.names import DBIAS, SCAN, causal_steps, full_steps, resident
+from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, Sums, tokens
+
+_TOTAL, _BEFORE, _BEHIND = range(3)  # TssaScan
+_SCAN_COLUMNS, _SCAN_PARTS = 32, 16  # of a block of the scan
+_DBIAS_THREADS = 256
+
+
+class _Step(NamedTuple):
+    """A launch."""
+
+    kernel: Kernel
+    shape: Shape
+    parameters: list[Parameter]
+
+
+def _run(steps: list[_Step], device: torch.device) -> None:
+    """Launch steps in their order; all are compiled before the first writes."""
+    for step in steps:
+        if step.shape.blocks:
+            launch.function(step.kernel, device, records.records(step.parameters))
+    for step in steps:
+        launch.run(*step, device)
+
+
+def _scan(p: Problem, sums: Tensor | None, scan: int, channels: Tensor | None = None, by_head: Tensor | None = None):
+    """Replace the sums of every chunk; ``channels`` and ``by_head`` are before the first, and become the totals."""
+    assert sums is not None
+    size = sums.shape[-1]
+    a = Sums(sums=sums, nchunks=p.nchunks, size=size, scan=scan, channels=channels, by_head=by_head, heads=p.nheads)
+    threads = _SCAN_COLUMNS * _SCAN_PARTS
+    return _Step(SCAN, Shape(p.nsequences * -(-size // _SCAN_COLUMNS), threads, 8 * threads), [a])
+
+
+def _empty_sums(w: Tensor, p: Problem, form: Form, by_channel: int = 1) -> Tensor | None:
+    """Allocate the sums of every chunk and, behind them, of the sequence; None where that is not cut."""
+    if not form.cuts:
+        return None
+    return w.new_empty((p.nsequences, p.nchunks + 1, by_channel * p.width + p.nheads), dtype=torch.float32)
+
+
+def _full(p: Problem, form: Form, a: Forward | Backward, sums: list[Tensor | None], backward: bool) -> list[_Step]:
+    """List the launches of the full form."""
+    parameters = [a, c_int(p.dtype)]
+    if form.cluster:
+        shape = Shape(p.nsequences * form.cluster, form.threads, form.shared_bytes, form.cluster)
+        return [_Step(resident(form.access, backward), shape, parameters)]
+    shape = Shape(p.nsequences * p.nchunks, form.threads, form.shared_bytes)
+    first, second, third = (_Step(kernel, shape, parameters) for kernel in full_steps(form.access, backward))
+    return [first, _scan(p, sums[0], _TOTAL), second, _scan(p, sums[1], _TOTAL), third]
+
+
+def _causal_forward(p: Problem, form: Form, a: Forward, sums: list[Tensor | None], state: State | None) -> list[_Step]:
+    """List the launches of the causal forward."""
+    parameters, blocks = [a, c_int(p.dtype)], p.nsequences * p.nchunks
+    energy, members, output = (
+        _Step(kernel, Shape(blocks, form.threads), parameters) for kernel in causal_steps(form.access, False)
+    )
+    members = members._replace(shape=Shape(blocks, form.threads, form.shared_bytes))
+    if not form.cuts:
+        return [members]
+    held = (None, None, None) if state is None else state[:3]
+    scans = _scan(p, sums[0], _BEFORE, held[0]), _scan(p, sums[1], _BEFORE, *held[1:])
+    return [energy, scans[0], members, scans[1], output]
+
+
+def _causal_backward(p: Problem, form: Form, a: Backward, sums: list[Tensor | None]) -> list[_Step]:
+    """List the launches of the causal backward, but for that of the bias."""
+    vectors = p.width // form.channels
+    shared = 0, vectors * 4, form.shared_bytes, causal_backward_bytes(p, form.channels, logits=False)
+    totals, dmoment, dlogit, dw = (
+        _Step(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
+        for kernel, shared_bytes in zip(causal_steps(form.access, True), shared, strict=True)
+    )
+    if not form.cuts:
+        return [dlogit, dw]
+    scans = _scan(p, sums[0], _BEFORE), _scan(p, sums[1], _BEHIND), _scan(p, sums[2], _BEHIND)
+    return [totals, scans[0], dmoment, scans[1], dlogit, scans[2], dw]
+
+
+def forward(
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, causal: bool, state: State | None = None
+) -> tuple[Tensor, ...]:
+    """Return out, membership and, of the full form, energy and moment. ``state`` is advanced."""
+    if state is not None:
+        given.decode(w, temp, denom_bias, state, call.key_padding_mask)
+        for name, held in state._asdict().items():
+            contiguous("tssa", f"cache.{name}", held)
+    else:
+        given.forward_causal(w, temp, denom_bias, call)
+    p, form = choose(w, None, call, causal)
+    out, membership = operator.empty_out(w), call.empty_membership(w)
+    statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
+    sums = [_empty_sums(w, p, form) for _ in range(2)]
+    energy, moment = statistics or (None, None)
+    p.temp = temp
+    a = Forward(
+        problem=p,
+        w=tokens(w, call),
+        membership=membership,
+        energy=energy,
+        moment=moment,
+        bias=denom_bias,
+        bias_tokens=0 if denom_bias is None else denom_bias.shape[1],
+        sums_1=sums[0],
+        sums_2=sums[1],
+        out=tokens(out, call),
+    )
+    if state is not None:
+        a.state_energy, a.state_moment, a.state_mass, a.lengths = state
+    _run(_causal_forward(p, form, a, sums, state) if causal else _full(p, form, a, sums, False), w.device)
+    if state is not None and form.cuts:  # else the kernel counts
+        state.advance(w, call.key_padding_mask)
+    return out, membership, *statistics
+
+
+def backward(
+    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: Call, causal: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return dw, dtemp and, with a bias, its gradient."""
+    w, temp, denom_bias, membership, energy, moment = saved
+    if energy is None or moment is None:
+        given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+    else:
+        given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
+    p, form = choose(w, dout, call, causal)
+    dw = operator.empty_out(w)
+    dlogit = call.empty_membership(w) if form.cuts or causal else None
+    sums = [_empty_sums(w, p, form, by_channel=2 if causal else 1), _empty_sums(w, p, form)]
+    sums.append(_empty_sums(w, p, form) if causal else None)
+    if sums[2] is None:
+        dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
+    else:
+        dtemp, written = sums[2][:, -1, p.width :], None
+    p.temp = temp
+    a = Backward(
+        problem=p,
+        w=tokens(w, call),
+        membership=membership,
+        energy=energy,
+        moment=moment,
+        bias=denom_bias,
+        bias_tokens=0 if denom_bias is None else denom_bias.shape[1],
+        sums_1=sums[0],
+        sums_2=sums[1],
+        dout=tokens(dout, call),
+        dw=tokens(dw, call),
+        dmembership=dmembership,
+        dtemp=written,
+        dlogit=dlogit,
+        sums_3=sums[2],
+    )
+    steps, dbias = _causal_backward(p, form, a, sums) if causal else _full(p, form, a, sums, True), None
+    if denom_bias is not None:
+        dbias = torch.empty_like(denom_bias)
+        steps.append(_Step(DBIAS, Shape(-(-dbias.numel() // _DBIAS_THREADS), _DBIAS_THREADS), [a, dbias]))
+    _run(steps, w.device)
+    return dw, dtemp.sum(0), dbias

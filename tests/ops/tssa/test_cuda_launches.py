@@ -1,0 +1,110 @@
+"""What the planner of tssa's CUDA kernels launches and refuses, under the emulator."""
+
+import pytest
+import torch
+
+from crate_kernels import TokenStatsCache
+from crate_kernels._core import backends, plan
+from crate_kernels._cuda import launch
+from crate_kernels.ops.tssa import cuda
+from crate_kernels.ops.tssa.call import Call, Saved
+from tests.ops.common import outputs_and_gradients, randn
+from tests.ops.tssa.cuda import FORMS, bias, call, going, temps, tokens
+
+# (causal, emulated device, tokens, launches forward and backward)
+LAUNCHES = {
+    "full-block": (False, "block", 85, 1, 1),
+    "full-cluster": (False, "cluster", 85, 1, 1),
+    "full-chunks": (False, "chunks", 85, 5, 5),
+    "causal-alone": (True, "block", 20, 1, 2),
+    "causal-chunks": (True, "block", 85, 5, 7),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the list of kernels that planners launch."""
+    found, run = [], launch.run
+    monkeypatch.setattr(launch, "run", lambda kernel, *rest: found.append(kernel) or run(kernel, *rest))
+    return found
+
+
+@pytest.mark.usefixtures("unrepeated")
+@pytest.mark.parametrize(("causal", "way", "seqlen", "forward", "backward"), LAUNCHES.values(), ids=LAUNCHES)
+def test_a_pass_takes_as_many_launches_as_its_form(causal, way, seqlen, forward, backward, backend, device, launched):
+    going(device, way)
+    w = tokens(2, 3, seqlen, 32).requires_grad_()
+    out, _ = call(causal, backend)(w, temps(3))
+    assert len(launched) == forward
+    out.backward(tokens(2, 3, seqlen, 32, seed=1))
+    assert len(launched) == forward + backward
+    assert {*launched} <= {*cuda.kernels()}
+
+
+@pytest.mark.parametrize(("causal", "way", "seqlen"), [case[:3] for case in LAUNCHES.values()], ids=LAUNCHES)
+def test_a_later_call_is_a_plan(causal, way, seqlen, backend, device, repeated_calls):
+    going(device, way)
+    inputs = tokens(2, 3, seqlen, 32), temps(3), *((bias(3, seqlen),) if causal else ())
+    outputs_and_gradients(call(causal, backend), *inputs)
+    before, _, _ = plan.counts()
+    outputs_and_gradients(call(causal, backend), *inputs)
+    assert plan.counts()[0] - before == 2
+    assert repeated_calls.refused == []
+
+
+@FORMS
+def test_addresses_that_a_plan_cannot_tell_apart_are_read_alike(causal, backend):
+    """Plans know whether an address is a multiple of 16 bytes, and no more of it."""
+    w, dout = (randn(4 * 3 * 40 * 16 + 8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+
+    def results(offset):
+        own, upstream = (
+            torch.cat([t.new_zeros(offset), t])[offset:].as_strided((4, 3, 40, 16), (1920, 640, 16, 1))
+            for t in (w, dout)
+        )
+        own, temp = own.requires_grad_(), temps(3).requires_grad_()
+        out, membership = call(causal, backend)(own, temp)
+        return out.detach(), membership.detach(), *torch.autograd.grad(out, [own, temp], upstream)
+
+    expected = results(8)
+    for offset in (4, 1, 4, 8):
+        torch.testing.assert_close(results(offset), expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernel", ["energy", "scan", "output"])
+def test_a_step_whose_kernels_do_not_all_compile_leaves_its_cache(kernel, backend, monkeypatch):
+    """Of five launches the second one writes to it."""
+    compiled = launch.function
+
+    def function(found, *rest):
+        if kernel in found.name:
+            raise backends.Refused(f"cannot compile {found.name}")
+        return compiled(found, *rest)
+
+    monkeypatch.setattr(launch, "function", function)
+    cache = TokenStatsCache(2, 3, 16)
+    with pytest.raises(NotImplementedError, match="cannot compile tssa_"):
+        call(True, backend, cache=cache)(tokens(2, 3, 80, 16), temps(3))
+    assert not any(t.any() for t in cache._tensors())
+
+
+@pytest.mark.parametrize("name", ["energy", "weighted", "mass", "lengths"])
+def test_a_cache_of_which_kernels_take_the_address_alone_is_contiguous(name, backend):
+    state = TokenStatsCache(2, 3, 16)._tensors()
+    held = dict(zip(("energy", "weighted", "mass", "lengths"), state, strict=True))
+    apart = torch.stack([held[name], held[name]], -1)[..., 0]
+    state = state._replace(**{name: apart})
+    with pytest.raises(ValueError, match=rf"^tssa: cache\.{name} must be contiguous"):
+        cuda.forward(tokens(2, 3, 8, 16), temps(3), None, Call(), True, state)
+
+
+@FORMS
+def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
+    w, bounds = torch.randn(9, 3, 16), torch.tensor([0, 7, 4, 7, 9, 7], dtype=torch.int32)[::2]
+    options = Call(cu_seqlens=bounds, max_seqlen=5)
+    saved = Saved(w, temps(3), None, torch.rand(3, 9), *(() if causal else torch.rand(2, 2, 3, 16)))
+    refused = pytest.raises(ValueError, match=r"^tssa: cu_seqlens must be contiguous")
+    with refused:
+        cuda.forward(w, temps(3), None, options, causal)
+    with refused:
+        cuda.backward(w, None, saved, options, causal)
