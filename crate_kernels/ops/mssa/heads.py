@@ -23,7 +23,6 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST_ROWS, _MOST_CHANNELS = 256, 128
 _CAPABILITY = 90  # wgmma is that of sm_90a alone
 _SHARED, _MULTIPROCESSOR = 232448, 233472  # bytes of a block, and of all
-_MOST_BESIDE = 3  # blocks of the forward on a multiprocessor
 _ROW = 128  # bytes of 64 channels
 
 
@@ -74,6 +73,11 @@ def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
     return next((n * stage + rest for n in (2, 1) if n * stage + rest <= _SHARED), None)
 
 
+def _most_beside(dim: int) -> int:
+    """Return how many blocks of the forward a multiprocessor has registers for."""
+    return 3 if dim <= 112 else 2
+
+
 def forward_shared_bytes(dim: int, rows: int) -> int:
     """Return what a block of the forward takes of shared memory, as ForwardShape does."""
     tail, panels = rows % 64, -(-dim // 64)
@@ -81,7 +85,8 @@ def forward_shared_bytes(dim: int, rows: int) -> int:
     columns = -(-rows * pitch // 1024) * 1024 if tail else 0
     stage = panels * rows * _ROW
     rest = panels * 64 * _ROW + columns + 128 * tail + 2560
-    return next(n * stage + rest for n in (2, 1) if n == 1 or 3 * (n * stage + rest + 1024) <= _MULTIPROCESSOR)
+    two = 2 * stage + rest
+    return two if _most_beside(dim) * (two + 1024) <= _MULTIPROCESSOR else stage + rest
 
 
 def shape_of(seqlen: int, head_dim: int) -> tuple[int, int]:
@@ -168,7 +173,7 @@ def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
     parameters, refused = _parameters(w, call, lse)
     parameters.out = _tokens(out, call)
     bytes_ = forward_shared_bytes(dim, rows)
-    beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _MOST_BESIDE)
+    beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _most_beside(dim))
     shape = Shape(min(len(refused), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
     launch.run(_forward_kernel(w.dtype, dim, rows), shape, [parameters], w.device)
     return refused

@@ -31,12 +31,13 @@ struct ForwardShape {
   static constexpr uint32_t kColumns = kTail == 0 ? 0 : (kRows * Columns<kTail>::kPitch + 1023) / 1024 * 1024;
   static constexpr uint32_t kPartial = kThreads * kTail;  // a thread's sums of the tail's columns
   static constexpr uint32_t kRest = kStaging + kColumns + kPartial + 1024 + 1024 + 512;  // norms, sums, ones
-  // A second stage, for the next head, if three blocks share a multiprocessor with it.
+  // So many blocks share a multiprocessor, by their registers; a second stage, for the next head, if they do with it.
+  static constexpr int kMostBeside = kDim <= 112 ? 3 : 2;
   static constexpr uint32_t kMultiprocessor = 233472, kReserved = 1024;
-  static constexpr int kStages = 3 * (2 * kStage + kRest + kReserved) <= kMultiprocessor ? 2 : 1;
+  static constexpr int kStages = kMostBeside * (2 * kStage + kRest + kReserved) <= kMultiprocessor ? 2 : 1;
   static constexpr uint32_t kBytes = kStages * kStage + kRest;
-  static constexpr int kBeside =
-      kMultiprocessor / (kBytes + kReserved) < 3 ? kMultiprocessor / (kBytes + kReserved) : 3;
+  static constexpr int kRoom = kMultiprocessor / (kBytes + kReserved);
+  static constexpr int kBeside = kRoom < kMostBeside ? kRoom : kMostBeside;
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kColumnsAt = kStagingAt + kStaging;
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;

@@ -46,25 +46,6 @@ def test_the_forward_of_heads_in_fp16(case, device):
     run_and_check_forward(Heads(case, torch.float16))
 
 
-def run_and_check_forward(case):
-    out, lse, left = case.run_forward()
-    assert not any(left)
-    case.check_forward(out, lse)
-
-
-@WHEN
-@pytest.mark.parametrize("case", {**CASES, **FORWARD_CASES})
-def test_the_forward_of_heads(case, early, device):
-    device(**HOPPER, early=early)
-    run_and_check_forward(Heads(case, torch.bfloat16))
-
-
-@pytest.mark.parametrize("case", ["197-tokens", "packed", "padded", "holes"])
-def test_the_forward_of_heads_in_fp16(case, device):
-    device(**HOPPER)
-    run_and_check_forward(Heads(case, torch.float16))
-
-
 @WHEN
 @pytest.mark.parametrize("case", CASES)
 def test_the_backward_of_heads(case, early, device):
@@ -291,6 +272,7 @@ REGISTERS = {
     "forward_kernel<bf16, 48, 208>": 127,
     "forward_kernel<bf16, 32, 112>": 140,
     "forward_kernel<bf16, 64, 64>": 122,
+    "forward_kernel<bf16, 128, 96>": 189,
     "forward_kernel<fp16, 64, 208>": 139,
 }
 EVERY_TIME = ("backward_kernel<bf16, 64, 208, false>", "forward_kernel<bf16, 64, 208>")
