@@ -91,7 +91,10 @@ def suggesting(function: Function) -> Function:
 
 
 def no_keyword(function: Callable[..., Any], unknown: Mapping[str, object]) -> NoReturn:
-    """Raise for a keyword that a function does not have, as Python does, and name the nearest that it has."""
+    """Raise for a keyword that a function does not have, as Python does, and name the nearest that it has.
+
+    A module's ``forward`` asks whether its keywords are a dict: ``torch.fx`` traces something else in their place.
+    """
     name = next(iter(unknown))
     near = suggestion(name, inspect.signature(function).parameters)
     raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")

@@ -132,7 +132,7 @@ class _Language(LanguageModel):
             ``(logits, loss)``: logits of this rank's tokens (``unshard`` has those of all), and the mean
             cross-entropy of all tokens, the same in all ranks, or None.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(_Language.forward, unknown)
         logits = self.lm_head(self.hidden(tokens))
         if targets is None:

@@ -297,7 +297,7 @@ class CRATEMAE(ReferenceModel):
         Raises:
             ValueError: images or a mask of a wrong shape.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CRATEMAE.forward, unknown)
         if mask is None:
             rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))

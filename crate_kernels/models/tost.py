@@ -339,7 +339,7 @@ class ToST(Classifier):
         Raises:
             ValueError: images of another number of channels, or not of whole patches.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ToST.forward, unknown)
         logits = super().forward(img)
         return (logits, logits) if self.training and self.config.distillation else logits

@@ -116,7 +116,7 @@ class MSSA(nn.Module):
         Returns:
             (batch, seqlen, dim), or the weights or the projection if asked for.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(MSSA.forward, unknown)
         _heads.tokens("MSSA", x, self.dim)
         projected = self.qkv(x)
@@ -223,7 +223,7 @@ class TSSA(nn.Module):
         Returns:
             (batch, seqlen, dim).
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(TSSA.forward, unknown)
         _heads.tokens("TSSA", x, self.dim)
         projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)

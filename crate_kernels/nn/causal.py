@@ -85,7 +85,7 @@ class CausalMSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CausalMSSA.forward, unknown)
         _heads.tokens("CausalMSSA", x, self.n_embd)
         w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
@@ -179,7 +179,7 @@ class CausalTSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CausalTSSA.forward, unknown)
         _heads.tokens("CausalTSSA", x, self.n_embd)
         projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)

@@ -62,7 +62,7 @@ class ISTA(nn.Module):
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the next code of ``x`` (..., dim), same shape."""
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ISTA.forward, unknown)
         if self.prox == "mm":
             grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
@@ -121,7 +121,7 @@ class OvercompleteISTA(nn.Module):
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the decoded code of ``x`` (..., dim), same shape."""
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(OvercompleteISTA.forward, unknown)
         options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
         return ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options)

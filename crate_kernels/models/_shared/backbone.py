@@ -155,7 +155,7 @@ class Classifier(ReferenceModel):
         Raises:
             ValueError: images of another size or number of channels.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(Classifier.forward, unknown)
         return self.forward_head(self.forward_features(img))
 

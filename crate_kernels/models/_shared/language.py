@@ -164,7 +164,7 @@ class LanguageModel(ReferenceModel):
             ValueError: tokens or targets of another shape or dtype, more of them than ``block_size``, or, on a CPU, one
                 that is not in the vocabulary.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(LanguageModel.forward, unknown)
         logits = self.lm_head(self.hidden(tokens))
         if targets is None:

@@ -104,7 +104,7 @@ class AoTRegression(ReferenceModel):
         Raises:
             ValueError: a shape that does not fit, or more tokens than ``n_positions``.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(AoTRegression.forward, unknown)
         c = self.config
         if xs.dim() != 3 or xs.shape[-1] != c.n_dims or 2 * xs.shape[1] > c.n_positions:

@@ -61,7 +61,7 @@ class ReduNet(nn.Sequential):
                 published.
             loss: measure the rate reduction after each layer, for ``get_loss``; default False.
         """
-        if unknown:
+        if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ReduNet.forward, unknown)
         return self._run(input, lambda layer, z: None, labels, loss)
 

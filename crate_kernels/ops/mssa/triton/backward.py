@@ -165,11 +165,12 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     sizes = Launch(w, call)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
-    level = config.pop("DERIVED") if w.dtype != torch.float32 and not select else 0
+    chosen = config.pop("DERIVED")
+    level = chosen if w.dtype != torch.float32 and not select else 0
     # fp16 has no room for weights that are not divided by their sums beside gradients that are.
     symmetric_form = level >= (3 if call.causal else 2) and products and w.dtype == torch.bfloat16
     derived = level > 0 and scores and not (call.masked or symmetric_form)
-    if level > 1 and not (symmetric_form and call.seed is None and not (call.masked or call.packed)):
+    if chosen > 1 and not (symmetric_form and call.seed is None and not (call.masked or call.packed)):
         config.pop("maxnreg", None)  # chosen for the symmetric form of whole tiles: others would spill
     block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
     if call.seed is not None:
