@@ -60,8 +60,9 @@ class Tensor {
     }
     return true;
   }
-  size_t element_size() const {
-    switch (dtype_) {
+  size_t element_size() const { return size_of(dtype_); }
+  static size_t size_of(ScalarType dtype) {
+    switch (dtype) {
       case ScalarType::Bool:
         return 1;
       case ScalarType::BFloat16:
@@ -77,6 +78,7 @@ class Tensor {
   ScalarType scalar_type() const { return dtype_; }
   void* data_ptr() const { return memory_.get(); }
   const std::vector<int64_t>& sizes() const { return sizes_; }
+  const std::vector<int64_t>& strides() const { return strides_; }
   int32_t get_device_index() const { return -1; }
   const void* get() const { return this; }
 
@@ -97,3 +99,35 @@ class Tensor {
 };
 
 }  // namespace torch::stable
+
+// What shim.h has of a tensor in PyTorch. Nobody frees or cuts this memory.
+inline const torch::stable::Tensor& standin_tensor(const void* handle) {
+  return *static_cast<const torch::stable::Tensor*>(handle);
+}
+inline int aoti_torch_get_dim(const void* t, int64_t* dim) {
+  *dim = standin_tensor(t).dim();
+  return 0;
+}
+inline int aoti_torch_get_sizes(const void* t, int64_t** sizes) {
+  *sizes = const_cast<int64_t*>(standin_tensor(t).sizes().data());
+  return 0;
+}
+inline int aoti_torch_get_strides(const void* t, int64_t** strides) {
+  *strides = const_cast<int64_t*>(standin_tensor(t).strides().data());
+  return 0;
+}
+inline int aoti_torch_get_dtype(const void* t, int32_t* dtype) {
+  *dtype = static_cast<int32_t>(standin_tensor(t).scalar_type());
+  return 0;
+}
+inline int aoti_torch_get_storage_offset(const void*, int64_t* offset) {
+  *offset = 0;
+  return 0;
+}
+inline int aoti_torch_get_storage_size(const void*, int64_t* bytes) {
+  *bytes = INT64_MAX;
+  return 0;
+}
+inline size_t aoti_torch_dtype_element_size(int32_t dtype) {
+  return torch::stable::Tensor::size_of(static_cast<torch::headeronly::ScalarType>(dtype));
+}
