@@ -7,7 +7,7 @@ is in chunks, a launch a step, with a scan of the chunks' sums between two steps
 from __future__ import annotations
 
 from ctypes import c_int
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,17 +115,8 @@ def forward(
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     sums = [_empty_sums(w, p, form) for _ in range(2)]
     energy, moment = statistics or (None, None)
-    p.temp = temp
     a = Forward(
-        problem=p,
-        w=tokens(w, call),
-        membership=membership,
-        energy=energy,
-        moment=moment,
-        bias=denom_bias,
-        bias_tokens=0 if denom_bias is None else denom_bias.shape[1],
-        sums_1=sums[0],
-        sums_2=sums[1],
+        **_shared(p, Saved(w, temp, denom_bias, membership, energy, moment), call, sums),
         out=tokens(out, call),
     )
     if state is not None:
@@ -134,6 +125,23 @@ def forward(
     if state is not None and form.cuts:  # else the kernel counts
         state.advance(w, call.key_padding_mask)
     return out, membership, *statistics
+
+
+def _shared(p: Problem, saved: Saved, call: Call, sums: list[Tensor | None]) -> dict[str, Any]:
+    """Return the parameters that both directions have."""
+    bias = saved.denom_bias
+    p.temp = saved.temp
+    return {
+        "problem": p,
+        "w": tokens(saved.w, call),
+        "membership": saved.membership,
+        "energy": saved.energy,
+        "moment": saved.moment,
+        "bias": bias,
+        "bias_tokens": 0 if bias is None else bias.shape[1],
+        "sums_1": sums[0],
+        "sums_2": sums[1],
+    }
 
 
 def backward(
@@ -154,17 +162,8 @@ def backward(
         dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
     else:
         dtemp, written = sums[2][:, -1, p.width :], None
-    p.temp = temp
     a = Backward(
-        problem=p,
-        w=tokens(w, call),
-        membership=membership,
-        energy=energy,
-        moment=moment,
-        bias=denom_bias,
-        bias_tokens=0 if denom_bias is None else denom_bias.shape[1],
-        sums_1=sums[0],
-        sums_2=sums[1],
+        **_shared(p, saved, call, sums),
         dout=tokens(dout, call),
         dw=tokens(dw, call),
         dmembership=dmembership,
