@@ -1,0 +1,143 @@
+// What the parts of emulator_async.h share: who has seen what, and what is under way.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+
+#include "emulator_async.h"
+
+namespace emulator::async {
+
+using Step = uint32_t;
+
+// What a thread knows: of each thread, and of the engine that copies, the last step that it is ordered behind, and the
+// step of the last proxy fence. Steps begin at 1.
+struct Clock {
+  std::vector<Step> seen, fenced;
+
+  void merge(const Clock& other) {
+    if (other.seen.empty()) return;
+    if (seen.empty()) return void(*this = other);
+    for (size_t n = 0; n < seen.size(); ++n) {
+      seen[n] = std::max(seen[n], other.seen[n]);
+      fenced[n] = std::max(fenced[n], other.fenced[n]);
+    }
+  }
+};
+
+struct Access {
+  int thread;
+  Step step;
+};
+
+constexpr int kGranule = 4;  // bytes of shared memory whose accesses are followed together
+
+struct Granule {
+  Access writer = {-1, 0};
+  std::vector<Access> readers;  // since it was written
+  bool landing = false;         // a copy has been issued and has not landed
+};
+
+struct MBarrier {
+  int count = 0, pending = 0;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+  Clock sum, out;
+};
+
+struct Landing {
+  int block;
+  uint32_t to;
+  std::vector<unsigned char> data;
+  uint32_t barrier;
+};
+
+struct Store {
+  float* global;
+  uint32_t from;
+  int bytes;
+  bool adds;
+  Clock issue;
+};
+
+struct Copy {
+  uint32_t to;
+  bool ends;  // a group
+  std::array<unsigned char, 16> bytes;
+};
+
+// The sums of a chain of products that are not finished. They are NaN where the kernel can see them.
+struct Chain {
+  int columns, products = 0;
+  std::array<float*, 128> sums;
+  std::vector<float> values;  // of thread 0, of thread 1, ...
+};
+
+struct Issued {
+  Product what;
+  Chain* chain;
+  std::array<const uint32_t*, 128> registers;
+  std::vector<std::array<uint32_t, 4>> copies;  // of the registers as they were at the issue
+  std::array<Clock, 4> issue;                   // of each warp
+  std::vector<int> granules;
+};
+
+struct WarpGroup {
+  Barrier barrier;
+  void* mine[128] = {};
+  std::vector<Issued> open;
+  std::deque<std::vector<Issued>> committed;
+  std::map<float*, std::unique_ptr<Chain>> chains;  // by thread 0's sums
+  int fenced = 0;
+};
+
+struct BlockState {
+  std::vector<Granule> granules;
+  Barrier named[16];
+  int expected[16] = {};
+  std::map<uint32_t, MBarrier> mbarriers;
+  bool mbarriers_unfenced = false;
+};
+
+struct ThreadState {
+  Clock clock;
+  std::deque<Copy> copies;
+  std::vector<Store> stores;
+  std::deque<std::vector<Store>> committed;
+};
+
+struct State {
+  Group* group = nullptr;
+  bool active = false;
+  std::vector<BlockState> blocks;
+  std::vector<ThreadState> threads;
+  std::vector<WarpGroup> warp_groups;
+  std::map<const Barrier*, std::pair<Clock, Clock>> barriers;  // of those who came; of the last completed generation
+  std::vector<Landing> landings;
+  Step engine = 0;
+};
+
+extern State state;
+
+// Of the launch: its threads; the running one among them.
+int threads();
+int me();
+// What is kept of the running thread, its block and its warp group.
+ThreadState& mine();
+BlockState& block();
+WarpGroup& warp_group();
+// The running thread goes on to its next step.
+void step();
+Granule& granule(uint32_t address);
+
+// Who has written, and who has read, is ordered before the running thread.
+void check_free(const Granule& g);
+// An asynchronous reader: its issuer knows of the write, and of a proxy fence behind it.
+void check_visible(const Granule& g, const Clock& issue);
+
+MBarrier& mbarrier(BlockState& of, uint32_t address);
+void flip_if_complete(MBarrier& m);
+
+}  // namespace emulator::async
