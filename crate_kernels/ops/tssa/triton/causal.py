@@ -30,7 +30,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
-from crate_kernels.ops.tssa.triton import tile
+from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_causal
 from crate_kernels.ops.tssa.triton.scan import before_chunk, earlier_sums
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
@@ -137,7 +137,7 @@ def _tssa_causal_fwd_kernel(
         if MEMBERS:
             running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT
             energy = tile.pick(running, BLOCK_N - 1)
-            ratio = tile.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            ratio = quotients.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
             similarity = tile.sum_over_channels(ratio, DIMS) * tile.SHIFT
             if bias_ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
@@ -170,7 +170,7 @@ def _tssa_causal_fwd_kernel(
                     new_mass += tl.sum(weights, 0)
                 shifted = (masses + tile.MASS_FLOOR) * tile.SHIFT
                 # A = 1 / (1 + M) without the division of M.
-                out = w * (-members * shifted)[:, :, None] * tile.reciprocal(moments + shifted[:, :, None], DIMS)
+                out = w * (-members * shifted)[:, :, None] * quotients.reciprocal(moments + shifted[:, :, None], DIMS)
                 if seed_ptr is not None:
                     out = tile.dropped(out, seed_ptr, drop_last, inverse_keep, index, rows, DIMS)
                 tile.store_tokens(out_at, out, rows, rows < last, DIMS)

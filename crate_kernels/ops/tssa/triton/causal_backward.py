@@ -39,7 +39,7 @@ from crate_kernels._core import operator
 from crate_kernels._triton import launch
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
-from crate_kernels.ops.tssa.triton import tile
+from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, causal_tile, head_groups, power_of_two
 from crate_kernels.ops.tssa.triton.scan import (
@@ -183,7 +183,7 @@ def _tssa_causal_bwd_kernel(
             counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
             energy = tile.pick(running, BLOCK_N - 1)
-            inverse = tile.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            inverse = quotients.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
             similarity = (dlogit * tile.SHIFT)[:, :, None] * (squares * inverse)
             dtemp += tl.sum(similarity, 0)
             denergy += tl.sum(similarity * tl.where(running > tile.CAUSAL_FLOOR * tile.SHIFT, inverse, 0.0), 0)
@@ -239,7 +239,7 @@ def _tssa_causal_bwd_kernel(
                     counted = tile.counted(squares * tile.SHIFT, keep, mask_ptr)
                     earlier = earlier_sums(energy, counted)
                     running = earlier + counted
-                    inverse = tile.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+                    inverse = quotients.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
                     above = running > tile.CAUSAL_FLOOR * tile.SHIFT
                     per_energy = per_logit[:, :, None] * inverse
                     # A similarity is at most dlogit: times 1 / c, in its scale, it needs no shift in between.

@@ -34,7 +34,7 @@ from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
-from crate_kernels.ops.tssa.triton import tile
+from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
@@ -133,7 +133,7 @@ def _tssa_fwd_kernel(
         energy = tile.floored(energy, tile.FULL_FLOOR)
         if chunk == 0:
             tile.store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
-        inverse, rest = tile.inverse_of(energy, DIMS)
+        inverse, rest = quotients.inverse_of(energy, DIMS)
         temp = tile.load_heads(temp_ptr, DIMS)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
@@ -141,7 +141,7 @@ def _tssa_fwd_kernel(
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)
             squares = w * w
-            ratio = tile.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
+            ratio = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
             similarity = tile.sum_over_channels(ratio, DIMS)
             members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
-from crate_kernels.ops.tssa.triton import tile
+from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
@@ -97,7 +97,7 @@ def _tssa_bwd_kernel(
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
     energy = tile.floored(tile.load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), tile.FULL_FLOOR)
-    inverse, rest = tile.inverse_of(energy, DIMS)
+    inverse, rest = quotients.inverse_of(energy, DIMS)
     scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
     if DIMS.WIDE:
         scale = tl.full((BLOCK_H,), 1.0, tl.float32)
@@ -140,7 +140,7 @@ def _tssa_bwd_kernel(
             dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             if DIMS.WIDE:
-                squares = tile.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
+                squares = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
             acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._triton import launch
-from crate_kernels.ops.tssa.triton import tile
+from crate_kernels.ops.tssa.triton import quotients, tile
 
 _COLUMNS = 128
 
@@ -129,7 +129,7 @@ def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
     floored = masses + tile.MASS_FLOOR
     shifted = (floored * tile.SHIFT)[:, :, None]
     # A = 1 / (1 + M) without the division of M.
-    inverse = tile.reciprocal(moments + shifted, DIMS)
+    inverse = quotients.reciprocal(moments + shifted, DIMS)
     gate = g * (inverse * shifted)
     product = gate * w
     per_mass = product * inverse

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from crate_kernels._triton.jit import keep_mask, sequence_bounds, uncovered
+from crate_kernels.ops.tssa.triton.quotients import reciprocal
 
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
@@ -24,7 +25,6 @@ MASS_FLOOR = tl.constexpr(1e-8)
 SHIFT = tl.constexpr(2.0**-40)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LARGEST = tl.constexpr(3.0e38)  # finite: infinity times 0 is no number
 # Most tokens of a tile that a thread has all of. Only the interpreter has larger tiles in the causal form.
 APART = tl.constexpr(8)
 
@@ -60,47 +60,6 @@ class Rows(NamedTuple):
 def floored(x, FLOOR: tl.constexpr):
     """Return max(x, FLOOR), or NaN for NaN."""
     return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def reciprocal(x, DIMS: tl.constexpr):
-    """Return 1 / x of positive numbers far from the ends of fp32's range, with an error of one unit in the last place.
-
-    It is one instruction; a division, which scales numbers at the ends of the range, is eight, no more exact.
-    """
-    if DIMS.PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def inverse_of(c, DIMS: tl.constexpr):
-    """Return 1 / c and, of float32 tokens, what its rounding left: for ``ratio_of``."""
-    inverse = 1.0 / c
-    if DIMS.WIDE:
-        return inverse, tl.fma(-tl.minimum(c, LARGEST), inverse, 1.0) * inverse
-    else:
-        return inverse, inverse
-
-
-@triton.jit
-def ratio_of(x, inverse, rest, DIMS: tl.constexpr):
-    """Return x / c from ``inverse_of(c)``: of float32 tokens exactly 1 where x is c; others have no such digits."""
-    if DIMS.WIDE:
-        return tl.fma(x, inverse, x * rest)
-    else:
-        return x * inverse
-
-
-@triton.jit
-def quotient_of(x, c, DIMS: tl.constexpr):
-    """Return x / c of a positive c, with its error of the last place taken away for float32 tokens alone."""
-    inverse = reciprocal(c, DIMS)
-    quotient = x * inverse
-    if DIMS.WIDE:
-        quotient = tl.fma(tl.fma(-quotient, tl.minimum(c, LARGEST), x), inverse, quotient)
-    return quotient
 
 
 @triton.jit
