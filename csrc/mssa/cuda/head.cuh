@@ -113,9 +113,6 @@ CRATE_DEVICE void clear_uncovered(const Problem& call, const Head& head, int blo
   if (head.sequence == 0) clear(0, head.start);
 }
 
-// The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a warp's rows.
-constexpr float kMostRounding = 2.0f;
-
 // The lse of a row, from its largest score and the sum of weights relative to it. With an infinite score the sum is no
 // number.
 CRATE_DEVICE float lse_of(float largest, float sum) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "head_gradient.cuh"
+#include "rounding.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -47,8 +48,7 @@ template <class S>
 CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head, const HeadPlace& place, uint32_t w,
                                   float c, float unit) {
   using T = typename S::T;
-  constexpr float kMostRounding = 2.0f;  // in units of kDeviation eps and of the largest |g| of a warp's rows
-  constexpr float kDeviation = 0.2f, kEps = S::kHalf ? 0x1p-10f : 0x1p-7f;
+  constexpr float kEps = S::kHalf ? 0x1p-10f : 0x1p-7f;
   const uint32_t g = w + S::kTokens;
   const int id = fresh(threadIdx.x), chunk = id & 7;
   const T* const out = head.of<const T>(call, call.out);

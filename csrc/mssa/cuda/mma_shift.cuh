@@ -8,6 +8,7 @@
 #pragma once
 
 #include "mma_rows.cuh"
+#include "rounding.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -38,8 +39,6 @@ template <class T>
 CRATE_DEVICE float of_pair(uint32_t bits, int element) {
   return to_float(T{static_cast<uint16_t>(bits >> 16 * element)});
 }
-
-constexpr float kDeviation = 0.2f;  // of a rounding, in eps
 
 // A lane's share of two rows: what their roundings are found from.
 struct Rounding {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "plain_forward.cuh"
+#include "rounding.cuh"
 
 namespace crate_kernels::plain {
 
