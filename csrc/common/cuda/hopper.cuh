@@ -16,9 +16,8 @@ enum class Swizzle : uint32_t { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
 // An operand of wgmma in shared memory. K-major, an atom is 8 rows (of M or N) of the swizzle's bytes, and `stride` is
 // the bytes from one group of 8 rows to the next; `leading`, without swizzle, the bytes from 8 elements of K to the
-// next
-// 8. MN-major, an atom is 8 rows (of K) of the swizzle's bytes of M or N; `stride` leads from 8 rows of K to the next,
-// `leading` from one atom to the next along M or N. With a swizzle, atoms begin at multiples of 8 rows.
+// next 8. MN-major, an atom is 8 rows (of K) of the swizzle's bytes of M or N; `stride` leads from 8 rows of K to the
+// next, `leading` from one atom to the next along M or N. With a swizzle, atoms begin at multiples of 8 rows.
 template <Swizzle SWIZZLE = Swizzle::k128>
 CRATE_DEVICE uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   const uint32_t high = static_cast<uint32_t>(SWIZZLE) << 30 | stride >> 4;

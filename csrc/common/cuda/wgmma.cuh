@@ -1,10 +1,10 @@
 // wgmma.mma_async m64nNk16 of sm_90a: products of a warp group, 128 threads.
 //
-// A is 64 x 16, from registers (rs) or shared memory (ss), B 16 x N from shared memory, sums are fp32. Thread 32 w + 4
-// g
-// + t holds rows 16 w + g and 16 w + g + 8: d[4 i + e] is row g + 8 (e / 2), column 8 i + 2 t + e % 2. A's registers
-// are as the left operand of mma.cuh, of the warp's 16 rows. MN_A and MN_B say that an operand's M or N, not its K,
-// lies in consecutive elements. An asynchronous product must not be read, nor its operands written, before wgmma_wait.
+// A is 64 x 16, from registers (rs) or shared memory (ss), B 16 x N from shared memory, sums are fp32. Thread
+// 32 w + 4 g + t holds rows 16 w + g and 16 w + g + 8: d[4 i + e] is row g + 8 (e / 2), column 8 i + 2 t + e % 2. A's
+// registers are as the left operand of mma.cuh, of the warp's 16 rows. MN_A and MN_B say that an operand's M or N, not
+// its K, lies in consecutive elements. An asynchronous product must not be read, nor its operands written, before
+// wgmma_wait.
 //
 // The first product of a chain only writes its sums: ptxas serialises a chain whose first sums are read.
 #pragma once

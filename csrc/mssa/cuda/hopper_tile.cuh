@@ -15,7 +15,7 @@ CRATE_DEVICE uint32_t chunk_at(int row, int chunk) {
   return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
-// s (+)= rows a^T of 64 rows at `left` with COLUMNS rows at `right`, over DIM channels; panels are so many bytes apart.
+// s (+)= a b^T of 64 rows a at `left` and COLUMNS rows b at `right`, over DIM channels; panels are so many bytes apart.
 template <class T, int COLUMNS, int DIM>
 CRATE_DEVICE void add_scores(float (&s)[COLUMNS / 2], uint32_t left, uint32_t right, uint32_t panel, bool adds) {
 #pragma unroll
@@ -49,7 +49,8 @@ CRATE_DEVICE void pack_sums(uint32_t (&p)[MOST][4], const float (&s)[COLUMNS / 2
   }
 }
 
-// The same for rows of DIM channels that are multiplied by a number of their own.
+// Writes a warp's sums of 16 rows to `rows`, rounded, for store_rows: of a thread's two rows, one is multiplied by
+// `upper`, the other by `lower`.
 template <class T, int DIM>
 CRATE_DEVICE void stage_rows(uint32_t rows, const float (&acc)[DIM / 2], float upper, float lower, int lane) {
   const int row = lane & 15, more = lane >> 4;

@@ -1,4 +1,4 @@
-// A kernel behind the interface of the CUDA driver: what emulated.py compiles for each kernel that is launched by name.
+// A kernel behind the interface of the CUDA driver: what gpu.py compiles for each kernel that is launched by name.
 #pragma once
 
 #include <cstddef>
