@@ -194,13 +194,8 @@ CRATE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Bulk copies by one thread; addresses and bytes are multiples of 16. Loads end with a barrier's bytes. A tensor map's
-// box lies at `shared`, swizzled; what is outside the tensor is 0.
-CRATE_DEVICE void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
+// Bulk copies by one thread; addresses and bytes are multiples of 16. A load ends with a barrier's bytes. A tensor
+// map's box lies at `shared`, swizzled; what is outside the tensor is 0.
 CRATE_DEVICE void tensor_load(uint32_t shared, const TensorMap& map, uint32_t barrier, int x, int y, int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -209,7 +204,7 @@ CRATE_DEVICE void tensor_load(uint32_t shared, const TensorMap& map, uint32_t ba
       : "memory");
 }
 // Stores and sums to global memory, in groups. bulk_wait_read: shared memory may be written again when at most N groups
-// are unfinished; bulk_wait: global memory is written.
+// are unfinished.
 CRATE_DEVICE void bulk_store(void* global, uint32_t shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
@@ -225,16 +220,6 @@ CRATE_DEVICE void bulk_commit() {
 template <int N>
 CRATE_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-template <int N>
-CRATE_DEVICE void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// global[0..3] += v, each by an atomic sum.
-CRATE_DEVICE void add_global_4(float* global, float4 v) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
 }
 
 // The registers that each thread of this warp group may use: as many as a multiple of 8 from 24 to 240.

@@ -190,14 +190,6 @@ static_assert(sizeof(Map) <= sizeof(TensorMap));
 
 }  // namespace emulated
 
-inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
-    emulator::fail("bulk copies are of multiples of 16 bytes");
-  }
-  const unsigned char* const from = static_cast<const unsigned char*>(global);
-  emulator::async::load(shared, {from, from + bytes}, barrier);
-}
-
 inline void tensor_load(uint32_t shared, const TensorMap& map, uint32_t barrier, int x, int y, int z, int w) {
   emulated::Map m;
   memcpy(&m, &map, sizeof m);
@@ -243,15 +235,6 @@ inline void bulk_commit() {
 template <int N>
 void bulk_wait_read() {
   emulator::async::store_wait(N);
-}
-template <int N>
-void bulk_wait() {
-  emulator::async::store_wait(N);
-}
-inline void add_global_4(float* global, float4 v) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0)
-    emulator::fail("a sum of four floats is at a multiple of 16 bytes");
-  global[0] += v.x, global[1] += v.y, global[2] += v.z, global[3] += v.w;
 }
 
 // All threads of a warp group call them; registers themselves are not counted here.
