@@ -282,9 +282,7 @@ EVERY_TIME = ("backward_kernel<bf16, 64, 208, false>", "forward_kernel<bf16, 64,
     "name", [pytest.param(one, marks=[] if one in EVERY_TIME else [pytest.mark.exhaustive]) for one in REGISTERS]
 )
 def test_a_kernel_spills_nothing(name):
-    compiler = compilers.found()
-    if compiler is None:
-        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    compiler = compilers.needed()
     header = heads._FORWARD if name.startswith("forward") else heads._BACKWARD
     kernel = heads.Kernel(header, f"mssa::head_{name}")
     ((found, used),) = ((one.name, one) for one in resources.compiled(compiler, kernel, 90)[1])
