@@ -16,18 +16,10 @@ from crate_kernels._core import backends, launches, plan, recording
 from crate_kernels._native import extension
 from crate_kernels._triton import table
 from tests.ops.common import leaves
-from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known
+from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
 
 pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
-
-
-@pytest.fixture(autouse=True)
-def repeated_calls():
-    """Record at the second sight of a kind, as users' calls are."""
-    plan.forget()
-    yield
-    plan.forget()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -12,17 +12,9 @@ import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import Call
-from tests.ops.repeated import CALLS, both, call_of, hits, known
+from tests.ops.repeated import CALLS, both, call_of, hits, known, repeated_calls  # noqa: F401
 
 pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
-
-
-@pytest.fixture(autouse=True)
-def repeated_calls():
-    """Record at the second sight of a kind, as users' calls are."""
-    plan.forget()
-    yield
-    plan.forget()
 
 
 @pytest.mark.parametrize(
