@@ -15,7 +15,7 @@ from crate_kernels._native import extension
 from tests.tools.plans import drivers, standin
 from tests.tools.plans.recorded import launching, recorded
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 NUMBER = 10**9  # of options that no operator has
 
 
@@ -289,7 +289,7 @@ def test_an_empty_grid_is_not_launched():
 
 def test_without_a_driver_a_launch_is_refused():
     if torch.cuda.is_available():
-        pytest.skip("has a driver")
+        pytest.skip("needs a machine without a GPU")
     a = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         ops().plan_store([a], NUMBER, recorded(launching, a))

@@ -12,7 +12,7 @@ from crate_kernels._core import plan
 from crate_kernels._native import extension
 from tests.tools.plans import drivers
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 NUMBER = 10**9  # of options that no operator has
 # Of function 5 with one parameter: the address of the call's tensor.
 LAUNCH = [1, 5, *[1] * 4, 0, 1, 0, 0, *(1, 0), *(1, 0), *(1, 8), *(1, 0, 0, 0)]

@@ -153,7 +153,7 @@ def test_the_emulator_refuses_and_stops_what_a_gpu_would(library, device):
     assert launch.gpu(CPU).capability == 90
 
 
-@pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 def test_a_plan_gives_a_kernel_fresh_addresses(library):
     entry = plan.Entry(1, 1)
 

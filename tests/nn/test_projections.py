@@ -165,7 +165,9 @@ CACHED = {
 WAITING = {
     "adapted": lambda module: _adapted(module),
     "quantised": lambda module: quantised(nn.Sequential(module))[0],
-    "offloaded": lambda module: pytest.importorskip("accelerate").cpu_offload(module, torch.device("cpu")),
+    "offloaded": lambda module: pytest.importorskip("accelerate", reason="needs accelerate: the extra hf").cpu_offload(
+        module, torch.device("cpu")
+    ),
 }
 
 

@@ -119,7 +119,7 @@ def over_budget(case, dtype, backend, device):
     # Of the spec, not of ``testing``, which leaves out interpreted bfloat16: here it is computed right.
     reason = testing.SPECS[case.op].excluded(case, backend, dtype)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(f"needs another attention of PyTorch's: {reason}")
     if case.options.get("phi") in ("relu", "identity") and backend != "composite":
         pytest.skip("needs kernels with phi='relu' and 'identity': composite alone has them, and runs these cases")
     key = repr(case), dtype, device  # other cases may have the same name

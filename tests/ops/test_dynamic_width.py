@@ -71,7 +71,7 @@ def test_a_new_head_dim_of_packed_sequences_does_not_recompile(backend):
     once(packed, lambda width: torch.randn(5, 2, width), 2)
 
 
-@pytest.mark.skipif(not extension.PATH, reason="composite has no op of ours")
+@pytest.mark.skipif(not extension.PATH, reason="needs python -m crate_kernels build: composite has no op of ours")
 def test_a_graph_recorded_without_a_scale_has_that_of_its_tokens():
     """As torch.export writes it: an operator whose scale is None."""
     program = torch.export.export(Attention(), (torch.randn(1, 2, 5, 16),))

@@ -15,7 +15,10 @@ from tests.ops.repeated import CALLS, both, call_of, known
 REFUSAL = "must have a storage of at least .* bytes, got one of"
 HOW = {"freed": 0, "cut": 1}  # share of the bytes that are left, but for the last one
 BACKENDS = sorted({*test_given.NAMES, "reference"})
-repeats = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
+repeats = pytest.mark.skipif(
+    extension.PATH is None or backends._INTERPRETED,
+    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
+)
 chosen = test_given.chosen
 
 

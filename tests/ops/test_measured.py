@@ -13,7 +13,10 @@ from tests.ops.common import outputs_and_gradients
 from tests.ops.repeated import hits, inputs
 from tests.tools import timed_gpu
 
-pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="the usual backend is cpp")
+pytestmark = pytest.mark.skipif(
+    extension.PATH is None or backends._INTERPRETED,
+    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
+)
 SEQLEN = 9  # of a class that goes from 9 to 16
 # operator: options, sizes and length of its class
 CALLS = {

@@ -19,7 +19,10 @@ from tests.ops.common import leaves
 from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
 
-pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
+pytestmark = pytest.mark.skipif(
+    extension.PATH is None or backends._INTERPRETED,
+    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
+)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,10 @@ from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import Call
 from tests.ops.repeated import CALLS, both, call_of, hits, known, repeated_calls  # noqa: F401
 
-pytestmark = pytest.mark.skipif(extension.PATH is None or backends._INTERPRETED, reason="repeats calls of cpp")
+pytestmark = pytest.mark.skipif(
+    extension.PATH is None or backends._INTERPRETED,
+    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
+)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.tools.aot import harness
 from tests.tools.plans import drivers, host
 
 harness.needs_compiler()
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="plans are part of the extension")
+pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 PLANS = {"no_grad": 1, "grad": 1, "both": 2}
 
 
