@@ -1,9 +1,8 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
-Items: the machine; what the CUDA library's kernels take of it; every form of every operator once in bf16 against
-float64, on each kernel backend; calls for which None takes what was timed to be the fastest; the kernels of whole
-heads; the assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under
-it.
+Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; calls for which
+None takes what was timed to be the fastest; the kernels of whole heads; the assembler's warnings (C75xx) of the main
+Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends, measured
-from crate_kernels._native import extension
 from crate_kernels._triton import launch
 from tests.gpu import lines, processes
 from tests.gpu.__main__ import machine
@@ -57,25 +55,6 @@ def describe():
     command = [smi, f"--query-gpu={QUERY}", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() if smi else "none"
     return {**machine(), "cuda": torch.version.cuda, "nvidia-smi": said}
-
-
-def resources():
-    """Return what the driver says of the CUDA library's kernels: registers, spills, and of which GPU their code is.
-
-    The bounds of docs/gpu.md, by which backends are chosen, are of machine code; a kernel that the driver made from PTX
-    is another, and fails.
-    """
-    reason = backends.cuda_library_missing()
-    if reason is not None:
-        raise Skipped(reason)
-    every = {name: extension.kernel_attributes(name) for name in extension.kernel_names()}
-    arch = launch.arch(torch.device("cuda"))
-    foreign = sorted(name for name, one in every.items() if f"sm_{one['binary']}" != arch)
-    if foreign and arch in extension.cuda_archs():
-        raise AssertionError(f"{len(foreign)} kernels have no code for {arch}: {foreign[:3]}")
-    spilling = {name: one["local_bytes"] for name, one in every.items() if one["local_bytes"]}
-    registers = max(one["registers"] for one in every.values())
-    return {"kernels": len(every), "foreign": len(foreign), "registers": registers, "spilling": spilling}
 
 
 def check(case, backend, dtype, device):
@@ -145,7 +124,7 @@ def warnings(family):
 
 def sanitize(op, backend):
     """Run one small call under compute-sanitizer."""
-    reason = backends.unavailable_reason(op, backend, "cuda")  # the CUDA library may still be compiled
+    reason = backends.unavailable_reason(op, backend, "cuda")
     if reason is not None:
         raise Skipped(reason)
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -167,7 +146,7 @@ def items(dry_run):
     if dry_run:
         case = next(case for case in testing.CASES if case.op == "tssa")
         return {"machine": describe, f"triton {case}": lambda: check(case, "triton", torch.float32, "cpu")}
-    found = {"machine": describe, "cuda library": resources}
+    found = {"machine": describe}
     for case in forms():
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip 
 def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
     names = list(smoke.items(dry_run=False))
     firsts = {tuple(name.split()[:1]) for name in names}
-    assert firsts == {("machine",), ("cuda",), ("triton",), ("cpp",), ("heads",), ("warnings",), ("sanitizer",)}
+    assert firsts == {("machine",), ("triton",), ("cpp",), ("heads",), ("warnings",), ("sanitizer",)}
     assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
 
 
@@ -53,35 +53,6 @@ def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
     count = len(lines.read(tmp_path / "smoke.jsonl"))
     smoke.main(["--out", str(tmp_path)])
     assert [line["item"] for line in lines.read(tmp_path / "smoke.jsonl")[count:]] == ["b", "b"]
-
-
-# What the driver says of two kernels, the GPU, and what comes of it.
-RESOURCES = {
-    "own": ((90, 90), "sm_90", {"kernels": 2, "foreign": 0, "registers": 80, "spilling": {"b": 16}}),
-    "another": ((80, 80), "sm_89", {"kernels": 2, "foreign": 2, "registers": 80, "spilling": {"b": 16}}),
-    "ptx": ((90, 80), "sm_90", None),
-}
-
-
-@pytest.mark.parametrize(("binaries", "arch", "expected"), RESOURCES.values(), ids=RESOURCES)
-def test_kernels_of_the_cuda_library_are_of_this_gpu(binaries, arch, expected, monkeypatch):
-    said = {
-        name: {"registers": registers, "local_bytes": spilled, "binary": binary}
-        for name, registers, spilled, binary in zip("ab", (80, 40), (0, 16), binaries, strict=True)
-    }
-    monkeypatch.setattr(smoke.extension, "kernel_names", lambda: [*said])
-    monkeypatch.setattr(smoke.extension, "kernel_attributes", said.get)
-    monkeypatch.setattr(smoke.extension, "cuda_archs", lambda: {"sm_80", "sm_90"})
-    monkeypatch.setattr(smoke.launch, "arch", lambda device: arch)
-    monkeypatch.setattr(smoke.backends, "cuda_library_missing", lambda: "not built")
-    with pytest.raises(smoke.Skipped, match="not built"):
-        smoke.resources()
-    monkeypatch.setattr(smoke.backends, "cuda_library_missing", lambda: None)
-    if expected is None:
-        with pytest.raises(AssertionError, match=r"1 kernels have no code for sm_90: \['b'\]"):
-            smoke.resources()
-    else:
-        assert smoke.resources() == expected
 
 
 @pytest.mark.parametrize("status", [0, 9])
