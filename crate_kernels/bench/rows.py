@@ -138,7 +138,7 @@ class Results:
 
     def clocks(self, **wanted: Any) -> list[str]:
         """List the clocks that have timed some row with these values."""
-        found = self.find(**wanted) if wanted else self.rows
+        found = self.find(**wanted)
         return [clock for clock in CLOCKS if any(row.samples(clock) for row in found)]
 
     def in_group(self, row: Row) -> dict[str, Row]:
