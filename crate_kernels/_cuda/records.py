@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -54,6 +55,7 @@ class Record(ctypes.Structure):
         return {field[0]: field[1] for base in reversed(cls.__mro__) for field in base.__dict__.get("_fields_", ())}
 
     @classmethod
+    @cache  # every assignment of a field asks
     def offsets(cls) -> dict[str, int]:
         """Return where each field begins, those of a base first."""
         return {name: getattr(cls, name).offset for name in cls._all_fields()}
