@@ -3,8 +3,8 @@
 A backend is a name and a package with one kernel module per operator. A kernel module defines ``forward`` and
 ``backward``, and ``decode`` where the operator has a cache. Adding the file ``ops/<op>/<backend>.py`` offers one.
 A part of an operator may have kernel modules of its own: ``add_part``.
-``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors, both in ``native.py``. The former needs the extension;
-the latter NVRTC where the operator plans its kernels in ``cuda.py``, else the CUDA library.
+``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors, both in ``native.py``. The former needs the extension,
+the latter NVRTC.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +43,7 @@ class Backend:
         package: where the kernel modules are, with ``{op}`` standing for the operator.
         devices: supported device types; None means any.
         dtypes: supported dtypes; None means any floating dtype.
-        missing: why the backend cannot run in this process; None if it can. A mapping says it for each operator.
+        missing: why the backend cannot run in this process; None if it can.
         remedy: advice to the user, for messages.
         on_cuda: another variant of the same name for CUDA tensors; None if this one serves them.
         unfit: says why a device of a supported type cannot run the backend, None if it can; None if all can.
@@ -54,16 +54,11 @@ class Backend:
     package: str
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
-    missing: str | Mapping[str, str | None] | None = None
+    missing: str | None = None
     remedy: str = "use backend='composite'"
     on_cuda: Backend | None = None
     unfit: Callable[[torch.device], str | None] | None = None
     planned: bool = False
-
-    def reason(self, op: str) -> str | None:
-        """Say why it cannot run an operator, or a part of one, in this process; None if it can."""
-        missing = self.missing
-        return missing if missing is None or isinstance(missing, str) else missing[op.partition(".")[0]]
 
     def for_device(self, device_type: str) -> Backend:
         """Return the variant for tensors on this type of device."""
@@ -85,20 +80,6 @@ def cuda_library_missing() -> str | None:
     if not extension.CUDA_PATHS:
         return "the CUDA library is not built (python -m crate_kernels build, with a GPU and nvcc)"
     return None
-
-
-def _is_there(package: str) -> bool:
-    """Return whether a module or package exists. For ours, look for the file or folder: that imports nothing."""
-    root, _, rest = package.partition(".")
-    if root == "crate_kernels":
-        place = Path(__file__).parents[1].joinpath(*rest.split("."))
-        return place.is_dir() or place.with_suffix(".py").exists()
-    return find_spec(package) is not None
-
-
-def _cuda_missing(op: str) -> str | None:
-    """Say why an operator's CUDA kernels cannot run, and what to do about it; None if they can."""
-    return nvrtc.unavailable_reason() if _is_there(f"crate_kernels.ops.{op}.cuda") else cuda_library_missing()
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,7 +116,7 @@ _BACKENDS = {
                 "crate_kernels.ops.{op}.native",
                 devices=("cuda",),
                 dtypes=_FLOATS,
-                missing={op: _cuda_missing(op) for op in OPS},
+                missing=nvrtc.unavailable_reason(),
             ),
             planned=True,
         ),
@@ -150,6 +131,15 @@ AUTO = "auto"
 _kernels: dict[tuple[str, str], ModuleType] = {}
 # (operator, function of a kernel module) -> the public function, for messages, where its name is not the operator's.
 PUBLIC: dict[tuple[str, str], str] = {}
+
+
+def _is_there(package: str) -> bool:
+    """Return whether a kernel module exists. For ours, look for the file or folder: that imports nothing."""
+    root, _, rest = package.partition(".")
+    if root == "crate_kernels":
+        place = Path(__file__).parents[1].joinpath(*rest.split("."))
+        return place.is_dir() or place.with_suffix(".py").exists()
+    return find_spec(package) is not None
 
 
 # Looked up once: a call must not touch the disk, and torch.compile cannot trace disk access.
@@ -252,9 +242,8 @@ def _usable(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
     found.append("composite")
     if len(found) == 1 and device_type == "cpu" and not torch.compiler.is_compiling():
         cpp = _BACKENDS["cpp"]
-        reason = cpp.reason(op)
-        if reason is not None and dtype in (cpp.dtypes or ()):
-            _hint(reason)
+        if cpp.missing is not None and dtype in (cpp.dtypes or ()):
+            _hint(cpp.missing)
     return found
 
 
@@ -340,7 +329,7 @@ def variant_reason(op: str, backend: Backend) -> str | None:
     """Say why one variant of a backend cannot compute ``op`` in this process; None if it can."""
     if not _has_kernel.get((op, backend.name), False):
         return f"{backend.name} has no {op} kernel yet"
-    return backend.reason(op)
+    return backend.missing
 
 
 def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.dtype, function: str = "") -> str:
