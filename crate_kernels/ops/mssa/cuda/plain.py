@@ -6,7 +6,8 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels.ops.mssa.cuda.problem import Problem, rounded_up
+from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.splits import cdiv
 
 # As plain.cuh has them: threads of a block, its rows, the rows of a tile, channels at a time, and floats between rows.
 _THREADS, _OWNED, _TILE, _CHUNK = 128, 64, 32, 64
@@ -40,8 +41,8 @@ def kernels() -> list[Kernel]:
 
 def _launch(kernel: Kernel, fields: dict, w: Tensor, shared_bytes: int, grouped: bool = True) -> None:
     """Launch a block for each stretch of rows, and for each group of channels if the kernel has groups."""
-    blocks = max(rounded_up(fields["seqlen"], _OWNED), 1)
-    groups = rounded_up(w.shape[-1], _MOST_CHUNKS * _CHUNK)
+    blocks = max(cdiv(fields["seqlen"], _OWNED), 1)
+    groups = cdiv(w.shape[-1], _MOST_CHUNKS * _CHUNK)
     count = fields["sequences"] * fields["nheads"] * blocks * (groups if grouped else 1)
     parameters = Problem(**fields, blocks=blocks, groups=groups)
     launch.run(kernel, Shape(count, _THREADS, shared_bytes), [parameters], w.device)

@@ -100,11 +100,6 @@ def is_wide(x: Tensor) -> bool:
     return strides[-1] == 1 and x.data_ptr() % _PACK == 0 and all(n * x.element_size() % _PACK == 0 for n in whole)
 
 
-def rounded_up(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
-
-
 def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: object) -> dict[str, object]:
     """Return the fields of the problem of a forward; ``more`` replaces some."""
     packed = call.packed

@@ -10,7 +10,8 @@ from torch import Tensor
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import POINTER
-from crate_kernels.ops.mssa.cuda.problem import Problem, rounded_up
+from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.splits import cdiv
 
 _HEADER = "mssa/cuda/decode.cuh"
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -61,25 +62,25 @@ def step(fields: dict, w: Tensor, part: Tensor, statistics: Tensor) -> None:
     if not (fields["w"].wide and fields["keys"].wide):
         raise ValueError(f"mssa: tokens must be rows of whole 16 bytes, got head_dim {w.shape[-1]}")
     new, head_dim, splits = fields["seqlen"], w.shape[-1], part.shape[1]
-    packs, lanes = rounded_up(head_dim * w.element_size(), _PACK), 1
+    packs, lanes = cdiv(head_dim * w.element_size(), _PACK), 1
     while lanes < min(packs, _WARP):
         lanes *= 2
     tokens = 1 if new == 1 else GROUP
     vectors = 2 if packs > lanes else 1  # of fp32 alone: 256 halves are a pack a lane
-    blocks = rounded_up(new, tokens)
+    blocks = cdiv(new, tokens)
     given = {**fields, "part": part, "statistics": statistics, "splits": splits, "lanes": lanes}
     attends, combines = decode_kernel(w.dtype, tokens, vectors), _combine_kernel(w.dtype)
     for kernel in (attends, combines):  # before either writes to the cache: one may not compile
         launch.function(kernel, w.device, (Step,))
     shape = Shape(_heads(fields) * blocks * splits, _THREADS, 4 * (_THREADS // _WARP) * tokens * (head_dim + 2))
     launch.run(attends, shape, [Step(**given, blocks=blocks)], w.device)
-    shape = Shape(_heads(fields) * new, rounded_up(head_dim, _WARP) * _WARP)
+    shape = Shape(_heads(fields) * new, cdiv(head_dim, _WARP) * _WARP)
     launch.run(combines, shape, [Step(**given, blocks=new)], w.device)
 
 
 def append(fields: dict, w: Tensor) -> None:
     """Append the new tokens to the cache, whose lengths stay."""
-    blocks = rounded_up(fields["seqlen"], _THREADS)
+    blocks = cdiv(fields["seqlen"], _THREADS)
     parameters = Problem(**fields, blocks=blocks)
     launch.run(_append_kernel(w.dtype), Shape(_heads(fields) * blocks, _THREADS), [parameters], w.device)
 

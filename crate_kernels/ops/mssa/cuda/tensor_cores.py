@@ -10,7 +10,8 @@ from torch import Tensor
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.cuda.problem import Problem, rounded_up
+from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.splits import cdiv
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CAPABILITY, _SHARED = 80, 99 * 1024
@@ -101,10 +102,10 @@ def _launch_rows(kernel: Kernel, fields: dict, w: Tensor, rows: int, of_row: int
     """
     heads, seqlen, warps = fields["sequences"] * fields["nheads"], fields["seqlen"], _MOST_WARPS
     least = launch.gpu(w.device).multiprocessors
-    while warps > 1 and (heads * rounded_up(seqlen, rows * warps) < least or rows * warps // 2 >= seqlen):
+    while warps > 1 and (heads * cdiv(seqlen, rows * warps) < least or rows * warps // 2 >= seqlen):
         warps //= 2
     block = rows * warps
-    _launch(kernel, fields, w, max(rounded_up(seqlen, block), 1), warps * 32, block * of_row + of_tiles)
+    _launch(kernel, fields, w, max(cdiv(seqlen, block), 1), warps * 32, block * of_row + of_tiles)
 
 
 def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
@@ -119,7 +120,7 @@ def forward(fields: dict, w: Tensor, call: Call) -> None:
     """Launch a forward. With levels, it writes what a backward needs of it, and nothing else."""
     dim = _class_of(w.shape[-1])
     if dim <= _PAIRS_DIM and _takes_pairs(fields, w, call):
-        tiles = rounded_up(fields["seqlen"], 16)
+        tiles = cdiv(fields["seqlen"], 16)
         shared = (tiles * 16 * _PAIRS_DIM + 2 * _PAIRS_TILES * 256) * 2 + _PAIRS_TILES * 8
         _launch(pairs_kernel(w.dtype), fields, w, 1, tiles * 32, shared)
         return
@@ -134,7 +135,7 @@ def backward(fields: dict, w: Tensor, call: Call) -> None:
     dim = _class_of(w.shape[-1])
     rows = _SHIFT_WARPS * 16
     shared = (2 * rows + _SHIFT_COLUMNS) * dim * 2
-    blocks = max(rounded_up(fields["seqlen"], rows), 1)
+    blocks = max(cdiv(fields["seqlen"], rows), 1)
     _launch(_shift_kernel(w.dtype, dim), fields, w, blocks, _SHIFT_WARPS * 32, shared)
     tiles = _BACKWARD[dim]
     of_tiles = 2 * tiles.columns * (2 * dim * 2 + 8)  # w, g and two numbers a row
