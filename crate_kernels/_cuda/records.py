@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from crate_kernels._core.given import KERNEL_DTYPES
@@ -14,6 +15,7 @@ from crate_kernels._core.launches import Struct
 
 POINTER = ctypes.c_void_p
 DTYPES = KERNEL_DTYPES  # the device code's numbers of them
+CPP_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # and its types
 
 
 class Record(ctypes.Structure):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from crate_kernels._core import given
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels._cuda.records import DTYPES, POINTER, Record
+from crate_kernels._cuda.records import CPP_TYPES, DTYPES, POINTER, Record
 
 _HEADER = "ista/cuda/update.cuh"
 _UPDATE = Kernel(_HEADER, "ista_update_kernel")
-_SYMMETRIZE = {
-    dtype: Kernel(_HEADER, f"ista_symmetrize_kernel<{name}>")
-    for dtype, name in ((torch.float32, "float"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-}
+_SYMMETRIZE = {dtype: Kernel(_HEADER, f"ista_symmetrize_kernel<{name}>") for dtype, name in CPP_TYPES.items()}
 _THREADS, _ITEMS = 256, 8  # of an update: a block's threads, the elements of a thread
 _TILE, _TILE_ROWS = 32, 8  # of a transposition: a block of _TILE * _TILE_ROWS threads has _TILE^2 elements
 

@@ -17,9 +17,9 @@ from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import POINTER, Record
 from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 _FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST_ROWS, _MOST_CHANNELS = 256, 128
 _CAPABILITY = 90  # wgmma is that of sm_90a alone
 _SHARED, _MULTIPROCESSOR = 232448, 233472  # bytes of a block, and of all
@@ -95,11 +95,11 @@ def shape_of(seqlen: int, head_dim: int) -> tuple[int, int]:
 
 
 def _kernel(dtype: torch.dtype, dim: int, rows: int, masked: bool) -> Kernel:
-    return Kernel(_BACKWARD, f"mssa::head_backward_kernel<{_TYPES[dtype]}, {dim}, {rows}, {str(masked).lower()}>")
+    return Kernel(_BACKWARD, f"mssa::head_backward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(masked).lower()}>")
 
 
 def _forward_kernel(dtype: torch.dtype, dim: int, rows: int) -> Kernel:
-    return Kernel(_FORWARD, f"mssa::head_forward_kernel<{_TYPES[dtype]}, {dim}, {rows}>")
+    return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}>")
 
 
 def _seqlen(w: Tensor, call: Call) -> int:
@@ -118,7 +118,7 @@ def _serves(w: Tensor, call: Call) -> bool:
     return (
         gpu.capability == _CAPABILITY
         and gpu.shared_limit >= _SHARED - 1024
-        and w.dtype in _TYPES
+        and w.dtype in TYPES
         and not call.causal
         and call.seed is None
         and call.threshold is None
@@ -205,6 +205,6 @@ def _tokens(x: Tensor, call: Call) -> HeadTokens:
 def kernels() -> list[Kernel]:
     """List kernels of published sizes, of which registers are recorded; a call may need one of another length."""
     every = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False), (64, 64, False)]
-    backwards = [_kernel(dtype, *shape) for dtype in _TYPES for shape in (*every, (64, 256, False))]
+    backwards = [_kernel(dtype, *shape) for dtype in TYPES for shape in (*every, (64, 256, False))]
     forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
-    return backwards + [_forward_kernel(dtype, *shape) for dtype in _TYPES for shape in forwards]
+    return backwards + [_forward_kernel(dtype, *shape) for dtype in TYPES for shape in forwards]

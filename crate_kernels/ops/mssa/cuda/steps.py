@@ -9,12 +9,11 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels._cuda.records import POINTER
+from crate_kernels._cuda.records import CPP_TYPES, POINTER
 from crate_kernels.ops.mssa.cuda.problem import Problem
 from crate_kernels.ops.mssa.splits import cdiv
 
 _HEADER = "mssa/cuda/decode.cuh"
-_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _THREADS, _WARP, _PACK = 128, 32, 16
 GROUP = 4  # tokens of a block, if it has several
 _ADVANCE = Kernel(_HEADER, "decoding::mssa_advance_kernel")
@@ -29,22 +28,22 @@ class Step(Problem):
 
 def decode_kernel(dtype: torch.dtype, tokens: int, vectors: int) -> Kernel:
     """Return the kernel of so many tokens a block, and packs a lane."""
-    return Kernel(_HEADER, f"decoding::mssa_decode_kernel<{_TYPES[dtype]}, {tokens}, {vectors}>")
+    return Kernel(_HEADER, f"decoding::mssa_decode_kernel<{CPP_TYPES[dtype]}, {tokens}, {vectors}>")
 
 
 def _combine_kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel(_HEADER, f"decoding::mssa_decode_combine_kernel<{_TYPES[dtype]}>")
+    return Kernel(_HEADER, f"decoding::mssa_decode_combine_kernel<{CPP_TYPES[dtype]}>")
 
 
 def _append_kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel(_HEADER, f"decoding::mssa_append_kernel<{_TYPES[dtype]}>")
+    return Kernel(_HEADER, f"decoding::mssa_append_kernel<{CPP_TYPES[dtype]}>")
 
 
 def kernels() -> list[Kernel]:
     """List every kernel that calls launch."""
     wide = [decode_kernel(torch.float32, tokens, 2) for tokens in (1, GROUP)]
-    narrow = [decode_kernel(dtype, tokens, 1) for dtype in _TYPES for tokens in (1, GROUP)]
-    return [*wide, *narrow, *map(_combine_kernel, _TYPES), *map(_append_kernel, _TYPES), _ADVANCE]
+    narrow = [decode_kernel(dtype, tokens, 1) for dtype in CPP_TYPES for tokens in (1, GROUP)]
+    return [*wide, *narrow, *map(_combine_kernel, CPP_TYPES), *map(_append_kernel, CPP_TYPES), _ADVANCE]
 
 
 def _heads(fields: dict) -> int:
