@@ -329,5 +329,5 @@ def decode(
         # Never past the end through the public function; on a GPU an index error would end the process.
         bias = denom_bias[:, position.clamp(min=0, max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
     out, membership = _run_causal(w, temp, bias, Call(key_padding_mask), state)
-    state.lengths.add_(w.shape[2] if key_padding_mask is None else key_padding_mask.sum(1))
+    state.advance(w, key_padding_mask)
     return out, membership
