@@ -41,14 +41,15 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 def _attend(fields: dict, w: Tensor, call: Call) -> None:
     """Launch a forward over the tokens themselves, or over a cache."""
-    _check_head_dim(w)
+    check_head_dim(w)
     if tensor_cores.take(w):
         tensor_cores.forward(fields, w, call)
     else:
         plain.forward(fields, w)
 
 
-def _check_head_dim(w: Tensor) -> None:
+def check_head_dim(w: Tensor) -> None:
+    """Refuse heads that the kernels do not take."""
     if not 1 <= w.shape[-1] <= _MOST_HEAD_DIM:
         raise backends.Refused(f"takes head_dim from 1 to {_MOST_HEAD_DIM}, got {w.shape[-1]}")
 
@@ -63,7 +64,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         return dw
     given.backward(dout, dlse, w, out, lse, call)
     if dw.numel():
-        _check_head_dim(w)
+        check_head_dim(w)
         scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
         fields = problem.of_backward(dout, dlse, w, out, lse, call, dw, scratch)
         if tensor_cores.take(w) and not tensor_cores.round_gradients(w, call, bool(fields["scores"])):
@@ -82,7 +83,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     given.decode(w, data, lengths, call)
     if not out.numel():
         return out, lse
-    _check_head_dim(w)
+    check_head_dim(w)
     stretches = _empty_stretches(w, data, call)
     if stretches is not None:
         w = w.contiguous()

@@ -5,20 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa.cuda import plain
+from crate_kernels.ops.mssa.native import check_head_dim
 from crate_kernels.ops.mssa.rectangular import cuda, given
 from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
-
-_MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
-
-
-def _check(w: Tensor) -> None:
-    """Refuse what the kernels do not take."""
-    if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
-        raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
 
 
 def _contiguous(call: Call) -> Call:
@@ -29,7 +21,7 @@ def _contiguous(call: Call) -> Call:
 
 def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone."""
-    _check(rows.w)
+    check_head_dim(rows.w)
     out = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
     lse = out.new_empty(rows.w.shape[:3])
     if columns.w.shape[2] == 0:
@@ -45,7 +37,7 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """Return the product of each row of ``dout`` with the same row of ``out``, summed as the backward's are."""
-    _check(dout)
+    check_head_dim(dout)
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
     if is_gpu(dout.device):
         given.delta(dout, out)
@@ -58,7 +50,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
-    _check(rows.w)
+    check_head_dim(rows.w)
     dw = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
     if columns.w.shape[2] == 0:
         return dw.zero_()
