@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 # As cuda.h numbers them.
-_MULTIPROCESSORS, _SHARED_LIMIT = 16, 97  # of a device
+_MULTIPROCESSORS, _SHARED_LIMIT, _MAJOR, _MINOR = 16, 97, 75, 76  # of a device
 _MAX_THREADS, _STATIC_SHARED, _LOCAL_BYTES, _REGISTERS, _PTX, _BINARY = 0, 1, 3, 4, 5, 6  # of a function
 _DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # of a function, to be set
 _CLUSTER_SIZE, _CLUSTER_SCHEDULE, _SPREAD = 4, 5, 1  # attributes of a launch
@@ -116,7 +116,7 @@ class Gpu:
         self._context = context
         self.multiprocessors = self._attribute(device, _MULTIPROCESSORS)
         self.shared_limit = self._attribute(device, _SHARED_LIMIT)
-        self.capability = 10 * self._attribute(device, 75) + self._attribute(device, 76)
+        self.capability = 10 * self._attribute(device, _MAJOR) + self._attribute(device, _MINOR)
 
     def _attribute(self, device: c_int, attribute: int) -> int:
         self._driver.call("cuDeviceGetAttribute", byref(value := c_int()), attribute, device)
