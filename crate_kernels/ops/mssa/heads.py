@@ -62,12 +62,16 @@ class HeadCall(Record):
     )
 
 
+def _columns_bytes(rows: int, tail: int) -> int:
+    """Return what the weights of the last ``tail`` columns take, for every row."""
+    pitch = 32 if tail <= 16 else 64 if tail <= 32 else 128
+    return -(-rows * pitch // 1024) * 1024 if tail else 0
+
+
 def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
     """Return what a block takes of shared memory, as HeadShape does; None if that is more than there is."""
     blocks, panels = min(rows // 64, 3), -(-dim // 64)
-    tail = rows - 64 * blocks
-    pitch = 32 if tail <= 16 else 64 if tail <= 32 else 128
-    columns = -(-rows * pitch // 1024) * 1024 if tail else 0
+    columns = _columns_bytes(rows, rows - 64 * blocks)
     stage = (3 if masked else 2) * panels * rows * _ROW
     rest = blocks * panels * 64 * _ROW + 2 * columns + 2048 + 256
     return next((n * stage + rest for n in (2, 1) if n * stage + rest <= _SHARED), None)
@@ -81,10 +85,8 @@ def _most_beside(dim: int) -> int:
 def forward_shared_bytes(dim: int, rows: int) -> int:
     """Return what a block of the forward takes of shared memory, as ForwardShape does."""
     tail, panels = rows % 64, -(-dim // 64)
-    pitch = 32 if tail <= 16 else 64 if tail <= 32 else 128
-    columns = -(-rows * pitch // 1024) * 1024 if tail else 0
     stage = panels * rows * _ROW
-    rest = panels * 64 * _ROW + columns + 128 * tail + 2560
+    rest = panels * 64 * _ROW + _columns_bytes(rows, tail) + 128 * tail + 2560
     two = 2 * stage + rest
     return two if _most_beside(dim) * (two + 1024) <= _MULTIPROCESSOR else stage + rest
 
