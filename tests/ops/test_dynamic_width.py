@@ -71,6 +71,15 @@ def test_a_new_head_dim_of_packed_sequences_does_not_recompile(backend):
     once(packed, lambda width: torch.randn(5, 2, width), 2)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1)], ids=str)
+def test_heads_that_may_change_meet_temperatures_that_do_not(shape):
+    torch._dynamo.reset()
+    w, temp = torch.randn(2, 3, 5, 8), torch.ones(shape)
+    torch._dynamo.maybe_mark_dynamic(w, 1)
+    fast, _ = compiled(crate_kernels.tssa)
+    torch.testing.assert_close(fast(w, temp), crate_kernels.tssa(w, temp))
+
+
 @pytest.mark.skipif(not extension.PATH, reason="needs python -m crate_kernels build: composite has no op of ours")
 def test_a_graph_recorded_without_a_scale_has_that_of_its_tokens():
     """As torch.export writes it: an operator whose scale is None."""

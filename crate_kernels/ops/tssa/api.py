@@ -217,7 +217,8 @@ def _taken(w: Tensor, temp: Tensor, denom_bias: Tensor | None, causal: bool) -> 
 def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
     """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
     checks.tensor("tssa", name, value, None, "(nheads,)")
-    if tuple(value.shape) not in ((nheads,), (nheads, 1)):
+    # In parts: torch.compile takes no tuple of sizes, some of which it does not know, to be in another.
+    if value.dim() not in (1, 2) or value.shape[0] != nheads or value.shape[1:].numel() != 1:
         raise ValueError(f"tssa: {name} must be (nheads,) = ({nheads},), got {tuple(value.shape)}")
     _check_dtype(name, value, w)
     return value if value.dim() == 1 else value.reshape(nheads)
