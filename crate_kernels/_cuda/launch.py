@@ -62,7 +62,7 @@ class _Nvidia(driver.Gpu):
 # By type of device, how to open the GPU of a number. Tests add the CPU, which emulates one.
 OPENERS: dict[str, Callable[[int], Gpu]] = {"cuda": lambda index: _Nvidia(index, driver.driver())}
 _gpus: dict[tuple[str, int], Gpu] = {}
-_functions: dict[tuple[str, int, Kernel], Function] = {}
+_functions: dict[tuple[str, int, Kernel], Function | backends.Refused] = {}
 _lock = threading.RLock()
 
 
@@ -87,9 +87,19 @@ def function(kernel: Kernel, device: torch.device, types: tuple[type[Record], ..
     found = _functions.get(key)
     if found is None:
         with _lock:  # one thread compiles, the others wait for it
-            found = _functions.get(key) or gpu(device).function(kernel, types)
+            found = _functions.get(key) or _loaded(kernel, device, types)
             _functions[key] = found
+    if isinstance(found, backends.Refused):
+        raise backends.Refused(*found.args)
     return found
+
+
+def _loaded(kernel: Kernel, device: torch.device, types: tuple[type[Record], ...]) -> Function | backends.Refused:
+    """Return a kernel, or why it cannot be compiled: a later call does not try again."""
+    try:
+        return gpu(device).function(kernel, types)
+    except backends.Refused as reason:
+        return reason
 
 
 def forget() -> None:

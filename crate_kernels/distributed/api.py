@@ -281,7 +281,8 @@ def _per_head(temp: Tensor, w: Tensor) -> Tensor:
     """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
     checks.tensor("tssa", "temp", temp, None, "(nheads,)")
     nheads = w.shape[1]
-    if tuple(temp.shape) not in ((nheads,), (nheads, 1)):
+    # In parts, as ops/tssa/api.py says.
+    if temp.dim() not in (1, 2) or temp.shape[0] != nheads or temp.shape[1:].numel() != 1:
         raise ValueError(f"tssa: temp must be (nheads,) = ({nheads},), got {tuple(temp.shape)}")
     _check_dtype("temp", temp, w)
     return temp.reshape(nheads)

@@ -126,6 +126,20 @@ def test_what_cannot_be_compiled_is_refused_as_a_shape_is(error, monkeypatch):
         one.function(SYMMETRIZE, ())
 
 
+def test_what_cannot_be_compiled_is_not_tried_again(gpu, monkeypatch):
+    tried = []
+
+    def refuse(kernel, types):
+        tried.append(kernel)
+        raise backends.Refused("cannot compile it")
+
+    monkeypatch.setattr(gpu, "function", refuse)
+    for _ in range(3):
+        with pytest.raises(backends.Refused, match="cannot compile it"):
+            launch.function(SYMMETRIZE, CPU)
+    assert tried == [SYMMETRIZE]
+
+
 def test_a_device_is_opened_once_and_by_its_number(monkeypatch):
     opened = []
     monkeypatch.setattr(launch, "_gpus", {})

@@ -119,7 +119,7 @@ def _serves(w: Tensor, call: Call) -> bool:
     dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
     return (
         gpu.capability == _CAPABILITY
-        and gpu.shared_limit >= _SHARED - 1024
+        and gpu.shared_limit >= _SHARED
         and w.dtype in TYPES
         and not call.causal
         and call.seed is None
