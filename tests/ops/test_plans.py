@@ -4,8 +4,6 @@ The fixture of conftest.py holds every operator test to its plans.
 """
 
 import os
-import threading
-from functools import partial
 
 import pytest
 import torch
@@ -164,27 +162,6 @@ def test_another_number_of_threads_is_another_kind(threads):
     threads(2)
     with torch.no_grad():
         assert hits(lambda: call(*make()))[0] == 0
-
-
-def test_threads_do_not_take_each_others_plans():
-    call, _ = call_of("mssa-causal")
-    reference = partial(ck.mssa, causal=True, backend="reference")
-    shapes = [{"seqlen": 1 + n % 10, "batch": 1 + n // 10} for n in range(50)]
-    wrong = []
-
-    def work(seed):
-        for turn in range(4):
-            for n, sizes in enumerate(shapes):
-                leaf = inputs("mssa", seed=seed + n + turn, **sizes)[0].requires_grad_()
-                out, expected = call(leaf), reference(leaf)
-                grads = [torch.autograd.grad(t.square().sum(), leaf)[0] for t in (out, expected)]
-                if not (torch.allclose(out, expected, atol=1e-5) and torch.allclose(*grads, atol=1e-4)):
-                    wrong.append((seed, sizes))
-
-    workers = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
-    found, _ = hits(lambda: [[t.start() for t in workers], [t.join() for t in workers]])
-    assert wrong == []
-    assert found > 500
 
 
 def test_a_forked_process_has_the_plans():

@@ -19,7 +19,7 @@ import triton
 from crate_kernels._core import backends, launches
 from crate_kernels._native.compilers import find_cxx
 from crate_kernels._triton import launch
-from tests.tools.plans import standin
+from tests.tools.plans import capture, standin
 
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -113,15 +113,17 @@ class _Packed:
     """The arguments of one interpreted launch: parameters of a driver, and how to get them back."""
 
     def __init__(self, arguments):
-        self.parameters = []
+        self.parameters, self.extents = [], {}
         self.arguments = {
             name: ("constant", value) if name.isupper() else self._pack(value) for name, value in arguments.items()
         }
 
     def _pack(self, value):
         if isinstance(value, torch.Tensor):
+            place, extent = len(self.parameters), _extent(value)
             self.parameters.append(value)
-            return "tensor", (len(self.parameters) - 1, value.dtype, _extent(value))
+            self.extents[place] = extent
+            return "tensor", (place, value.dtype, extent)
         if isinstance(value, tuple):
             return "record", (type(value), [self._pack(each) for each in value])
         if type(value) in (int, float):
@@ -159,7 +161,14 @@ def interpreted():
 
     def run(config, function, pointers):
         kernel, programs, packed = launched[function]
-        kernel[(programs,)](**{name: packed.unpack(each, pointers) for name, each in packed.arguments.items()})
+
+        def make(pointers):
+            kernel[(programs,)](**{name: packed.unpack(each, pointers) for name, each in packed.arguments.items()})
+
+        if (graph := capture.current()) is None:
+            make(pointers)
+        else:
+            graph.note(make, len(packed.parameters), pointers, packed.extents)
 
     with pytest.MonkeyPatch.context() as patch, driving(run):
         patch.setattr(launch, "describe", describe)
