@@ -307,9 +307,9 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 def _host() -> str:
     """Render what a call costs the host, as ``make host`` wrote it, beside PyTorch's attention."""
     rows = json.loads((ROOT / "benchmarks/results/host.json").read_text(encoding="utf-8"))
-    base = rows["sdpa"]
+    kinds = [kind for kind in rows["sdpa"] if kind != "of"]
     lines = [
-        [f"`{name}`", *(f"{row[kind]:.1f} ({row[kind] / base[kind]:.2f})" for kind in base)]
+        [f"`{name}`", *(f"{row[kind]:.1f} ({row[kind] / rows[row['of']][kind]:.2f})" for kind in kinds)]
         for name, row in rows.items()
     ]
     return cells.markdown(["call", "without a gradient", "with one", "forward and gradient"], lines)

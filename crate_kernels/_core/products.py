@@ -106,6 +106,11 @@ def may_pay(dtype: torch.dtype) -> bool:
     return dtype in _slow or (dtype == torch.float32 and _library is not None)
 
 
+def is_small(left: Tensor, columns: int) -> bool:
+    """Tell at once that no product of ``left`` with a matrix of so many columns pays; ``pays`` says the rest."""
+    return left.dtype not in _slow and (_library is None or left.numel() * columns < _LEAST_WORK)
+
+
 def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
     """Tell whether ``product`` is faster than ``F.linear``, which refuses what differs in dtype."""
     if left.dtype != right.dtype or (bias is not None and bias.dtype != left.dtype):

@@ -10,19 +10,34 @@ import torch  # loads the libraries that the extension links against
 
 from crate_kernels._native import libraries
 
-# Searched once, at import: a call must not touch the disk.
-PATH = libraries.find()
-MISSING = None if PATH else libraries.why_missing()
+_failures: list[str] = []
+
+
+def _loads(path: Path) -> bool:
+    """Register ``torch.ops.crate_kernels_C.*`` for CPU tensors; return whether this PyTorch and system can."""
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        _failures.append(f"the C++ extension {path} cannot be loaded: {error.__cause__ or error}")
+        return False
+    return True
+
+
+# Searched and loaded once, at import: a call must not touch the disk, and what does not load must not be chosen.
+PATH = libraries.find(_loads)
+MISSING = None if PATH else (*_failures, libraries.why_missing())[0]
 # The CUDA library needs a PyTorch with CUDA: CPU and ROCm builds lack functions that it calls.
 CUDA_PATHS = libraries.find_cuda() if torch.version.cuda else ()
 
 
-@cache
 def load() -> Path:
-    """Register ``torch.ops.crate_kernels_C.*`` for CPU tensors and return the path of their library."""
+    """Return the path of the extension, which is loaded.
+
+    Raises:
+        ImportError: there is none.
+    """
     if PATH is None:
         raise ImportError(f"crate_kernels: {MISSING}; python -m crate_kernels build")
-    torch.ops.load_library(PATH)
     return PATH
 
 

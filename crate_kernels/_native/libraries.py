@@ -10,6 +10,7 @@ import hashlib
 import os
 import sysconfig
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -110,13 +111,13 @@ def cuda_cache_folder(sources: str) -> Path:
     return user_cache() / f"cuda-{sources}-{PLATFORM}"
 
 
-def find() -> Path | None:
-    """Return the compiled extension that fits the sources, or None.
+def find(loads: Callable[[Path], bool] = lambda place: True) -> Path | None:
+    """Return the compiled extension that fits the sources and ``loads``, or None.
 
     An old extension in the package folder is ignored: its operators may have other arguments.
     """
     sources, places = _places()
-    return next((place for place in places if fits(place, sources)), None)
+    return next((place for place in places if fits(place, sources) and loads(place)), None)
 
 
 def why_missing() -> str:

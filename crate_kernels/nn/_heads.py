@@ -140,7 +140,9 @@ def attend(
 ) -> Tensor:
     """Call an operator on w (batch, heads, seqlen, head_dim); with ``cu_seqlens``, on one row of packed sequences."""
     if cu_seqlens is None:
-        return op(w, *args, **options, **({} if max_seqlen is None else {"max_seqlen": max_seqlen}))
+        if max_seqlen is not None:
+            options["max_seqlen"] = max_seqlen  # which the operator refuses
+        return op(w, *args, **options)
     if w.shape[0] != 1:
         raise ValueError(f"{owner}: x must be one row of packed sequences with cu_seqlens, got {w.shape[0]} rows")
     packed = op(w[0].transpose(0, 1), *args, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crate_kernels._core import checks, given, operator, products
@@ -105,25 +106,24 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input weight^T + bias``, (..., out_features)."""
+        if not self._is_ours(input):
+            return F.linear(input, self.weight, self.bias)
         weight, bias = self.weight, self.bias
-        if not self._is_ours(input, weight):
-            return super().forward(input)
         if operator.needs_grad(input, weight, bias):
             return operator.apply(_LinearFunction, input, weight, bias)
         return _forward_op(input, weight, bias)
 
-    def _is_ours(self, x: Tensor, weight: Tensor) -> bool:
+    def _is_ours(self, x: Tensor) -> bool:
         """Return whether the other product is possible and pays."""
-        if (
-            not isinstance(x, Tensor)  # torch.fx passes a proxy
-            or x.dtype != weight.dtype
-            or not (x.is_cpu and weight.is_cpu)
-            or self.backend not in _OURS
-            or x.dim() == 0
-            or x.shape[-1] != weight.shape[1]
-        ):
+        if not isinstance(x, Tensor) or not x.is_cpu or self.backend not in _OURS:  # torch.fx passes a proxy
             return False
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and products.is_small(x, self.out_features):  # at once: a parameter takes long to look up
+            return False
+        weight = self.weight
+        if x.dtype != weight.dtype or not weight.is_cpu or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            return False
+        if compiling:
             seen = torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight)
             return products.may_pay(x.dtype) and not seen
         return products.pays(x, weight, self.bias) and operator.is_plain(x, weight)

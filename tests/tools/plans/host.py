@@ -2,12 +2,13 @@
 
 The kernels are those of an H100, compiled without one and launched by a driver that does nothing, so that what is left
 is the host's work: Python, the dispatcher, allocation and the launch. Tensors are tiny, for the CPU computes what is
-PyTorch's own: all of its attention, and the products of ``ista``. One thread; microseconds; each figure is the least
-of rounds in which all calls take turns.
+PyTorch's own: all of its attention, the products of ``ista``, and linear layers. One thread; microseconds; each figure
+is the least of rounds in which all calls take turns, each for a moment that others' work rarely interrupts.
 """
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -23,6 +24,23 @@ from tests.tools.plans import drivers
 
 SHAPE = (2, 4, 33, 16)  # batch, nheads, seqlen, head_dim
 KINDS = ("no_grad", "grad", "both")
+MOMENT = 0.3e-3  # seconds
+SDPA, LAYERS = "sdpa", "linear, sdpa, linear"  # what others are compared with
+OF = {"nn.MSSA": LAYERS, "nn.TSSA": LAYERS}
+
+
+class Layers(torch.nn.Module):
+    """The linear layers of ``nn.MSSA`` around PyTorch's attention, and nothing else."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = torch.nn.Linear(dim, dim, bias=False)
+        self.to_out = torch.nn.Sequential(torch.nn.Linear(dim, dim), torch.nn.Dropout(0.0))
+
+    def forward(self, x):
+        w = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.to_out(F.scaled_dot_product_attention(w, w, w).transpose(1, 2).flatten(2))
 
 
 def calls(dtype):
@@ -34,12 +52,13 @@ def calls(dtype):
     x, weight = torch.randn(1, 16, head_dim, dtype=dtype), torch.randn(head_dim, head_dim, dtype=dtype) / 4
     tokens = torch.randn(batch, seqlen, nheads * head_dim, dtype=dtype)
     modules = {
+        LAYERS: Layers(nheads * head_dim, nheads),
         "nn.MSSA": nn.MSSA(nheads * head_dim, nheads, head_dim),
         "nn.TSSA": nn.TSSA(nheads * head_dim, nheads),
         "nn.ISTA": nn.ISTA(nheads * head_dim),
     }
     found = {
-        "sdpa": (lambda t: F.scaled_dot_product_attention(t, t, t), w, dout),
+        SDPA: (lambda t: F.scaled_dot_product_attention(t, t, t), w, dout),
         "mssa": (ck.mssa, w, dout),
         "mssa causal": (lambda t: ck.mssa(t, causal=True), w, dout),
         "tssa": (lambda t: ck.tssa(t, temp), w, dout),
@@ -62,44 +81,48 @@ def forms(call, leaf, dout):
     )
 
 
-def measure(folder, rounds, count, dtype=torch.bfloat16):
+def measure(folder, rounds, dtype=torch.bfloat16):
     """Return the least microseconds of every call, by name and kind."""
-    least = {}
+    least, counts = {}, {}
     with drivers.idle(folder):
         timed = {(name, kind): run for name, given in calls(dtype).items() for kind, run in forms(*given).items()}
-        for run in timed.values():
+        for key, run in timed.items():
             for _ in range(4):
                 run()
+            counts[key] = max(1, int(MOMENT / min(seconds(run, 1) for _ in range(3))))
         for _ in range(rounds):
             for key, run in timed.items():
                 run()
-                start = time.perf_counter()
-                for _ in range(count):
-                    run()
-                spent = (time.perf_counter() - start) / count * 1e6
-                least[key] = min(least.get(key, spent), spent)
+                least[key] = min(least.get(key, math.inf), seconds(run, counts[key]))
         hits, misses, plans = plan.counts()
-    found = {}
+    found: dict[str, dict] = {name: {"of": OF.get(name, SDPA)} for name, _ in timed}
     for (name, kind), spent in least.items():
-        found.setdefault(name, {})[kind] = round(spent, 2)
+        found[name][kind] = round(1e6 * spent, 2)
     return found, {"hits": hits, "misses": misses, "plans": plans}
+
+
+def seconds(run, count):
+    """Return the time of a call, of so many one after another."""
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - start) / count
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--count", type=int, default=40, help="calls of a round")
+    parser.add_argument("--rounds", type=int, default=300)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found, counts = measure(Path(folder), args.rounds, args.count)
+        found, counts = measure(Path(folder), args.rounds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    base = found["sdpa"]
-    print(f"{'us':14}" + "".join(f"{kind:>18}" for kind in KINDS) + "   (of PyTorch's attention)")
+    print(f"{'us':22}" + "".join(f"{kind:>18}" for kind in KINDS) + "   (of PyTorch's attention)")
     for name, row in found.items():
-        print(f"{name:14}" + "".join(f"{row[kind]:10.2f} ({row[kind] / base[kind]:5.2f})" for kind in KINDS))
+        base = found[row["of"]]
+        print(f"{name:22}" + "".join(f"{row[kind]:10.2f} ({row[kind] / base[kind]:5.2f})" for kind in KINDS))
     print(counts)
     return 0
 

@@ -24,16 +24,19 @@ def test_every_timed_call_is_a_plan(dtype, tmp_path):
                     run()
                 before, _, _ = plan.counts()
                 run()
-                expected = 0 if name == "sdpa" else PLANS[kind]
+                expected = 0 if name in (host.SDPA, host.LAYERS) else PLANS[kind]
                 assert plan.counts()[0] - before == expected, (name, kind)
 
 
 def test_the_file_has_a_number_for_every_call(tmp_path, capsys):
     path = tmp_path / "host.json"
     before = torch.get_num_threads()
-    assert host.main(["--out", str(path), "--rounds", "1", "--count", "1"]) == 0
+    assert host.main(["--out", str(path), "--rounds", "1"]) == 0
     torch.set_num_threads(before)
     found = json.loads(path.read_text())
     assert {"sdpa", "mssa", "tssa", "ista", "nn.MSSA"} <= found.keys()
-    assert all(row.keys() == set(host.KINDS) and min(row.values()) > 0 for row in found.values())
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == [n.split()[0] for n in found]
+    assert all(
+        row.keys() == {"of", *host.KINDS} and min(row[kind] for kind in host.KINDS) > 0 for row in found.values()
+    )
+    assert {row["of"] for row in found.values()} == {host.SDPA, host.LAYERS}
+    assert [line[:22].strip() for line in capsys.readouterr().out.splitlines()[1:-1]] == list(found)
