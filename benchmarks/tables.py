@@ -219,61 +219,66 @@ def _machine(results: Results) -> str:
     )
 
 
-# The README's rows: benchmark, case, its name with the batch of the results, and a third baseline.
+# The README's rows: benchmark, case, and its name with the batch of the results.
 _ON_A_CPU = (
-    ("mssa", "vit-197-d64", "CRATE-B layer", "sdpa"),
-    ("mssa", "lm-1024-d64-causal", "causal CRATE layer", "sdpa"),
-    ("tssa", "vit-196-many", "ToST-S layer, batch {batch}", ""),
-    ("ista", "tokens-12608", "CRATE-S layer, batch {batch}", ""),
-    ("models", "crate_small", "CRATE-S, batch {batch}", ""),
-    ("models", "crate_lm_base", "causal CRATE, 1024 tokens", ""),
+    ("mssa", "vit-197-d64", "`mssa`, CRATE-B, {batch} × 197"),
+    ("mssa", "lm-1024-d64-causal", "`mssa` causal, {batch} × 1024"),
+    ("tssa", "vit-196-many", "`tssa`, ToST-S, {batch} × 196"),
+    ("ista", "tokens-12608", "`ista`, CRATE-S, {batch} × 197"),
+    ("models", "crate_small", "CRATE-S, training step, {batch} images"),
+    ("models", "crate_lm_base", "causal CRATE, training step, {batch} × 1024"),
 )
 _ON_A_GPU = (
-    ("mssa", "vit-197-d64", "CRATE-B layer, batch {batch}", "sdpa"),
-    ("mssa", "lm-1024-d64-causal", "causal CRATE layer, batch {batch}", "sdpa"),
-    ("mssa", "long-16k-d64", "16384 tokens, batch {batch}", "sdpa"),
-    ("tssa", "vit-196", "ToST-S layer, batch {batch}", ""),
-    ("tssa", "lm-1024-causal", "ToST language layer, batch {batch}", ""),
-    ("ista", "crate-b", "CRATE-B layer, batch {batch}", ""),
-    ("models", "crate_base", "CRATE-B, batch {batch}", ""),
-    ("models", "tost_small_12", "ToST-S, batch {batch}", ""),
-    ("models", "crate_lm_base", "causal CRATE, batch {batch}", ""),
+    ("mssa", "vit-197-d64", "`mssa`, CRATE-B, {batch} × 197"),
+    ("mssa", "lm-1024-d64-causal", "`mssa` causal, {batch} × 1024"),
+    ("mssa", "long-16k-d64", "`mssa`, {batch} × 16384"),
+    ("mssa", "long-16k-d128-causal", "`mssa` causal, head_dim 128, {batch} × 16384"),
+    ("tssa", "vit-196", "`tssa`, ToST-S, {batch} × 196"),
+    ("ista", "crate-b", "`ista`, CRATE-B, {batch} × 197"),
 )
+_BESIDE = {"eager": "eager", "compile": "`torch.compile`", "sdpa": "SDPA"}
 
 
 def _readme(results: Results) -> str:
-    """Render the README's table: each operator's published layer, and models; a GPU's below its name."""
+    """Render the README's table, forward and backward: by two clocks on a GPU, by dtype on a CPU."""
+    gpu = results.machine["gpu"]
+    user = "loop" if "loop" in results.clocks(direction="both") else "calls"
+    views = (
+        [("GPU: ", "bf16", results.by("device")), (f"{user}: ", "bf16", results.by(user))]
+        if gpu
+        else [(f"{dtype}: ", dtype, results) for dtype in ("fp32", "bf16")]
+    )
     lines = []
-    for bench, case, name, third in _ON_A_GPU if results.machine["gpu"] else _ON_A_CPU:
-        baselines = [b for b in ("eager", "compile", third) if b]
-        for dtype in ("fp32", "bf16"):
-            shaped = [row for row in results.find(bench=bench, case=case, dtype=dtype) if row.shape]
-            if not shaped:
-                continue
-            op = "" if bench == "models" else f"`{bench}`, "
-            what = op + name.format(batch=shaped[0].shape[0])
-            for clock, timed in cells.by_clock(results, bench=bench, case=case, dtype=dtype):
-                ratios = _compared(timed, bench, case, dtype, baselines)
-                if any(ratio.strip("- /") for ratio in ratios):
-                    lines.append([what, dtype, *clock, *ratios, *(["-"] * (3 - len(ratios)))])
-    header = ["", "dtype", *cells.clock_title(results), "published, eager", "`torch.compile` of it", "SDPA(w, w, w)"]
-    table = cells.markdown(header, lines)
-    return f"{_machine(results)}\n{table}" if results.machine["gpu"] else table
+    for bench, case, name in _ON_A_GPU if gpu else _ON_A_CPU:
+        direction = "step" if bench == "models" else "both"
+        cells_of = [_beside(found, bench, case, dtype, direction) for _, dtype, found in views]
+        shapes = [row.shape for row in results.find(bench=bench, case=case) if row.shape]
+        if any(cell != "-" for found in cells_of for cell in found):
+            memory = [_memory_of(results, bench, case)] if gpu else []
+            lines.append([name.format(batch=shapes[0][0]), *(cell for found in cells_of for cell in found), *memory])
+    titles = [f"{said}{name}" for said, _, _ in views for name in ("ours, ms", *_BESIDE.values())]
+    return cells.markdown(["", *titles, *(["memory, MiB: eager → ours"] if gpu else [])], lines)
 
 
-def _compared(results: Results, bench: str, case: str, dtype: str, baselines: list[str]) -> list[str]:
-    """Render the times of baselines as multiples of ours.
+def _beside(results: Results, bench: str, case: str, dtype: str, direction: str) -> list[str]:
+    """Render our time, and those of others as multiples of it."""
+    ours = _ours(results, bench, case, dtype, direction)
+    if ours is None:
+        return ["-"] * (1 + len(_BESIDE))
+    ratios = [_ratio(results, ours, name) for name in _BESIDE]
+    time = 1e3 * ours.time
+    return [
+        f"{time:.0f}" if time >= 100 else f"{time:.3g}",
+        *(ratio if ratio == "-" else f"{ratio}×" for ratio in ratios),
+    ]
 
-    Where the results have calls that were timed in turn with cold caches, their ratios follow in brackets.
-    """
-    directions = ("forward", "step") if bench == "models" else ("forward", "both")
-    cold = _in_turn(results, bench)
-    ratios = []
-    for baseline in baselines:
-        warm = _pair(results, bench, case, dtype, baseline, directions)
-        in_turn = _pair(cold, rows.INTERLEAVED, case, dtype, baseline, directions)
-        ratios.append(f"{warm} ({in_turn})" if in_turn.strip("- /") else warm)
-    return ratios
+
+def _memory_of(results: Results, bench: str, case: str) -> str:
+    ours = _ours(results, bench, case, "bf16", "both")
+    eager = None if ours is None else results.in_group(ours).get("eager")
+    if ours is None or eager is None or not (ours.peak_bytes and eager.peak_bytes):
+        return "-"
+    return f"{eager.peak_bytes / 2**20:.0f} → {ours.peak_bytes / 2**20:.0f}"
 
 
 def _generation(results: Results) -> str:

@@ -58,41 +58,20 @@ def rendered(name, folder, monkeypatch, gpu, found):
     return tables.render(name, tables.load())
 
 
-def test_the_readme_has_both_warm_calls_and_calls_in_turn(tmp_path, monkeypatch):
-    shape = {"shape": [64, 8, 196, 48]}
+def test_the_readme_has_one_number_a_cell_forward_and_backward(tmp_path, monkeypatch):
     found = [
-        row(bench, "tssa", "vit-196-many", direction, provider, seconds, **shape)
-        for direction in ("forward", "both")
-        for bench, provider, seconds in (
-            ("tssa", "eager", 3.0),
-            ("tssa", "compile", 1.5),
-            ("tssa", "default", 1.0),
-            ("interleaved", "eager", 4.0),
-            ("interleaved", "default", 2.0),
-        )
+        row("tssa", "tssa", "vit-196-many", direction, provider, seconds, shape=[64, 8, 196, 48])
+        for direction, ours in (("forward", 2.0), ("both", 1.0))
+        for provider, seconds in (("eager", 3.0), ("compile", 1.5), ("default", ours))
+    ]
+    found += [
+        row("models", "model", "crate_small", "step", provider, seconds, shape=[8, 3, 224, 224])
+        for provider, seconds in (("eager", 0.6), ("default", 0.3))
     ]
     said = rendered("zen5-speed", tmp_path, monkeypatch, False, found)
     assert said.splitlines()[2:] == [
-        "| `tssa`, ToST-S layer, batch 64 | bf16 | 3.00 / 3.00 (2.00 / 2.00) | 1.50 / 1.50 | - |"
-    ]
-
-
-def test_a_gpu_has_cases_batches_and_a_name_of_its_own(tmp_path, monkeypatch):
-    cases = {
-        "tssa": ("tssa", "vit-196", ("forward", "both"), [256, 8, 196, 48]),
-        "models": ("model", "tost_small_12", ("forward", "step"), [256, 3, 224, 224]),
-    }
-    found = [
-        row(bench, op, case, direction, provider, seconds, shape=shape)
-        for bench, (op, case, directions, shape) in cases.items()
-        for direction in directions
-        for provider, seconds in (("eager", 3.0), ("default", 1.0))
-    ]
-    said = rendered("gpu-speed", tmp_path, monkeypatch, True, found)
-    assert said.startswith("NVIDIA None (one), PyTorch 2.13.0")
-    assert said.splitlines()[-2:] == [
-        "| `tssa`, ToST-S layer, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
-        "| ToST-S, batch 256 | bf16 | 3.00 / 3.00 | - / - | - |",
+        "| `tssa`, ToST-S, 64 × 196 | - | - | - | - | 1000 | 3.00× | 1.50× | - |",
+        "| CRATE-S, training step, 8 images | - | - | - | - | 300 | 2.00× | - | - |",
     ]
 
 
@@ -110,11 +89,12 @@ CLOCKS = {
     "gpu": (
         "gpu-speed",
         ("tssa", "tssa", "vit-196", (1e-3, 2e-3, 4e-3), (8e-3, 8e-3, 12e-3)),
-        [
-            "| `tssa`, ToST-S layer, batch 64 | bf16 | device | - / 8.00 | - / - | - |",
-            "| `tssa`, ToST-S layer, batch 64 | bf16 | in a loop | - / 4.00 | - / - | - |",
-            "| `tssa`, ToST-S layer, batch 64 | bf16 | one by one | - / 3.00 | - / - | - |",
-        ],
+        ["| `tssa`, ToST-S, 64 × 196 | 1 | 8.00× | - | - | 2 | 4.00× | - | - | - |"],
+    ),
+    "gpu without a loop": (
+        "gpu-speed",
+        ("tssa", "tssa", "vit-196", (1e-3, None, 4e-3), (8e-3, None, 12e-3)),
+        ["| `tssa`, ToST-S, 64 × 196 | 1 | 8.00× | - | - | 4 | 3.00× | - | - | - |"],
     ),
     "cpu": (
         "zen5-tssa",
@@ -152,7 +132,19 @@ def test_tables_show_every_clock_that_the_results_have(name, times, lines, tmp_p
         found = [replace(r, direction=d, amount=8.0, unit="images") for r in found for d in ("forward", "step")]
     said = rendered(name, tmp_path, monkeypatch, name.startswith("gpu"), found)
     assert said.splitlines()[-len(lines) :] == lines
-    assert (" clock " in said) == (name not in ("gpu-clocks", "gpu-graphs"))
+    assert (" clock " in said) == (name not in ("gpu-clocks", "gpu-graphs", "gpu-speed"))
+    if name == "gpu-speed":
+        assert ("loop: ours, ms" in said, "calls: ours, ms" in said) == (
+            (True, False) if times[3][1] else (False, True)
+        )
+
+
+def test_the_readme_has_the_memory_of_a_gpu(tmp_path, monkeypatch):
+    found = [
+        row("mssa", "mssa", "vit-197-d64", "both", provider, 1.0, shape=[256, 12, 197, 64], peak_bytes=mib * 2**20)
+        for provider, mib in (("eager", 1206), ("default", 155))
+    ]
+    assert rendered("gpu-speed", tmp_path, monkeypatch, True, found).endswith(" | 1206 → 155 |\n")
 
 
 # Rows of one case by provider, and what the table says of a goal for GPUs.
