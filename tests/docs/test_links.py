@@ -15,7 +15,13 @@ from tests.docs import pages
 
 REFERENCE = (pages.DOCS / "api.rst").read_text()
 LINKING = [*pages.PAGES, pages.ROOT / "CHANGELOG.md"]
-HOSTS = {"github.com", "huggingface.co", "keepachangelog.com", "semver.org"}  # a new one is looked at by a person
+HOSTS = {
+    "arxiv.org",
+    "github.com",
+    "huggingface.co",
+    "keepachangelog.com",
+    "semver.org",
+}  # a new one is looked at by a person
 FIGURES = sorted((pages.DOCS / "figures").iterdir())
 LARGEST = 60_000  # bytes of a picture
 

@@ -18,6 +18,8 @@ NEEDS = {  # page -> packages that it is about
     "README.md": (),
     "docs/graphs.md": (),
     "docs/index.md": (),
+    "docs/models.md": (),
+    "docs/moving.md": (),
     "docs/support.md": (),
     "docs/timm.md": ("timm", "torchvision"),
     "docs/transformers.md": ("transformers", "accelerate"),
