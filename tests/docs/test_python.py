@@ -16,6 +16,7 @@ LANGUAGES = {"python", "sh", "text", "{toctree}"}
 ELSEWHERE = {"docs/distributed.md": page_cases}  # runs the page in two processes
 NEEDS = {  # page -> packages that it is about
     "README.md": (),
+    "docs/faq.md": (),
     "docs/graphs.md": (),
     "docs/index.md": (),
     "docs/models.md": (),
