@@ -8,6 +8,7 @@ harness.needs_compiler()
 
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
+from tests.tools.aot import wide  # noqa: E402
 from tests.tools.sass import disassembler  # noqa: E402
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
@@ -40,6 +41,21 @@ def test_products_of_float32_and_of_long_sums_are_the_librarys():
         assert {launch.function.__name__ for launch in harness.launches(call, "sm_90")} == {"_ista_update_kernel"}
     many = {launch.function.__name__ for launch in harness.launches(step(12608, 4096), "sm_90")}
     assert many == {"_ista_product_kernel", "_ista_update_kernel"}
+
+
+UPDATES = {
+    "half": step(12608, 768),
+    "float32": step(12608, 768, SINGLE),
+    "autocast": step(12608, 768, SINGLE, HALF),
+    "odd-rows": step(12607, 1000),
+}
+
+
+@pytest.mark.parametrize("call", UPDATES.values(), ids=UPDATES)
+def test_the_update_moves_16_bytes_of_a_thread_at_once(call):
+    launches = [one for one in harness.launches(call, "sm_90") if one.function.__name__ == "_ista_update_kernel"]
+    assert launches
+    assert {access.opcode for each in launches for access in wide.accesses(each, "sm_90")} == {"LDG.E.128", "STG.E.128"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -34,6 +34,7 @@ from crate_kernels.ops.ista.steps import scaled
 from crate_kernels.ops.ista.triton.tables import PRODUCT
 
 _ELEMENTS = 2048  # per program of the elementwise kernel
+_WIDTH = 8  # elements that the elementwise kernel knows to be inside or outside together, where it can
 _NONE, _RELU, _SOFT = 0, 1, 2
 
 
@@ -114,23 +115,28 @@ def _ista_product_kernel(
     tl.store(out_ptr + places, acc, mask=mask_m & mask_n)
 
 
-@triton.jit(do_not_specialize=("elements",))
+@triton.jit(do_not_specialize=("groups",))
 def _ista_update_kernel(
     product_ptr,
     base_ptr,
     gated_ptr,
     gate_ptr,
     out_ptr,
-    elements,
+    groups,
     scale,
     threshold,
     GATE_ALL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run the epilogue of ``_ista_product_kernel`` on a product in memory; all tensors are contiguous."""
+    """Run the epilogue of ``_ista_product_kernel`` on a product in memory; all tensors are contiguous.
+
+    They have ``groups`` of WIDTH elements, which the compiler knows to be inside or outside together: with 8, a thread
+    moves 16 bytes at once.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < elements
+    mask = places < groups.to(tl.int64) * WIDTH
     if product_ptr is None:
         acc = tl.zeros((BLOCK,), tl.float32)
     else:
@@ -231,13 +237,15 @@ def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _update(plain: Tensor | None, out: Tensor, epilogue: Epilogue) -> None:
-    programs = triton.cdiv(out.numel(), _ELEMENTS)
+    elements = out.numel()
+    width = _WIDTH if elements % _WIDTH == 0 else 1
     launch.run(
         _ista_update_kernel,
-        programs,
+        triton.cdiv(elements, _ELEMENTS),
         product_ptr=plain,
         out_ptr=out,
-        elements=out.numel(),
+        groups=elements // width,
+        WIDTH=width,
         BLOCK=_ELEMENTS,
         num_warps=4,
         **epilogue.arguments(),
