@@ -1,4 +1,4 @@
-"""The formulas of docs/<op>.md under "Derivation", evaluated in float64 and held to autograd of the plain equations."""
+"""The formulas of docs/derivations.md, evaluated in float64 and held to autograd of the plain equations."""
 
 import math
 

@@ -2,7 +2,7 @@
 
 The full form adds up c, then M and its mass, over all ranks; the causal form adds up those of the ranks before. The
 messages have batch * nheads * (head_dim or head_dim + 1) numbers, forward and backward, whatever the length.
-docs/tssa.md derives the gradients. Statistics are fp32 (float64 for float64 w). A rank's gradient of ``temp`` is its
+docs/derivations.md has the gradients. Statistics are fp32 (float64 for float64 w). A rank's gradient of ``temp`` is its
 part of the sum over ranks.
 """
 

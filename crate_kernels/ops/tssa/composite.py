@@ -1,7 +1,7 @@
 """Token statistics with few passes over w, and hand-written backwards that save almost nothing.
 
 The full form saves w, Pi and two (nheads, head_dim) rows per sequence; the causal form w and Pi, and repeats its scans
-in the backward. Statistics are fp32 (float64 for float64 w). docs/tssa.md derives the gradients. Packed sequences are
+in the backward. Statistics are fp32 (float64 for float64 w). docs/derivations.md has the gradients. Packed sequences are
 padded first.
 """
 
@@ -24,7 +24,7 @@ def _channels_dot(tokens: Tensor, row: Tensor) -> Tensor:
 
 
 def _softmax_backward(membership: Tensor, dmembers: Tensor) -> Tensor:
-    """Return the gradient of the logits; overwrites ``dmembers``. The mean is taken away twice: docs/tssa.md."""
+    """Return the gradient of the logits; overwrites ``dmembers``. The mean is taken away twice: docs/numerics.md."""
     for _ in range(2):
         dmembers -= (membership * dmembers).sum(1, keepdim=True)
     return membership * dmembers

@@ -1,4 +1,4 @@
-"""Subspace attention as a kernel would be: both ways from the saved tensors, by the formulas of docs/mssa.md."""
+"""Subspace attention as a kernel would be: both ways from the saved tensors, by the formulas of docs/derivations.md."""
 
 import torch
 

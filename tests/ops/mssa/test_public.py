@@ -20,7 +20,7 @@ from tests.ops.common import (
 from tests.ops.mssa.naive import mssa_loop
 
 BACKENDS, FUSED = backends("mssa"), backends("mssa", reference=False)
-# Of PyTorch's attention, which composite is made of, docs/mssa.md says how wrong gradients may be.
+# Of PyTorch's attention, which composite is made of, docs/numerics.md says how wrong gradients may be.
 KERNELS = [p for p in FUSED if p.values[0] != "composite"]
 BATCH, HEADS, SEQLEN, HEAD_DIM = 3, 2, 7, 3
 LOOPS = {
@@ -227,7 +227,7 @@ def test_large_tokens_around_one_mean_by_a_tiny_scale(backend, device):
 def test_nearly_equal_tokens_of_any_norm(magnitude, dtype, backend, device):
     """Of 1e4, a score and half the norms are rounded to 64: what only their difference bounds would overflow."""
     if backend == "composite" and dtype == torch.float32:
-        pytest.skip("needs better gradients of PyTorch's attention: docs/mssa.md says how wrong they are there")
+        pytest.skip("needs better gradients of PyTorch's attention: docs/numerics.md says how wrong they are there")
     last_bit = torch.randint(-1, 2, (1, 2, 70, 64), generator=torch.Generator().manual_seed(0)) * 2.0**-23
     w = magnitude * randn(1, 2, 1, 64, dtype=torch.float32) * (1 + last_bit)
     assert wrong(w.to(device, dtype), {"return_lse": True}, backend) == []
@@ -238,7 +238,7 @@ def test_nearly_equal_tokens_of_any_norm(magnitude, dtype, backend, device):
 def test_half_precision_survives_scores_that_overflow(causal, backend, device):
     exact = "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_amx_fp16_supported()
     if backend == "composite" and device == "cpu" and not exact:
-        pytest.skip("needs PyTorch's attention of AVX-512 without AMX: docs/mssa.md says how wrong others are")
+        pytest.skip("needs PyTorch's attention of AVX-512 without AMX: docs/numerics.md says how wrong others are")
     case = testing.Case("mssa", f"overflow-{causal}", (1, 2, 65, 16), {"causal": causal}, magnitude=100.0)
     w = testing.make_inputs(case, torch.float16, device).differentiable["w"]
     assert w.double().square().sum(-1).max() > torch.finfo(torch.float16).max

@@ -60,7 +60,7 @@ def shares(w, g, *found):
 
 
 def divided(w, g, round_delta):
-    """Return the gradient by the formula of docs/mssa.md, rounded to bf16 where the kernel rounds."""
+    """Return the gradient by the formula of docs/derivations.md, rounded to bf16 where the kernel rounds."""
     scale, x = w.shape[-1] ** -0.5, w.float()
     out, lse = mssa(x, return_lse=True, backend="reference")
     shift = lse.min()

@@ -205,7 +205,7 @@ def test_small_numbers_do_not_underflow_in_the_gradient(size, gradient, seqlen, 
 def test_a_token_that_has_all_of_a_channel_moves_nothing_there(seqlen, causal):
     """Its w^2 / c is 1, and the gradient of its w cancels. Kernels multiply by 1 / c, which leaves more.
 
-    docs/tssa.md says how much.
+    docs/numerics.md says how much.
     """
     draws = [(tokens(seqlen=seqlen, seed=n), 1e-13 * tokens(seqlen=seqlen, seed=n + 1)) for n in DRAWS]
     for w, _ in draws:

@@ -2,7 +2,7 @@
 
 ``rows`` and ``columns`` are ranges of the sequence's tokens, w of both the same projection. Results of several ranges
 of columns are put together by their lse. The backward gives what the columns add to the gradient of the rows, as
-queries and keys at once (docs/mssa.md): with everybody's w, dout, lse, delta and dlse, each range of tokens is
+queries and keys at once (docs/kernels.md): with everybody's w, dout, lse, delta and dlse, each range of tokens is
 completed where it is, and nothing is added up over processes.
 """
 

@@ -1,7 +1,7 @@
 """The walk of the backward over divided gradients: one weight serves both directions, with no factor of its own.
 
 With ``r_i = exp(L_i - shift)``, ``h_i = g_i / r_i`` rounded once, and ``delta_i`` made of that very h_i, the rest is
-symmetric (docs/mssa.md); divided.py prepares h and delta, in which the gradient of L is too:
+symmetric (docs/derivations.md); divided.py prepares h and delta, in which the gradient of L is too:
 
     E_ij = exp(s_ij - shift)
     A_ij = E_ij (h_i.w_j + h_j.w_i - delta_i - delta_j)
