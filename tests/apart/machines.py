@@ -18,7 +18,7 @@ def ready(backend):
         if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
             from tests.tools.interpreter import arithmetic_of_gpus, launches
 
-            for patched in (arithmetic_of_gpus, launches.patched_once):
+            for patched in (arithmetic_of_gpus, launches.quick):
                 stack.enter_context(patched())
         if backend == "emulated":
             from tests.tools.emulator import emulated

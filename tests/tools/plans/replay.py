@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from crate_kernels._core import launches, plan, recording
+from tests.tools.interpreter import repeats
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,7 +66,7 @@ def checked():
             return body()
         with torch.no_grad():
             copies = copies_of(tensors)
-        with recording.Recorder(tensors) as recorder:
+        with repeats.noted() as launched, recording.Recorder(tensors) as recorder:
             results = body()
         listed = results if isinstance(results, tuple) else (results,)
         try:
@@ -75,7 +76,8 @@ def checked():
             seen.refused.append(str(reason))
             return results
         ops.plan_store(tensors, self.number, words)
-        again = self.run(*copies, self.number)
+        with repeats.repeated(launched):
+            again = self.run(*copies, self.number)
         again = again if isinstance(again, (tuple, list)) else (again,)
         assert again[0] is not None, "a plan that was just recorded did not run"
         seen.repeated += 1
