@@ -63,8 +63,12 @@ def _draw(case: Case, dtype: torch.dtype, device: torch.device, generator: torch
         return torch.randn(*shape, generator=generator)
 
     weight = (draw(dim, hidden) * dim**-0.5).to(dtype)
-    pool = draw(64 * tokens, dim).to(dtype)
-    x = pool[_clear_of_kinks(case, pool.double(), weight.double(), torch.finfo(dtype).eps)][:tokens]
+    x = weight.new_empty(0, dim)
+    for some in draw(64 * tokens, dim).to(dtype).split(tokens):
+        clear = _clear_of_kinks(case, some.double(), weight.double(), torch.finfo(dtype).eps)
+        x = torch.cat([x, some[clear]])[:tokens]
+        if len(x) == tokens:
+            break
     if len(x) < tokens:
         raise ValueError(f"{case}: too few tokens of {case.shape} are clear of their thresholds in {dtype}")
     x = x.view(batch, seqlen, dim).to(device)
