@@ -8,10 +8,16 @@ from benchmarks import goals, tables
 from crate_kernels.bench import rows
 
 
+@pytest.fixture(scope="module")
+def committed():
+    """Read the committed results once."""
+    return tables.load()
+
+
 @pytest.mark.parametrize("page", tables.PAGES)
-def test_page_has_the_tables_of_the_results(page):
+def test_page_has_the_tables_of_the_results(page, committed):
     text = (tables.ROOT / page).read_text(encoding="utf-8")
-    assert text == tables.rewritten(page=text, results=tables.load()), "run python -m benchmarks.tables"
+    assert text == tables.rewritten(page=text, results=committed), "run python -m benchmarks.tables"
 
 
 TABLES = {
@@ -32,8 +38,8 @@ def test_goals_and_the_readme_name_cases_that_are_timed(device):
     assert [case for case in (*judged, *(wanted[:2] for wanted in shown)) if case not in timed] == []
 
 
-def test_results_of_every_device_are_read():
-    for results in tables.load().values():
+def test_results_of_every_device_are_read(committed):
+    for results in committed.values():
         assert results.rows
         # A run on a GPU may end before it has timed every provider.
         ours = ("default", "cpp", "triton") if results.machine["gpu"] else ("default", "cpp", "composite")

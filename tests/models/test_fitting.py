@@ -72,7 +72,7 @@ NAMED = {
     "lm": ("crate_lm_base", "crate_lm_base", {"backend": "reference"}),
     "overcomplete": ("crate_lm_overcomplete_1l", "crate_lm_overcomplete_1l", {}),
     "tost-lm": ("tost_lm_base", "tost_lm_base", {}),
-    "redunet": ("redunet_gaussians", "redunet_gaussians", {}),
+    "redunet": ("redunet_polar", "redunet_polar", {}),  # of 40 layers; redunet_gaussians has 2,000
 }
 
 
