@@ -115,17 +115,22 @@ _expected = {}
 
 
 def over_budget(case, dtype, backend, device):
-    """Return the errors of ``backend`` in ``case``; all backends share eager's and float64's results."""
+    """Return the errors of ``backend`` in ``case``."""
     # Of the spec, not of ``testing``, which leaves out interpreted bfloat16: here it is computed right.
     reason = testing.SPECS[case.op].excluded(case, backend, dtype)
     if reason is not None:
         pytest.skip(f"needs another attention of PyTorch's: {reason}")
     if case.options.get("phi") in ("relu", "identity") and backend != "composite":
         pytest.skip("needs kernels with phi='relu' and 'identity': composite alone has them, and runs these cases")
+    return [m for m in measured(case, dtype, backend, device, *expected(case, dtype, device)) if not m.passed]
+
+
+def expected(case, dtype, device="cpu"):
+    """Return eager's and float64's results, computed once for all backends, levels and numbers of threads."""
     key = repr(case), dtype, device  # other cases may have the same name
     if key not in _expected:
         _expected[key] = eager_and_exact(case, dtype, device)
-    return [m for m in measured(case, dtype, backend, device, *_expected[key]) if not m.passed]
+    return _expected[key]
 
 
 def eager_and_exact(case, dtype, device):

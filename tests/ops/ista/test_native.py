@@ -11,7 +11,7 @@ from crate_kernels._core import products
 from crate_kernels._native import extension
 from crate_kernels.ops.ista import op, reference
 from crate_kernels.ops.ista.call import Call
-from tests.ops.common import LEVELS, randn
+from tests.ops.common import LEVELS, expected, measured, randn
 
 if extension.PATH is not None:
     from crate_kernels.ops.ista import native
@@ -38,10 +38,7 @@ def processor(request, monkeypatch):
 
 
 def failures(case, dtype, backend="cpp"):
-    inputs = testing.make_inputs(case, dtype)
-    eager = testing.run(case, inputs, "reference")
-    exact = testing.run(case, inputs.to(torch.float64), "reference")
-    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, dtype) if not m.passed]
+    return [m for m in measured(case, dtype, backend, "cpu", *expected(case, dtype)) if not m.passed]
 
 
 @EVERY_DTYPE

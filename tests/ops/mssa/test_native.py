@@ -15,18 +15,15 @@ from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.call import Call, DecodeCall
-from tests.ops.common import LEVELS, NANS, randn
+from tests.ops.common import LEVELS, NANS, expected, measured, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def failures(case, dtype, backend="cpp", inputs=None):
-    inputs = inputs or testing.make_inputs(case, dtype)
-    eager = testing.run(case, inputs, "reference")
-    exact = testing.run(case, inputs.to(torch.float64), "reference")
-    return [m for m in testing.measure(testing.run(case, inputs, backend), eager, exact, dtype) if not m.passed]
+def failures(case, dtype):
+    return [m for m in measured(case, dtype, "cpp", "cpu", *expected(case, dtype)) if not m.passed]
 
 
 def test_build_info_names_the_sources_and_levels():
@@ -266,7 +263,9 @@ def test_tokens_of_small_norm_beside_a_large_one(height, padding, causal):
     w = inputs.differentiable["w"].detach() * 0.3
     w[:, :, :1] *= (height * 2 * 32**0.5 * math.log(2) / w[:, :, :1].square().sum(-1, keepdim=True)).sqrt()
     inputs.differentiable["w"].data.copy_(w)
-    assert failures(case, torch.float32, inputs=inputs) == []
+    eager, exact = (testing.run(case, one, "reference") for one in (inputs, inputs.to(torch.float64)))
+    found = testing.measure(testing.run(case, inputs, "cpp"), eager, exact, torch.float32)
+    assert [m for m in found if not m.passed] == []
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -9,7 +9,7 @@ from crate_kernels import testing, tssa
 from crate_kernels._core import operator
 from crate_kernels._native import extension
 from crate_kernels.ops.tssa.call import Call
-from tests.ops.common import LEVELS, NANS, randn
+from tests.ops.common import LEVELS, NANS, expected, measured, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -23,10 +23,7 @@ def named(name, shape, causal, **kwargs):
 
 
 def measure(case, dtype):
-    inputs = testing.make_inputs(case, dtype)
-    eager = testing.run(case, inputs, "reference")
-    exact = testing.run(case, inputs.to(torch.float64), "reference")
-    return testing.measure(testing.run(case, inputs, "cpp"), eager, exact, dtype)
+    return measured(case, dtype, "cpp", "cpu", *expected(case, dtype))
 
 
 def failures(case, dtype):
