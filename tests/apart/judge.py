@@ -81,7 +81,7 @@ def share(call):
 
 
 def within_limit(call, why):
-    """Whether composite's gradient of mssa errs no more than docs/numerics.md says: rounding times the largest score."""
+    """Whether composite's gradient of mssa errs as docs/numerics.md says at most: rounding times the largest score."""
     composite = call.backend == "composite" or (call.backend is None and call.dtype == "float64")
     found = re.search(r"\bdw: error ([-+.\de]+), eager's [-+.\de]+, largest ([-+.\de]+)", why)
     if call.op != "mssa" or not composite or found is None:

@@ -1,7 +1,7 @@
 """Token statistics with few passes over w, and hand-written backwards that save almost nothing.
 
 The full form saves w, Pi and two (nheads, head_dim) rows per sequence; the causal form w and Pi, and repeats its scans
-in the backward. Statistics are fp32 (float64 for float64 w). docs/derivations.md has the gradients. Packed sequences are
+in the backward. Statistics are fp32 (float64 for float64 w). Gradients: docs/derivations.md. Packed sequences are
 padded first.
 """
 
