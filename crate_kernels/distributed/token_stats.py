@@ -18,7 +18,7 @@ from crate_kernels._core import operator, philox
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.ops.tssa import call as whole
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.products import rows_dot
+from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -162,7 +162,7 @@ class Causal(torch.autograd.Function):
         counted = call.counted(squares)
         energy, *kept = call.ranks.before(counted.sum(2), *call.kept(squares.dtype))
         ratio = squares / Causal.energies(counted, energy)
-        membership = (temp.to(squares.dtype)[:, None] * Causal.similarity(ratio, bias)).softmax(1)
+        membership = (temp.to(squares.dtype)[:, None] * causal_similarity(ratio, bias)).softmax(1)
         for count in kept:  # all zero before the first kept token, and with it the output and every gradient
             assert call.key_padding_mask is not None
             held = count[:, None] + call.key_padding_mask.cumsum(1)
@@ -180,12 +180,6 @@ class Causal(torch.autograd.Function):
     def energies(counted: Tensor, before: Tensor) -> Tensor:
         """Return c of each token, from that of the ranks before."""
         return (counted.cumsum(2) + before.unsqueeze(2)).clamp_min_(_CAUSAL_FLOOR)
-
-    @staticmethod
-    def similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
-        """Return q from w^2 / c and the biases, which enter once per channel."""
-        similarity = ratio.sum(-1)
-        return similarity if bias is None else similarity + ratio.shape[-1] * bias.to(ratio.dtype)
 
     @staticmethod
     def moments(squares: Tensor, weights: Tensor, weighted: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +216,7 @@ class Causal(torch.autograd.Function):
         dmoment, dmass = (call.counted(_suffix(*both)) for both in zip((dmoment, dmass), after, strict=True))
         dmembers = (squares * dmoment).sum(-1) - dmass - (grad_w * attention).sum(-1) + dmembership
         dlogit = _through_softmax(dmembers, membership)
-        dtemp = (dlogit * Causal.similarity(ratio, bias)).sum((0, 2)).to(temp.dtype)
+        dtemp = (dlogit * causal_similarity(ratio, bias)).sum((0, 2)).to(temp.dtype)
         dsimilarity = temp.to(dlogit.dtype)[:, None] * dlogit
         dbias = None if bias is None else (w.shape[-1] * dsimilarity.sum(0)).to(bias.dtype)
         per_energy = dsimilarity.unsqueeze(-1) / energy

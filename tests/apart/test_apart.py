@@ -1,11 +1,14 @@
 """The fuzzer of tests/apart: one round over its classes passes, and its judge sees what is wrong."""
 
+import math
 import re
 import warnings
 
 import pytest
+import torch
 
 from tests.apart import judge as judges
+from tests.apart import oracle
 from tests.apart.__main__ import quiet
 from tests.apart.attention import ANOTHER, MAY_REFUSE, SAVED, hooks
 from tests.apart.budget import Wrong
@@ -52,6 +55,15 @@ def test_the_judge_sees(line, why):
     verdict = judge(call)
     assert verdict.status == "failed"
     assert re.search(why, verdict.why), verdict.why
+
+
+def test_running_sums_round_less_than_what_they_judge():
+    values = 1e-3 + torch.linspace(-30, 30, 30_000, dtype=torch.float64).square()
+    found = oracle.running_sums(values.view(1, 1, -1, 1)).flatten()
+    at = range(999, 30_000, 1000)
+    exact = [math.fsum(values[: n + 1].tolist()) for n in at]
+    errors = [abs(found[n].item() / total - 1) for n, total in zip(at, exact, strict=True)]
+    assert max(errors) <= 4 * torch.finfo(torch.float64).eps
 
 
 TRUSTING = """

@@ -13,7 +13,7 @@ from torch import Tensor
 from crate_kernels._core import operator, packing
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call, State
-from crate_kernels.ops.tssa.products import rows_dot
+from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -169,12 +169,6 @@ def _running_moment(squares: Tensor, membership: Tensor, mask: Tensor | None) ->
     return _scan_(weights.unsqueeze(-1) * squares), weights.cumsum(2)
 
 
-def _causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
-    """Return q from w^2 / c and the (batch or 1, nheads, seqlen) bias, which enters once per channel."""
-    similarity = ratio.sum(-1)
-    return similarity if bias is None else similarity + ratio.shape[-1] * bias.to(ratio.dtype)
-
-
 def _run_causal(
     w: Tensor, temp: Tensor, bias: Tensor | None, call: Call, state: State | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -183,7 +177,7 @@ def _run_causal(
     mask = call.key_padding_mask
     squares, energies = _running_energy(w, mask, energy)
     energies.clamp_min_(_CAUSAL_FLOOR)
-    similarity = _causal_similarity(torch.div(squares, energies, out=energies), bias)
+    similarity = causal_similarity(torch.div(squares, energies, out=energies), bias)
     membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
     if mask is not None:
         # All zero before the first kept token, and with it the output and every gradient.
@@ -238,7 +232,7 @@ def backward_causal(
     earlier = energy.roll(1, 2)
     earlier[:, :, :1] = 0
     ratio = squares / energy.clamp_min_(_CAUSAL_FLOOR)
-    similarity = _causal_similarity(ratio, None if denom_bias is None else denom_bias[None])
+    similarity = causal_similarity(ratio, None if denom_bias is None else denom_bias[None])
     moment, mass = _running_moment(squares, membership, key_padding_mask)
     mass = (mass + _MASS_FLOOR).unsqueeze(-1)
     moment.div_(mass)

@@ -1,4 +1,4 @@
-"""Weighted sums over tokens, as products of matrices."""
+"""Weighted sums over tokens, as products of matrices, and the sums that a bias enters."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def rows_dot(weights: Tensor, tokens: Tensor) -> Tensor:
     by_group = weights[:, :, :cut].unflatten(2, (groups, 1, _GROUP)) @ tokens[:, :, :cut].unflatten(2, (groups, _GROUP))
     total = by_group.sum(2).squeeze(-2)
     return total + rows_dot(weights[:, :, cut:], tokens[:, :, cut:]) if rest else total
+
+
+def causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:
+    """Return q from w^2 / c and a bias of (batch or none, nheads, seqlen), which enters once per channel."""
+    total = ratio.sum(-1)
+    # One multiply-add, which rounds once: a bias near -1 takes back nearly all of the ratios of a first token.
+    return total if bias is None else total.add(bias.to(total.dtype), alpha=ratio.shape[-1])

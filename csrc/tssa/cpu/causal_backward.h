@@ -147,6 +147,16 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
   return sum(dtemp);
 }
 
+// Whether a channel of a head has no kept token before the tile, whose first w^2 / c is then exactly 1.
+CRATE_INLINE bool channel_begins(const TssaProblem& p, const float* before, const float* at_tile) {
+  Vf begins = {};
+  for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+    const Vi exists = iota() < static_cast<int32_t>(p.head_dim - d);
+    begins = max(begins, select(exists & (load(before + d) + load(at_tile + d) == 0.0f), splat(1.0f), Vf{}));
+  }
+  return max(begins) > 0.0f;
+}
+
 // Results of a pass over a chunk: the totals of one scan, for other passes to sum; both scans carried on; or dw alone.
 enum class Leave { dmoment, denergy, carried, nothing };
 
@@ -216,13 +226,23 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
         const int64_t row = h * p.width();
         const float* const dlogit = staging.dots + h * kLanes;
         store_some(s.dlogit.at(h, first), load(dlogit), count);
-        dtemp[h] += scan_denergy<kWrite>(head(h), p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
-                                         after.energy + row, local.energy + row);
-        if (s.bias != nullptr) {
-          // Terms of a bias that grows are far larger than their sum.
-          const Vf bias = load_bias(s, h, first, count);
-          for (int n = 0; n < count; ++n) dtemp[h] += static_cast<double>(p.head_dim) * dlogit[n] * bias[n];
+        const auto t = head(h);
+        const float ratios = scan_denergy<kWrite>(t, p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
+                                                  after.energy + row, local.energy + row);
+        if (s.bias == nullptr) {
+          dtemp[h] += ratios;
+          continue;
         }
+        // A bias may take back nearly all of a ratio that is 1: q is then summed by itself, from exact ratios. Terms of
+        // a bias that grows are far larger than their sum.
+        Vf q = {};
+        const bool begins = channel_begins(p, before.energy + row, at_tile.energy + row);
+        if (begins)
+          q = running_dots(t.w, t.vectors, keep, before.energy + row, at_tile.energy + row);
+        else
+          dtemp[h] += ratios;
+        const Vf bias = load_bias(s, h, first, count);
+        for (int n = 0; n < count; ++n) dtemp[h] += dlogit[n] * (q[n] + static_cast<double>(p.head_dim) * bias[n]);
       }
     });
   }

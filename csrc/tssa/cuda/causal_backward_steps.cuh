@@ -115,13 +115,15 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const TssaThrough through = through_moment(t.x[r][i], t.g[r][i], member, t.moment[r][i], t.mass[r]);
-          const float square = t.x[r][i] * t.x[r][i], inverse = 1.0f / floored(t.energy[r][i], kCausalFloor);
+          const float square = t.x[r][i] * t.x[r][i];
+          const float energy = floored(t.energy[r][i], kCausalFloor), inverse = 1.0f / energy;
           const float own = square * inverse;
           later[i] += through.slope;
           shared += later[i] * square;
           gated += through.gate * t.x[r][i];
           masses += through.dmass;
-          ratios += own;
+          // What own has rounded: of a first token it is exactly 1.
+          ratios += fmaf(fmaf(-own, fminf(energy, FLT_MAX), square), inverse, own);
           ratio[r * p.width + column + i] = t.energy[r][i] > kCausalFloor ? own * inverse : 0.0f;
         }
         partial[r * vectors + v] = shared * side.counted(tile + r) - gated;
@@ -137,8 +139,11 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
       const int r = rest / p.nheads, h = rest - r * p.nheads;
       float total = 0.0f;
       for (int v = 0; v < per_head; ++v) total += partial[(which * kBackTile + r) * vectors + h * per_head + v];
-      if (which == 2 && b.bias != nullptr)
-        total += p.head_dim * b.bias[h * b.bias_tokens + min(int64_t{side.s.first} + tile + r, b.bias_tokens - 1)];
+      if (which == 2 && b.bias != nullptr) {
+        // Rounded once: a bias may take back nearly all of the ratios.
+        const int64_t place = min(int64_t{side.s.first} + tile + r, b.bias_tokens - 1);
+        total = fmaf(static_cast<float>(p.head_dim), b.bias[h * b.bias_tokens + place], total);
+      }
       dmembers[which * tile_pairs + rest] = total;
     }
     __syncthreads();

@@ -55,6 +55,12 @@ def _growing_bias(seed):
     return tensors | {"denom_bias": 10 ** -(1 + seed % 3) * slopes * torch.arange(300)}, {}
 
 
+def _cancelling_bias(seed):
+    """One token whose w^2 / c is 1 in each channel, and a bias near -1: q, and with it dtemp, is what that leaves."""
+    bias = 1e-3 * randn(8, 1, seed=seed + 1) - 1
+    return _single(seed)[0] | {"denom_bias": bias}, {}
+
+
 def _short(seed):
     """Two to five tokens over 30 decades."""
     seqlen = (2, 3, 5)[seed % 3]
@@ -73,6 +79,7 @@ DRAWN = {
     "decades": (_decades, False),
     "causal-decades": (_decades, True),
     "causal-growing-bias": (_growing_bias, True),
+    "causal-cancelling-bias": (_cancelling_bias, True),
 }
 
 

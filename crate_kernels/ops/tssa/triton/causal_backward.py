@@ -17,12 +17,12 @@ DW       2, 1   2, 0  dw
 ======== ====== ===== ===================================================
 
 In all 8 reads and 1 write, in 9 launches (6 where a sequence is one chunk), and 1 launch for ddenom_bias, which reads
-one row more; so does the gradient of the membership. With the softmax in the same programs it would be a read less, but
-warps would wait for each other in every tile, and the lanes of twelve heads would be those of sixteen: more clocks by
-the model. The chunks' sums are four sets of 1 / CHUNK of a pass in fp32, each written once and read once to three
-times, and read and written once by its scan. The marks are two sets of 1 / MARK of a pass in fp32, but for each chunk's
-first, written once and read twice. There are no atomics: every sum has one order. Sums of squares, and what is divided
-by c, are in the scale in which their reciprocals are taken (``tile.SHIFT``).
+one row more; so do the gradient of the membership and, of float32 tokens, the bias in DENERGY. With the softmax in the
+same programs it would be a read less, but warps would wait for each other in every tile, and the lanes of twelve heads
+would be those of sixteen: more clocks by the model. The chunks' sums are four sets of 1 / CHUNK of a pass in fp32, each
+written once and read once to three times, and read and written once by its scan. The marks are two sets of 1 / MARK of
+a pass in fp32, but for each chunk's first, written once and read twice. There are no atomics: every sum has one order.
+Sums of squares, and what is divided by c, are in the scale in which their reciprocals are taken (``tile.SHIFT``).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -31,6 +31,7 @@ by c, are in the scale in which their reciprocals are taken (``tile.SHIFT``).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,6 +66,7 @@ def _tssa_causal_bwd_kernel(
     dout_ptr,
     w_ptr,
     temp_ptr,
+    bias_ptr,
     membership_ptr,
     mask_ptr,
     cu_seqlens_ptr,
@@ -84,6 +86,8 @@ def _tssa_causal_bwd_kernel(
     stride_ws,
     stride_wh,
     stride_wd,
+    stride_bh,
+    stride_bs,
     stride_mb,
     stride_ms,
     stride_ob,
@@ -120,7 +124,7 @@ def _tssa_causal_bwd_kernel(
     V, ``denergies_ptr`` those of dc / temp and dtemp. A step stores the sums of its chunk; later steps read those up to
     the chunk or from it on. ``dlogit_ptr`` has dPi first, and the gradient of the logits after the softmax.
     """
-    DIMS: tl.constexpr = Dims(HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX)
+    DIMS: tl.constexpr = Dims(HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
     PACKED: tl.constexpr = cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     group = pid % ngroups
@@ -183,10 +187,22 @@ def _tssa_causal_bwd_kernel(
             counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
             energy = tile.pick(running, BLOCK_N - 1)
-            inverse = quotients.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
+            floored = tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT)
+            inverse = quotients.reciprocal(floored, DIMS)
             similarity = (dlogit * tile.SHIFT)[:, :, None] * (squares * inverse)
-            dtemp += tl.sum(similarity, 0)
+            if bias_ptr is None:
+                dtemp += tl.sum(similarity, 0)
+            else:
+                # A bias may take back nearly all of a ratio: products of either that are rounded would not cancel.
+                heads = tile.heads_of(DIMS)
+                places = rows.to(tl.int64)[:, None] * stride_bs + (head + heads)[None, :] * stride_bh
+                there = (rows < last)[:, None] & (heads < HEADS)[None, :]
+                bias = tl.load(bias_ptr + places, mask=there, other=0.0).to(tl.float32)
+                ratio = quotients.quotient_of(squares, floored, DIMS) * tile.SHIFT
+                dtemp += tl.sum(dlogit[:, :, None] * (ratio + bias[:, :, None]), 0)
             denergy += tl.sum(similarity * tl.where(running > tile.CAUSAL_FLOOR * tile.SHIFT, inverse, 0.0), 0)
+        if bias_ptr is not None:
+            dtemp = tl.where((tile.channels_of(DIMS) < HEAD_DIM)[None, :], dtemp, 0.0)  # padding has a bias too
         tile.store_sums(denergies_ptr, pid, denergy, tl.sum(dtemp, 1), DIMS)
 
     if DMEMBERS or DW:
@@ -306,10 +322,16 @@ def backward_causal(
         membership.contiguous(),
     )
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
+    # Of float32 tokens DENERGY takes the bias into dtemp; others have no digits that would tell.
+    wide = w.dtype == torch.float32
+    bias_strides = denom_bias.stride() if wide and denom_bias is not None else (0, 0)
     arguments = {
         "dout_ptr": dout,
         "w_ptr": w,
         "temp_ptr": temp_,
+        "bias_ptr": denom_bias if wide else None,
+        "stride_bh": bias_strides[0],
+        "stride_bs": bias_strides[1],
         "membership_ptr": membership,
         "dw_ptr": dw,
         "dlogit_ptr": dlogit,
@@ -340,7 +362,8 @@ def backward_causal(
         if denom_bias is None:
             return dw, dtemp.to(temp.dtype), temp.new_empty(0)
         ddenom_bias, dtemp_of_bias = through_bias(sizes, dlogit, temp_, denom_bias)
-        dtemp += dtemp_of_bias
+        if not wide:
+            dtemp += dtemp_of_bias
     return dw, dtemp.to(temp.dtype), ddenom_bias
 
 
