@@ -19,7 +19,7 @@ import torch.distributed.run
 from tests.docs import pages
 from tests.integrations import vision_schemas  # noqa: F401 (torchvision can be imported)
 
-MEANT = {"N": "1", "VERB": "denoise"}  # words of prose in the place of a value
+MEANT = {"N": "1", "NAME": "denoise"}  # words of prose in the place of a value
 SLOW = pytest.mark.exhaustive  # imports transformers' Trainer
 EXTRAS = re.compile(r"^\.(?:\[([\w,-]+)\])?$")
 
