@@ -100,12 +100,12 @@ def test_no_bit_depends_on_the_number_of_threads(causal, how, dtype, threads):
     """One thread goes through a sequence; several share it."""
     case = named("threads", (2, 3, 300, 32), causal, **how)
     inputs, results = testing.make_inputs(case, dtype), []
-    for count in (1, 2, 5, 9):
+    for count in (2, 5, 9, 1):
         threads(count)
-        assert failures(case, dtype) == [], count
         results.append(testing.run(case, inputs, "cpp"))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+    assert [m for m in testing.measure(results[0], *expected(case, dtype), dtype) if not m.passed] == []
 
 
 STRIDES = {
