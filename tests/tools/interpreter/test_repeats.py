@@ -64,7 +64,7 @@ OTHER = {
     "number": {"factor": 3.0},
     "type-of-number": {"factor": 2},
     "constant": {"SIZE": 2},
-    "dtype": {"y_ptr": y.double()},
+    "dtype": {"y_ptr": y.view(torch.int32)},
     "swapped": {"x_ptr": y, "y_ptr": x},
     "overlapping": {"x_ptr": (memory := torch.arange(5.0))[:4], "y_ptr": memory[1:]},
 }
