@@ -1,5 +1,6 @@
 """Profiles of the drawn tests, the number of threads, and the fixtures of the C++ extension."""
 
+import gc
 import os
 import signal
 
@@ -32,6 +33,11 @@ if settings is not None:
     settings.register_profile("suite", max_examples=6 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
     settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
     settings.load_profile("suite")
+
+
+def pytest_collection_finish():
+    """Leave tests and modules, which stay to the end, out of every garbage collection: libraries ask for many."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
