@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OUTPUTS := $(addsuffix -output,matrix apart demo denoise icl redunet layers classify mae language bench)
-CPP := $(foreach end,cpp h cu cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
+CPP := $(foreach end,cpp h cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
@@ -58,8 +58,8 @@ aot-sweep: .venv/test.stamp .venv-triton-3.6/made.stamp
 	$(SWEEP)
 
 # make gpu MINUTES=9 OUT=folder: a call of 9 minutes; run again with the same folder, it goes on. With the Python that is
-# active, which needs PyTorch, Triton, NumPy, pytest 9 and, to compile the CUDA library by nvcc, ninja; no git, no
-# network. docs/gpu.md says what comes back.
+# active, which needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, ninja; no git, no network.
+# docs/gpu.md says what comes back.
 gpu: OUT = build/gpu
 MINUTES ?= 25
 ## everything that this machine's GPU can tell in half an hour: smoke test, suite, host, tuning, benchmarks
@@ -67,8 +67,8 @@ gpu:
 	$(PYTHON) -m tests.gpu.unattended --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 # make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
-# it has the PyTorch that fits the GPU, NumPy, pytest 9, and Triton or ninja with nvcc. Run again, it goes on where time
-# was up.
+# it has the PyTorch that fits the GPU, NumPy, pytest 9, ninja and, for its kernels, Triton. Run again, it goes on where
+# time was up.
 SHARD ?= 1/1
 ## the kernels on this machine's GPU; SHARD=1/3 for a third of it
 test-gpu:
@@ -134,12 +134,12 @@ matrix: .venv/test.stamp
 
 ##@ Ship
 SHIP := .venv-ship/bin
-# PyTorch's libraries are in memory before ours, so they are not copied into the wheel. make wheel CUDA=1 needs nvcc, no GPU.
-## source distribution and binary wheel into dist/, tried without a compiler; CUDA=1 with the CUDA library
+# PyTorch's libraries are in memory before ours, so they are not copied into the wheel.
+## source distribution and binary wheel into dist/, tried without a compiler; one wheel serves every GPU
 wheel: .venv/dev.stamp .venv-ship/made.stamp
 	rm -rf build/wheel dist
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist
-	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel $(if $(CUDA),-C--build-option=--cuda)
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
 	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
 	$(BIN)/python -m tests.tools.ship.wheel dist/*.whl
 
@@ -176,7 +176,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard $(addprefix tests/tools/emulator/*.,cpp h cu)))
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard tests/tools/emulator/*.cpp tests/tools/emulator/*.h))
 	$(SPHINX)
 
 SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build

@@ -73,15 +73,6 @@ class Backend:
         return None if self.unfit is None or torch.compiler.is_compiling() else self.unfit(device)
 
 
-def cuda_library_missing() -> str | None:
-    """Say why the CUDA library cannot run, and what to do about it; None if it can."""
-    if torch.version.cuda is None:
-        return "this PyTorch has no CUDA (install one that has)"
-    if not extension.CUDA_PATHS:
-        return "the CUDA library is not built (python -m crate_kernels build, with a GPU and nvcc)"
-    return None
-
-
 @functools.lru_cache(maxsize=64)
 def _too_old_for_triton(device: torch.device) -> str | None:
     """Say why Triton cannot compile for an NVIDIA GPU; None if it can, or if there is none: tensors may be fake."""

@@ -149,7 +149,7 @@ def _is_transposed(matrix: Tensor) -> bool:
 def _transposed(rows: Tensor) -> Tensor:
     """Return the transpose of contiguous rows as rows."""
     out = rows.new_empty(rows.shape[::-1])
-    extension.library(rows.device).transpose(rows, out)
+    extension.library().transpose(rows, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Finds the compiled extension and CUDA library that fit the sources. Only this module knows sources and flags.
+"""Finds the compiled extension that fits the sources. Only this module knows sources and flags.
 
 ``extension`` imports this module together with the package, so it reads few files and never compiles.
 """
@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parents[1]
 # The first PyTorch whose stable ABI suffices for the extension: 2.11.
 TORCH_TARGET = "0x020b000000000000"
 # One file for every Python: it uses the stable ABI, and defines operators instead of a Python module.
-EXTENSION, CUDA_LIBRARY = "_cpu.so", "_cuda.so"
+EXTENSION = "_cpu.so"
 PLATFORM = sysconfig.get_platform()
 FLAGS = (
     "-std=c++17",
@@ -32,17 +32,6 @@ FLAGS = (
     "-Wno-ignored-attributes",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
 )
-CUDA_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-DUSE_CUDA",
-    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
-    "-Xptxas=-v",  # report registers, shared memory and spills of every kernel
-    # PyTorch's headers have `long long` constants and members of a newer standard.
-    "-Xcudafe=--diag_suppress=177,--diag_suppress=20012",
-)
-# PyTorch's libraries are asked for by name even where the linker drops what it takes nothing from.
-CUDA_LIBRARIES = ("-Xlinker=--no-as-needed", "-ltorch_cpu", "-ltorch_cuda")
 
 
 class BuildError(RuntimeError):
@@ -59,23 +48,8 @@ def source_folder() -> Path | None:
 
 def source_hash(folder: Path) -> str:
     """Return a hash of the extension's sources and flags."""
-    return _content_hash(FLAGS, folder, [p for p in folder.rglob("*") if p.suffix in (".cpp", ".h")])
-
-
-def cuda_source_hash(folder: Path) -> str:
-    """Return a hash of the CUDA library's sources and flags."""
-    own = [p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh")]
-    return _content_hash((*CUDA_FLAGS, *CUDA_LIBRARIES), folder, [*own, *shared_headers(folder)])
-
-
-def shared_headers(folder: Path) -> list[Path]:
-    """List the headers that both libraries include: those outside folders `cpu`."""
-    return [p for p in folder.rglob("*.h") if p.parent.name != "cpu"]
-
-
-def _content_hash(flags: tuple[str, ...], folder: Path, paths: list[Path]) -> str:
-    digest = hashlib.sha256(repr(flags).encode())
-    for path in sorted(paths):
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".cpp", ".h")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -101,14 +75,6 @@ def cache_folder(sources: str) -> Path:
 
     key = hashlib.sha256(f"{sources} {torch_version} {PLATFORM}".encode()).hexdigest()[:16]
     return user_cache() / key
-
-
-def cuda_cache_folder(sources: str) -> Path:
-    """Return the user's folder for the CUDA libraries of these sources: one file per set of architectures.
-
-    By the stable ABI, a library fits every Python and every PyTorch that can load the extension.
-    """
-    return user_cache() / f"cuda-{sources}-{PLATFORM}"
 
 
 def find(loads: Callable[[Path], bool] = lambda place: True) -> Path | None:
@@ -138,17 +104,6 @@ def _places() -> tuple[str | None, list[Path]]:
         with contextlib.suppress(BuildError):  # no home folder
             places.append(cache_folder(sources) / EXTENSION)
     return sources, places
-
-
-def find_cuda() -> tuple[Path, ...]:
-    """Return the CUDA libraries that fit the sources: the installed one first."""
-    folder = source_folder()
-    sources = None if folder is None else cuda_source_hash(folder)
-    places = [_PACKAGE / CUDA_LIBRARY]
-    if sources is not None:
-        with contextlib.suppress(BuildError, OSError):  # no home folder, or an unreadable one
-            places += sorted(cuda_cache_folder(sources).glob("_cuda-*.so"))
-    return tuple(place for place in places if fits(place, sources))
 
 
 def fits(library: Path, sources: str | None) -> bool:

@@ -48,7 +48,6 @@ class Recipe(NamedTuple):
     link: Sequence[str]
     libraries: Sequence[str]  # the end of the link command, behind the objects
     extra: Mapping[str, Sequence[str]] = {}  # options of single sources
-    reports: bool = False  # keep the output of each compilation in <source>.o.txt
 
 
 @contextlib.contextmanager
@@ -73,22 +72,22 @@ def locked(folder: Path) -> Iterator[IO[str]]:
 
 
 @contextlib.contextmanager
-def open_objects(root: Path, name: str, origin: Path, *identity: str) -> Iterator[Objects]:
+def open_objects(root: Path, origin: Path, *identity: str) -> Iterator[Objects]:
     """Lock the folder of object files of some sources, with an up-to-date copy of the sources in it.
 
     Each checkout has its own folder in ``root``, so that two checkouts do not overwrite each other's objects.
     ``identity`` are inputs whose change ninja does not see, such as the compiler's version.
     """
     key = hashlib.sha256(repr((str(origin.resolve()), PLATFORM, *identity)).encode()).hexdigest()[:16]
-    folder = root / f"objects-{name}-{key}"
+    folder = root / f"objects-cpu-{key}"
     with locked(folder) as lock:
         _copy_changed(origin, folder / "csrc")
         yield Objects(folder, folder / "csrc", origin, lock)
     _empty_unused(root)
 
 
-def build(objects: Objects, recipe: Recipe, target: Path, show: Show, report: Path | None = None) -> None:
-    """Compile and link changed sources; put the library at ``target``, atomically, and the reports at ``report``.
+def build(objects: Objects, recipe: Recipe, target: Path, show: Show) -> None:
+    """Compile and link changed sources; put the library at ``target``, atomically.
 
     Raises:
         BuildError: ninja is missing, or a command fails.
@@ -101,8 +100,6 @@ def build(objects: Objects, recipe: Recipe, target: Path, show: Show, report: Pa
         copied = shutil.copy(objects.folder / "library.so", scratch)
         with open(copied, "rb") as file:
             os.fsync(file.fileno())  # a power cut must not leave a partial file
-        if report is not None:
-            report.write_text("".join((objects.folder / f"{source}.o.txt").read_text() for source in recipe.sources))
         os.replace(copied, target)
 
 
@@ -126,16 +123,14 @@ def _write_ninja(recipe: Recipe, path: Path) -> None:
     def words(command: Sequence[str]) -> str:
         return ninja_syntax.escape(shlex.join(command))
 
-    report = " >$out.txt 2>&1 || { cat $out.txt; exit 1; }" if recipe.reports else ""
     with open(path, "w") as file:
         writer = ninja_syntax.Writer(file, _ONE_LINE)  # pyright: ignore[reportArgumentType]  # its stub says str
-        command = f"{words(recipe.compile)} $extra -MD -MF $out.d -c $in -o $out{report}"
+        command = f"{words(recipe.compile)} $extra -MD -MF $out.d -c $in -o $out"
         writer.rule("compile", command, description="$in", depfile="$out.d", deps="gcc")
         writer.rule("link", f"{words(recipe.link)} $in {words(recipe.libraries)} -o $out", description="$out")
         for source in recipe.sources:
             extra = {"extra": words(recipe.extra.get(source, ()))}
-            texts = [f"{source}.o.txt"] if recipe.reports else None
-            writer.build([f"{source}.o"], "compile", [f"csrc/{source}"], variables=extra, implicit_outputs=texts)
+            writer.build([f"{source}.o"], "compile", [f"csrc/{source}"], variables=extra)
         writer.build(["library.so"], "link", [f"{source}.o" for source in recipe.sources])
 
 

@@ -1,54 +1,26 @@
-"""``build``: compile the C++ extension, and the CUDA library if there is a GPU, into the user's cache."""
+"""``build``: compile the C++ extension into the user's cache."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
 
 from crate_kernels._native import build as _build
-from crate_kernels._native import compilers
 from crate_kernels._native.ninja_build import COMPILING
 
 _EVERY = 20.0  # seconds between two lines in a log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--cuda",
-        action="store_true",
-        help="only the CUDA library, in minutes, also without a GPU, or beside a PyTorch without CUDA, which cannot "
-        "load it",
-    )
+    """Declare the options: none."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile missing libraries; return 1 on failure, except for a CUDA library without a GPU or nvcc."""
-    if args.cuda:
-        return _build_and_report(_build.build_cuda_cached)
-    status = _build_and_report(_build.build_cached)
-    if torch.version.cuda is None:
-        return status
-    if not torch.cuda.is_available():
-        print("build: the CUDA library is left out: PyTorch sees no GPU; build --cuda compiles it all the same")
-        return status
-    try:
-        compilers.find_nvcc()
-    except _build.BuildError as error:
-        print(f"build: the CUDA library is left out: {error}")
-        return status
-    return max(status, _build_and_report(_build.build_cuda_cached))
-
-
-def _build_and_report(build: Callable[..., tuple[Path, bool]]) -> int:
+    """Compile the extension unless it is there; return 1 on failure."""
     start, show = time.perf_counter(), _Progress()
     try:
-        path, compiled = build(show=show)
+        path, compiled = _build.build_cached(show)
     except (_build.BuildError, OSError) as error:  # OSError: a full disk, for example
         show("")
         print(f"build: {error}")

@@ -45,7 +45,6 @@ def collect() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
         "extension": _extension_facts(),
-        "cuda_library": _cuda_facts(),
         "nvrtc": _nvrtc_facts(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if len(devices) > 1 else [],
         "operators": {op: {name: _state(op, name, devices) for name in _backend.names()} for op in _backend.OPS},
@@ -64,18 +63,6 @@ def _extension_facts() -> dict[str, Any]:
             advice = "install from a source distribution: the C++ sources are not here"
         return {"path": None, "advice": advice}
     return {"path": str(_extension.PATH), "capability": _extension.cpu_capability(), **_extension.build_info()}
-
-
-def _cuda_facts() -> dict[str, Any]:
-    """Return the facts of the CUDA library, or why there is none."""
-    reason = _backend.cuda_library_missing()
-    if reason is not None:
-        return {"path": None, "reason": reason}
-    try:
-        path = _extension.load_cuda()
-    except OSError as error:
-        return {"path": None, "reason": f"cannot be loaded: {error.__cause__ or error}"}
-    return {"path": str(path), **_extension.cuda_build_info(), "kernels": len(_extension.kernel_names())}
 
 
 def _nvrtc_facts() -> dict[str, Any]:
@@ -134,12 +121,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'extension':14}not built; to get it: {extension['advice']}")
     else:
         print(f"{'extension':14}{extension['path']}, {extension['capability']}")
-    library = facts["cuda_library"]
-    if library["path"] is None:
-        print(f"{'cuda library':14}none: {library['reason']}")
-    else:
-        archs = library["archs"].replace("_", " ")
-        print(f"{'cuda library':14}{library['path']}, sm {archs}, {library['compiler']}, {library['kernels']} kernels")
     compiler = facts["nvrtc"]
     if compiler["version"] is None:
         print(f"{'nvrtc':14}none: {compiler['reason']}")

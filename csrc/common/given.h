@@ -1,5 +1,5 @@
-// Holds the tensors of a call against each other. Kernels trust sizes and devices, and read another dtype as wrong
-// numbers. Autograd hands a backward what its forward saved, which its owner may have changed since.
+// Holds the tensors of a call on a CPU against each other. Kernels trust sizes and devices, and read another dtype as
+// wrong numbers. Autograd hands a backward what its forward saved, which its owner may have changed since.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +25,16 @@ struct Sizes {
 
 class Given {
  public:
-  // `call` begins every message. `first` decides the device, which must be of the kernels' type.
-  Given(const char* call, int32_t device_type, const char* name, const Tensor& first)
-      : call_(call), type_(device_type), index_(first.get_device_index()) {
-    if (type_of(first) != type_) refuse(name, "on " + device_name(type_, -1), first);
+  // `call` begins every message.
+  Given(const char* call, const char* name, const Tensor& first) : call_(call) {
+    if (!here(first)) refuse(name, "on cpu", first);
     in_memory(name, first);
   }
 
   // A tensor that kernels read in any strides.
   void strided(const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes) const {
     if (fits(t, sizes) && t.scalar_type() == dtype) return in_memory(name, t);
-    refuse(name, described(dtype_name(dtype), sizes.at, sizes.dims) + " on " + device_name(type_, index_), t);
+    refuse(name, described(dtype_name(dtype), sizes.at, sizes.dims) + " on cpu", t);
   }
   void strided(const char* name, const std::optional<Tensor>& t, ScalarType dtype, const Sizes& sizes) const {
     if (t.has_value()) strided(name, *t, dtype, sizes);
@@ -58,9 +57,7 @@ class Given {
 
   // As many contiguous elements of any dtype that kernels have.
   Operand elements(const char* name, const Tensor& t, int64_t numel) const {
-    if (!here(t) || t.numel() != numel) {
-      refuse(name, std::to_string(numel) + " elements on " + device_name(type_, index_), t);
-    }
+    if (!here(t) || t.numel() != numel) refuse(name, std::to_string(numel) + " elements on cpu", t);
     check_contiguous(name, t);
     in_memory(name, t);
     return {t.data_ptr(), dtype_of(t)};
@@ -94,10 +91,7 @@ class Given {
     return type;
   }
 
-  // CPUs have no number.
-  bool here(const Tensor& t) const {
-    return type_of(t) == type_ && (type_ == aoti_torch_device_type_cpu() || t.get_device_index() == index_);
-  }
+  static bool here(const Tensor& t) { return type_of(t) == aoti_torch_device_type_cpu(); }
 
   bool fits(const Tensor& t, const Sizes& sizes) const {
     const auto found = t.sizes();
@@ -170,7 +164,6 @@ class Given {
   }
 
   const char* call_;
-  int32_t type_, index_;
 };
 
 }  // namespace crate_kernels

@@ -1,5 +1,4 @@
-// The options of a call of subspace attention, as listed in crate_kernels/ops/mssa/call.py, and the ops of either
-// device.
+// The options of a call of subspace attention, as listed in crate_kernels/ops/mssa/call.py, and its ops.
 #pragma once
 
 #include <cmath>
@@ -74,7 +73,7 @@ inline MssaDecodeCall Arguments::take<MssaDecodeCall>() {
   return {take<std::optional<Tensor>>(), take<int64_t>(), take<bool>(), take<double>(), take<bool>()};
 }
 
-// Tensors among the options, lse, dlse and delta are contiguous. CUDA ops take workspaces after these arguments.
+// Tensors among the options, lse, dlse and delta are contiguous.
 #define CRATE_MSSA_CALL                                                                                    \
   "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, bool causal, float scale, " \
   "float dropout_p, float? threshold"

@@ -1,4 +1,4 @@
-// Checks of the tensors that the ops of subspace attention take, the same for either device: call.h has the schemas.
+// Checks of the tensors that the ops of subspace attention take: call.h has the schemas.
 #pragma once
 
 #include <utility>
@@ -29,18 +29,16 @@ inline Extent check_call(const Given& given, const Tensor& w, const MssaCall& ca
   return e;
 }
 
-inline void check_forward(int32_t device_type, const Tensor& w, const MssaCall& call, const Tensor& out,
-                          const Tensor& lse) {
-  const Given given("mssa", device_type, "w", w);
+inline void check_forward(const Tensor& w, const MssaCall& call, const Tensor& out, const Tensor& lse) {
+  const Given given("mssa", "w", w);
   const Extent e = check_call(given, w, call);
   given.strided("out", out, w.scalar_type(), e.tokens());
   given.numbers("lse", lse, e.rows());
 }
 
-inline void check_backward(int32_t device_type, const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
-                           const Tensor& w, const Tensor& out, const Tensor& lse, const MssaCall& call,
-                           const Tensor& dw) {
-  const Given given("mssa backward", device_type, "w", w);
+inline void check_backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& w,
+                           const Tensor& out, const Tensor& lse, const MssaCall& call, const Tensor& dw) {
+  const Given given("mssa backward", "w", w);
   const Extent e = check_call(given, w, call);
   given.strided("dout", dout, w.scalar_type(), e.tokens());
   given.numbers("dlse", dlse, e.rows());
@@ -49,9 +47,9 @@ inline void check_backward(int32_t device_type, const std::optional<Tensor>& dou
   given.strided("dw", dw, w.scalar_type(), e.tokens());
 }
 
-inline void check_decode(int32_t device_type, const Tensor& w, const Tensor& data, const Tensor& lengths,
-                         const MssaDecodeCall& call, const Tensor& out, const Tensor& lse) {
-  const Given given("mssa", device_type, "w", w);
+inline void check_decode(const Tensor& w, const Tensor& data, const Tensor& lengths, const MssaDecodeCall& call,
+                         const Tensor& out, const Tensor& lse) {
+  const Given given("mssa", "w", w);
   const Extent e = extent_of(given, "w", w, false);
   given.options(call.key_padding_mask, {}, {}, e.batch, e.seqlen);
   given.rank("cache.data", data, 4);
@@ -78,17 +76,17 @@ inline std::pair<Extent, Extent> check_rectangle(const Given& given, const Tenso
   return {own, others};
 }
 
-inline void check_rectangular_forward(int32_t device_type, const Tensor& rows, const Tensor& columns,
-                                      const MssaRectangularCall& call, const Tensor& out, const Tensor& lse) {
-  const Given given("mssa", device_type, "rows", rows);
+inline void check_rectangular_forward(const Tensor& rows, const Tensor& columns, const MssaRectangularCall& call,
+                                      const Tensor& out, const Tensor& lse) {
+  const Given given("mssa", "rows", rows);
   const Extent own = check_rectangle(given, rows, columns, call).first;
   given.numbers("out", out, own.tokens());
   given.numbers("lse", lse, own.rows());
 }
 
-inline void check_rectangular_backward(int32_t device_type, const Side& rows, const Side& columns,
-                                       const MssaRectangularCall& call, const Tensor& dw) {
-  const Given given("mssa backward", device_type, "rows", rows.w);
+inline void check_rectangular_backward(const Side& rows, const Side& columns, const MssaRectangularCall& call,
+                                       const Tensor& dw) {
+  const Given given("mssa backward", "rows", rows.w);
   const ScalarType dtype = rows.w.scalar_type();
   const auto [own, others] = check_rectangle(given, rows.w, columns.w, call);
   given.strided("dout", rows.dout, dtype, own.tokens());
@@ -102,8 +100,8 @@ inline void check_rectangular_backward(int32_t device_type, const Side& rows, co
   given.numbers("dw", dw, own.tokens());
 }
 
-inline void check_delta(int32_t device_type, const Tensor& dout, const Tensor& out, const Tensor& delta) {
-  const Given given("mssa backward", device_type, "dout", dout);
+inline void check_delta(const Tensor& dout, const Tensor& out, const Tensor& delta) {
+  const Given given("mssa backward", "dout", dout);
   const Extent e = extent_of(given, "dout", dout, false);
   given.strided("out", out, dout.scalar_type(), e.tokens());
   given.numbers("delta", delta, e.rows());

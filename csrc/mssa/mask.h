@@ -5,7 +5,7 @@
 #pragma once
 
 #ifdef __CUDACC__
-#define CRATE_MASK __host__ __device__ __forceinline__
+#define CRATE_MASK __device__ __forceinline__
 #else
 #define CRATE_MASK static inline __attribute__((always_inline))  // units of different instruction sets share no symbol
 #endif

@@ -1,5 +1,4 @@
-// A call of token statistics: its options, as listed in crate_kernels/ops/tssa/call.py, and its tensors. The ops of
-// either device take the same arguments.
+// A call of token statistics: its options, as listed in crate_kernels/ops/tssa/call.py, and its tensors.
 #pragma once
 
 #include <cmath>
@@ -29,27 +28,25 @@ inline TssaCall Arguments::take<TssaCall>() {
   return {take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), take<double>()};
 }
 
-// A forward. `energy` and `moment`: results of the full form; with `mass` and `lengths`, the state of a cache, which
-// the call advances. Sums are workspaces of CUDA ops, absent where a sequence is not cut into chunks.
+// A forward. `energy` and `moment`: results of the full form; with `mass` and `lengths`, the state of a cache, whose
+// sums the call advances.
 struct TssaForwardArgs {
   bool causal;
   Tensor w, temp;
   std::optional<Tensor> denom_bias;
   TssaCall call;
   Tensor out, membership;
-  std::optional<Tensor> energy, moment, mass, lengths, sums_1, sums_2;
+  std::optional<Tensor> energy, moment, mass, lengths;
 };
 
 template <>
 inline TssaForwardArgs Arguments::take<TssaForwardArgs>() {
   using Optional = std::optional<Tensor>;
-  return {take<bool>(),     take<Tensor>(),   take<Tensor>(),   take<Optional>(), take<TssaCall>(),
-          take<Tensor>(),   take<Tensor>(),   take<Optional>(), take<Optional>(), take<Optional>(),
-          take<Optional>(), take<Optional>(), take<Optional>()};
+  return {take<bool>(),   take<Tensor>(),   take<Tensor>(),   take<Optional>(), take<TssaCall>(), take<Tensor>(),
+          take<Tensor>(), take<Optional>(), take<Optional>(), take<Optional>(), take<Optional>()};
 }
 
-// A backward. `energy` and `moment`: of the full form. CUDA ops take `dtemp` by sequence, absent where `sums_3` ends in
-// it, and workspaces: `dlogit`, and sums as above.
+// A backward. `energy` and `moment`: of the full form.
 struct TssaBackwardArgs {
   bool causal;
   Tensor dout;
@@ -59,27 +56,26 @@ struct TssaBackwardArgs {
   Tensor membership;
   std::optional<Tensor> energy, moment;
   TssaCall call;
-  Tensor dw;
-  std::optional<Tensor> dtemp, ddenom_bias, dlogit, sums_1, sums_2, sums_3;
+  Tensor dw, dtemp;
+  std::optional<Tensor> ddenom_bias;
 };
 
 template <>
 inline TssaBackwardArgs Arguments::take<TssaBackwardArgs>() {
   using Optional = std::optional<Tensor>;
-  return {take<bool>(),     take<Tensor>(),   take<Optional>(), take<Tensor>(),   take<Tensor>(),  take<Optional>(),
-          take<Tensor>(),   take<Optional>(), take<Optional>(), take<TssaCall>(), take<Tensor>(),  take<Optional>(),
-          take<Optional>(), take<Optional>(), take<Optional>(), take<Optional>(), take<Optional>()};
+  return {take<bool>(),     take<Tensor>(), take<Optional>(), take<Tensor>(),   take<Tensor>(),
+          take<Optional>(), take<Tensor>(), take<Optional>(), take<Optional>(), take<TssaCall>(),
+          take<Tensor>(),   take<Tensor>(), take<Optional>()};
 }
 
 #define CRATE_TSSA_CALL "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p"
 #define CRATE_TSSA_FWD                                                                                              \
   "tssa_fwd(bool causal, Tensor w, Tensor temp, Tensor? denom_bias, " CRATE_TSSA_CALL                               \
   ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!)? energy, Tensor(d!)? moment, Tensor(e!)? mass, Tensor(f!)? " \
-  "lengths, Tensor(g!)? sums_1, Tensor(h!)? sums_2) -> ()"
-#define CRATE_TSSA_BWD                                                                                                \
-  "tssa_bwd(bool causal, Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, Tensor "        \
-  "membership, Tensor? energy, Tensor? moment, " CRATE_TSSA_CALL                                                      \
-  ", Tensor(a!) dw, Tensor(b!)? dtemp, Tensor(c!)? ddenom_bias, Tensor(d!)? dlogit, Tensor(e!)? sums_1, Tensor(f!)? " \
-  "sums_2, Tensor(g!)? sums_3) -> ()"
+  "lengths) -> ()"
+#define CRATE_TSSA_BWD                                                                                         \
+  "tssa_bwd(bool causal, Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, Tensor " \
+  "membership, Tensor? energy, Tensor? moment, " CRATE_TSSA_CALL                                               \
+  ", Tensor(a!) dw, Tensor(b!) dtemp, Tensor(c!)? ddenom_bias) -> ()"
 
 }  // namespace crate_kernels

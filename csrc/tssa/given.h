@@ -1,4 +1,4 @@
-// Checks of the tensors that the ops of token statistics take, the same for either device: call.h has the schemas.
+// Checks of the tensors that the ops of token statistics take: call.h has the schemas.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +50,8 @@ inline void check_tssa_bias(const Given& given, const std::optional<Tensor>& den
   given.numbers("denom_bias", denom_bias, {e.nheads, tokens});
 }
 
-inline void check_tssa_forward(int32_t device_type, const TssaForwardArgs& t) {
-  const Given given("tssa", device_type, "w", t.w);
+inline void check_tssa_forward(const TssaForwardArgs& t) {
+  const Given given("tssa", "w", t.w);
   const TssaExtent e = check_tssa_call(given, t);
   given.strided("out", t.out, t.w.scalar_type(), e.tokens());
   const bool state = t.lengths.has_value();
@@ -70,20 +70,18 @@ inline void check_tssa_forward(int32_t device_type, const TssaForwardArgs& t) {
   check_tssa_bias(given, t.denom_bias, e, state || e.packed ? std::min<int64_t>(e.seqlen, 1) : e.seqlen);
 }
 
-// Returns what to check dtemp by, whose sizes differ by device.
-inline std::pair<Given, TssaExtent> check_tssa_backward(int32_t device_type, const TssaBackwardArgs& t) {
-  const Given given("tssa backward", device_type, "w", t.w);
+inline void check_tssa_backward(const TssaBackwardArgs& t) {
+  const Given given("tssa backward", "w", t.w);
   const TssaExtent e = check_tssa_call(given, t);
   given.strided("dout", t.dout, t.w.scalar_type(), e.tokens());
   given.numbers("dmembership", t.dmembership, e.rows());
   given.strided("dw", t.dw, t.w.scalar_type(), e.tokens());
-  given.numbers("dlogit", t.dlogit, e.rows());
+  given.numbers("dtemp", t.dtemp, {e.nheads});
   check_tssa_bias(given, t.denom_bias, e, e.packed ? std::min<int64_t>(e.seqlen, 1) : e.seqlen);
   if (t.denom_bias.has_value()) {
     given.present("ddenom_bias", t.ddenom_bias);
     given.numbers("ddenom_bias", t.ddenom_bias, {e.nheads, t.denom_bias->size(1)});
   }
-  return {given, e};
 }
 
 }  // namespace crate_kernels

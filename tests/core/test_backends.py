@@ -1,16 +1,13 @@
 """Which backend a call gets, and why one is unavailable."""
 
-import runpy
 import types
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from crate_kernels._core import backends
 from crate_kernels._core.backends import Backend
-from crate_kernels._native import extension
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = "crate_kernels.ops.{op}.composite"
@@ -110,8 +107,8 @@ def test_plain_pytorch_takes_every_device_and_dtype(name, dtype):
 
 
 @pytest.fixture
-def cuda_library(monkeypatch):
-    """Return a function that pretends that the CUDA library is there or not, and that Triton is not."""
+def cuda_kernels(monkeypatch):
+    """Return a function that pretends that CUDA C++ can be compiled or not, and that Triton is not there."""
 
     def pretend(missing):
         triton, cpp = backends._BACKENDS["triton"], backends._BACKENDS["cpp"]
@@ -123,8 +120,8 @@ def cuda_library(monkeypatch):
 
 
 @pytest.mark.parametrize("op", backends.OPS)
-def test_without_triton_cuda_tensors_get_the_cuda_library(op, cuda_library):
-    cuda_library(None)
+def test_without_triton_cuda_tensors_get_cuda_kernels(op, cuda_kernels):
+    cuda_kernels(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert backends.resolve(op, None, CUDA, dtype) == "cpp"
         assert backends.resolve(op, "cpp", CUDA, dtype) == "cpp"
@@ -137,24 +134,14 @@ def test_without_triton_cuda_tensors_get_the_cuda_library(op, cuda_library):
 
 
 @pytest.mark.parametrize("op", backends.OPS)
-def test_without_the_cuda_library_cuda_tensors_get_composite(op, cuda_library):
-    cuda_library("there is no nvcc")
+def test_without_cuda_kernels_cuda_tensors_get_composite(op, cuda_kernels):
+    cuda_kernels("there is no NVRTC")
     assert backends.resolve(op, None, CUDA, torch.float32) == "composite"
     assert backends.resolve(op, None, CPU, torch.float32) == "cpp"
     assert backends.unavailable_reason(op, "cpp") is None
-    assert backends.unavailable_reason(op, "cpp", "cuda") == "there is no nvcc"
-    with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' is unavailable: there is no nvcc; use backend='co"):
+    assert backends.unavailable_reason(op, "cpp", "cuda") == "there is no NVRTC"
+    with pytest.raises(RuntimeError, match=f"^{op}: backend='cpp' is unavailable: there is no NVRTC; use backend='co"):
         backends.resolve(op, "cpp", CUDA, torch.float32)
-
-
-def test_what_to_do_about_a_cuda_library_that_is_missing(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert backends.cuda_library_missing() == "this PyTorch has no CUDA (install one that has)"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(extension, "CUDA_PATHS", ())
-    assert "python -m crate_kernels build, with a GPU and nvcc" in backends.cuda_library_missing()
-    monkeypatch.setattr(extension, "CUDA_PATHS", (backends.Path("_cuda.so"),))
-    assert backends.cuda_library_missing() is None
 
 
 @pytest.mark.parametrize("op", backends.OPS)
@@ -164,31 +151,6 @@ def test_cpp_has_one_module_for_cpus_and_gpus(op, monkeypatch):
     for device in ("cpu", "cuda"):
         assert backends.kernel(op, "cpp", device).__name__ == f"crate_kernels.ops.{op}.native"
     assert backends.kernel(op, "composite", "cuda").__name__ == f"crate_kernels.ops.{op}.composite"
-
-
-@pytest.mark.parametrize(("cuda", "found"), [(None, ()), ("13.0", ("_cuda.so",))], ids=["cpu-pytorch", "cuda-pytorch"])
-def test_importing_loads_no_library_and_finds_only_what_pytorch_can_load(cuda, found, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.ops, "load_library", pytest.fail)
-    monkeypatch.setattr(extension.libraries, "find", lambda: "_cpu.so")
-    monkeypatch.setattr(extension.libraries, "find_cuda", lambda: ("_cuda.so",))
-    module = runpy.run_path(extension.__file__)
-    assert (module["PATH"], module["CUDA_PATHS"]) == ("_cpu.so", found)
-
-
-def test_the_library_of_this_gpu_is_loaded(monkeypatch):
-    loaded, paths = [], tuple(backends.Path(f"_cuda-{arch}.so") for arch in ("75", "80-80+PTX", "90a-90+PTX"))
-    load = extension.load_cuda.__wrapped__
-    monkeypatch.setattr(extension, "load_cuda", cache(load))
-    monkeypatch.setattr(extension, "CUDA_PATHS", paths)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    assert extension.load_cuda() == extension.load_cuda() == paths[1]
-    assert loaded == [paths[1]]
-    monkeypatch.setattr(extension, "CUDA_PATHS", ())
-    with pytest.raises(ImportError, match="the CUDA library is not built; python -m crate_kernels build"):
-        load()
 
 
 REFUSALS = {
@@ -282,22 +244,3 @@ def test_what_no_module_has_is_an_error(modules):
     modules()
     with pytest.raises(RuntimeError, match=r"^tssa: no kernel takes cuda tensors of torch\.bfloat16 here; what is to"):
         backends.run("tssa", "sideways", backends.AUTO, ON_GPU)
-
-
-# What a build says of its architectures: those that it has machine code for.
-ARCHS = {"75_80_90a_90PTX": {"sm_75", "sm_80", "sm_90"}, "80_80PTX": {"sm_80"}, "90a_90PTX": {"sm_90"}}
-
-
-@pytest.mark.parametrize(("said", "expected"), ARCHS.items(), ids=ARCHS)
-def test_the_architectures_of_the_cuda_library(said, expected, monkeypatch):
-    monkeypatch.setattr(extension, "cuda_build_info", lambda: {"archs": said})
-    assert extension.cuda_archs.__wrapped__() == expected
-
-
-@pytest.mark.parametrize("error", [ImportError("not built"), OSError("no such file")], ids=["none", "bad"])
-def test_a_cuda_library_that_cannot_be_loaded_has_no_architecture(error, monkeypatch):
-    def fail():
-        raise error
-
-    monkeypatch.setattr(extension, "cuda_build_info", fail)
-    assert extension.cuda_archs.__wrapped__() == set()

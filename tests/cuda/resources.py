@@ -11,8 +11,7 @@ from pathlib import Path
 
 from crate_kernels._core import backends
 from crate_kernels._cuda import cubins, sources
-from tests.cuda import compilers
-from tests.native import report
+from tests.cuda import compilers, report
 
 RECORDED = Path(__file__).with_suffix(".json")
 CAPABILITIES = (75, 80, 90)

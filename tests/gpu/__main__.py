@@ -1,7 +1,7 @@
 """The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch, NumPy and pytest 9, nothing else.
 
-It tests Triton's kernels where Triton is and, where nvcc and the package ninja are, those of the CUDA library, which it
-compiles first, once.
+It tests Triton's kernels where Triton is, and those in CUDA C++ where NVRTC is. The C++ extension, which repeats later
+calls, is compiled first, once, where a C++ compiler and the package ninja are.
 A shard ends by itself before its time is up and says what is left; running it again goes on from there. Every result
 is in the JSON file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
 """
@@ -130,14 +130,14 @@ def revision():
 
 BUILD = """from crate_kernels import cli
 from crate_kernels._native import extension
-extension.CUDA_PATHS or cli.main(["build", "--cuda"])
+extension.PATH or cli.main(["build"])
 """
 
 
 def build():
-    """Compile the CUDA library unless one fits these sources, such as a library copied along with them.
+    """Compile the C++ extension unless one fits these sources, such as one copied along with them.
 
-    A separate process compiles and prints the reason of a failure: libraries are found on import.
+    A separate process compiles and prints the reason of a failure: the extension is found on import.
     """
     subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT)
 

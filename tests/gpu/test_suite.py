@@ -55,17 +55,17 @@ def test_a_machine_without_git_is_named_all_the_same(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_a_cuda_library_that_was_carried_along_is_not_compiled_again(carried, monkeypatch):
+def test_an_extension_that_was_carried_along_is_not_compiled_again(carried, monkeypatch):
     """What would compile it runs in a process of its own, here in this one."""
     commands, built = [], []
     monkeypatch.setattr(suite.subprocess, "run", lambda command, **options: commands.append(command))
     suite.build()
     ((python, flag, code),) = commands
     assert (python, flag) == (sys.executable, "-c")
-    monkeypatch.setattr(extension, "CUDA_PATHS", (Path("_cuda.so"),) if carried else ())
+    monkeypatch.setattr(extension, "PATH", Path("_cpu.so") if carried else None)
     monkeypatch.setattr(cli, "main", lambda arguments: built.append(arguments) or 0)
     exec(code, {})
-    assert built == ([] if carried else [["build", "--cuda"]])
+    assert built == ([] if carried else [["build"]])
 
 
 WITHOUT = """import sys, pytest

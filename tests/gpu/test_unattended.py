@@ -257,29 +257,40 @@ def test_no_row_begins_after_the_deadline(tmp_path):
     assert {benchmark for benchmark, _ in timing.jobs(timing.DRY)} == {bench_overhead.test_overhead}
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["carried", "compiling"])
-def test_parts_run_again_once_the_cuda_library_is_there(there, tmp_path, monkeypatch):
-    """It is compiled beside them, by a process that does nothing where a library was carried along."""
-    library = SimpleNamespace(poll=lambda: 0 if there else None)
-    started, ended, turns = [], [], []
-    monkeypatch.setattr(processes, "start", lambda arguments, **options: started.append(arguments) or library)
+def test_the_extension_is_compiled_beside_the_first_part_and_the_others_wait(tmp_path, monkeypatch):
+    """Without it their later calls would be no repetitions. A process compiles: it is ended in the end."""
+    happened, ended, turns = [], [], []
+    compiling = SimpleNamespace(wait=lambda seconds: happened.append("ready") if "ready" not in happened else None)
+    monkeypatch.setattr(processes, "start", lambda arguments, **options: happened.append(arguments) or compiling)
     monkeypatch.setattr(processes, "end", ended.append)
 
     def side_by_side(commands, deadline, start, grace):
         turns.append([str(word) for word in commands[0](100.0)])
-        if len(turns) == len(unattended.PARTS):
-            library.poll = lambda: 0
+        happened.append(turns[-1][1].removeprefix("tests.gpu."))
         return DONE
 
     monkeypatch.setattr(processes, "side_by_side", side_by_side)
     arguments = ["--minutes", "25", "--out", str(tmp_path), "--workers", "3", "--candidates", "some.json"]
     assert unattended.main(arguments) == DONE
-    assert started == [["-c", unattended.BUILD]]
-    assert ended == [library]
-    names = [words[1].removeprefix("tests.gpu.") for words in turns]
-    assert names == [*SECONDS] * (1 if there else 2)
+    first, *others = SECONDS
+    assert happened == [["-c", unattended.BUILD], first, "ready", *others]
+    assert ended == [compiling]
     assert turns[1][-2:] == ["--workers", "3"]
-    assert turns[names.index("tuning")][-1].endswith("some.json")
+    assert turns[others.index("tuning") + 1][-1].endswith("some.json")
+
+
+def test_what_does_not_compile_in_time_ends_the_call(tmp_path, monkeypatch):
+    def wait(seconds):
+        raise subprocess.TimeoutExpired("build", seconds)
+
+    ended, clock = [], itertools.chain([0.0] * 5, itertools.repeat(1e6))
+    monkeypatch.setattr(processes, "start", lambda arguments, **options: SimpleNamespace(wait=wait))
+    monkeypatch.setattr(processes, "end", ended.append)
+    monkeypatch.setattr(processes, "side_by_side", lambda *arguments, **options: DONE)
+    monkeypatch.setattr(unattended.time, "monotonic", lambda: next(clock))
+    assert unattended.main(["--minutes", "25", "--out", str(tmp_path)]) == INCOMPLETE
+    assert [own["status"] for own in unattended.State(tmp_path).parts.values()] == ["done", "", "", "", ""]
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("part", [smoke, suite], ids=["smoke", "suite"])

@@ -1,16 +1,18 @@
 """One command for half an hour on a GPU: ``python -m tests.gpu.unattended --minutes 25 --out FOLDER``, or ``make gpu``.
 
-It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the CUDA library, nvcc and the package ninja; no git and no
-network. Five parts follow one another, each for at most its minutes: a smoke test, the test suite in processes side by
-side, the host's time, tuning, and with what time is left the benchmarks in order of worth. Results are in FOLDER as
-soon as they are known. Started again with the same folder, the run goes on where it ended: minutes that a part has had
-are counted in ``progress.json``.
+It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
+and no network. Five parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
+side by side, the host's time, tuning, and with what time is left the benchmarks in order of worth. Results are in
+FOLDER as soon as they are known. Started again with the same folder, the run goes on where it ended: minutes that a
+part has had are counted in ``progress.json``.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -95,10 +97,15 @@ def command(part, args, seconds):
     return found + (["--dry-run"] if args.dry_run else [])
 
 
-def turns(state, deadline, run):
-    """Give each part its minutes, then what is left to the parts that are not complete, in order."""
+def turns(state, deadline, run, ready=lambda: None):
+    """Give each part its minutes, then what is left to the parts that are not complete, in order.
+
+    ``ready`` waits for what every part but the first needs, which takes none of their minutes.
+    """
     for everything in (False, True):
         for part in PARTS:
+            if part is not PARTS[0]:
+                ready()
             seconds = min(state.left(part, everything), deadline - time.monotonic())
             if seconds < LEAST:
                 continue
@@ -135,7 +142,8 @@ def main(argv=None):
 def run_all(args, deadline):
     """Give all parts their turns; return the exit status."""
     state = State(args.out)
-    # Triton reads the variable on import. The CUDA library is compiled beside the tests of what needs none.
+    # Triton reads the variable on import. The C++ extension, which repeats later calls, is compiled beside the first
+    # part, where no call is a later one.
     environment = {"TRITON_INTERPRET": "1"} if args.dry_run else {}
     compiling = None if args.dry_run else processes.start(["-c", BUILD], apart=True)
 
@@ -144,16 +152,19 @@ def run_all(args, deadline):
 
     def run(part, seconds):
         print(f"gpu: {part.name}: {seconds / 60:.1f} minutes at most", flush=True)
-        missing = compiling is not None and compiling.poll() is None
         stop_at = time.monotonic() + seconds
         # A part ends its own processes before it is ended.
-        status = processes.side_by_side(
+        return processes.side_by_side(
             [lambda left: command(part, args, left)], stop_at, start, grace=2 * processes.GRACE
         )
-        return processes.INCOMPLETE if missing else status  # go again: the library's tests were skipped
+
+    def ready():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if compiling is not None:
+                compiling.wait(max(deadline - time.monotonic(), 0.0))
 
     try:
-        turns(state, deadline, run)
+        turns(state, deadline, run, ready)
     finally:
         if compiling is not None:
             processes.end(compiling)

@@ -1,4 +1,4 @@
-"""Stand-ins for the compilers, and helpers of the tests that build."""
+"""A stand-in for the compiler, and helpers of the tests that build."""
 
 import subprocess
 import sys
@@ -27,18 +27,6 @@ SLOW_COMPILER = """#!/bin/sh
 # Stand-in that records each link.
 case "$*" in *-shared*) echo link >> "{log}"; sleep 0.3;; esac
 {write}"""
-NVCC = """#!/bin/sh
-# Stand-in for nvcc: names its release and GPU codes, logs its arguments and each link, then runs `ending`. Of the empty
-# library that a CPU PyTorch needs it logs nothing.
-case "$*" in
-*--version*) echo "Cuda compilation tools, release {release}, V{release}.0"; exit 0;;
-*--list-gpu-code*) echo sm_75 sm_80 sm_86 sm_90 sm_90a; exit 0;;
-esac
-case "$*" in *stand_in*) for last; do :; done; touch "$last"; exit 0;; esac
-echo "$@" >> "{log}"
-case "$*" in *-shared*) echo link >> "{log}.links"; sleep 0.3;; esac
-{ending}
-"""
 
 
 def files_left(folder):
@@ -48,10 +36,10 @@ def files_left(folder):
     return [path.name for path in files if not path.parts[0].startswith("objects-")]
 
 
-def assert_one_of_three_builds(environment, *options):
+def assert_one_of_three_builds(environment):
     """Build in three processes at once: one compiles, the others wait and use its result."""
     root = str(Path(_build.__file__).parents[2])
-    command = [sys.executable, "-m", "crate_kernels", "build", *options]
+    command = [sys.executable, "-m", "crate_kernels", "build"]
 
     def build(_):
         own = {**environment, "PYTHONPATH": root}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from crate_kernels._native import compilers
 from crate_kernels._native import extension as _extension
 from crate_kernels._native import libraries as _libraries
 from crate_kernels._triton import table
@@ -29,8 +28,7 @@ def test_a_change_of_the_sources_is_another_build(tmp_path):
 
 def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch):
     def identity():
-        extension, library = _libraries.source_hash(SOURCES), _libraries.cuda_source_hash(SOURCES)
-        return extension, library, _libraries.cache_folder("0"), _libraries.cuda_cache_folder("0")
+        return _libraries.source_hash(SOURCES), _libraries.cache_folder("0")
 
     def changed(*changes):
         before = identity()
@@ -38,10 +36,9 @@ def test_a_build_is_of_its_flags_its_pytorch_and_its_kind_of_machine(monkeypatch
             patch.setattr(*changes)
             return [a != b for a, b in zip(identity(), before, strict=True)]
 
-    assert changed(_libraries, "FLAGS", (*_libraries.FLAGS, "-g")) == [True, False, False, False]
-    assert changed(_libraries, "CUDA_FLAGS", (*_libraries.CUDA_FLAGS, "-g")) == [False, True, False, False]
-    assert changed(torch, "__version__", "2.99") == [False, False, True, False]  # the CUDA library fits every PyTorch
-    assert changed(_libraries, "PLATFORM", "linux-riscv64") == [False, False, True, True]
+    assert changed(_libraries, "FLAGS", (*_libraries.FLAGS, "-g")) == [True, False]
+    assert changed(torch, "__version__", "2.99") == [False, True]
+    assert changed(_libraries, "PLATFORM", "linux-riscv64") == [False, True]
 
 
 def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
@@ -159,11 +156,8 @@ def test_without_a_usable_home_nothing_is_found_and_build_says_so(home, message,
     monkeypatch.setattr(Path, "home", none if home is None else lambda: home(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert _libraries.find() is None
-    assert _libraries.find_cuda() == ()
-    for command in (["build"], ["build", "--cuda"]):
-        monkeypatch.setattr(compilers, "find_nvcc", lambda: "nvcc")
-        assert main(command) == 1
-        assert re.search(f"^build: {message}", capsys.readouterr().out)
+    assert main(["build"]) == 1
+    assert re.search(f"^build: {message}", capsys.readouterr().out)
 
 
 CACHES = {
@@ -178,32 +172,30 @@ def test_the_cache_is_where_the_user_has_caches(given, expected, tmp_path, monke
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp=tmp_path))
     assert _libraries.user_cache() == tmp_path / expected
-    assert _libraries.cache_folder("a").parent == _libraries.cuda_cache_folder("a").parent == tmp_path / expected
+    assert _libraries.cache_folder("a").parent == tmp_path / expected
     assert table.user_table("A GPU") == tmp_path / expected / "tune" / "A-GPU.json"
 
 
 CHANGES = {
-    "kernels": ("common/cuda/mma.cuh", False, True),
-    "launchers": ("library.cu", False, True),
-    "cpu": ("ista/cpu/ista_cpu.cpp", True, False),
-    "cpu-header": ("ista/cpu/kernels.h", True, False),
-    "shared": ("common/dtype.h", True, True),
+    "kernels-of-gpus": ("common/cuda/mma.cuh", False),
+    "cpu": ("ista/cpu/ista_cpu.cpp", True),
+    "cpu-header": ("ista/cpu/kernels.h", True),
+    "shared": ("common/dtype.h", True),
 }
 
 
-@pytest.mark.parametrize(("name", "extension", "library"), CHANGES.values(), ids=CHANGES)
-def test_a_change_rebuilds_what_is_made_of_it_and_nothing_else(name, extension, library, tmp_path):
+@pytest.mark.parametrize(("name", "extension"), CHANGES.values(), ids=CHANGES)
+def test_a_change_rebuilds_what_is_made_of_it_and_nothing_else(name, extension, tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(SOURCES, copy)
-    before = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
+    before = _libraries.source_hash(copy)
     assert (copy / name).exists()
     with open(copy / name, "a") as file:
         file.write("// changed\n")
-    after = _libraries.source_hash(copy), _libraries.cuda_source_hash(copy)
-    assert (before[0] != after[0], before[1] != after[1]) == (extension, library)
+    assert (_libraries.source_hash(copy) != before) == extension
 
 
-TREE = {"a.h": "one\ntwo\n", "b.h": "three\n", "m.cpp": "four\n", "n.cu": "five\n"}
+TREE = {"a.h": "one\ntwo\n", "b.h": "three\n", "m.cpp": "four\n"}
 OTHER_TREES = {
     "swapped-headers": {"a.h": TREE["b.h"], "b.h": TREE["a.h"]},
     "renamed-header": {"a.h": None, "a2.h": TREE["a.h"]},
@@ -211,38 +203,19 @@ OTHER_TREES = {
     "line-of-another-header": {"a.h": "one\n", "b.h": "two\nthree\n"},
     "empty-header": {"c.h": ""},
     "one-header-less": {"b.h": None},
-    "line-of-another-kind": {"b.h": "three\nfour\n", "m.cpp": "", "n.cu": "four\nfive\n"},
+    "line-of-another-kind": {"b.h": "three\nfour\n", "m.cpp": ""},
 }
 
 
 @pytest.mark.parametrize("changes", OTHER_TREES.values(), ids=OTHER_TREES)
 def test_the_same_lines_in_other_files_are_other_sources(changes, tmp_path):
-    def hashes(name, tree):
+    def hash_of(name, tree):
         for path, text in tree.items():
             if text is not None:
                 (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / name / path).write_text(text)
-        return _libraries.source_hash(tmp_path / name), _libraries.cuda_source_hash(tmp_path / name)
+        return _libraries.source_hash(tmp_path / name)
 
-    before = hashes("before", TREE)
-    assert hashes("again", TREE) == before
-    assert not set(hashes("after", TREE | changes)) & set(before)
-
-
-def test_a_cuda_library_of_other_sources_is_not_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    installed, sources = tmp_path / "_cuda.so", _libraries.cuda_source_hash(SOURCES)
-    assert _libraries.find_cuda() == ()
-    installed.write_bytes(_libraries.marker("0123456789abcdef"))
-    assert _libraries.find_cuda() == ()
-    installed.write_bytes(b"..." + _libraries.marker(sources) + b"...")
-    own = _libraries.cuda_cache_folder(sources) / "_cuda-80.so"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    assert _libraries.find_cuda() == (installed,)
-    own.write_bytes(_libraries.marker(sources))
-    assert _libraries.find_cuda() == (installed, own)
-    installed.write_bytes(elf(sources)[:-1])
-    assert _libraries.find_cuda() == (own,)
+    before = hash_of("before", TREE)
+    assert hash_of("again", TREE) == before
+    assert hash_of("after", TREE | changes) != before

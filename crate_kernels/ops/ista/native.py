@@ -200,7 +200,7 @@ def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _engine(device: torch.device) -> steps.Engine:
-    return _Cuda() if is_gpu(device) else _Cpu(library(device))
+    return _Cuda() if is_gpu(device) else _Cpu(library())
 
 
 def engine(x: Tensor) -> steps.Engine:
@@ -230,7 +230,7 @@ def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
     given.forward(x, weight, call)
     rows = steps.flat(x).contiguous()
     y = torch.empty_like(rows)
-    few = library(x.device).ista_few_fwd
+    few = library().ista_few_fwd
     few(rows, weight.contiguous(), call.step_size, call.threshold, call.nonnegative, y)
     return y.view(x.shape)
 
@@ -250,7 +250,7 @@ def backward(
     dy, x, y = (steps.flat(t).contiguous() for t in (dy, x, y))
     weight = weight.contiguous()
     dx, dweight = torch.empty_like(x) if need_dx else None, torch.empty_like(weight) if need_dweight else None
-    library(x.device).ista_few_bwd(dy, x, weight, y, call.step_size, dx, dweight)
+    library().ista_few_bwd(dy, x, weight, y, call.step_size, dx, dweight)
     return x.new_empty(0) if dx is None else dx.view(shape), weight.new_empty(0) if dweight is None else dweight
 
 

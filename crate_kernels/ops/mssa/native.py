@@ -35,7 +35,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return out, lse
     packing.clear_uncovered(out, call.cu_seqlens, 0)
     packing.clear_uncovered(lse, call.cu_seqlens, 1)
-    library(w.device).mssa_fwd(w, *call, out, lse)
+    library().mssa_fwd(w, *call, out, lse)
     return out, lse
 
 
@@ -60,7 +60,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     dlse = None if dlse is None else dlse.contiguous()
     if not is_gpu(w.device):
         packing.clear_uncovered(dw, call.cu_seqlens, 0)
-        library(w.device).mssa_bwd(dout, dlse, w, out, lse, *call, dw)
+        library().mssa_bwd(dout, dlse, w, out, lse, *call, dw)
         return dw
     given.backward(dout, dlse, w, out, lse, call)
     if dw.numel():
@@ -78,7 +78,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     """Append ``w`` to the cache and attend over it; ``bound`` only says how long sequences can be, for splitting."""
     out, lse = operator.empty_out(w), empty_lse(w) if call.need_lse else no_lse(w.device, w.dtype)
     if not is_gpu(w.device):
-        library(w.device).mssa_decode(w, data, lengths, *call, out, lse)
+        library().mssa_decode(w, data, lengths, *call, out, lse)
         return out, lse
     given.decode(w, data, lengths, call)
     if not out.numel():

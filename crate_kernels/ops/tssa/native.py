@@ -45,7 +45,7 @@ def _run_forward(
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     _clear(call, out, membership)
     held = state or (*(statistics or (None, None)), None, None)
-    library(w.device).tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *held, None, None)
+    library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *held)
     if state is not None:
         state.advance(w, call.key_padding_mask)
     return out, membership, *statistics
@@ -64,7 +64,7 @@ def _run_backward(
         dw, dtemp = operator.empty_out(w), w.new_empty(w.shape[1], dtype=torch.float32)
         _clear(call, dw)
         dbias = None if plain.denom_bias is None else torch.empty_like(plain.denom_bias)
-        library(w.device).tssa_bwd(causal, dout, dmembership, *plain, *call, dw, dtemp, dbias, *(None,) * 4)
+        library().tssa_bwd(causal, dout, dmembership, *plain, *call, dw, dtemp, dbias)
     dtemp = dtemp.to(temp.dtype)
     if denom_bias is None or dbias is None:
         return dw, dtemp, temp.new_empty(0)

@@ -168,12 +168,4 @@ CRATE_DEVICE void store_pack(T* to, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(to) = bits;
 }
 
-// Calls f with a zero of the element type; f takes only its type: with_dtype(d, [&](auto zero) { using T = ... }).
-template <class F>
-void with_dtype(Dtype dtype, F&& f) {
-  if (dtype == Dtype::f32) return f(float{});
-  if (dtype == Dtype::bf16) return f(bf16{});
-  f(fp16{});
-}
-
 }  // namespace crate_kernels

@@ -30,8 +30,7 @@ struct Few {
   const Given given;
   int64_t tokens, dim;
 
-  Few(const char* call, const Tensor& x, const Tensor& weight)
-      : given(call, aoti_torch_device_type_cpu(), "x", x), tokens(0), dim(0) {
+  Few(const char* call, const Tensor& x, const Tensor& weight) : given(call, "x", x), tokens(0), dim(0) {
     given.rank("x", x, 2);
     tokens = x.size(0);
     dim = x.size(1);

@@ -28,7 +28,7 @@ const IstaKernels& kernels() {
 
 void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale, double threshold,
             bool nonnegative, Tensor out) {
-  const Given given("ista", aoti_torch_device_type_cpu(), "out", out);
+  const Given given("ista", "out", out);
   const int64_t numel = out.numel();
   const IstaUpdate u = {given.elements("product", product, numel),
                         given.elements("base", base, numel),
@@ -57,7 +57,7 @@ void for_each_band(void (*kernel)(const Pass&, int64_t), const Pass& pass, int64
 }
 
 void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
-  const Given given("ista", aoti_torch_device_type_cpu(), "a", a);
+  const Given given("ista", "a", a);
   given.rank("a", a, 2);
   const int64_t dim = a.size(0);
   given.numbers("a", a, {dim, dim});
@@ -67,7 +67,7 @@ void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
 }
 
 void add_transposed(Tensor a, Tensor out) {
-  const Given given("ista", aoti_torch_device_type_cpu(), "a", a);
+  const Given given("ista", "a", a);
   given.rank("a", a, 2);
   const int64_t dim = a.size(0);
   given.numbers("a", a, {dim, dim});
@@ -76,7 +76,7 @@ void add_transposed(Tensor a, Tensor out) {
 }
 
 void transpose(Tensor a, Tensor out) {
-  const Given given("transpose", aoti_torch_device_type_cpu(), "a", a);
+  const Given given("transpose", "a", a);
   given.rank("a", a, 2);
   const int64_t rows = a.size(0), columns = a.size(1);
   given.numbers("a", a, {rows, columns});

@@ -38,7 +38,7 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
 }
 
 void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor out, Tensor lse) {
-  mssa::check_decode(aoti_torch_device_type_cpu(), w, data, lengths, call, out, lse);
+  mssa::check_decode(w, data, lengths, call, out, lse);
   const MssaProblem p = problem(w, call.attention());
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;

@@ -67,7 +67,7 @@ int parts_of(const std::vector<MssaHead>& heads) {
 }
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
-  mssa::check_forward(aoti_torch_device_type_cpu(), w, call, out, lse);
+  mssa::check_forward(w, call, out, lse);
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
   const MssaKernels& k = kernels(p);
@@ -80,7 +80,7 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
 
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw) {
-  mssa::check_backward(aoti_torch_device_type_cpu(), dout, dlse, w, out, lse, call, dw);
+  mssa::check_backward(dout, dlse, w, out, lse, call, dw);
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
   const MssaKernels& k = kernels(p);

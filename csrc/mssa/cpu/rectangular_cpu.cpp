@@ -82,7 +82,7 @@ MssaProblem rectangular_problem(const Tensor& rows, const MssaRectangularCall& c
 }
 
 void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
-  mssa::check_rectangular_forward(aoti_torch_device_type_cpu(), rows, columns, call, out, lse);
+  mssa::check_rectangular_forward(rows, columns, call, out, lse);
   const MssaProblem p = rectangular_problem(rows, call);
   const Range own = {rows, nullptr, &lse, nullptr, nullptr, call.row_mask, call.row_start};
   const Range others = {columns, nullptr, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
@@ -96,7 +96,7 @@ void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, 
 }
 
 void find_delta(Tensor dout, Tensor out, Tensor delta) {
-  mssa::check_delta(aoti_torch_device_type_cpu(), dout, out, delta);
+  mssa::check_delta(dout, out, delta);
   const MssaProblem p = problem(dout, MssaCall{});
   const int64_t nheads = dout.size(1), tokens = dout.size(2);
   const MssaKernels& k = kernels(p);
@@ -112,7 +112,7 @@ void find_delta(Tensor dout, Tensor out, Tensor delta) {
 
 void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, Tensor columns, Tensor column_dout,
               Tensor column_lse, Tensor column_delta, Tensor column_dlse, MssaRectangularCall call, Tensor dw) {
-  mssa::check_rectangular_backward(aoti_torch_device_type_cpu(), {rows, dout, lse, delta, dlse},
+  mssa::check_rectangular_backward({rows, dout, lse, delta, dlse},
                                    {columns, column_dout, column_lse, column_delta, column_dlse}, call, dw);
   const MssaProblem p = rectangular_problem(rows, call);
   const Range own = {rows, &dout, &lse, &delta, &dlse, call.row_mask, call.row_start};

@@ -130,7 +130,7 @@ struct Gradient {
 };
 
 template <int DIM>
-constexpr __host__ __device__ int64_t others_bytes(int count) {
+constexpr __device__ int64_t others_bytes(int count) {
   return count * (2 * DIM * 2 + 8);
 }
 

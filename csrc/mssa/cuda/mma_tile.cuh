@@ -11,7 +11,7 @@ namespace crate_kernels::mssa {
 
 constexpr int kHalves = 8;  // halves per chunk: the 16 bytes that one lane of ldmatrix addresses
 
-constexpr __host__ __device__ int swizzle_bits(int dim) {
+constexpr __device__ int swizzle_bits(int dim) {
   int bits = 0;
   for (int chunks = dim / kHalves; bits < 3 && chunks % 2 == 0; chunks /= 2) ++bits;
   return bits;
@@ -21,7 +21,7 @@ constexpr __host__ __device__ int swizzle_bits(int dim) {
 // eight chunks wide. Rows with an even number of chunks would collide, so their chunks are permuted from row to row.
 // The permutation repeats after eight rows.
 template <int DIM>
-constexpr __host__ __device__ __forceinline__ int tile_offset(int row, int chunk) {
+constexpr __device__ __forceinline__ int tile_offset(int row, int chunk) {
   constexpr int kBits = swizzle_bits(DIM);
   return row * DIM + (chunk ^ ((row >> (3 - kBits)) & ((1 << kBits) - 1))) * kHalves;
 }

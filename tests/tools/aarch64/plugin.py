@@ -11,5 +11,4 @@ def pytest_sessionstart(session):
     reason = remote.unavailable_reason()
     if reason is not None:
         pytest.exit(reason, returncode=2)
-    library = remote.Remote(*remote.EMULATOR, str(remote.build()))
-    natives.register("aarch64", lambda device_type: library)
+    natives.register("aarch64", remote.Remote(*remote.EMULATOR, str(remote.build())))

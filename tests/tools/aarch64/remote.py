@@ -40,8 +40,6 @@ def unavailable_reason():
 class Remote:
     """The ops of the CPU kernels in another process, with the interface of ``extension.Library``."""
 
-    cuda = False
-
     def __init__(self, *command):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -35,7 +35,7 @@ def library():
 
 @pytest.fixture
 def backend(library):
-    natives.register("remote", lambda device_type: library)
+    natives.register("remote", library)
     yield "remote"
     backends.unregister("remote")
 

@@ -1,4 +1,4 @@
-"""Which kernels of a call have the lower bound, Triton's or the CUDA library's, by the recorded figures.
+"""Which kernels of a call have the lower bound, Triton's or those of CUDA C++, by the recorded figures.
 
 The tables of docs/gpu.md say how well a loop uses what it does; backends are compared by what a call wants of them. So
 the largest pipe's clocks are divided by those of the operator's own work: the products of a tile of scores (two
@@ -16,7 +16,7 @@ _ITEM = 2  # bytes of a bf16 number
 _PIPES = ("issue", "tensor", "mufu", "alu", "fp32", "shared")
 _PRODUCTS = {"forward": 2, "backward": 5}
 # Family of Triton's kernels: that of the CUDA kernels that take the same calls. Two are left out: ista, whose products
-# the CUDA library leaves to cuBLAS, and mssa's forward at n197, of which the CUDA kernels have the pair form.
+# CUDA C++ leaves to cuBLAS, and mssa's forward at n197, of which the CUDA kernels have the pair form.
 COMPARED = {
     "mssa_forward-d64-n16384": "cuda-mssa_forward-d64",
     "mssa_forward-d128-n16384": "cuda-mssa_forward-d128",

@@ -13,9 +13,8 @@ import torch
 
 from crate_kernels._cuda.sources import Kernel
 from crate_kernels.ops.mssa.cuda import steps, tensor_cores
-from tests.cuda import compilers
+from tests.cuda import compilers, report
 from tests.cuda import resources as used
-from tests.native import report
 from tests.tools.aot import harness
 from tests.tools.sass import kernel, listing
 

@@ -173,7 +173,7 @@ def main():
     parser.add_argument("--kernel", default="", help="a part of a family's name; all by default")
     parser.add_argument("--target", default="sm_90", choices=TARGETS)
     parser.add_argument("--out", type=Path, help="a folder for the cubins and the report")
-    parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels instead, if nvcc is there")
+    parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels instead, if NVRTC is there")
     parser.add_argument("--check", action="store_true", help="fail if a figure is larger than the recorded one")
     parser.add_argument("--record", action="store_true", help="record figures that fell")
     parser.add_argument("--grow", action="store_true", help="record figures that rose, too")

@@ -1,7 +1,8 @@
-"""Compile the CUDA sources for the CPU, against emulator.h, once for all tests."""
+"""Compile the emulator and the kernels of its own tests, once for all tests."""
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,12 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
-from crate_kernels._native import extension, libraries, ninja_build
+from crate_kernels._cuda import sources
+from crate_kernels._native import libraries, ninja_build
 from tests.tools import natives
 from tests.tools.emulator import gpu
 
 HERE = Path(__file__).parent
-EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp", ".cu"))
+EMULATOR = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp"))
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -29,13 +31,14 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    "-Wno-unknown-pragmas",  # pragmas of nvcc
+    "-Wno-unknown-pragmas",  # of CUDA's compilers
     "-Wno-psabi",
     # Trap, as a GPU does, on an address that is not a multiple of the access's size; needs no library.
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
 )
-LIBRARY_FLAGS = ("-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}", "-DCRATE_ARCHS=emulated")
+LIBRARY_FLAGS = (f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}",)
+_FROM_CSRC = re.compile(r'^#include "\.\./\.\./\.\./csrc/(.+)"$', re.MULTILINE)
 
 
 def unavailable_reason():
@@ -47,51 +50,45 @@ def unavailable_reason():
     compiler = shlex.split(get_cxx_compiler())[0]
     if shutil.which(compiler) is None or "clang" in compiler:
         return f"needs g++, not {compiler}: install it or set CXX"
-    if extension.CUDA_PATHS:
-        return "needs no CUDA library, which has the same operators: make test-gpu runs it"
+    if torch.cuda.is_available():
+        return "takes the place of the driver of this machine's GPU: set CUDA_VISIBLE_DEVICES to nothing"
     return None
 
 
 def load():
-    """Compile and load the library in place of nvcc's, and let kernels that are launched by name run in it."""
-    path = build(libraries.source_folder())
-    extension.CUDA_PATHS = (path,)
-    extension.load_cuda()
+    """Compile and load the emulator, and let it run the kernels that are launched on CPU tensors."""
+    path = build()
+    torch.ops.load_library(path)
     gpu.use(path)
 
 
 def register():
     """Register the CUDA kernels of backend "cpp" as backend "emulated" for CPU tensors."""
-    natives.register("emulated", _cuda, gpu=True)
+    natives.register("emulated")
 
 
 def on_cuda(op):
     """Import the native module of an operator a second time; this copy treats every tensor as a CUDA tensor."""
-    return natives.native(op, _cuda, gpu=True)
+    return natives.native(op)
 
 
-def _cuda(device):
-    return extension.library(torch.device("cuda"))
-
-
-def build(folder):
-    """Return the emulated library of the sources in ``folder``, compiled if it is not there yet."""
-    sources = libraries.cuda_source_hash(folder)
-    key = hashlib.sha256(
-        repr((FLAGS, LIBRARY_FLAGS, sources)).encode() + b"".join(path.read_bytes() for path in EMULATOR)
-    )
+def build():
+    """Return the emulator's library, compiled if it is not there yet."""
+    texts = [path.read_text() for path in EMULATOR]
+    headers = [sorted(sources.headers(name).items()) for name in _FROM_CSRC.findall("\n".join(texts))]
+    key = hashlib.sha256(repr((FLAGS, LIBRARY_FLAGS, texts, headers)).encode())
     target = Path.home() / ".cache" / "crate_kernels" / f"emulated-{key.hexdigest()[:16]}" / "_emulated.so"
     with ninja_build.locked(target.parent):
         if not target.exists():
-            _compile(folder, sources, target)
+            _compile(target)
     return target
 
 
-def _compile(folder, sources, target):
+def _compile(target):
     compiler = shlex.split(get_cxx_compiler())
-    flags = [*FLAGS, *LIBRARY_FLAGS, f"-DCRATE_SOURCES={sources}", *included()]
+    flags = [*FLAGS, *LIBRARY_FLAGS, *included()]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        files = [*(path for path in EMULATOR if path.suffix != ".h"), *folder.rglob("*.cu")]
+        files = [path for path in EMULATOR if path.suffix != ".h"]
         objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
 
         def compile_one(source, output):

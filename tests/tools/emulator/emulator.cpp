@@ -173,18 +173,18 @@ void check_failure() {
 // Blocks [first, first + cluster) of a grid.
 class Cluster {
  public:
-  Cluster(const cudaLaunchConfig_t& config, unsigned cluster)
-      : threads_(config.blockDim.x),
-        cluster_(cluster),
-        bytes_((config.dynamicSmemBytes + 15) / 16 * 16),
-        blocks_(cluster),
-        warps_(cluster * threads_ / 32) {
-    for (unsigned n = 0; n < cluster; ++n) memory_.push_back(std::make_unique<Guarded>(bytes_ + kCanary));
+  explicit Cluster(const Launch& launch)
+      : threads_(static_cast<unsigned>(launch.threads)),
+        cluster_(static_cast<unsigned>(launch.cluster)),
+        bytes_((launch.shared_bytes + 15) / 16 * 16),
+        blocks_(cluster_),
+        warps_(cluster_ * threads_ / 32) {
+    for (unsigned n = 0; n < cluster_; ++n) memory_.push_back(std::make_unique<Guarded>(bytes_ + kCanary));
     group_.blocks = blocks_.data();
-    group_.cluster = cluster;
+    group_.cluster = cluster_;
     group_.threads = threads_;
-    group_.grid = config.gridDim.x;
-    while (fibers.size() < cluster * threads_) fibers.push_back(std::make_unique<Fiber>());
+    group_.grid = static_cast<unsigned>(launch.grid);
+    while (fibers.size() < cluster_ * threads_) fibers.push_back(std::make_unique<Fiber>());
   }
 
   void run(unsigned first) {
@@ -331,20 +331,15 @@ unsigned ballot(unsigned mask, bool vote) {
   return mine.result;
 }
 
-unsigned cluster_of(const cudaLaunchConfig_t& config) {
-  return config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
-}
-
-void run(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+void run(const Launch& launch, const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const FaultHandler handler;
   body = &kernel;
-  blockDim = config.blockDim;
-  gridDim = config.gridDim;
-  const unsigned cluster = cluster_of(config);
-  Cluster blocks(config, cluster);
-  for (unsigned first = 0; first < config.gridDim.x; first += cluster) blocks.run(first);
+  blockDim = dim3(static_cast<unsigned>(launch.threads));
+  gridDim = dim3(static_cast<unsigned>(launch.grid));
+  Cluster blocks(launch);
+  for (int64_t first = 0; first < launch.grid; first += launch.cluster) blocks.run(static_cast<unsigned>(first));
 }
 
 }  // namespace emulator

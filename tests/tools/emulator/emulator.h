@@ -1,5 +1,5 @@
-// Runs CUDA blocks on the CPU, one fiber per thread, so that tests of the kernels and launchers of csrc need no GPU.
-// g++ includes this file before any other (-include), in place of the CUDA runtime and nvcc's built-ins.
+// Runs CUDA blocks on the CPU, one fiber per thread, so that tests of csrc's kernels and of their planners need no GPU.
+// g++ includes this file before any other (-include), in place of what is built into a compiler of CUDA.
 //
 // Blocks run one after another; the blocks of a cluster run together. A thread runs until it waits for others. Tests
 // can reverse the order of the threads (Device::descending): accesses that no barrier orders then give different
@@ -17,16 +17,8 @@
 #include <type_traits>
 #include <vector>
 
-// PyTorch's functions for launches: a CPU PyTorch lacks them or does without a device.
-#define aoti_torch_get_current_cuda_stream emulated_current_stream
-#define aoti_torch_create_device_guard emulated_create_device_guard
-#define aoti_torch_delete_device_guard emulated_delete_device_guard
-#define torch_c10_cuda_check_msg emulated_check_message
-#define torch_c10_cuda_free_error_msg emulated_free_message
-
 #define __global__
 #define __device__
-#define __host__
 #define __constant__ static const
 #define __shared__ static  // in kernels without clusters: one block runs at a time
 #define __forceinline__ inline __attribute__((always_inline))
@@ -169,14 +161,31 @@ T shuffle(unsigned mask, T value, int source) {
 
 unsigned ballot(unsigned mask, bool vote);
 
+// A launch. Its grid has one dimension.
+struct Launch {
+  int64_t grid;  // blocks
+  int threads;   // of a block
+  int64_t shared_bytes = 0;
+  int cluster = 1;  // blocks that run together
+};
+
+// As CUDA numbers them.
+enum Error { kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9 };
+
+// Lets a kernel have so much dynamic shared memory; without this, it may have kUnasked.
+constexpr int64_t kUnasked = 48 * 1024;
+Error allow(const void* kernel, int64_t shared_bytes);
+// Says whether the device would take a launch.
+Error check(const Launch& launch, const void* kernel);
+// Runs a launch to its end.
+void run(const Launch& launch, const std::function<void()>& kernel);
+
 // A kernel that is launched by name.
 struct Entry {
   std::string name;           // in C++
   std::vector<size_t> sizes;  // of its parameters, in bytes
   void (*call)(void** parameters);
 };
-// The entry at an address; null if none that was launched is there.
-const Entry* entry_at(const void* address);
 
 }  // namespace emulator
 
@@ -252,60 +261,4 @@ constexpr std::common_type_t<A, B> min(A a, B b) {
 template <class A, class B>
 constexpr std::common_type_t<A, B> max(A a, B b) {
   return a < b ? b : a;
-}
-
-// The part of the CUDA runtime that csrc/common/cuda/launch.cuh calls.
-using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    struct {
-      unsigned x, y, z;
-    } clusterDim;
-  } val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
-};
-struct cudaFuncAttributes {
-  int numRegs;
-  size_t sharedSizeBytes, localSizeBytes;
-  int maxThreadsPerBlock, ptxVersion, binaryVersion;
-};
-
-cudaError_t cudaSetDevice(int device);
-cudaError_t cudaGetLastError();
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads, size_t bytes);
-
-namespace emulator {
-cudaError_t check(const cudaLaunchConfig_t& config, const void* function);
-void run(const cudaLaunchConfig_t& config, const std::function<void()>& body);
-unsigned cluster_of(const cudaLaunchConfig_t& config);
-}  // namespace emulator
-
-template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
-                               Arguments&&... arguments) {
-  const cudaError_t error = emulator::check(*config, reinterpret_cast<const void*>(kernel));
-  if (error == cudaSuccess) emulator::run(*config, [&] { kernel(arguments...); });
-  return error;
-}
-
-template <class... Parameters>
-cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*kernel)(Parameters...),
-                                           const cudaLaunchConfig_t* config) {
-  const cudaError_t error = emulator::check(*config, reinterpret_cast<const void*>(kernel));
-  *count = error == cudaSuccess ? emulator::device().multiprocessors / emulator::cluster_of(*config) : 0;
-  return error;
 }

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from crate_kernels._core import backends, plan
-from crate_kernels._native import extension
 from tests.tools.emulator import emulated
 
 AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
@@ -12,14 +11,12 @@ AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
 
 @pytest.fixture(scope="session")
 def library():
-    """Load the emulated library and return ``torch.ops.crate_kernels_C``."""
+    """Load the emulator and return ``torch.ops.crate_kernels_C``."""
     reason = emulated.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "CUDA_PATHS", ())  # restored afterwards
-        emulated.load()
-        yield torch.ops.crate_kernels_C
+    emulated.load()
+    return torch.ops.crate_kernels_C
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Check what a binary wheel needs, and try it in a fresh environment without a compiler.
 
-``make wheel`` runs this on the wheel that auditwheel tagged. What the libraries need is read from them again here: the
-C library and the C++ library no newer than the tag says, PyTorch's libraries and no others, and CUDA's runtime inside.
+``make wheel`` runs this on the wheel that auditwheel tagged. What its one library, the C++ extension, needs is read
+from it again here: the C library and the C++ library no newer than the tag says, PyTorch's for CPUs, and no others.
 """
 
 import argparse
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 NEWEST_CXX = {(2, 28): (3, 4, 24), (2, 31): (3, 4, 28), (2, 34): (3, 4, 29), (2, 35): (3, 4, 30), (2, 39): (3, 4, 33)}
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-PYTORCH = {"libtorch_cpu.so", "libtorch_cuda.so"}  # in memory before the library is loaded; not to be copied
+EXTENSION = "crate_kernels/_cpu.so"
+PYTORCH = "libtorch_cpu.so"  # in memory before the library is loaded; not to be copied
 
 
 class Needs(NamedTuple):
@@ -28,18 +29,16 @@ class Needs(NamedTuple):
         libraries: names of other libraries.
         versions: the newest of each versioned set of symbols: {"GLIBC": (2, 32)}.
         search: folders in which it looks for libraries.
-        runtime: functions of CUDA's runtime that another library would have to bring.
     """
 
     libraries: set[str]
     versions: dict[str, tuple[int, ...]]
     search: list[str]
-    runtime: set[str]
 
 
 def needs(library):
     """Return what a library needs, as binutils reads it."""
-    command = ["readelf", "--wide", "--dynamic", "--version-info", "--dyn-syms", str(library)]
+    command = ["readelf", "--wide", "--dynamic", "--version-info", str(library)]
     return parsed(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -50,13 +49,14 @@ def parsed(said):
         versions[name] = max(versions.get(name, ()), tuple(int(part) for part in version.split(".")))
     libraries = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said))
     search = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", said)
-    return Needs(libraries, versions, search, set(re.findall(r" UND (cuda\w+)", said)))
+    return Needs(libraries, versions, search)
 
 
 def faults(found, tag):
     """List what a library needs beyond a platform tag, PyTorch and the system's own libraries."""
-    wrong = [f"needs {name}" for name in sorted(found.libraries - SYSTEM - PYTORCH)]
-    wrong += [f"needs {name} of CUDA's runtime" for name in sorted(found.runtime)]
+    wrong = [f"needs {name}" for name in sorted(found.libraries - SYSTEM - {PYTORCH})]
+    # By name: a library that PyTorch has in memory serves only those that ask for it.
+    wrong += [] if PYTORCH in found.libraries else [f"must need {PYTORCH}"]
     wrong += [f"looks for libraries in {folder}" for folder in found.search]
     match = re.match(r"manylinux_(\d+)_(\d+)_", tag)
     if match is None:
@@ -74,24 +74,17 @@ def _dotted(version):
 
 
 def check(wheel):
-    """Return the faults of a wheel, and print what its libraries need."""
+    """Return the faults of a wheel, and print what its library needs."""
     tag = wheel.stem.rpartition("-")[2].split(".")[0]
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
-        names = [name for name in archive.namelist() if ".so" in Path(name).suffixes]
-        wrong = [
-            f"must hold no library of others, got {n}" for n in names if not re.match(r"crate_kernels/_c\w+\.so$", n)
-        ]
-        if "crate_kernels/_cpu.so" not in names:
-            wrong.append("must hold crate_kernels/_cpu.so")
-        for name in names:
-            found = needs(archive.extract(name, folder))
-            listed = ", ".join(f"{key} {_dotted(version)}" for key, version in sorted(found.versions.items()))
-            print(f"{name}: {', '.join(sorted(found.libraries))}; {listed}")
-            wrong += [f"{name} {fault}" for fault in faults(found, tag)]
-            # By name: a library that PyTorch has in memory serves only those that ask for it.
-            asked = {"libtorch_cpu.so", *({"libtorch_cuda.so"} if name.endswith("_cuda.so") else ())}
-            wrong += [f"{name} must need {library}" for library in sorted(asked - found.libraries)]
-    return wrong
+        names = {name for name in archive.namelist() if ".so" in Path(name).suffixes}
+        wrong = [f"must hold no other library, got {name}" for name in sorted(names - {EXTENSION})]
+        if EXTENSION not in names:
+            return [*wrong, f"must hold {EXTENSION}"]
+        found = needs(archive.extract(EXTENSION, folder))
+    listed = ", ".join(f"{key} {_dotted(version)}" for key, version in sorted(found.versions.items()))
+    print(f"{EXTENSION}: {', '.join(sorted(found.libraries))}; {listed}")
+    return wrong + [f"{EXTENSION} {fault}" for fault in faults(found, tag)]
 
 
 def try_out(wheel, folder):

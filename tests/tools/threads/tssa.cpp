@@ -34,8 +34,6 @@ void run(ScalarType dtype, bool causal, int64_t batch, const TssaCall& call) {
                        energy,
                        moment,
                        {},
-                       {},
-                       {},
                        {}};
   forward(f);
   TssaBackwardArgs b = {causal,
@@ -50,11 +48,7 @@ void run(ScalarType dtype, bool causal, int64_t batch, const TssaCall& call) {
                         call,
                         tokens(Tensor(dtype, sizes)),
                         Tensor(ScalarType::Float, {nheads}),
-                        dbias,
-                        {},
-                        {},
-                        {},
-                        {}};
+                        dbias};
   backward(b);
 }
 
@@ -72,9 +66,7 @@ void run_steps_of_a_cache(ScalarType dtype, int64_t batch, int64_t tokens) {
                              state({batch, nheads, head_dim}),
                              state({batch, nheads, head_dim}),
                              state({batch, nheads}),
-                             lengths,
-                             {},
-                             {}};
+                             lengths};
   for (int step = 0; step < 2; ++step) {
     forward(f);
     for (int64_t b = 0; b < batch; ++b) static_cast<int32_t*>(lengths.data_ptr())[b] += static_cast<int32_t>(tokens);

@@ -31,7 +31,7 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
         if out.numel():
             plain.forward(cuda.of_forward(rows, columns, _contiguous(call), out, lse), rows.w, apart=True)
     else:
-        library(rows.w.device).mssa_rectangular_fwd(rows.w, columns.w, *_contiguous(call), out, lse)
+        library().mssa_rectangular_fwd(rows.w, columns.w, *_contiguous(call), out, lse)
     return out, lse
 
 
@@ -44,7 +44,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
         if delta.numel():
             plain.find_delta(cuda.of_delta(dout, out, delta), dout)
     else:
-        library(dout.device).mssa_rectangular_delta(dout, out, delta)
+        library().mssa_rectangular_delta(dout, out, delta)
     return delta
 
 
@@ -63,5 +63,5 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
     for side in (rows, columns):
         dout, *numbers = side.gradients()
         sides += [side.w, dout, *(t.contiguous() for t in numbers)]
-    library(rows.w.device).mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
+    library().mssa_rectangular_bwd(*sides, *_contiguous(call), dw)
     return dw

@@ -1,7 +1,7 @@
 // Kernels for test_hopper.py: products of warp groups in every layout, a pipeline of tensor maps, products and stores,
 // and the faults that the emulator must stop.
-#include "../../../csrc/common/cuda/launch.cuh"
 #include "../../../csrc/common/cuda/hopper.cuh"
+#include "probe.h"
 
 namespace crate_kernels {
 namespace {
@@ -251,7 +251,7 @@ template <class T, int N, Swizzle S>
 void product(Tensor a, Tensor b, bool mn_a, bool mn_b, bool rs, Tensor out) {
   const int wide = bytes_of(S) / 2;
   const TensorMap left = tensor_map(a, wide, kInner, S), right = tensor_map(b, wide, mn_b ? kInner : N, S);
-  const Launch where = {1, 128, (64 + N) * kInner * 2 + 16};
+  const emulator::Launch where = {1, 128, (64 + N) * kInner * 2 + 16};
   float* const to = static_cast<float*>(out.data_ptr());
   const T* const from = static_cast<const T*>(a.data_ptr());
   if (rs && mn_b) return launch<product_kernel<T, N, S, false, true, true>>(where, left, right, from, to);
@@ -279,12 +279,10 @@ void product_of(Tensor a, Tensor b, int64_t swizzle, bool mn_a, bool mn_b, bool 
 }
 
 void warp_group_product(Tensor a, Tensor b, int64_t swizzle, bool mn_a, bool mn_b, bool rs, Tensor out) {
-  with_dtype(dtype_of(a), [&](auto zero) {
+  with_half(a, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (sizeof(T) == 2) {
-      if (out.size(1) == 64) return product_of<T, 64>(a, b, swizzle, mn_a, mn_b, rs, out);
-      product_of<T, 128>(a, b, swizzle, mn_a, mn_b, rs, out);
-    }
+    if (out.size(1) == 64) return product_of<T, 64>(a, b, swizzle, mn_a, mn_b, rs, out);
+    product_of<T, 128>(a, b, swizzle, mn_a, mn_b, rs, out);
   });
 }
 

@@ -1,8 +1,6 @@
 // Kernels for the emulator's tests: barriers, shuffles and memory that it must emulate, and faults that it must stop.
-// Included by relative path, as the library's own sources do.
-#include "../../../csrc/common/cuda/launch.cuh"
-#include "../../../csrc/common/cuda/device.cuh"
 #include "../../../csrc/common/cuda/philox.cuh"
+#include "probe.h"
 
 namespace crate_kernels {
 namespace {
@@ -87,7 +85,6 @@ __global__ void poison_kernel(float* out) {
 
 // out[block] = rank, and the value that the next block of the cluster wrote.
 __global__ void cluster_kernel(float* out) {
-#ifndef __CUDACC__
   float* const mine = reinterpret_cast<float*>(shared_memory());
   if (threadIdx.x == 0) mine[0] = static_cast<float>(10 + blockIdx.x);
   emulator::cluster_barrier();
@@ -95,7 +92,6 @@ __global__ void cluster_kernel(float* out) {
   const float seen = reinterpret_cast<const float*>(emulator::peer_shared_memory(next))[0];
   emulator::cluster_barrier();
   if (threadIdx.x == 0) out[blockIdx.x] = 100.0f * static_cast<float>(emulator::cluster_rank()) + seen;
-#endif
 }
 
 template <class T>
@@ -144,26 +140,15 @@ void cluster(Tensor out, int64_t size) {
 }
 
 void convert(Tensor in, Tensor out, Tensor back) {
-  with_dtype(dtype_of(out), [&](auto zero) {
+  with_half(out, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (sizeof(T) == 2) {
-      launch<convert_kernel<T>>({1, 64}, floats(in), static_cast<T*>(out.data_ptr()), floats(back), in.numel() / 2);
-    }
+    launch<convert_kernel<T>>({1, 64}, floats(in), static_cast<T*>(out.data_ptr()), floats(back), in.numel() / 2);
   });
 }
 
 void philox(Tensor seed, Tensor out, int64_t c1, int64_t c2) {
   launch<philox_kernel>({1, static_cast<int>(out.numel())}, static_cast<const int64_t*>(seed.data_ptr()),
                         static_cast<int32_t*>(out.data_ptr()), static_cast<uint32_t>(c1), static_cast<uint32_t>(c2));
-}
-
-// capability, multiprocessors, shared_limit, and the number of clusters of `cluster` blocks with `bytes` that fit.
-void facts(Tensor out, int64_t cluster, int64_t bytes) {
-  int64_t* const to = static_cast<int64_t*>(out.data_ptr());
-  to[0] = compute_capability(0);
-  to[1] = multiprocessors(0);
-  to[2] = shared_limit(0);
-  to[3] = active_clusters<cluster_kernel>({cluster, 64, bytes, static_cast<int>(cluster)}, 0);
 }
 
 }  // namespace
@@ -177,7 +162,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_cluster(Tensor(a!) out, int size) -> ()");
   m.def("probe_convert(Tensor x, Tensor(a!) out, Tensor(b!) back) -> ()");
   m.def("probe_philox(Tensor seed, Tensor(a!) out, int c1, int c2) -> ()");
-  m.def("probe_facts(Tensor(a!) out, int cluster, int bytes) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
@@ -189,7 +173,6 @@ STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("probe_cluster", TORCH_BOX(&cluster));
   m.impl("probe_convert", TORCH_BOX(&convert));
   m.impl("probe_philox", TORCH_BOX(&philox));
-  m.impl("probe_facts", TORCH_BOX(&facts));
 }
 
 }  // namespace crate_kernels

@@ -1,4 +1,4 @@
-"""Read the report of nvcc's assembler on every kernel, and the symbols of a library."""
+"""Read the report of NVRTC's assembler on every kernel."""
 
 import re
 import shutil
@@ -8,22 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kernel:
-    """Resources of a kernel on one architecture: registers, and bytes of stack, spills and static shared memory."""
+    """Resources of a kernel: registers, and bytes of stack, spills and static shared memory."""
 
     name: str
-    arch: str
     registers: int
     stack: int
     spills: int
     shared: int
 
-    @property
-    def half(self):
-        """True for a kernel of a 16-bit type; ``TssaHalves`` and ``TssaFours`` are accesses to bf16 and fp16."""
-        return any(word in self.name for word in ("bf16", "fp16", "TssaHalves", "TssaFours"))
 
-
-_ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_ENTRY = re.compile(r"Compiling entry function '(\S+)' for")
 _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -31,15 +25,15 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 def kernels(text):
     """List the kernels of the assembler's report, by their names in C++."""
-    found, name, arch, memory = [], None, None, None
+    found, name, memory = [], None, None
     for line in text.splitlines():
         if entry := _ENTRY.search(line):
-            name, arch = entry.groups()
+            name = entry[1]
         elif (m := _MEMORY.search(line)) and name is not None:
             memory = [int(n) for n in m.groups()]
         elif (used := _USED.search(line)) and memory is not None:
             shared = _SHARED.search(used[2])
-            found.append((name, arch, int(used[1]), memory[0], memory[1] + memory[2], int(shared[1]) if shared else 0))
+            found.append((name, int(used[1]), memory[0], memory[1] + memory[2], int(shared[1]) if shared else 0))
             name = memory = None
     names = short_names([row[0] for row in found])
     return [Kernel(name, *row[1:]) for name, row in zip(names, found, strict=True)]
@@ -69,18 +63,3 @@ def _short(name):
             end = place
             break
     return name[:end].removeprefix("void ")
-
-
-def undefined(library):
-    """Return the symbols that a library needs from others."""
-    return _symbols(library, "--undefined-only")
-
-
-def defined(library):
-    """Return the symbols that a library offers to others."""
-    return _symbols(library, "--defined-only")
-
-
-def _symbols(library, which):
-    done = subprocess.run(["nm", "-D", "-P", which, str(library)], capture_output=True, text=True, check=True)
-    return {line.split()[0].partition("@")[0] for line in done.stdout.splitlines()}

@@ -1,6 +1,6 @@
 // Kernels for test_mma.py: one tensor-core product, and products of tiles of tokens.
-#include "../../../csrc/common/cuda/launch.cuh"
 #include "../../../csrc/mssa/cuda/mma_tile.cuh"
+#include "probe.h"
 
 namespace crate_kernels {
 namespace {
@@ -53,12 +53,10 @@ __global__ void tile_kernel(mssa::View<const T> w, mssa::View<const T> p, mssa::
 }
 
 void product(Tensor a, Tensor b, Tensor d) {
-  with_dtype(dtype_of(a), [&](auto zero) {
+  with_half(a, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (sizeof(T) == 2) {
-      launch<product_kernel<T>>({1, 32}, static_cast<const T*>(a.data_ptr()), static_cast<const T*>(b.data_ptr()),
-                                static_cast<float*>(d.data_ptr()));
-    }
+    launch<product_kernel<T>>({1, 32}, static_cast<const T*>(a.data_ptr()), static_cast<const T*>(b.data_ptr()),
+                              static_cast<float*>(d.data_ptr()));
   });
 }
 
@@ -66,14 +64,12 @@ template <int DIM>
 void tile_of(Tensor w, Tensor p, int64_t length, bool wide, Tensor scores, Tensor mixed, Tensor turned) {
   const mssa::Access access = {static_cast<int>(w.size(1)), wide};
   const auto floats = [](const Tensor& t) { return static_cast<float*>(t.data_ptr()); };
-  with_dtype(dtype_of(w), [&](auto zero) {
+  with_half(w, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (sizeof(T) == 2) {
-      const mssa::View<const T> from = {static_cast<const T*>(w.data_ptr()), w.stride(0), w.stride(1)};
-      const mssa::View<const T> weights = {static_cast<const T*>(p.data_ptr()), 16, 1};
-      launch<tile_kernel<T, DIM>>({1, 32, 16 * (DIM + 16) * 2}, from, weights, access, static_cast<int>(length),
-                                  floats(scores), floats(mixed), floats(turned));
-    }
+    const mssa::View<const T> from = {static_cast<const T*>(w.data_ptr()), w.stride(0), w.stride(1)};
+    const mssa::View<const T> weights = {static_cast<const T*>(p.data_ptr()), 16, 1};
+    launch<tile_kernel<T, DIM>>({1, 32, 16 * (DIM + 16) * 2}, from, weights, access, static_cast<int>(length),
+                                floats(scores), floats(mixed), floats(turned));
   });
 }
 
@@ -115,11 +111,7 @@ void offsets(Tensor out) {
 
 // Number of 16x8x16 products that the emulated tensor cores have computed so far.
 int64_t products() {
-#ifndef __CUDACC__
   return emulated::products;
-#else
-  return -1;
-#endif
 }
 
 }  // namespace
