@@ -295,7 +295,16 @@ def is_short(tensors: Sequence) -> bool:
     for t in tensors:
         if type(t) not in _TENSORS_OR_NONE:
             return False
-    return not (_profiler_is_on() or _a_mode_is_active() or _FORWARD_AD._current_level >= 0 or plan.is_off())
+    return not (  # in the microseconds of a small call, another function's call would be felt
+        _dispatch_modes()
+        or _transforms_are_active()
+        or _autocast_is_enabled()
+        or _tracing_state() is not None
+        or _key_is_included(_VMAP)
+        or _profiler_is_on()
+        or _FORWARD_AD._current_level >= 0
+        or plan.is_off()
+    )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,32 +32,32 @@ class _Shortcut:
 
     __slots__ = ("backend", "backwards", "call", "entry", "held", "owner", "results", "take")
 
-    def run(self, tensors: tuple, runner: Callable[..., Any]) -> Any:
-        """Return the results of a runner of plans; None without a plan."""
-        entry = self.entry
-        if entry.tensors < len(tensors):
-            tensors = tuple([t for t in tensors if t is not None])
-        found = runner(*tensors, entry.number)
-        return None if type(found) is tuple and found[0] is None else found
-
     def differentiate(self, needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple[Tensor | None, ...] | None:
         """Return the gradients of the inputs by the backward's plan; None without one."""
-        if grads[0] is None or is_grad_enabled() or is_compiling():
+        first, tensors = grads[0], grads + saved
+        if first is None or is_grad_enabled() or is_compiling() or not operator.is_short(tensors):
             return None
-        tensors = [t for t in grads + saved if t is not None]
-        if not operator.is_short(tensors):
-            return None
-        key = needs, len(tensors), plan.settings(tensors[0])
+        key: Any = needs if len(grads) == 1 else (needs, tuple([g is None for g in grads]))
+        if first.is_cuda and (more := plan.settings(first)):
+            key = (key, more)
         try:
             entry = self.backwards[key]
         except KeyError:
             entry = self.backwards[key] = self.owner.entry_of_backward(self, needs, grads, saved)
         if entry is None:
             return None
-        found = entry.run(*tensors, entry.number)
+        found = _run(entry, tensors, entry.run)
         if type(found) is not tuple:
             return None if found is None else (found,)
-        return None if found[0] is None else tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
+        return tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
+
+
+def _run(entry: plan.Entry, tensors: Sequence[Tensor | None], runner: Callable[..., Any]) -> Any:
+    """Return the results of a runner of plans of an entry; None without a plan."""
+    if entry.tensors < len(tensors):
+        tensors = [t for t in tensors if t is not None]
+    found = runner(*tensors, entry.number)
+    return None if type(found) is tuple and found[0] is None else found
 
 
 def _lean(function: Any) -> type:
@@ -67,14 +67,14 @@ def _lean(function: Any) -> type:
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
-        shortcut = ctx.shortcut = args[-1]
-        outputs = shortcut.run(args[:-1], shortcut.entry.run)
+        *inputs, shortcut = args
+        ctx.shortcut, owner, entry, held = shortcut, shortcut.owner, shortcut.entry, ()
+        outputs = _run(entry, inputs, entry.run)
         if outputs is None:
             raise _NoPlan
-        owner, held = shortcut.owner, ()
-        inputs = args[: owner.inputs]
         if shortcut.held:
-            held = tuple([t for t in args[owner.inputs : -1] if t is not None])
+            held = [t for t in inputs[owner.inputs :] if t is not None]
+            inputs = inputs[: owner.inputs]
         function.keep(ctx, inputs, outputs, held)
         if shortcut.results == owner.results:
             return outputs
@@ -90,7 +90,7 @@ def _lean(function: Any) -> type:
             grads += (None,) * (owner.results - len(grads))
             found = function.gradients(ctx, operator.with_held(saved, shortcut.call, shortcut.held), *grads)
             found = found[: owner.inputs]
-        return *found, *(None,) * (len(needs) - owner.inputs)
+        return found + (None,) * (len(needs) - len(found))
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(function.__name__, (torch.autograd.Function,), body)
@@ -125,8 +125,12 @@ class Shortcuts:
 
         Returns what ``remember`` was told that the caller takes.
         """
-        shortcut = self._find(key, tensors[0])
-        if shortcut is None:
+        first = tensors[0]
+        if first.is_cuda and (more := plan.settings(first)):  # pyright: ignore[reportOptionalMemberAccess]
+            key = (key, more)
+        try:
+            shortcut = self._known[key]
+        except (KeyError, TypeError):  # an option that has no hash is none of ours
             return None
         if not shortcut.held:
             tensors = tensors[: self.inputs]
@@ -139,7 +143,7 @@ class Shortcuts:
                         return self._apply(*tensors, shortcut)
                     except _NoPlan:
                         return None
-        return shortcut.run(tensors, shortcut.take)
+        return _run(shortcut.entry, tensors, shortcut.take)
 
     def draw_seed(self, key: tuple, first: Tensor) -> Tensor | None:
         """Draw the seed of a call with dropout that may be repeated; None, and none is drawn, where it can not."""

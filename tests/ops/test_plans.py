@@ -4,6 +4,7 @@ The fixture of conftest.py holds every operator test to its plans.
 """
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from crate_kernels import testing
 from crate_kernels._core import backends, launches, plan, recording
 from crate_kernels._native import extension
 from crate_kernels._triton import table
+from crate_kernels.ops.mssa import op
+from crate_kernels.ops.mssa.call import Call
 from tests.ops.common import leaves
 from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
@@ -118,6 +121,13 @@ def forced():
         pass
 
 
+def tuned():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        table.write_user_rows("a GPU", {"a kernel": [table.Row({"warps": 4})]})
+    table.user_rows.cache_clear()
+
+
 CHANGES = {
     "a backend": lambda: (
         backends.register(backends.Backend("other", "tests.ops.{op}.plain")),
@@ -125,6 +135,7 @@ CHANGES = {
     ),
     "a level": lambda: (extension.set_cpu_capability("portable"), extension.set_cpu_capability()),
     "a table": forced,
+    "tuned rows": tuned,
 }
 
 
@@ -162,6 +173,35 @@ def test_another_number_of_threads_is_another_kind(threads):
     threads(2)
     with torch.no_grad():
         assert hits(lambda: call(*make()))[0] == 0
+
+
+TOO_LARGE = (6, 1, 1 << 60, 1, 1)  # an allocation of a plan, of float32
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_a_repeated_call_without_memory_for_its_plan_is_made_in_python(failing):
+    call, make = known()
+    expected = both(call, make(seed=4))
+    (shortcut,) = op.shortcuts._known.values()
+    tensors, entry, results = [*make(seed=4)], shortcut.entry, 2
+    if failing == "backward":
+        (entry,) = shortcut.backwards.values()
+        out, lse = call(*tensors, return_lse=True)
+        tensors, results = [torch.zeros_like(expected[1]), *tensors, out, lse], 1
+    torch.ops.crate_kernels_C.plan_forget()
+    words = [results, *TOO_LARGE * results, 0, 0, results, *range(len(tensors), len(tensors) + results)]
+    torch.ops.crate_kernels_C.plan_store(tensors, entry.number, words)
+    for _ in range(3):
+        found = both(call, make(seed=4))
+        assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
+def test_calls_that_are_remembered_are_bounded():
+    (w,) = inputs("mssa")
+    for n in range(10_000):
+        op.shortcuts.remember((n,), (w,), Call(scale=1.0 + n), "cpp")
+    assert 0 < len(op.shortcuts._known) <= 4096
+    assert 0 < len(op.shortcuts._planned._entries) <= 4096
 
 
 def test_a_forked_process_has_the_plans():

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
     extension.PATH is None or backends._INTERPRETED,
     reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
 )
+EACH = ("mssa", "tssa", "tssa-causal", "ista", "ista-overcomplete")
+each = pytest.mark.parametrize("name", EACH)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,24 @@ WRONG = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("bad", WRONG.values(), ids=WRONG)
-def test_tokens_of_a_wrong_kind_are_refused_on_a_repeated_call(bad):
-    call, make = known()
-    with pytest.raises((TypeError, ValueError, NotImplementedError, RuntimeError), match=r"mssa: w|parse"):
-        call(bad(*make()))
+@pytest.mark.parametrize(
+    ("name", "kind"), [(n, k) for n in EACH for k in WRONG if not (n.startswith("ista") and k == "no-batch")]
+)
+def test_tokens_of_a_wrong_kind_are_refused_on_a_repeated_call(name, kind):
+    call, make = known(name)
+    tokens, *others = make()
+    with pytest.raises(
+        (TypeError, ValueError, NotImplementedError, RuntimeError), match=r"(mssa|tssa): w|ista.*: x|parse"
+    ):
+        call(WRONG[kind](tokens), *others)
+
+
+@pytest.mark.parametrize("name", EACH[1:])
+def test_parameters_of_a_wrong_shape_are_refused_on_a_repeated_call(name):
+    call, make = known(name)
+    tokens, parameter = make()
+    with pytest.raises(ValueError, match="must"):
+        call(tokens, parameter[:-1])
 
 
 def test_a_temp_of_another_shape_is_refused_on_a_repeated_call():
@@ -96,61 +111,80 @@ def test_a_temp_of_another_shape_is_refused_on_a_repeated_call():
         call(w, torch.ones(1, 3))
 
 
-def test_in_place_changes_are_refused_on_a_repeated_call():
-    call, make = known()
-    leaf = make()[0].requires_grad_()
-    w = leaf * 1
-    out = call(w)
-    w.add_(1)
-    with pytest.raises(RuntimeError, match=r"mssa: an input or output of this call was changed in place"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["mssa", "ista"])
-def test_an_output_changed_in_place_is_refused_on_a_repeated_call(name):
+@each
+def test_in_place_changes_are_refused_on_a_repeated_call(name):
     call, make = known(name)
-    out = call(make()[0].requires_grad_(), *make()[1:])
-    with torch.no_grad():
-        out.add_(1)
-    with pytest.raises(RuntimeError, match=rf"{name}: an input or output of this call was changed in place"):
+    leaf, *others = make()
+    w = leaf.requires_grad_() * 1
+    found, out = hits(lambda: call(w, *others))
+    w.add_(1)
+    assert found == 1
+    with pytest.raises(RuntimeError, match=r"[mi]?[a-z_]+: an input or output of this call was changed in place"):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa", "tssa-causal", "ista"])
+@pytest.mark.parametrize(
+    ("name", "place"), [("mssa", 0), ("mssa-lse", 0), ("mssa-lse", 1), ("tssa-members", 1), ("ista", 0)]
+)
+def test_an_output_changed_in_place_is_refused_on_a_repeated_call(name, place):
+    call, make = known(name)
+    leaf, *others = make()
+    found, outputs = hits(lambda: call(leaf.requires_grad_(), *others))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    with torch.no_grad():
+        outputs[place].add_(1)
+    assert found == 1
+    with pytest.raises(RuntimeError, match=r"[mti]s.a: an input or output of this call was changed in place"):
+        outputs[0].sum().backward()
+
+
+@each
 def test_double_backward_is_refused_on_a_repeated_call(name):
     call, make = known(name)
-    leaf = make()[0].requires_grad_()
-    out = call(leaf, *make()[1:])
-    (grad,) = torch.autograd.grad(out.sum() if isinstance(out, torch.Tensor) else out[0].sum(), leaf, create_graph=True)
+    leaf, *others = make()
+    out = call(leaf.requires_grad_(), *others)
+    (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         torch.autograd.grad(grad.sum(), leaf)
 
 
-def test_forward_derivatives_are_refused_on_a_repeated_call():
-    call, make = known()
-    (w,) = make()
+@each
+def test_a_graph_that_was_freed_is_refused_on_a_repeated_call(name):
+    call, make = known(name)
+    leaf, *others = make()
+    loss = call(leaf.requires_grad_(), *others).square().sum()
+    torch.autograd.grad(loss, leaf)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, leaf)
+
+
+@each
+def test_forward_derivatives_are_refused_on_a_repeated_call(name):
+    call, make = known(name)
+    w, *others = make()
     with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(call, (w,), (w,))
+        torch.func.jvp(lambda t: call(t, *others), (w,), (w,))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        call(torch.autograd.forward_ad.make_dual(w, w))
+        call(torch.autograd.forward_ad.make_dual(w, w), *others)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_work_on_a_repeated_call():
-    call, make = known()
-    (w,) = make()
-    grad = torch.func.grad(lambda t: call(t).square().sum())(w)
+@each
+def test_transforms_work_on_a_repeated_call(name):
+    call, make = known(name)
+    w, *others = make()
+    grad = torch.func.grad(lambda t: call(t, *others).square().sum())(w)
     leaf = w.clone().requires_grad_()
-    torch.testing.assert_close(grad, torch.autograd.grad(call(leaf).square().sum(), leaf)[0])
-    torch.testing.assert_close(torch.vmap(call)(w[None]), call(w)[None])
+    torch.testing.assert_close(grad, torch.autograd.grad(call(leaf, *others).square().sum(), leaf)[0])
+    torch.testing.assert_close(torch.vmap(lambda t: call(t, *others))(w[None]), call(w, *others)[None])
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa", "ista"])
+@each
 def test_autocast_is_obeyed_on_a_repeated_call(name):
     call, make = known(name)
     tensors = make()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = getattr(ck, CALLS[name][0])(*tensors, backend="reference")
+        expected = call(*tensors, backend="reference")
         found = call(*tensors)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
@@ -167,38 +201,48 @@ def test_what_autocast_did_is_not_repeated_without_it():
         torch.testing.assert_close(call(*make()), ck.ista(*make(), backend="reference"))
 
 
-def test_a_profiler_sees_the_op_on_a_repeated_call():
-    call, make = known()
+class Seen(TorchDispatchMode):
+    """Notes our ops, and their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "crate_kernels":
+            self.ops.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@each
+def test_a_profiler_and_a_mode_see_both_ops_on_a_repeated_call(name):
+    call, make = known(name)
     with torch.profiler.profile() as profile:
-        call(*make())
-    assert "crate_kernels::mssa_fwd" in {event.key for event in profile.key_averages()}
+        both(call, make())
+    with Seen() as mode:
+        both(call, make())
+    names = [func._schema.name for func, _ in mode.ops]
+    assert [each.rpartition("_")[2] for each in names] == ["fwd", "bwd"]
+    assert {*names, call(*(t.requires_grad_() for t in make())).grad_fn.name()} <= {
+        event.key for event in profile.key_averages()
+    }
 
 
-def test_a_mode_sees_the_op_on_a_repeated_call():
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    names = []
-    call, make = known()
-    (w,) = make()
-    with Seen():
-        call(w)
-    assert names == ["crate_kernels::mssa_fwd"]
-
-
-def test_hooks_and_names_of_the_graph_are_the_same_on_a_repeated_call():
-    call, make = call_of("mssa")
+@each
+def test_hooks_and_names_of_the_graph_are_the_same_on_a_repeated_call(name):
+    call, make = call_of(name)
     names, seen = set(), []
     for seed in range(4):
-        leaf = make(seed=seed)[0].requires_grad_()
-        out = call(leaf)
-        names.add(out.grad_fn.name())
-        out.grad_fn.register_hook(lambda grads, _: seen.append(len(grads)))
+        tensors = [t.requires_grad_() for t in make(seed=seed)]
+        tensors[0].register_hook(lambda grad: seen.append("tensor"))
+        found, out = hits(lambda given=tensors: call(*given))
+        names.add((out.grad_fn.name(), tuple(type(node).__name__ for node, _ in out.grad_fn.next_functions if node)))
+        out.grad_fn.register_prehook(lambda grads: seen.append(f"before {len(grads)}"))
+        out.grad_fn.register_hook(lambda grads, _: seen.append("after"))
         out.sum().backward()
-    assert names == {"MSSAFunctionBackward"}
-    assert len(seen) == 4
+    assert found == 1
+    assert len(names) == 1
+    assert [kind.split()[0] for kind in seen] == ["before", "after", "tensor"] * 4
 
 
 def test_a_backward_after_another_precision_of_products_does_not_repeat(monkeypatch):
@@ -226,7 +270,7 @@ def test_saved_tensors_that_hooks_change_do_not_repeat():
     assert plan.counts()[0] == before
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa", "ista"])
+@each
 def test_compile_and_export_after_repeated_calls(name):
     torch._dynamo.reset()
     call, make = known(name)
@@ -236,7 +280,7 @@ def test_compile_and_export_after_repeated_calls(name):
     assert torch.export.export(Wrapped(call), make()).module()(*make()).shape == make()[0].shape
 
 
-@pytest.mark.parametrize("name", ["mssa", "tssa-causal", "ista"])
+@each
 def test_fakes_are_served_on_a_repeated_call(name):
     call, make = known(name)
     expected = call(*make())
@@ -247,6 +291,22 @@ def test_fakes_are_served_on_a_repeated_call(name):
         assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert isinstance(fake, FakeTensor)
     assert meta.is_meta
+
+
+@each
+def test_schemas_and_fakes_of_both_ops_hold_on_a_repeated_call(name):
+    """By the dispatcher too, their calls are repeated."""
+    call, make = known(name)
+    with Seen() as mode:
+        both(call, make())
+    for op, args in mode.ops:
+        given = [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args]
+        with torch.no_grad():
+            for _ in range(2):
+                op(*given)
+            found, _ = hits(lambda op=op, given=given: op(*given))
+        assert found == 1
+        opcheck(op, tuple(given), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_op_itself_is_unchanged_on_a_repeated_call():
