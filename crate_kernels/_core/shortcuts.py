@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ class _Shortcut:
         take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
         results: how many they are.
         call, held, backend: as ``save`` keeps them.
-        backwards: the options of its backward by which inputs want a gradient, the number of tensors, and the settings.
+        backwards: the options of its backward by which inputs want a gradient, which gradients are given, and settings.
+        apply: repeats the call where a gradient is wanted; None before it is first.
     """
 
-    __slots__ = ("backend", "backwards", "call", "entry", "held", "owner", "results", "take")
+    __slots__ = ("apply", "backend", "backwards", "call", "entry", "held", "owner", "results", "take")
 
     def differentiate(self, needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple[Tensor | None, ...] | None:
         """Return the gradients of the inputs by the backward's plan; None without one."""
@@ -46,54 +47,49 @@ class _Shortcut:
             entry = self.backwards[key] = self.owner.entry_of_backward(self, needs, grads, saved)
         if entry is None:
             return None
-        found = _run(entry, tensors, entry.run)
+        if entry.tensors < len(tensors):
+            tensors = [t for t in tensors if t is not None]
+        found = entry.run(*tensors, entry.number)
         if type(found) is not tuple:
             return None if found is None else (found,)
-        return tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
+        return None if found[0] is None else tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
 
 
-def _run(entry: plan.Entry, tensors: Sequence[Tensor | None], runner: Callable[..., Any]) -> Any:
-    """Return the results of a runner of plans of an entry; None without a plan."""
-    if entry.tensors < len(tensors):
-        tensors = [t for t in tensors if t is not None]
-    found = runner(*tensors, entry.number)
-    return None if type(found) is tuple and found[0] is None else found
-
-
-def _lean(function: Any) -> type:
-    """Return a twin of an autograd.Function for repeated calls: of the inputs, the held tensors, and a _Shortcut.
+def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
+    """Return what applies an autograd.Function of a repeated call alone: its arguments are the call's tensors.
 
     Twelve arguments of an autograd.Function take as long as the rest of a call. So does a result that nobody asked for.
     """
+    owner, entry, results = shortcut.owner, shortcut.entry, shortcut.results
+    function, inputs = owner.function, owner.inputs
+    run, number, count, keep = entry.run, entry.number, entry.tensors, function.keep
+    whole = results == owner.results
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        *inputs, shortcut = args
-        ctx.shortcut, owner, entry, held = shortcut, shortcut.owner, shortcut.entry, ()
-        outputs = _run(entry, inputs, entry.run)
-        if outputs is None:
+    def forward(ctx: Any, *tensors: Tensor | None) -> Any:
+        given = tensors if len(tensors) == count else [t for t in tensors if t is not None]
+        outputs = run(*given, number)
+        if (outputs[0] if type(outputs) is tuple else outputs) is None:
             raise _NoPlan
-        if shortcut.held:
-            held = [t for t in inputs[owner.inputs :] if t is not None]
-            inputs = inputs[: owner.inputs]
-        function.keep(ctx, inputs, outputs, held)
-        if shortcut.results == owner.results:
-            return outputs
-        return outputs[0] if shortcut.results == 1 else outputs[: shortcut.results]
+        if len(tensors) == inputs:
+            keep(ctx, tensors, outputs, ())
+        else:
+            keep(ctx, tensors[:inputs], outputs, [t for t in tensors[inputs:] if t is not None])
+        return outputs if whole else outputs[0] if results == 1 else outputs[:results]
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        shortcut, needs = ctx.shortcut, ctx.needs_input_grad
-        owner = shortcut.owner
+        needs = ctx.needs_input_grad
         saved = operator.saved_tensors(owner.name, ctx)  # once: hooks of checkpoints refuse to unpack a tensor again
         found = shortcut.differentiate(needs, grads, saved)
         if found is None:
             ctx.backend = shortcut.backend
             grads += (None,) * (owner.results - len(grads))
-            found = function.gradients(ctx, operator.with_held(saved, shortcut.call, shortcut.held), *grads)
-            found = found[: owner.inputs]
-        return found + (None,) * (len(needs) - len(found))
+            found = function.gradients(ctx, operator.with_held(saved, shortcut.call, shortcut.held), *grads)[:inputs]
+        return found if len(found) == len(needs) else found + (None,) * (len(needs) - len(found))
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(function.__name__, (torch.autograd.Function,), body)
+    made = type(function.__name__, (torch.autograd.Function,), body)
+    # Function.apply in Python serves functorch, which is_short() leaves out.
+    return super(torch.autograd.Function, made).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Shortcuts:
@@ -115,9 +111,7 @@ class Shortcuts:
         self._planned_backward: plan.Planned | None = backward.planned
         self.name, self.inputs = name, inputs
         self.results = 0 if self._planned is None else self._planned.results
-        self._function, self._known = function, {}
-        # Function.apply in Python serves functorch, which is_short() leaves out.
-        self._apply: Any = super(torch.autograd.Function, _lean(function)).apply  # pyright: ignore
+        self.function, self._known = function, {}
         plan.on_forget(self._known.clear)
 
     def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
@@ -132,18 +126,25 @@ class Shortcuts:
             shortcut = self._known[key]
         except (KeyError, TypeError):  # an option that has no hash is none of ours
             return None
+        inputs = tensors[: self.inputs]
         if not shortcut.held:
-            tensors = tensors[: self.inputs]
+            tensors = inputs
         if not operator.is_short(tensors):
             return None
         if is_grad_enabled():
-            for t in tensors[: self.inputs]:
+            for t in inputs:
                 if t is not None and t.requires_grad:
+                    if shortcut.apply is None:
+                        shortcut.apply = _lean(shortcut)
                     try:
-                        return self._apply(*tensors, shortcut)
+                        return shortcut.apply(*tensors)
                     except _NoPlan:
                         return None
-        return _run(shortcut.entry, tensors, shortcut.take)
+        entry = shortcut.entry
+        if entry.tensors < len(tensors):
+            tensors = tuple([t for t in tensors if t is not None])
+        found = shortcut.take(*tensors, entry.number)
+        return None if type(found) is tuple and found[0] is None else found
 
     def draw_seed(self, key: tuple, first: Tensor) -> Tensor | None:
         """Draw the seed of a call with dropout that may be repeated; None, and none is drawn, where it can not."""
@@ -179,7 +180,7 @@ class Shortcuts:
         made = self._known[key] = _Shortcut()
         made.owner, made.entry, made.results, made.held, made.backend = self, entry, results, held, backend
         made.call, made.backwards = call._replace(**dict.fromkeys(held)) if held else call, {}
-        made.take = plan.runner(entry.tensors, results)
+        made.take, made.apply = plan.runner(entry.tensors, results), None
 
     def entry_of_backward(
         self, shortcut: _Shortcut, needs: tuple[bool, ...], grads: tuple, saved: tuple
@@ -189,7 +190,7 @@ class Shortcuts:
             return None
         tensors, call = operator.with_held(saved, shortcut.call, shortcut.held)
         grads += (None,) * (self.results - len(grads))
-        arguments = self._function.arguments(needs, grads, tensors)
+        arguments = self.function.arguments(needs, grads, tensors)
         return self._planned_backward.entry((*arguments, *call, shortcut.backend))[0]
 
 
