@@ -37,6 +37,8 @@ def _type_name(value: object) -> str:
 
 def _dense(op: str, name: str, value: Tensor) -> None:
     """Require a tensor whose numbers lie in memory by strides."""
+    if value.is_nested:
+        raise NotImplementedError(f"{op}: {name} must not be a nested tensor")
     if value.layout != torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got one of layout {value.layout}")
     given.in_memory(op, name, value)

@@ -151,13 +151,20 @@ _fallthroughs: list[torch.library.Library] = []
 
 @cache
 def _load() -> None:
-    """Load the extension, and let its ops that run plans be called on tensors that require a gradient."""
+    """Load the extension, and let its ops that run plans take tensors that require a gradient, and nested ones.
+
+    Of nested tensors there is no plan: the public functions say which argument must not be one.
+    """
     extension.load()
     library = torch.library.Library("crate_kernels_C", "FRAGMENT")
     _fallthroughs.append(library)  # what it registers ends with it
-    for tensors in range(1, _MOST_TENSORS + 1):
-        for results in range(1, _MOST_RESULTS + 1):
-            library.impl(f"plan_{tensors}_{results}", torch.library.fallthrough_kernel, "Autograd")
+    for results in range(1, _MOST_RESULTS + 1):
+        nothing = None if results == 1 else (None,) * results
+        for tensors in range(1, _MOST_TENSORS + 1):
+            name = f"plan_{tensors}_{results}"
+            library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+            for key in ("NestedTensorCPU", "NestedTensorCUDA"):
+                library.impl(name, lambda *_, nothing=nothing: nothing, key)
 
 
 def available() -> bool:

@@ -119,8 +119,8 @@ class Shortcuts:
 
         Returns what ``remember`` was told that the caller takes.
         """
-        first = tensors[0]
-        if first.is_cuda and (more := plan.settings(first)):  # pyright: ignore[reportOptionalMemberAccess]
+        first: Any = tensors[0]
+        if first.is_cuda and (more := plan.settings(first)):
             key = (key, more)
         try:
             shortcut = self._known[key]

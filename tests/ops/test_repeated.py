@@ -104,11 +104,22 @@ def test_parameters_of_a_wrong_shape_are_refused_on_a_repeated_call(name):
         call(tokens, parameter[:-1])
 
 
-def test_a_temp_of_another_shape_is_refused_on_a_repeated_call():
+TEMPS = {
+    "row": lambda t: t[None],
+    "fewer": lambda t: t[:2, None],
+    "double": lambda t: t.double()[:, None],
+    "elsewhere": lambda t: t[:, None].to("meta"),
+}
+
+
+@pytest.mark.parametrize("change", TEMPS.values(), ids=TEMPS)
+def test_temps_of_another_kind_are_refused_on_a_repeated_call(change):
     call, make = known("tssa")
-    w, _ = make()
-    with pytest.raises(ValueError, match="temp must be"):
-        call(w, torch.ones(1, 3))
+    w, temp = make()
+    for _ in range(3):
+        assert call(w, temp[:, None]).shape == w.shape
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match="tssa: temp must"):
+        call(w, change(temp))
 
 
 @each

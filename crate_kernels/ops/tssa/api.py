@@ -197,7 +197,9 @@ def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, opti
     if w.dim() != (4 if packed is None else 3):
         return None
     if temp.dim() == 2:
-        temp = _per_head("temp", temp, w, w.shape[1])
+        if temp.is_nested or temp.shape[1] != 1:  # a nested one has no shape
+            return None
+        temp = temp.squeeze(1)  # for as many heads as w has, there is a plan
     if not causal:
         return None if denom_bias is not None else op.shortcuts.repeat(key, w, temp, *options)
     if denom_bias is not None:
