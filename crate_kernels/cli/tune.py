@@ -1,4 +1,4 @@
-"""``tune``: time the launch configurations of the Triton kernels on this GPU and keep the fastest."""
+"""``tune``: time the launch configurations of the kernels on this GPU and keep the fastest."""
 
 from __future__ import annotations
 
@@ -79,12 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 
 
-def workloads(ops: Sequence[str], only: Sequence[str] = ()) -> list[tune.Workload]:
-    """List the workloads of the named operators, or those with one of ``only`` in their names, in its order."""
+def workloads(
+    ops: Sequence[str], only: Sequence[str] = (), rooms: Sequence[str] = ("cuda", "triton")
+) -> list[tune.Workload]:
+    """List the workloads of the named operators, or those with one of ``only`` in their names, in its order.
+
+    ``rooms``: of these of an operator's packages of kernels.
+    """
     found = []
     for op in ops:
-        if backends._is_there(f"crate_kernels.ops.{op}.triton.tune"):  # not every operator has some
-            found += import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
+        for module in (f"crate_kernels.ops.{op}.{room}.tune" for room in rooms):
+            if backends._is_there(module):  # not every operator has some
+                found += import_module(module).workloads()
     chosen = {str(one): one for part in only for one in found if part in str(one)}
     return list(chosen.values()) if only else found
 

@@ -7,11 +7,13 @@ Triton kernels; and, where compute-sanitizer is, small calls under it.
 
 import argparse
 import faulthandler
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,35 +79,19 @@ def check(case, backend, dtype, device):
     return {"share": round(max(one.error / one.budget if one.budget else 0.0 for one in found), 3)}
 
 
-def whole_heads(case, dtype):
-    """Hold the kernel of whole heads, which nothing chooses yet, to the error budget; return the share of it."""
+def whole_heads(direction, case, dtype):
+    """Hold a kernel of whole heads, which nothing chooses by default, to the error budget; return the share of it."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("whole heads are for sm_90a")
     given = heads.Heads(case, dtype, device="cuda")
-    dw, left = given.run()
+    run, check = (given.run_forward, given.check_forward) if direction == "forward" else (given.run, given.check)
+    *results, left = run()
     if any(left):
         raise AssertionError(f"heads {left} are left to other kernels")
-    again, _ = given.run()
-    if not torch.equal(dw, again):
+    *again, _ = run()
+    if not all(map(torch.equal, results, again)):
         raise AssertionError("two runs differ in their bits")
-    found = given.measured(dw)
-    if not found.passed:
-        raise AssertionError(f"the gradient is beyond the budget: {found}")
-    return {"share": round(found.error / found.budget, 3)}
-
-
-def whole_heads_forward(case, dtype):
-    """Do the same with the kernel of the forward."""
-    if launch.arch(torch.device("cuda")) != "sm_90":
-        raise Skipped("whole heads are for sm_90a")
-    given = heads.Heads(case, dtype, device="cuda")
-    out, lse, left = given.run_forward()
-    if any(left):
-        raise AssertionError(f"heads {left} are left to other kernels")
-    again = given.run_forward()
-    if not (torch.equal(out, again[0]) and torch.equal(lse, again[1])):
-        raise AssertionError("two runs differ in their bits")
-    return {"share": round(given.check_forward(out, lse), 3)}
+    return {"share": round(check(*results), 3)}
 
 
 def warnings(family):
@@ -153,18 +139,10 @@ def items(dry_run):
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }
-    found |= {
-        f"heads {case} {str(dtype).removeprefix('torch.')}": lambda case=case, dtype=dtype: whole_heads(case, dtype)
-        for case in heads.CASES
-        for dtype in (torch.bfloat16, torch.float16)
-    }
-    found |= {
-        f"heads forward {case} {str(dtype).removeprefix('torch.')}": lambda case=case, dtype=dtype: whole_heads_forward(
-            case, dtype
-        )
-        for case in (*heads.CASES, *heads.FORWARD_CASES)
-        for dtype in (torch.bfloat16, torch.float16)
-    }
+    for direction, cases in {"backward": heads.CASES, "forward": {**heads.CASES, **heads.FORWARD_CASES}}.items():
+        for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16)):
+            name = f"heads {direction} {case} {str(dtype).removeprefix('torch.')}"
+            found[name] = partial(whole_heads, direction, case, dtype)
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton

@@ -18,6 +18,7 @@ if "triton" not in kernels("tssa"):
 
 from crate_kernels.ops.ista.triton import launch as ista_kernels
 from crate_kernels.ops.ista.triton import tune as ista_tune
+from crate_kernels.ops.mssa import timed as mssa_timed
 from crate_kernels.ops.mssa import triton as mssa_kernels
 from crate_kernels.ops.mssa.triton import tune as mssa_tune
 from crate_kernels.ops.tssa import triton as tssa_kernels
@@ -25,8 +26,8 @@ from crate_kernels.ops.tssa.triton import tune as tssa_tune
 
 DEVICE = home("triton")
 CALLS = {
-    "mssa_forward": (mssa_tables.FORWARD, lambda t: mssa_tune._dense(20, 16, True, False, DEVICE)),
-    "mssa_backward": (mssa_tables.BACKWARD, lambda t: mssa_tune._dense(20, 16, False, True, DEVICE)),
+    "mssa_forward": (mssa_tables.FORWARD, lambda t: mssa_timed.dense(mssa_kernels, 20, 16, True, False, DEVICE)),
+    "mssa_backward": (mssa_tables.BACKWARD, lambda t: mssa_timed.dense(mssa_kernels, 20, 16, False, True, DEVICE)),
     "mssa_decode": (mssa_tables.DECODE, lambda t: mssa_tune._decode(20, 16, DEVICE)),
     **{table.name: (table, lambda t: tssa_tune._make(t, 2, 16, 12, DEVICE)) for table in tssa_tables.TABLES},
     "ista_product": (ista_tables.PRODUCT, lambda t: ista_tune._product(40, 32, 24, DEVICE)),
@@ -40,7 +41,7 @@ CALLS = {
 @pytest.fixture
 def workload(request, monkeypatch):
     """Return the workload of a table, on a few tokens."""
-    monkeypatch.setattr(mssa_tune, "_TOKENS", 12 * 20)
+    monkeypatch.setattr(mssa_timed, "_TOKENS", 12 * 20)
     monkeypatch.setattr(mssa_tune, "_DECODED", 1)
     monkeypatch.setattr(tssa_tune, "_ELEMENTS", 2 * 16 * 12)
     table, make = CALLS[request.param]

@@ -30,11 +30,11 @@ def results(function, w, offsets, backend):
     return out.detach(), numbers.detach().t(), dw
 
 
-def check(form, function, offsets, backend, device):
+def check(function, offsets, backend, device):
     w = randn(TOTAL, NHEADS, HEAD_DIM, dtype=torch.float32, device=device)
     first, last = offsets[0], offsets[-1]
     found = results(function, w, offsets, backend)
-    alone = results(FORMS[form], w[first:last], [n - first for n in offsets], backend)
+    alone = results(function, w[first:last], [n - first for n in offsets], backend)
     for whole, part in zip(found, alone, strict=True):
         torch.testing.assert_close(whole[first:last], part)
         assert not whole[:first].any()
@@ -44,10 +44,10 @@ def check(form, function, offsets, backend, device):
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize(("form", "backend", "device"), CASES)
 def test_rows_that_no_sequence_covers_are_zero(form, backend, device, offsets):
-    check(form, FORMS[form], offsets, backend, device)
+    check(FORMS[form], offsets, backend, device)
 
 
 @pytest.mark.parametrize(("form", "backend", "device"), [p for p in CASES if p.values[1] != "reference"])
 def test_compiled_they_are_zero_too(form, backend, device):
     compiled = torch.compile(FORMS[form], backend="aot_eager", dynamic=True)
-    check(form, compiled, OFFSETS["both"], backend, device)
+    check(compiled, OFFSETS["both"], backend, device)

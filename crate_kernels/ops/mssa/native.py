@@ -16,7 +16,7 @@ from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_lse, no_lse
-from crate_kernels.ops.mssa.cuda import plain, problem, steps, tensor_cores
+from crate_kernels.ops.mssa.cuda import heads, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _MOST_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
@@ -31,7 +31,8 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if is_gpu(w.device):  # these kernels clear what no sequence covers
         given.forward(w, call)
         if out.numel():
-            _attend(problem.of_forward(w, call, out, lse), w, call)
+            left = heads.forward(w, call, out, lse) if heads.take_forward(w, out, call) else None
+            _attend(problem.of_forward(w, call, out, lse), w, call, left)
         return out, lse
     packing.clear_uncovered(out, call.cu_seqlens, 0)
     packing.clear_uncovered(lse, call.cu_seqlens, 1)
@@ -39,11 +40,11 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _attend(fields: dict, w: Tensor, call: Call) -> None:
-    """Launch a forward over the tokens themselves, or over a cache."""
+def _attend(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+    """Launch a forward over the tokens themselves, or over a cache; ``left``: of what whole heads leave."""
     check_head_dim(w)
     if tensor_cores.take(w):
-        tensor_cores.forward(fields, w, call)
+        tensor_cores.forward(fields, w, call, left)
     else:
         plain.forward(fields, w)
 
@@ -68,7 +69,10 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
         fields = problem.of_backward(dout, dlse, w, out, lse, call, dw, scratch)
         if tensor_cores.take(w) and not tensor_cores.round_gradients(w, call, bool(fields["scores"])):
-            tensor_cores.backward(fields, w, call)
+            left = None
+            if dout is not None and heads.take_backward(w, dout, out, call):
+                left = heads.backward(dout, dlse, w, out, lse, call, dw)
+            tensor_cores.backward(fields, w, call, left)
         else:
             plain.backward(fields, w)
     return dw

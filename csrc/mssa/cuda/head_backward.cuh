@@ -127,6 +127,7 @@ CRATE_DEVICE void add_tail(const HeadCall& call, const HeadTokensOf& head, const
       Wgmma<T, S::kTail>::template ss<true, true>(
           sums[kPanel], advance(matrix_descriptor(gradient.w + channels, 0, 1024), 2048 * kk),
           Columns<S::kTail>::descriptor(at.base + S::kAColumns, 16 * kk), kk > 0);
+      if (S::kCausal && kk < 4 * S::kBlocks) continue;  // rows before the tail are no queries of its keys
       Wgmma<T, S::kTail>::template ss<true, true>(
           sums[kPanel], advance(matrix_descriptor(gradient.w + S::kTokens + channels, 0, 1024), 2048 * kk),
           Columns<S::kTail>::descriptor(at.base + S::kEColumns, 16 * kk), true);
@@ -154,10 +155,10 @@ CRATE_DEVICE void add_tail(const HeadCall& call, const HeadTokensOf& head, const
   }
 }
 
-template <class T, int DIM, int ROWS, bool MASKED>
-__global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED>::kThreads, 1)
+template <class T, int DIM, int ROWS, bool MASKED, bool CAUSAL>
+__global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED, CAUSAL>::kThreads, 1)
     head_backward_kernel(const __grid_constant__ HeadCall call) {
-  using S = HeadShape<T, DIM, ROWS, MASKED>;
+  using S = HeadShape<T, DIM, ROWS, MASKED, CAUSAL>;
   constexpr int kWarps = S::kThreads / 32;
   const uint32_t base = shared_address(aligned_shared_memory());
   const HeadPlace place = {base, __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 7), 0),
@@ -224,11 +225,12 @@ __global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED>::kThreads, 1)
         gradient.delta[half] = load_shared(place.base + S::kDeltas + 4 * (row + 8 * half));
         gradient.keep[half] = S::kMasked ? load_shared(place.base + S::kKeeps + 4 * (row + 8 * half)) : 1.0f;
       }
-      {
-        constexpr int kWidth = HeadGradient<S>::template width<0>();
-        float s[kWidth / 2], t[kWidth / 2];
-        gradient.template start<kWidth>(s, t, 0);
-        gradient.template walk<0>(s, t);
+      if constexpr (S::kCausal) {
+        if (place.group == 0) gradient.template walk_all<0>();
+        if (S::kBlocks > 1 && place.group == 1) gradient.template walk_all<1>();
+        if (S::kBlocks > 2 && place.group == 2) gradient.template walk_all<2>();
+      } else {
+        gradient.template walk_all<0>();
       }
       const uint32_t own = base + S::kStagingAt + (place.group * 4 + place.warp) * S::kPanels * 16 * kRowBytes;
       stage_rows<T, DIM>(own, gradient.acc, 1.0f / unit, 1.0f / unit, place.lane());
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED>::kThreads, 1)
         if (mine) add_tail<S>(call, HeadTokensOf(call, fresh(index)), gradient, 1.0f / unit);
       }
     }
-    if (threadIdx.x == 0) call.refused[index] = !fits;
+    if (threadIdx.x == 0) call.left[index] = fits ? 0 : head.length;
     barrier_sync(kAllThreads, S::kThreads);  // before anything of this head is written over
     if (S::kStages == 2) {
       stage = 2 * base + S::kStage - stage;

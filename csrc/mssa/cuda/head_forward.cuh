@@ -6,10 +6,10 @@
 
 namespace crate_kernels::mssa {
 
-// Writes half the score of every token with itself, in bits, and which tokens are keys. Returns the largest norm of a
-// key that the thread has seen.
+// Writes half the score of every token with itself, in bits, and which tokens are keys. Writes the largest norm of each
+// warp's keys; causal, of each 32 tokens', and beside every norm the largest of the keys up to it in its 32.
 template <class S>
-CRATE_DEVICE float measure(const HeadCall& call, const HeadTokensOf& head, uint32_t base, uint32_t w) {
+CRATE_DEVICE void measure(const HeadCall& call, const HeadTokensOf& head, uint32_t base, uint32_t w) {
   using T = typename S::T;
   const uint8_t* const keep = head.keep(call);
   float most = -INFINITY;
@@ -19,11 +19,12 @@ CRATE_DEVICE float measure(const HeadCall& call, const HeadTokensOf& head, uint3
     const bool is_key = row < head.length && (keep == nullptr || keep[row]);
     const uint32_t keys = __ballot_sync(kAllLanes, is_key);
     if (row % 32 == 0) store_shared(base + S::kKeys + row / 8, __uint_as_float(keys));
-    if (row >= S::kRows) continue;
+    if (!S::kCausal && row >= S::kRows) continue;
     uint32_t sums[4] = {};  // of squares, rounded: a shift has room for that
 #pragma unroll
     for (int chunk = 0; chunk < S::kDim / 8; ++chunk) {
-      const uint4 bits = load_shared_4(w + chunk / 8 * S::kPanel + chunk_at(row, chunk % 8));
+      const uint4 bits =
+          load_shared_4(w + chunk / 8 * S::kPanel + chunk_at(S::kCausal ? min(row, S::kRows - 1) : row, chunk % 8));
       add_squares<T>(sums[0], bits.x), add_squares<T>(sums[1], bits.y);
       add_squares<T>(sums[2], bits.z), add_squares<T>(sums[3], bits.w);
     }
@@ -33,13 +34,44 @@ CRATE_DEVICE float measure(const HeadCall& call, const HeadTokensOf& head, uint3
       squares += pair.x + pair.y;
     });
     const float norm = 0.5f * call.factor * squares;
-    store_shared(base + S::kNorms + 4 * row, norm);
+    if constexpr (S::kCausal) {
+      float up_to = is_key ? norm : -INFINITY;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const float before = __shfl_up_sync(kAllLanes, up_to, step);
+        if (row % 32 >= step) up_to = fmaxf(up_to, before);
+      }
+      if (row % 32 == 31) store_shared(base + S::kNumbers + row / 32 * 4, up_to);
+      if (row < S::kRows) store_shared(base + S::kSums + 4 * row, up_to);
+    }
+    if (row < S::kRows) store_shared(base + S::kNorms + 4 * row, norm);
     if (is_key) most = fmaxf(most, norm);
   }
-  return most;
+  if constexpr (!S::kCausal) {
+    most = warp_max(most);
+    if (threadIdx.x % 32 == 0) store_shared(base + S::kNumbers + threadIdx.x / 8, most);
+  }
 }
 
-// out of 64 rows from `first` on, and their lse. Notes a head of which a row is out of range.
+// Adds to every norm the largest of the keys up to it: then no row's number depends on later tokens.
+template <class S>
+CRATE_DEVICE void add_largest(uint32_t base) {
+#pragma unroll 1
+  for (int row = fresh(threadIdx.x); row < S::kRows; row += S::kThreads) {
+    float most = load_shared(base + S::kSums + 4 * row);
+    for (int n = 0; n < row / 32; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
+    const uint32_t at = base + S::kNorms + 4 * row;
+    store_shared(at, load_shared(at) + most);
+  }
+}
+
+// Notes a row that is out of range: its head is left, causal from this row on.
+template <class S>
+CRATE_DEVICE void leave(const HeadCall& call, int index, int row, int length) {
+  atomicMax(call.left + index, S::kCausal ? length - row : length);
+}
+
+// out of 64 rows from `first` on, and their lse.
 template <class S>
 CRATE_DEVICE void finish_rows(const HeadCall& call, int index, const HeadOutput<S>& output, int first) {
   const HeadPlace at = output.at;
@@ -51,11 +83,12 @@ CRATE_DEVICE void finish_rows(const HeadCall& call, int index, const HeadOutput<
     exact += __shfl_xor_sync(kAllLanes, exact, 1);
     exact += __shfl_xor_sync(kAllLanes, exact, 2);
     const float total = output.sum[2 * half];
-    inverse[half] = output.any() ? inverse_fast(total) : 0.0f;
+    const bool any = output.shift[half] != -INFINITY;
+    inverse[half] = any ? inverse_fast(total) : 0.0f;
     const int row = own + (lane >> 2) + 8 * half;
     if ((lane & 3) == 0 && row < output.length) {
-      output.lse()[row] = output.any() ? output.lse_of(exact, output.shift[half]) : -INFINITY;
-      if (output.any() && !output.in_range(total)) call.refused[index] = 1;
+      output.lse()[row] = any ? output.lse_of(exact, output.shift[half]) : -INFINITY;
+      if (any && !output.in_range(total)) leave<S>(call, index, row, output.length);
     }
   }
   const uint32_t staging = at.base + S::kStagingAt + at.warp * S::kPanels * 16 * kRowBytes;
@@ -97,15 +130,16 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
 #pragma unroll
   for (int i = 0; i < S::kTail / 4; ++i) {
     const float rounded = total[i / 2 * 4 + i % 2];
-    inverse[i] = output.any() ? inverse_fast(rounded) : 0.0f;
     const int column = i / 2 * 8 + (lane & 3) * 2 + i % 2, row = 64 * S::kBlocks + column;
+    const float shift = load_shared(at.base + S::kNorms + 4 * row) + output.raise;
+    const bool any = shift != -INFINITY;
+    inverse[i] = any ? inverse_fast(rounded) : 0.0f;
     if (at.warp == 0 && lane < 4 && row < output.length) {
       float exact = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) exact += load_shared(at.base + S::kSums + 256 * warp + 4 * column);
-      const float shift = load_shared(at.base + S::kNorms + 4 * row) + output.raise;
-      output.lse()[row] = output.any() ? output.lse_of(exact, shift) : -INFINITY;
-      if (output.any() && !output.in_range(rounded)) call.refused[index] = 1;
+      output.lse()[row] = any ? output.lse_of(exact, shift) : -INFINITY;
+      if (any && !output.in_range(rounded)) leave<S>(call, index, row, output.length);
     }
   }
   const uint32_t staging = at.base + S::kStagingAt;
@@ -136,10 +170,21 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
   }
 }
 
-template <class T, int DIM, int ROWS>
-__global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS>::kBeside)
+// out of the 64 rows from `first` on. Causal, each 64 have code of their own, which is for FIRST and those behind it.
+template <int FIRST, class S>
+CRATE_DEVICE void attend(const HeadCall& call, int index, HeadOutput<S>& output, int first) {
+  if (!S::kCausal || first == FIRST) {
+    output.template attend<FIRST>(first + 16 * output.at.warp);
+    finish_rows<S>(call, index, output, first);
+  } else if constexpr (S::kCausal && FIRST + 64 < 64 * S::kBlocks) {
+    attend<FIRST + 64>(call, index, output, first);
+  }
+}
+
+template <class T, int DIM, int ROWS, bool CAUSAL>
+__global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS, CAUSAL>::kBeside)
     head_forward_kernel(const __grid_constant__ HeadCall call) {
-  using S = ForwardShape<T, DIM, ROWS>;
+  using S = ForwardShape<T, DIM, ROWS, CAUSAL>;
   const uint32_t base = shared_address(aligned_shared_memory());
   const HeadPlace place = {base, 0, __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0)};
   if (threadIdx.x < 64) store_shared(base + S::kOnes + 4 * threadIdx.x, __uint_as_float(pack_pair<T>(1.0f, 1.0f)));
@@ -155,35 +200,34 @@ __global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS>::kBeside)
   load(index, stage);
 #pragma unroll 1
   while (index < call.heads) {
-    if (threadIdx.x == 0) call.refused[index] = 0;
+    if (threadIdx.x == 0) call.left[index] = 0;
     copy_async_wait<0>();
     fence_async_shared();
     __syncthreads();
     if (S::kStages == 2) load(index + gridDim.x, 2 * base + S::kStage - stage);
     const HeadTokensOf head(call, index);
-    float most = warp_max(measure<S>(call, head, base, stage));
-    if (place.lane() == 0) store_shared(base + S::kNumbers + 4 * place.warp, most);
+    measure<S>(call, head, base, stage);
     if (threadIdx.x == 0) {
       const uint64_t out = head.before(call, call.out), lse = head.numbers;
       store_shared_4(base + S::kPlaces, {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32),
                                          static_cast<uint32_t>(lse), static_cast<uint32_t>(lse >> 32)});
     }
     __syncthreads();
+    float raise = -S::kTop;
+    if constexpr (S::kCausal) {
+      add_largest<S>(base);
+      __syncthreads();
+    } else {
+      float most = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
-    const float raise = most == -INFINITY ? most : most - S::kTop;
+      for (int n = 0; n < 4; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
+      raise += most;
+    }
     HeadOutput<S> output = {call, place, stage, head.length, raise, {}, {}, {}, {}, {}, {}};
 #pragma unroll 1
     for (int first = 0; first < 64 * S::kBlocks; first += 64) {
       if (first >= head.length) break;
-      const int row = first + 16 * place.warp;
-      output.take_rows(row);
-      output.exact[0] = output.exact[1] = 0.0f;
-      constexpr int kWidth = HeadOutput<S>::template width<0>();
-      float s[kWidth / 2];
-      output.template start<kWidth>(s, 0);
-      output.template walk<0>(s, row);
-      finish_rows<S>(call, index, output, first);
+      attend<0>(call, index, output, first);
     }
     if constexpr (S::kTail > 0) {
       if (head.length > 64 * S::kBlocks) {

@@ -10,6 +10,10 @@
 // whole blocks of 64, the tail, are columns of everyone: their weights, by their own shifts, are made of the same
 // scores and go through shared memory; the products for their out are channels times tokens.
 //
+// Causal, a row has the largest n of the tokens up to it in its shift, so that no bit of a prefix depends on later
+// tokens. Each 64 rows have a walk of their own, which ends with them; the tail's columns meet them as before, as
+// queries.
+//
 // out is divided by the sum of the rounded weights, a product with ones; lse has that of the exact ones. A head of
 // which a row's sum is out of range is noted, and left to other kernels.
 #pragma once
@@ -19,9 +23,10 @@
 namespace crate_kernels::mssa {
 
 // ROWS: the longest sequence, rounded up to a multiple of 16, at least 64.
-template <class T_, int DIM_, int ROWS_>
+template <class T_, int DIM_, int ROWS_, bool CAUSAL_>
 struct ForwardShape {
   using T = T_;
+  static constexpr bool kCausal = CAUSAL_;
   static constexpr int kDim = DIM_, kRows = ROWS_, kThreads = 128;
   static constexpr int kBlocks = kRows / 64, kTail = kRows % 64;
   static constexpr int kTile = 32, kMost = kTile / 16;
@@ -41,7 +46,7 @@ struct ForwardShape {
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kColumnsAt = kStagingAt + kStaging;
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;
-  static constexpr uint32_t kOnes = kSums + 1024, kNumbers = kOnes + 256, kPlaces = kNumbers + 16, kKeys = kPlaces + 16;
+  static constexpr uint32_t kOnes = kSums + 1024, kNumbers = kOnes + 256, kPlaces = kNumbers + 32, kKeys = kPlaces + 16;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
   // Weights are at most 2^kTop, but for rounding; sums are at least kLeast. fp16 holds weights from 2^-24 on: 256
   // errors of half of that are an eighth of its rounding of kLeast.
@@ -56,14 +61,20 @@ struct HeadOutput {
   HeadPlace at;
   uint32_t w;      // this head's tokens
   int length;      // and their number
-  float raise;     // of every shift: P = 2^(factor s - norm - raise); minus infinity if no token is a key
-  float shift[2];  // of the thread's two rows
+  float raise;     // of every shift, beside its row's number in shared memory
+  float shift[2];  // of the thread's two rows: P = 2^(factor s - shift); minus infinity without a key
   float exact[2];  // their sums, of exact weights
   float sum[4];    // of rounded ones: of the two rows, two equal numbers each
   float acc[S::kDim / 2];
   uint32_t rows[S::kDim / 16][4];  // the left operand of the scores
   uint32_t p[S::kMost][4];
 
+  // The column behind COLUMN and so many more, of the rows from FIRST on: causal, behind them is the tail.
+  template <int FIRST, int COLUMN>
+  static constexpr int behind() {
+    constexpr int kNext = COLUMN + width<COLUMN>();
+    return S::kCausal && kNext == FIRST + 64 ? 64 * S::kBlocks : kNext;
+  }
   template <int COLUMN>
   static constexpr int width() {
     constexpr int kEnd = COLUMN < 64 * S::kBlocks ? 64 * S::kBlocks : S::kRows;
@@ -89,6 +100,9 @@ struct HeadOutput {
     return __float_as_uint(load_shared(at.base + S::kKeys + token / 32 * 4));
   }
 
+  // The bits of 32 tokens up to one of them.
+  static CRATE_DEVICE uint32_t up_to(int token) { return token < 0 ? 0 : token > 31 ? ~0u : 2 * (1u << token) - 1; }
+
   // Begins the products of the rows with COLUMNS columns from `column` on.
   template <int COLUMNS>
   CRATE_DEVICE void start(float (&s)[COLUMNS / 2], int column) const {
@@ -102,25 +116,32 @@ struct HeadOutput {
     wgmma_commit();
   }
 
-  // s becomes the rows' weights.
-  template <int COLUMN, int WIDTH>
-  CRATE_DEVICE void weigh(float (&s)[WIDTH / 2]) const {
+  // s becomes the weights of the warp's rows from `row` on. DIAGONAL: some of the columns are behind some of the rows.
+  template <int COLUMN, int WIDTH, bool DIAGONAL>
+  CRATE_DEVICE void weigh(float (&s)[WIDTH / 2], int row) const {
+    static_assert(COLUMN % 32 == 0 && WIDTH <= 32);
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) s[i] = s[i] * call.factor - shift[i % 4 / 2];
-    if (call.keep != nullptr || COLUMN + WIDTH > length) {
+    if (DIAGONAL || call.keep != nullptr || COLUMN + WIDTH > length) {
+      const int lane = at.lane();
+      const uint32_t kept = keys_of(COLUMN);
 #pragma unroll
-      for (int n = 0; n < WIDTH / 8; ++n) {
-        const uint32_t keys = keys_of(COLUMN + n / 4 * 32) >> (at.lane() & 3) * 2;
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t seen = DIAGONAL ? up_to(row + (lane >> 2) + 8 * half - COLUMN) : ~0u;
+        const uint32_t keys = (kept & seen) >> (lane & 3) * 2;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[4 * n + e] = keys >> (n % 4 * 8 + e % 2) & 1 ? s[4 * n + e] : -INFINITY;
+        for (int i = 0; i < WIDTH / 2; ++i) {
+          if (i % 4 / 2 == half) s[i] = keys >> (i / 4 * 8 + i % 2) & 1 ? s[i] : -INFINITY;
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) s[i] = exp2_fast(s[i]);
   }
 
-  // Stores the weights of a warp's 16 rows for WIDTH columns of the tail, by the columns' shifts; adds them up.
-  template <int COLUMN, int WIDTH>
+  // Stores the weights of a warp's 16 rows for WIDTH columns of the tail, by the columns' shifts; adds them up. OWN:
+  // the rows are the tail's.
+  template <int COLUMN, int WIDTH, bool OWN>
   CRATE_DEVICE void put_columns(const float (&s)[WIDTH / 2], int row) {
     constexpr int kFirst = COLUMN - 64 * S::kBlocks;
     const int lane = at.lane();
@@ -141,7 +162,9 @@ struct HeadOutput {
         float weights[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          weights[e] = keys >> e / 2 * 8 & 1 ? exp2_fast(s[4 * n + e] * call.factor - of[e % 2]) : 0.0f;
+          const int column = COLUMN + 8 * n + (lane & 3) * 2 + e % 2;
+          const bool seen = !S::kCausal || !OWN || row + (lane >> 2) + e / 2 * 8 <= column;
+          weights[e] = seen && (keys >> e / 2 * 8 & 1) ? exp2_fast(s[4 * n + e] * call.factor - of[e % 2]) : 0.0f;
           sums[n % 2 * 2 + e % 2] += weights[e];
         }
         to[2 * (n % 2)] = pack_pair<T>(weights[0], weights[1]);
@@ -153,46 +176,61 @@ struct HeadOutput {
     }
   }
 
-  // Adds all columns from COLUMN on, whose scores have begun, to the 16 rows from `row` on.
-  template <int COLUMN>
+  // Adds all columns from COLUMN on, whose scores have begun, to the 16 rows from `row` on; causal, these are of the 64
+  // rows from FIRST on.
+  template <int FIRST, int COLUMN>
   CRATE_DEVICE void walk(float (&s)[width<COLUMN>() / 2], int row) {
-    constexpr int kNext = COLUMN + width<COLUMN>();
-    wgmma_wait<COLUMN == 0 ? 0 : 1>();
+    constexpr int kNext = behind<FIRST, COLUMN>();
+    // Behind these scores are the sums of the tile before, if it has some.
+    wgmma_wait<(COLUMN > 0 && !(S::kCausal && COLUMN > 64 * S::kBlocks))>();
     pin(s);
     if constexpr (kNext < S::kRows) {
       float next[width<kNext>() / 2];
       start<width<kNext>()>(next, kNext);
-      add<COLUMN>(s, row);
-      walk<kNext>(next, row);
+      add<FIRST, COLUMN>(s, row);
+      walk<FIRST, kNext>(next, row);
     } else {
-      add<COLUMN>(s, row);
+      add<FIRST, COLUMN>(s, row);
       wait_for_sums<0>();
 #pragma unroll
       for (int kk = 0; kk < S::kDim / 16; ++kk) pin(rows[kk]);
     }
   }
+  // out of the 16 rows from `row` on; causal, of the 64 from FIRST on.
+  template <int FIRST>
+  CRATE_DEVICE void attend(int row) {
+    take_rows(row);
+    exact[0] = exact[1] = 0.0f;
+    float s[width<0>() / 2];
+    start<width<0>()>(s, 0);
+    walk<FIRST, 0>(s, row);
+  }
 
   // Weighs a tile by its scores, and begins the products of the weights with the tokens of their columns, and with
-  // ones.
-  template <int COLUMN>
+  // ones. Causal, the tail's columns are no keys.
+  template <int FIRST, int COLUMN>
   CRATE_DEVICE void add(float (&s)[width<COLUMN>() / 2], int row) {
     constexpr int kWidth = width<COLUMN>(), kTerms = kWidth / 16;
-    if constexpr (COLUMN >= 64 * S::kBlocks) put_columns<COLUMN, kWidth>(s, row);
-    weigh<COLUMN, kWidth>(s);
+    constexpr bool kTail = COLUMN >= 64 * S::kBlocks;
+    if constexpr (kTail) put_columns<COLUMN, kWidth, false>(s, row);
+    if constexpr (!(S::kCausal && kTail)) {
+      weigh<COLUMN, kWidth, (S::kCausal && COLUMN >= FIRST)>(s, row);
 #pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) exact[i % 4 / 2] += s[i];
-    // The next tile waits for these sums: else the assembler adds them later, and keeps every weight until then.
-    shift[0] += 0.0f * exact[0], shift[1] += 0.0f * exact[1];
-    if constexpr (COLUMN > 0) wait_for_sums<(COLUMN + kWidth < S::kRows)>();  // the next scores are not waited for
-    pack_sums<T, kWidth>(p, s);
-    wgmma_fence();
-    add_tokens<T, S::kDim, kTerms>(acc, p, w + COLUMN * kRowBytes, S::kPanel, COLUMN > 0);
+      for (int i = 0; i < kWidth / 2; ++i) exact[i % 4 / 2] += s[i];
+      // The next tile waits for these sums: else the assembler adds them later, and keeps every weight until then.
+      shift[0] += 0.0f * exact[0], shift[1] += 0.0f * exact[1];
+      // The next scores are not waited for.
+      if constexpr (COLUMN > 0) wait_for_sums<(behind<FIRST, COLUMN>() < S::kRows)>();
+      pack_sums<T, kWidth>(p, s);
+      wgmma_fence();
+      add_tokens<T, S::kDim, kTerms>(acc, p, w + COLUMN * kRowBytes, S::kPanel, COLUMN > 0);
 #pragma unroll
-    for (int kk = 0; kk < kTerms; ++kk) {
-      Wgmma<T, 8>::template rs<false>(sum, p[kk], matrix_descriptor<Swizzle::kNone>(at.base + S::kOnes, 128, 128),
-                                      COLUMN > 0 || kk > 0);
+      for (int kk = 0; kk < kTerms; ++kk) {
+        Wgmma<T, 8>::template rs<false>(sum, p[kk], matrix_descriptor<Swizzle::kNone>(at.base + S::kOnes, 128, 128),
+                                        COLUMN > 0 || kk > 0);
+      }
+      wgmma_commit();
     }
-    wgmma_commit();
   }
   template <int UNFINISHED>
   CRATE_DEVICE void wait_for_sums() {
@@ -210,7 +248,6 @@ struct HeadOutput {
     return static_cast<int64_t>(static_cast<uint64_t>(__float_as_uint(bits.y)) << 32 | __float_as_uint(bits.x));
   }
 
-  CRATE_DEVICE bool any() const { return raise != -INFINITY; }
   // Returns whether a row's sum is one that the weights' dtype can hold.
   static CRATE_DEVICE bool in_range(float total) { return total >= S::kLeast && total < INFINITY; }
   CRATE_DEVICE float lse_of(float total, float of) const { return (log2_fast(total) + of) * (1.0f / kLog2E); }
@@ -225,7 +262,7 @@ struct HeadOutput {
       start<kWidth>(s, kBegin);
       wgmma_wait<0>();
       pin(s);
-      if (row >= 64 * S::kBlocks) put_columns<kBegin, kWidth>(s, row);
+      if (row >= 64 * S::kBlocks) put_columns<kBegin, kWidth, true>(s, row);
       put_tail<FIRST + kWidth>();
     }
   }

@@ -17,7 +17,7 @@ struct HeadCall {
   const float* dlse;          // the same; null: no gradient
   const uint8_t* keep;        // (batch, seqlen); null: every token is a key
   const int32_t* cu_seqlens;  // (batch + 1,); null: not packed
-  uint8_t* refused;           // for every head: 1 if it is left to other kernels
+  int32_t* left;              // for every head: how many of its last tokens are left to other kernels, mma_left.cuh
   int32_t heads, nheads, seqlen, total, head_dim;  // heads: batch * nheads
   float scale, factor;                             // factor: scale in bits, scale log2(e)
 };

@@ -6,14 +6,15 @@
 
 namespace crate_kernels::mssa {
 
+// Stores the rows of its head from `from` on.
 template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
-CRATE_DEVICE void forward_block(const Problem& call) {
+CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
   if (call.levels == nullptr) clear_uncovered(call, head, block, call.out, call.lse);
   const int first = first_row(call, block, rows);
-  if (first >= head.length) return;
+  if (first >= head.length || first + rows <= from) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
   const View<const T> w = head.view<const T>(call, call.w);
@@ -55,7 +56,7 @@ CRATE_DEVICE void forward_block(const Problem& call) {
     pass = Pass::select;
     load_first();
   }
-  if (row < head.length) finish_rows<T, DIM, ROWS16>(state, own_tile + warp_rows * DIM, call, head, row);
+  if (row < head.length) finish_rows<T, DIM, ROWS16>(state, own_tile + warp_rows * DIM, call, head, row, from);
 }
 
 // At most four warps per block.

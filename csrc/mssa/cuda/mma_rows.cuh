@@ -143,10 +143,11 @@ CRATE_DEVICE void put_statistics(const RowState<T, DIM, ROWS16>& state, const Pr
   });
 }
 
-// Writes out and lse of a warp's rows. `tile`, the warp's own, is scratch. Without a key, out is 0 and lse -inf.
+// Writes out and lse of a warp's rows, of those from `from` on. `tile`, the warp's own, is scratch. Without a key, out
+// is 0 and lse -inf.
 template <class T, int DIM, int ROWS16>
 CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, const Problem& call, const Head& head,
-                              int row) {
+                              int row, int from = 0) {
   const int lane = threadIdx.x % kWarp;
   __syncwarp();
   unroll<ROWS16>([&](int m) {
@@ -155,14 +156,15 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
       const float sum = state.sum[m][half];
       const int at = row + 16 * m + lane / 4 + 8 * half;
       factor[half] = sum == 0.0f ? 0.0f : call.keep_factor * (call.select ? call.threshold : 1.0f / sum);
-      if (lane % 4 == 0 && at < head.length && call.lse != nullptr) {
+      if (lane % 4 == 0 && at < head.length && call.lse != nullptr && at >= from) {
         call.lse[head.row + at] = lse_of(state.largest[m][half], sum);
       }
     });
     round_rows<T, DIM>(tile + m * 16 * DIM, state.acc[m], factor[0], factor[1]);
   });
   __syncwarp();
-  store_tile<T, DIM>(head.view<T>(call, call.out), tile, 16 * ROWS16, row, head.length, call.access);
+  store_tile<T, DIM>(head.view<T>(call, call.out), tile, 16 * ROWS16, row, head.length, call.access,
+                     max(from - row, 0));
 }
 
 }  // namespace crate_kernels::mssa

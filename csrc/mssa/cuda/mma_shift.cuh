@@ -186,18 +186,23 @@ CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (
 }
 
 template <class T, int DIM>
+CRATE_DEVICE void shift_block(const Problem& call) {
+  bool wanted[2] = {true, true};
+  if (call.seed == nullptr || !call.products) {
+    float share[2] = {};
+    shift_rows<T>(call, share);
+    unroll<2>([&](int half) { wanted[half] = share[half] > 1.0f; });
+    if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
+    if (call.keep == nullptr) leave_own<T>(call, share, wanted);
+    if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
+  }
+  summed_shift_rows<T, DIM>(call, wanted);
+}
+
+template <class T, int DIM>
 __global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Problem call) {
   if constexpr (kTensorCores) {
-    bool wanted[2] = {true, true};
-    if (call.seed == nullptr || !call.products) {
-      float share[2] = {};
-      shift_rows<T>(call, share);
-      unroll<2>([&](int half) { wanted[half] = share[half] > 1.0f; });
-      if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
-      if (call.keep == nullptr) leave_own<T>(call, share, wanted);
-      if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
-    }
-    summed_shift_rows<T, DIM>(call, wanted);
+    shift_block<T, DIM>(call);
   } else {
     __trap();
   }

@@ -61,12 +61,13 @@ CRATE_DEVICE void finish_copies() {
   __syncthreads();
 }
 
-// Writes a warp's `rows` of a tile to rows [first, ...) below `length`.
+// Writes a warp's `rows` of a tile to rows [first, ...) below `length`, but for the first `skipped`.
 template <class T, int DIM>
-CRATE_DEVICE void store_tile(const View<T>& to, const T* tile, int rows, int first, int length, const Access& access) {
+CRATE_DEVICE void store_tile(const View<T>& to, const T* tile, int rows, int first, int length, const Access& access,
+                             int skipped = 0) {
   constexpr int kChunks = DIM / kHalves;
 #pragma unroll 1
-  for (int n = threadIdx.x % kWarp; n < rows * kChunks; n += kWarp) {
+  for (int n = skipped * kChunks + threadIdx.x % kWarp; n < rows * kChunks; n += kWarp) {
     const int row = n / kChunks, chunk = n % kChunks, channel = chunk * kHalves;
     if (first + row >= length || channel >= access.head_dim) continue;
     const Pack<T> pack = load_pack(tile + tile_offset<DIM>(row, chunk));

@@ -1,12 +1,16 @@
 """Calls of the kernels of whole heads, for the emulator and for a GPU."""
 
+import copy
+
 import torch
 
 from crate_kernels import mssa, testing
-from crate_kernels.ops.mssa import heads
 from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda import heads
 from tests.ops.common import randn
 
+# Tokens are so short that no weight is much above others.
+CAUSAL = {"causal": True, "drawn": "short"}
 # head_dim, tokens, and what else a call has. Cases of one kernel stand together: g++ takes seconds for each kernel.
 CASES = {
     "197-tokens": (64, 197, {}),
@@ -21,12 +25,21 @@ CASES = {
     "32-channels": (32, 83, {"kept": (83, 80, 1)}),
     "128-channels": (128, 139, {"lse": True}),
     "128-channels-padded": (128, 144, {"kept": (144, 90, 20)}),
+    "causal": (64, 197, {**CAUSAL, "lse": True}),
+    "causal-packed": (64, 208, {**CAUSAL, "lengths": (208, 1, 17, 0, 130)}),
+    "causal-padded": (64, 197, {**CAUSAL, "kept": (197, 60, 0)}),
+    "causal-holes": (64, 200, {**CAUSAL, "kept": "holes"}),
+    "causal-alike": (64, 197, {**CAUSAL, "drawn": "alike"}),
+    "causal-a-tail-of-48": (64, 101, {**CAUSAL, "first": 64}),
+    "causal-128-channels": (128, 139, {**CAUSAL, "kept": (139, 70, 20)}),
 }
 # Of the forward alone: whole blocks of 64 without a tail, and more channels than its backward has room for.
 FORWARD_CASES = {
     "256-tokens": (64, 256, {"kept": (256, 100, 70)}),
     "a-tail-of-32": (64, 96, {}),
     "128-channels-long": (128, 250, {}),
+    "causal-256-tokens": (64, 256, {**CAUSAL, "kept": (256, 100, 70)}),
+    "causal-a-tail-of-32": (64, 96, {**CAUSAL}),
 }
 
 
@@ -40,20 +53,34 @@ class Heads:
         shape = (batch, 2, self.seqlen, self.head_dim)
         if self.lengths is not None:
             shape = (sum(self.lengths), 2, self.head_dim)
-        w = randn(*shape, seed=0)
+        w = self.drawn(randn(*shape, seed=0), given.get("drawn"))
         if spread != 1.0:
             w = w * torch.linspace(1.0, spread, self.seqlen).view(-1, 1)
         self.w, self.dout = w.to(device, dtype), randn(*shape, seed=1).to(device, dtype)
+        self.dout[..., : given.get("first", 0), :] = 0  # of tokens before the tail
         if given.get("kept") == "holes":
             self.keep = (randn(batch, self.seqlen, seed=2) > 0.3).to(device)
         elif "kept" in given:
             self.keep = (torch.arange(self.seqlen) < torch.tensor(given["kept"])[:, None]).to(device)
         if given.get("lse"):
             self.dlse = randn(*shape[:-1], seed=3).to(device)
-        self.options = {"key_padding_mask": self.keep}
+        self.options = {"key_padding_mask": self.keep, "causal": given.get("causal", False)}
         if self.lengths is not None:
             bounds = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
-            self.options = {"cu_seqlens": bounds, "max_seqlen": self.seqlen}
+            self.options |= {"key_padding_mask": None, "cu_seqlens": bounds, "max_seqlen": self.seqlen}
+
+    @staticmethod
+    def drawn(w, kind):
+        """Return normal tokens, or others made of them."""
+        if kind == "normed":
+            return torch.nn.functional.layer_norm(w.double(), w.shape[-1:])
+        return {None: w, "short": 0.4 * w, "alike": 2 * w[..., :1, :] + 0.3 * w}[kind]
+
+    def with_tokens(self, w):
+        """Return the same case of other tokens."""
+        other = copy.copy(self)
+        other.w = w
+        return other
 
     def expected(self, dtype):
         """Return the reference's out, lse and gradient in ``dtype``."""
@@ -71,7 +98,7 @@ class Heads:
         dlse = None if self.dlse is None else self.dlse.float()
         call = Call(scale=self.head_dim**-0.5, **self.options)
         out, dw = out.to(self.w.dtype), torch.zeros_like(self.w)
-        assert heads.takes(self.w, self.dout, out, call)
+        assert heads.serves_backward(self.w, self.dout, out, call)
         left = heads.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
         return dw, left.tolist()
 
@@ -79,7 +106,7 @@ class Heads:
         """Run the kernel of the forward; return out, lse and the heads that it leaves."""
         out, lse = torch.zeros_like(self.w), torch.zeros_like(self.expected(torch.float64)[1], dtype=torch.float32)
         call = Call(scale=self.head_dim**-0.5, **self.options)
-        assert heads.takes_forward(self.w, out, call)
+        assert heads.serves_forward(self.w, out, call)
         return out, lse, heads.forward(self.w, call, out, lse).tolist()
 
     def check_forward(self, out, lse):
@@ -93,13 +120,10 @@ class Heads:
         torch.testing.assert_close(lse, exact[1].float(), atol=1e-5, rtol=1e-6)
         return max(shares)
 
-    def measured(self, dw):
-        """Return a gradient's error and its tolerance."""
+    def check(self, dw):
+        """Hold a gradient to the error tolerance; return its share of it."""
         dtype = self.w.dtype
         exact, eager = self.expected(torch.float64)[2], self.expected(dtype)[2]
-        return testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)[0]
-
-    def check(self, dw):
-        """Hold a gradient to the error tolerance."""
-        found = self.measured(dw)
+        (found,) = testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)
         assert found.passed, found
+        return found.error / found.budget

@@ -5,7 +5,7 @@ _FENCE = "fence_async_shared();\n"
 _LOADED = "      const bool there = row < head.length && 64 * panel + 8 * chunk < call.head_dim;"
 _TAIL = f"        {_FENCE}        {_BARRIER}        if (mine)"
 _WAIT_A = "    wgmma_wait<0>();\n    pin(t);\n"
-_START = "    const uint32_t right = column * kRowBytes;\n"
+_START = "    float (&s)[COLUMNS / 2] = sums.s, (&t)[COLUMNS / 2] = sums.t;\n    wgmma_fence();\n"
 _OFFSET = "    const int64_t before = call.cu_seqlens != nullptr ? start * tokens.row : sequence * tokens.batch;"
 
 # Of csrc/mssa/cuda/head_gradient.cuh and head_backward.cuh.
@@ -25,13 +25,13 @@ BROKEN = {
         "197-tokens",
     ),
     "no-wait-for-a": (_WAIT_A, "", "197-tokens"),
-    "no-wait-for-sums": ("      wgmma_wait<0>();\n      pin(acc);", "      pin(acc);", "197-tokens"),
-    "no-product-fence": (f"{_START}    wgmma_fence();\n", _START, "197-tokens"),
+    "no-wait-for-sums": ("      wgmma_wait<0>();\n      pin_terms<true>", "      pin_terms<true>", "197-tokens"),
+    "no-product-fence": (_START, _START.replace("    wgmma_fence();\n", ""), "197-tokens"),
     "other-rows": ("gradient.left = stage + 64 * place.group * kRowBytes;", "gradient.left = stage;", "197-tokens"),
-    "deltas-swapped": ("t[4 * n] = -delta[0] - d.x", "t[4 * n] = -delta[0] - d.y", "197-tokens"),
+    "deltas-swapped": ("const float of_query = (e % 2 == 0 ?", "const float of_query = (e % 2 != 0 ?", "197-tokens"),
     "one-stage": ("call, next, 2 * base + S::kStage - stage)", "call, next, stage)", "197-tokens"),
-    "rows-not-kept": ("    keep_rows(s);\n", "", "padded"),
-    "columns-not-kept": ("      weigh_columns<COLUMN, kWidth>(columns);\n", "", "holes"),
+    "rows-not-kept": ("      keep_rows<kWidth, kSide>(sums.s, behind);\n", "", "padded"),
+    "columns-not-kept": ("        weigh_columns<COLUMN, kWidth, kSide>(columns, behind);\n", "", "holes"),
     "keys-not-masked": ("kKept = S::kMasked ? 2 * S::kTokens : 0;", "kKept = 0;", "padded"),
     "no-lse": ("      if (call.dlse != nullptr && there) sum -=", "      if (false) sum -=", "lse"),
     "no-start": (_OFFSET, _OFFSET.replace("start * tokens.row", "0"), "packed"),
@@ -42,6 +42,17 @@ BROKEN = {
         "    const uint32_t channels = 0;",
         "128-channels",
     ),
+    "sides-swapped": ("t[i] = by > 0 ? t[i] : by < 0 ?", "t[i] = by < 0 ? t[i] : by > 0 ?", "causal"),
+    "itself-as-key-alone": (": t[i] + sums.more[i];", ": t[i];", "causal"),
+    "queries-before-keys": ("s[i] = behind + row_of(i) > column_of(i)", "s[i] = behind + row_of(i) < 0", "causal"),
+    "keys-behind-rows": (
+        "s[i] = behind + row_of(i) < column_of(i)",
+        "s[i] = behind + row_of(i) < -999",
+        "causal-a-tail-of-48",
+    ),
+    "tail-of-all-rows": ("if (S::kCausal && kk < 4 * S::kBlocks) continue;", "", "causal"),
+    "deltas-of-later-tokens": ("is_key = is_key && key <= row + row_of(i);", "is_key = is_key;", "causal-alike"),
+    "short-diagonal": ("COLUMN < 64 * GROUP + 64 ? Side::kBoth", "COLUMN < 64 * GROUP + 32 ? Side::kBoth", "causal"),
     "other-pitch": ("(columns, 0, 8 * kPitch)", "(columns, 0, 4 * kPitch)", "a-tail-of-48"),
 }
 
@@ -49,13 +60,15 @@ _SYNC = "__syncthreads();"
 _TAIL_READY = f"        output.put_sums();\n        {_FENCE}        {_SYNC}\n"
 _STAGED = "output.acc, inverse[0], inverse[1], lane);\n"
 _LOADED_HEAD = f"    copy_async_wait<0>();\n    {_FENCE}    {_SYNC}\n"
-_SUMS_READY = "wait_for_sums<(COLUMN + kWidth < S::kRows)>();"
+_SCORES_READY = "    wgmma_wait<(COLUMN > 0 && !(S::kCausal && COLUMN > 64 * S::kBlocks))>();\n"
+_RAISE = "    float raise = -S::kTop;\n"
+_SUMS_READY = "wait_for_sums<(behind<FIRST, COLUMN>() < S::kRows)>();"
 
 # Of csrc/mssa/cuda/head_output.cuh and head_forward.cuh.
 BROKEN_FORWARD = {
     "no-wait-for-a-head": (_LOADED_HEAD, f"    {_FENCE}    {_SYNC}\n", "197-tokens"),
     "no-fence-behind-a-head": (_LOADED_HEAD, f"    copy_async_wait<0>();\n    {_SYNC}\n", "197-tokens"),
-    "no-barrier-behind-norms": (f"    {_SYNC}\n#pragma unroll\n    for (int n = 0", "    for (int n = 0", "197-tokens"),
+    "no-barrier-behind-norms": (f"    {_SYNC}\n{_RAISE}", _RAISE, "197-tokens"),
     "no-fence-behind-columns": (_TAIL_READY, _TAIL_READY.replace(_FENCE, ""), "197-tokens"),
     "no-barrier-behind-columns": (_TAIL_READY, _TAIL_READY.replace(_SYNC, ""), "197-tokens"),
     "no-barrier-behind-the-tail": (
@@ -69,7 +82,16 @@ BROKEN_FORWARD = {
         "128-channels-long",
     ),
     "no-syncwarp": (f"{_STAGED}  __syncwarp();\n", _STAGED, "197-tokens"),
-    "no-wait-for-scores": ("    wgmma_wait<COLUMN == 0 ? 0 : 1>();\n", "", "197-tokens"),
+    "no-wait-for-scores": (_SCORES_READY, "", "197-tokens"),
+    "no-wait-for-the-tail": (_SCORES_READY, "    wgmma_wait<(COLUMN > 0)>();\n", "causal-a-tail-of-48"),
+    "no-barrier-behind-the-largest": (
+        f"      add_largest<S>(base);\n      {_SYNC}\n",
+        "      add_largest<S>(base);\n",
+        "causal",
+    ),
+    "later-keys": ("token < 0 ? 0 : token > 31 ?", "token > -64 ?", "causal"),
+    "later-keys-of-the-tail": ("e / 2 * 8 <= column;", "e / 2 * 8 <= column + 64;", "causal"),
+    "not-itself": ("2 * (1u << token) - 1", "(1u << token) - 1", "causal"),
     "late-wait-for-sums": (_SUMS_READY, "wait_for_sums<2>();", "197-tokens"),
     "one-stage": ("gridDim.x, 2 * base + S::kStage - stage)", "gridDim.x, stage)", "197-tokens"),
     "lse-by-another-shift": (
@@ -82,8 +104,8 @@ BROKEN_FORWARD = {
     "keys-beyond": ("const bool is_key = row < head.length && ", "const bool is_key = ", "packed"),
     "keys-not-masked": ("|| keep[row]);\n    const uint32_t", "|| keep[row] < 2);\n    const uint32_t", "holes"),
     "columns-not-masked": (
-        "weights[e] = keys >> e / 2 * 8 & 1 ?",
-        "weights[e] = (keys | ~0u) >> e / 2 * 8 & 1 ?",
+        "seen && (keys >> e / 2 * 8 & 1)",
+        "seen && ((keys | ~0u) >> e / 2 * 8 & 1)",
         "holes",
     ),
     "one-panel": (

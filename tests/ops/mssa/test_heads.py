@@ -9,8 +9,8 @@ import torch
 from crate_kernels._core import plan
 from crate_kernels._cuda import launch, sources
 from crate_kernels._native import libraries
-from crate_kernels.ops.mssa import heads
 from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda import heads
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads
 from tests.ops.mssa.heads_broken import BROKEN, BROKEN_FORWARD
@@ -40,7 +40,7 @@ def test_the_forward_of_heads(case, early, device):
     run_and_check_forward(Heads(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", ["197-tokens", "packed", "padded", "holes"])
+@pytest.mark.parametrize("case", ["197-tokens", "packed", "padded", "holes", "causal-holes"])
 def test_the_forward_of_heads_in_fp16(case, device):
     device(**HOPPER)
     run_and_check_forward(Heads(case, torch.float16))
@@ -53,7 +53,7 @@ def test_the_backward_of_heads(case, early, device):
     run_and_check(Heads(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", ["197-tokens", "lse", "packed", "padded", "holes"])
+@pytest.mark.parametrize("case", ["197-tokens", "lse", "packed", "padded", "holes", "causal", "causal-alike"])
 def test_the_backward_of_heads_in_fp16(case, device):
     device(**HOPPER)
     run_and_check(Heads(case, torch.float16))
@@ -73,7 +73,7 @@ def test_a_head_whose_lse_spreads_too_far_is_left(spread, takes_bf16, takes_fp16
     case = Heads((64, 200, {}), dtype, spread=spread)
     dw, left = case.run()
     takes = takes_fp16 if dtype == torch.float16 else takes_bf16
-    assert left == [not takes] * 6
+    assert left == [0 if takes else case.seqlen] * 6
     if takes:
         case.check(dw)
 
@@ -85,7 +85,7 @@ def test_a_head_whose_norms_spread_too_far_is_left(spread, takes_bf16, takes_fp1
     case = Heads((64, 200, {}), dtype, spread=spread)
     out, lse, left = case.run_forward()
     takes = takes_fp16 if dtype == torch.float16 else takes_bf16
-    assert left == [not takes] * 6
+    assert left == [0 if takes else case.seqlen] * 6
     if takes:
         case.check_forward(out, lse)
 
@@ -102,9 +102,30 @@ def test_a_query_that_is_no_key_may_be_out_of_range(dtype, times, taken, device)
     case.w[:, :, 1:] = case.w[:, :, :1]
     case.w[:, :, 49] *= -times
     out, lse, left = case.run_forward()
-    assert left == [not taken] * 6
+    assert left == [0 if taken else case.seqlen] * 6
     if taken:
         case.check_forward(out, lse)
+
+
+def test_a_prefix_does_not_depend_on_later_tokens(device):
+    device(**HOPPER)
+    case, results = Heads("causal", torch.bfloat16), []
+    for times in (1, 1.5):
+        case.w[:, :, 100:] *= times
+        results.append(case.run_forward())
+    (out, lse, left), (other, others_lse, _) = results
+    assert not any(left)
+    assert torch.equal(out[:, :, :100], other[:, :, :100])
+    assert torch.equal(lse[..., :100], others_lse[..., :100])
+    assert not torch.equal(out[:, :, 100:], other[:, :, 100:])
+
+
+def test_the_shift_of_a_row_has_the_longest_token_before_it(device):
+    """Tokens of one direction: the first is twice as long."""
+    device(**HOPPER)
+    case = Heads("causal", torch.float16)
+    case.w[:, :, 1:] = case.w[:, :, :1] / 2
+    run_and_check_forward(case)
 
 
 def test_scores_of_hundreds_whose_norms_are_alike_are_taken(device):
@@ -114,9 +135,8 @@ def test_scores_of_hundreds_whose_norms_are_alike_are_taken(device):
     run_and_check_forward(case)
 
 
-def of_ones(case):
+def ones(case):
     """Upstream gradients of 1 for layer-normed tokens: their sums with out cancel."""
-    case.w = torch.nn.functional.layer_norm(case.w.double(), (case.head_dim,)).to(case.w.dtype)
     case.dout = torch.ones_like(case.dout)
 
 
@@ -133,8 +153,8 @@ def large(case):
 @pytest.mark.parametrize(
     ("shape", "change", "dtype"),
     [
-        ((64, 197, {}), of_ones, torch.bfloat16),
-        ((64, 197, {}), of_ones, torch.float16),
+        ((64, 197, {"drawn": "normed"}), ones, torch.bfloat16),
+        ((64, 197, {"drawn": "normed"}), ones, torch.float16),
         ((64, 4, {}), long_token, torch.bfloat16),
         ((64, 197, {}), large, torch.bfloat16),
         ((64, 197, {}), large, torch.float16),
@@ -174,7 +194,6 @@ def test_results_do_not_depend_on_the_number_of_blocks(device):
     "change",
     [
         "another-gpu",
-        "causal",
         "dropout",
         "threshold",
         "float32",
@@ -191,7 +210,6 @@ def test_other_calls_are_left_to_other_kernels(change, device):
     head_dim, seqlen = 136 if change == "wide" else 64, 257 if change == "long" else 50
     w = torch.zeros(1, 2, seqlen, head_dim, dtype=torch.float32 if change == "float32" else torch.bfloat16)
     given = {
-        "causal": {"causal": True},
         "negative": {"scale": -1.0},
         "dropout": {"seed": torch.tensor(3)},
         "threshold": {"threshold": 0.1},
@@ -201,8 +219,8 @@ def test_other_calls_are_left_to_other_kernels(change, device):
     if change == "strided":
         w = w.transpose(2, 3).contiguous().transpose(2, 3)
     call = Call(**given.get(change, {}))
-    assert heads.takes(w, None if change == "no-dout" else w, w, call) == (change == "negative")
-    assert heads.takes_forward(w, w, call) == (change == "no-dout")
+    assert not heads.serves_backward(w, None if change == "no-dout" else w, w, call)
+    assert heads.serves_forward(w, w, call) == (change == "no-dout")
 
 
 def test_blocks_that_do_not_fit_are_not_launched():
@@ -259,23 +277,30 @@ def test_a_broken_kernel_is_found(check, change, broken, device):
 # Registers of a thread, by NVRTC 13.0 for sm_90a: a block of three warp groups can have 168, and so can three blocks of
 # one. They may not rise.
 REGISTERS = {
-    "backward_kernel<bf16, 64, 208, false>": 154,
-    "backward_kernel<bf16, 64, 208, true>": 157,
-    "backward_kernel<bf16, 64, 256, false>": 154,
-    "backward_kernel<bf16, 48, 208, false>": 146,
-    "backward_kernel<bf16, 128, 208, false>": 168,
-    "backward_kernel<bf16, 64, 64, false>": 90,
-    "backward_kernel<fp16, 64, 208, false>": 154,
-    "forward_kernel<bf16, 64, 208>": 139,
-    "forward_kernel<bf16, 64, 256>": 142,
-    "forward_kernel<bf16, 64, 112>": 162,
-    "forward_kernel<bf16, 48, 208>": 127,
-    "forward_kernel<bf16, 32, 112>": 140,
-    "forward_kernel<bf16, 64, 64>": 122,
-    "forward_kernel<bf16, 128, 96>": 189,
-    "forward_kernel<fp16, 64, 208>": 139,
+    "backward_kernel<bf16, 64, 208, false, false>": 154,
+    "backward_kernel<bf16, 64, 208, true, false>": 157,
+    "backward_kernel<bf16, 64, 256, false, false>": 154,
+    "backward_kernel<bf16, 48, 208, false, false>": 146,
+    "backward_kernel<bf16, 128, 208, false, false>": 168,
+    "backward_kernel<bf16, 64, 64, false, false>": 90,
+    "backward_kernel<fp16, 64, 208, false, false>": 154,
+    "backward_kernel<bf16, 64, 208, false, true>": 154,
+    "backward_kernel<bf16, 64, 208, true, true>": 154,
+    "backward_kernel<bf16, 64, 256, true, true>": 160,
+    "backward_kernel<bf16, 128, 208, false, true>": 138,
+    "forward_kernel<bf16, 64, 208, false>": 139,
+    "forward_kernel<bf16, 64, 256, false>": 142,
+    "forward_kernel<bf16, 64, 112, false>": 162,
+    "forward_kernel<bf16, 48, 208, false>": 127,
+    "forward_kernel<bf16, 32, 112, false>": 140,
+    "forward_kernel<bf16, 64, 64, false>": 122,
+    "forward_kernel<bf16, 128, 96, false>": 189,
+    "forward_kernel<fp16, 64, 208, false>": 139,
+    "forward_kernel<bf16, 64, 208, true>": 148,
+    "forward_kernel<bf16, 64, 256, true>": 165,
+    "forward_kernel<bf16, 128, 208, true>": 192,
 }
-EVERY_TIME = ("backward_kernel<bf16, 64, 208, false>", "forward_kernel<bf16, 64, 208>")
+EVERY_TIME = ("backward_kernel<bf16, 64, 208, false, false>", "forward_kernel<bf16, 64, 208, false>")
 
 
 @pytest.mark.parametrize(

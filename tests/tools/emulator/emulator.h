@@ -213,6 +213,12 @@ inline void __trap() {
   emulator::fail("a kernel trapped");
 }
 
+inline int atomicMax(int* at, int value) {  // blocks and threads run one after another
+  const int before = *at;
+  *at = before < value ? value : before;
+  return before;
+}
+
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   const int lane = emulator::current->index % 32;

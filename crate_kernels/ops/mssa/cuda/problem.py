@@ -113,8 +113,8 @@ def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: o
         "keys": rows_of(w, packed),
         "out": rows_of(out, packed),
         "lse": lse if lse is not None and lse.numel() else None,
-        "keep": _contiguous(call.key_padding_mask),
-        "cu_seqlens": _contiguous(call.cu_seqlens),
+        "keep": contiguous(call.key_padding_mask),
+        "cu_seqlens": contiguous(call.cu_seqlens),
         "seed": call.seed,
         "sequences": w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1,
         "nheads": w.shape[1],
@@ -132,7 +132,8 @@ def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: o
     return with_access(fields)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Return a tensor of a call, if there is one, in the order of its elements."""
     return None if x is None else x.contiguous()
 
 

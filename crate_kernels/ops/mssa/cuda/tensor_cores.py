@@ -89,13 +89,26 @@ def round_gradients(w: Tensor, call: Call, has_scores: bool) -> bool:
     return w.dtype == torch.float16 and has_scores and abs(call.scale) < 2.0**-8
 
 
-def _launch(kernel: Kernel, fields: dict, w: Tensor, blocks: int, threads: int, shared_bytes: int) -> None:
-    """Launch a kernel with ``blocks`` blocks for each head."""
+def _launch(
+    kernel: Kernel, fields: dict, w: Tensor, blocks: int, threads: int, shared_bytes: int, left: Tensor | None = None
+) -> None:
+    """Launch a kernel with ``blocks`` blocks for each head; for those that have tokens left, if ``left`` is given."""
     shape = Shape(fields["sequences"] * fields["nheads"] * blocks, threads, shared_bytes)
-    launch.run(kernel, shape, [Problem(**fields, blocks=blocks)], w.device)
+    parameters = Problem(**fields, blocks=blocks)
+    if left is None:
+        launch.run(kernel, shape, [parameters], w.device)
+    else:
+        launch.run(_of_left(kernel), shape, [parameters, left], w.device)
 
 
-def _launch_rows(kernel: Kernel, fields: dict, w: Tensor, rows: int, of_row: int, of_tiles: int) -> None:
+def _of_left(kernel: Kernel) -> Kernel:
+    """Return the same kernel for what those of whole heads leave."""
+    return Kernel("mssa/cuda/mma_left.cuh", kernel.name.replace("mma_", "mma_left_", 1))
+
+
+def _launch_rows(
+    kernel: Kernel, fields: dict, w: Tensor, rows: int, of_row: int, of_tiles: int, left: Tensor | None = None
+) -> None:
     """Launch enough blocks for the longest sequence, at least one, which clears uncovered rows.
 
     A block has the most warps such that every multiprocessor has a block and every warp has rows.
@@ -105,7 +118,7 @@ def _launch_rows(kernel: Kernel, fields: dict, w: Tensor, rows: int, of_row: int
     while warps > 1 and (heads * cdiv(seqlen, rows * warps) < least or rows * warps // 2 >= seqlen):
         warps //= 2
     block = rows * warps
-    _launch(kernel, fields, w, max(cdiv(seqlen, block), 1), warps * 32, block * of_row + of_tiles)
+    _launch(kernel, fields, w, max(cdiv(seqlen, block), 1), warps * 32, block * of_row + of_tiles, left)
 
 
 def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
@@ -116,27 +129,30 @@ def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
     return simple and fits and heads >= launch.gpu(w.device).multiprocessors
 
 
-def forward(fields: dict, w: Tensor, call: Call) -> None:
-    """Launch a forward. With levels, it writes what a backward needs of it, and nothing else."""
+def forward(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+    """Launch a forward. With levels, it writes what a backward needs of it, and nothing else.
+
+    ``left``: of how many of each head's last tokens alone, (heads,) int32.
+    """
     dim = _class_of(w.shape[-1])
-    if dim <= _PAIRS_DIM and _takes_pairs(fields, w, call):
+    if left is None and dim <= _PAIRS_DIM and _takes_pairs(fields, w, call):
         tiles = cdiv(fields["seqlen"], 16)
         shared = (tiles * 16 * _PAIRS_DIM + 2 * _PAIRS_TILES * 256) * 2 + _PAIRS_TILES * 8
         _launch(pairs_kernel(w.dtype), fields, w, 1, tiles * 32, shared)
         return
     tiles = _FORWARD[dim]
-    _launch_rows(forward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, dim * 2, 2 * tiles.columns * dim * 2)
+    _launch_rows(forward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, dim * 2, 2 * tiles.columns * dim * 2, left)
 
 
-def backward(fields: dict, w: Tensor, call: Call) -> None:
-    """Launch a backward."""
+def backward(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+    """Launch a backward; ``left``: of heads alone of which it is not 0, (heads,) int32."""
     if fields.get("levels") is not None:
         forward(fields, w, call)
     dim = _class_of(w.shape[-1])
     rows = _SHIFT_WARPS * 16
     shared = (2 * rows + _SHIFT_COLUMNS) * dim * 2
     blocks = max(cdiv(fields["seqlen"], rows), 1)
-    _launch(_shift_kernel(w.dtype, dim), fields, w, blocks, _SHIFT_WARPS * 32, shared)
+    _launch(_shift_kernel(w.dtype, dim), fields, w, blocks, _SHIFT_WARPS * 32, shared, left)
     tiles = _BACKWARD[dim]
     of_tiles = 2 * tiles.columns * (2 * dim * 2 + 8)  # w, g and two numbers a row
-    _launch_rows(backward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, 2 * dim * 2, of_tiles)
+    _launch_rows(backward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, 2 * dim * 2, of_tiles, left)

@@ -1,8 +1,11 @@
 """Plans the kernels of whole heads on Hopper GPUs: csrc/mssa/cuda/head_forward.cuh, head_backward.cuh.
 
 A block keeps every token of a head in shared memory. It serves 16-bit tokens of at most 256 in a sequence and 128
-channels, without a causal mask or dropout. Heads whose norms (forward) or lse (backward) spread further than the
-kernel's range are left to others.
+channels, without dropout. Heads whose norms (forward) or lse (backward) spread further than the kernel's range are left
+to the kernels of tensor_cores.py: that is found on the GPU, which the host does not wait for.
+
+No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times both, and has the faster
+one taken from then on.
 """
 
 from __future__ import annotations
@@ -16,14 +19,26 @@ from torch import Tensor
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import POINTER, Record
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Row, Table
 from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda.problem import contiguous
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 _FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
 _MOST_ROWS, _MOST_CHANNELS = 256, 128
-_CAPABILITY = 90  # wgmma is that of sm_90a alone
+CAPABILITY = 90  # wgmma is that of sm_90a alone
 _SHARED, _MULTIPROCESSOR = 232448, 233472  # bytes of a block, and of all
 _ROW = 128  # bytes of 64 channels
+
+
+def _table(direction: str) -> Table:
+    """Return the launch table of a direction, whose rows say if whole heads take a call that they serve."""
+    row = Row({"WHOLE": 0})
+    return Table(f"mssa_heads_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=({"WHOLE": 1},))
+
+
+FORWARD, BACKWARD = _table("forward"), _table("backward")
 
 
 class HeadTokens(Record):
@@ -51,7 +66,7 @@ class HeadCall(Record):
         ("dlse", POINTER),
         ("keep", POINTER),
         ("cu_seqlens", POINTER),
-        ("refused", POINTER),
+        ("left", POINTER),
         ("heads", ctypes.c_int32),
         ("nheads", ctypes.c_int32),
         ("seqlen", ctypes.c_int32),
@@ -96,12 +111,13 @@ def shape_of(seqlen: int, head_dim: int) -> tuple[int, int]:
     return -(-head_dim // 16) * 16, max(-(-seqlen // 16) * 16, 64)
 
 
-def _kernel(dtype: torch.dtype, dim: int, rows: int, masked: bool) -> Kernel:
-    return Kernel(_BACKWARD, f"mssa::head_backward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(masked).lower()}>")
+def _kernel(dtype: torch.dtype, dim: int, rows: int, masked: bool, causal: bool) -> Kernel:
+    options = f"{str(masked).lower()}, {str(causal).lower()}"
+    return Kernel(_BACKWARD, f"mssa::head_backward_kernel<{TYPES[dtype]}, {dim}, {rows}, {options}>")
 
 
-def _forward_kernel(dtype: torch.dtype, dim: int, rows: int) -> Kernel:
-    return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}>")
+def _forward_kernel(dtype: torch.dtype, dim: int, rows: int, causal: bool) -> Kernel:
+    return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(causal).lower()}>")
 
 
 def _seqlen(w: Tensor, call: Call) -> int:
@@ -118,10 +134,10 @@ def _serves(w: Tensor, call: Call) -> bool:
     gpu = launch.gpu(w.device)
     dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
     return (
-        gpu.capability == _CAPABILITY
+        gpu.capability == CAPABILITY
         and gpu.shared_limit >= _SHARED
         and w.dtype in TYPES
-        and not call.causal
+        and call.scale > 0
         and call.seed is None
         and call.threshold is None
         and dim <= _MOST_CHANNELS
@@ -129,12 +145,12 @@ def _serves(w: Tensor, call: Call) -> bool:
     )
 
 
-def takes_forward(w: Tensor, out: Tensor, call: Call) -> bool:
+def serves_forward(w: Tensor, out: Tensor, call: Call) -> bool:
     """Return whether the kernel of the forward serves a call."""
-    return call.scale > 0 and _serves(w, call) and all(map(_rows_are_packs, (w, out)))
+    return _serves(w, call) and all(map(_rows_are_packs, (w, out)))
 
 
-def takes(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
     """Return whether the kernel of the backward serves a call."""
     return (
         dout is not None
@@ -144,17 +160,32 @@ def takes(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
     )
 
 
+def _chosen(table: Table, w: Tensor, call: Call) -> bool:
+    config = table.config(w.device, w.shape[-1], _seqlen(w, call), call.causal, w.dtype)
+    return config["WHOLE"] == 1
+
+
+def take_forward(w: Tensor, out: Tensor, call: Call) -> bool:
+    """Return whether whole heads take a forward: they serve it, and were chosen."""
+    return serves_forward(w, out, call) and _chosen(FORWARD, w, call)
+
+
+def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+    """Return whether whole heads take a backward."""
+    return serves_backward(w, dout, out, call) and _chosen(BACKWARD, w, call)
+
+
 def _parameters(w: Tensor, call: Call, lse: Tensor) -> tuple[HeadCall, Tensor]:
-    """Return what both directions are given, and which heads are left: (heads,) uint8, which the kernel writes."""
+    """Return what both directions are given, and what is left: (heads,) int32, which the kernel writes."""
     sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
     heads = sequences * w.shape[1]
-    refused = torch.empty(heads, dtype=torch.uint8, device=w.device)
+    left = torch.empty(heads, dtype=torch.int32, device=w.device)
     parameters = HeadCall(
         w=_tokens(w, call),
         lse=lse,
-        keep=None if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
-        cu_seqlens=call.cu_seqlens,
-        refused=refused,
+        keep=contiguous(call.key_padding_mask),
+        cu_seqlens=contiguous(call.cu_seqlens),
+        left=left,
         heads=heads,
         nheads=w.shape[1],
         seqlen=_seqlen(w, call),
@@ -163,40 +194,40 @@ def _parameters(w: Tensor, call: Call, lse: Tensor) -> tuple[HeadCall, Tensor]:
         scale=call.scale,
         factor=call.scale / math.log(2.0),
     )
-    return parameters, refused
+    return parameters, left
 
 
 def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
-    """Write ``out`` and ``lse``, and return which heads are left: (heads,) uint8, 1 for each of them.
+    """Write ``out`` and ``lse``, and return how many of each head's last tokens are left: (heads,) int32.
 
     ``lse`` is contiguous, and ``out`` has rows of whole packs of 16 bytes.
     """
     dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
-    parameters, refused = _parameters(w, call, lse)
+    parameters, left = _parameters(w, call, lse)
     parameters.out = _tokens(out, call)
     bytes_ = forward_shared_bytes(dim, rows)
     beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _most_beside(dim))
-    shape = Shape(min(len(refused), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
-    launch.run(_forward_kernel(w.dtype, dim, rows), shape, [parameters], w.device)
-    return refused
+    shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
+    launch.run(_forward_kernel(w.dtype, dim, rows, call.causal), shape, [parameters], w.device)
+    return left
 
 
 def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call, dw: Tensor) -> Tensor:
-    """Write the gradient of ``w`` to ``dw``, and return which heads are left: (heads,) uint8, 1 for each of them.
+    """Write the gradient of ``w`` to ``dw``, and return how many tokens of each head are left, all or none.
 
     ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
     """
     dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
     bytes_ = shared_bytes(dim, rows, call.padded)
     assert bytes_ is not None
-    parameters, refused = _parameters(w, call, lse)
+    parameters, left = _parameters(w, call, lse)
     parameters.g, parameters.out, parameters.dw = _tokens(dout, call), _tokens(out, call), _tokens(dw, call)
     parameters.dlse = dlse
     # A block stays on its multiprocessor and takes one head after another. Smaller heads share a multiprocessor.
     beside = max(_SHARED // (bytes_ + 1024), 1)
-    shape = Shape(min(len(refused), beside * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_)
-    launch.run(_kernel(w.dtype, dim, rows, call.padded), shape, [parameters], w.device)
-    return refused
+    shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_)
+    launch.run(_kernel(w.dtype, dim, rows, call.padded, call.causal), shape, [parameters], w.device)
+    return left
 
 
 def _tokens(x: Tensor, call: Call) -> HeadTokens:
@@ -206,7 +237,10 @@ def _tokens(x: Tensor, call: Call) -> HeadTokens:
 
 def kernels() -> list[Kernel]:
     """List kernels of published sizes, of which registers are recorded; a call may need one of another length."""
-    every = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False), (64, 64, False)]
-    backwards = [_kernel(dtype, *shape) for dtype in TYPES for shape in (*every, (64, 256, False))]
+    backwards = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False)]
+    backwards += [(64, 64, False), (64, 256, False)]
     forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
-    return backwards + [_forward_kernel(dtype, *shape) for dtype in TYPES for shape in forwards]
+    return [
+        *(_kernel(dtype, *shape, causal) for dtype in TYPES for shape in backwards for causal in (False, True)),
+        *(_forward_kernel(dtype, *shape, causal) for dtype in TYPES for shape in forwards for causal in (False, True)),
+    ]
