@@ -8,6 +8,7 @@ using torch::stable::Tensor;
 
 // Run every form of an operator on tokens of a dtype.
 void run_mssa(ScalarType dtype);
+void run_mssa_decode(ScalarType dtype);
 void run_mssa_rectangular(ScalarType dtype);
 void run_tssa(ScalarType dtype);
 void run_ista(ScalarType dtype);

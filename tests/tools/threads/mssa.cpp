@@ -1,6 +1,5 @@
 // Subspace attention on several threads: forward and backward, full, causal, padded, packed, with dropout and with a
-// threshold; decoding; and heads that several threads share.
-#include "../../../csrc/mssa/cpu/decode_cpu.cpp"
+// threshold; and heads that several threads share.
 #include "../../../csrc/mssa/cpu/mssa_cpu.cpp"
 #include "cases.h"
 
@@ -20,18 +19,6 @@ void run(ScalarType dtype, int64_t nheads, const MssaCall& call) {
   const Tensor lse(ScalarType::Float, rows), dlse = Tensor::numbers(ScalarType::Float, rows);
   forward(w, call, out, lse);
   backward(dout, dlse, w, out, lse, call, dw);
-}
-
-void run_decode(ScalarType dtype, int64_t nheads, int64_t cached, int64_t tokens, bool padded) {
-  const int64_t batch = 2, head_dim = 20, capacity = cached + tokens;
-  const Tensor w = Tensor::numbers(dtype, {batch, tokens, nheads, head_dim}).transposed(1, 2);
-  const Tensor data = Tensor::numbers(dtype, {batch, nheads, capacity, head_dim});
-  const int32_t held = static_cast<int32_t>(cached);
-  const Tensor lengths = Tensor::of<int32_t>(ScalarType::Int, {batch}, {held, held / 2});
-  const Tensor out(dtype, {batch, nheads, tokens, head_dim}), lse(ScalarType::Float, {batch, nheads, tokens});
-  MssaDecodeCall call = {{}, capacity, false, 0.3, true};
-  if (padded) call.key_padding_mask = Tensor(ScalarType::Bool, {batch, tokens});  // none of them is kept
-  decode(w, data, lengths, call, out, lse);
 }
 
 }  // namespace
@@ -60,15 +47,11 @@ void run_mssa(ScalarType dtype) {
     c.max_seqlen = 70;
   });
   with([](MssaCall& c) {
-    c.seed = Tensor::of<int64_t>(ScalarType::Long, {1}, {1234567});
+    c.seed = Tensor::of<int64_t>(ScalarType::Long, {}, {1234567});
     c.dropout_p = 0.3;
   });
   with([](MssaCall& c) { c.threshold = 0.02; });
   with([](MssaCall& c) { c.scale = 30.0; });  // rows shifted by their maxima
-  for (const int64_t tokens : {1, 5, 20}) {
-    run_decode(dtype, 3, 100, tokens, false);
-    run_decode(dtype, 1, 1100, tokens, true);  // a cache read in parts
-  }
 }
 
 void run_planted_race() {

@@ -55,14 +55,14 @@ void run(ScalarType dtype, bool causal, int64_t batch, const TssaCall& call) {
 void run_steps_of_a_cache(ScalarType dtype, int64_t batch, int64_t tokens) {
   const int64_t nheads = 3, head_dim = 20;
   const Tensor lengths = Tensor(ScalarType::Int, {batch});
-  const auto state = [&](std::vector<int64_t> sizes) { return Tensor(ScalarType::Float, std::move(sizes)); };
+  const auto state = [&](std::vector<int64_t> sizes) { return Tensor(ScalarType::Double, std::move(sizes)); };
   const TssaForwardArgs f = {true,
                              Tensor::numbers(dtype, {batch, nheads, tokens, head_dim}),
                              Tensor::numbers(ScalarType::Float, {nheads}),
                              {},
                              {},
                              Tensor(dtype, {batch, nheads, tokens, head_dim}),
-                             state({batch, nheads, tokens}),
+                             Tensor(ScalarType::Float, {batch, nheads, tokens}),
                              state({batch, nheads, head_dim}),
                              state({batch, nheads, head_dim}),
                              state({batch, nheads}),
@@ -90,7 +90,7 @@ void run_tssa(ScalarType dtype) {
                                      : Tensor::of<int32_t>(ScalarType::Int, {6}, {0, 70, 70, 71, 130, 150});
       packed.max_seqlen = 140;
       run(dtype, causal, batch, packed);
-      dropped.seed = Tensor::of<int64_t>(ScalarType::Long, {1}, {1234567});
+      dropped.seed = Tensor::of<int64_t>(ScalarType::Long, {}, {1234567});
       dropped.dropout_p = 0.3;
       run(dtype, causal, batch, dropped);
     }
