@@ -53,7 +53,7 @@ def test_file_is_read_as_it_was_written(results, tmp_path):
 
 def test_runs_on_one_machine_are_pooled():
     machine = MACHINE | {"git": "b+", "product_flops": {"fp32": 2e11, "bf16": 1e11}}
-    rows.pool(machine, MACHINE | {"git": "a, b", "product_flops": {"fp32": 3e11}, "copy_bytes": 9e9})
+    rows.pool(machine, MACHINE | {"git": "a, b", "product_flops": {"fp32": 3e11, "bf16": 9e10}, "copy_bytes": 9e9})
     assert machine["git"] == "a, b, b+"
     assert machine["product_flops"] == {"fp32": 3e11, "bf16": 1e11}
     assert machine["copy_bytes"] == 1e10

@@ -171,6 +171,18 @@ def composite_of_one_process_has_other_masks(group):
     assert (kept["composite"] - kept["reference"]).abs().max() > 0.1
 
 
+def draws_follow_alike(group):
+    """After a call with dropout every rank's generator is where that of one process is."""
+    w = drawn(1, HEADS, 9, HEAD_DIM)
+    torch.manual_seed(7)
+    crate_kernels.mssa(w, dropout_p=0.4, backend="reference")
+    expected = torch.rand(3)
+    for form in FORMS:
+        torch.manual_seed(7)
+        distributed.mssa(own(w, group), group, form=form, dropout_p=0.4, backend="composite")
+        same(torch.rand(3), expected)
+
+
 def a_backend_is_obeyed(group):
     """Of the forms "gather" and "ring", as of "heads": the named one computes, or the call is refused."""
     part = own(drawn(BATCH, HEADS, 7, HEAD_DIM), group).float()
@@ -306,6 +318,7 @@ CASES = {
     "mssa-cancelling": a_delta_that_cancels,
     "mssa-default-dropout": dropout_by_default,
     "mssa-composite-dropout": composite_of_one_process_has_other_masks,
+    "mssa-draws": draws_follow_alike,
     "mssa-twice": twice_by_the_reference,
     "mssa-refused": refused,
     "mssa-rounded": rounded,

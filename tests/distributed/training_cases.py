@@ -279,12 +279,27 @@ def taken(group):
         assert [path.name for path in folder.iterdir()] in ([], [".lock"])  # the last one may be slower to remove it
 
 
+def kept(group):
+    """Step 10 is after step 9; a damaged checkpoint after the one that is whole does not count among those kept."""
+    with shared_folder() as folder:
+        if processes.is_first():
+            for step in (2, 9, 10, 12):
+                (folder / f"step-{step}").mkdir()
+        dist.barrier()
+        assert checkpoints.steps(folder) == [12, 10, 9, 2]
+        dist.barrier()
+        checkpoints.tidy(folder, 10, 1)
+        assert checkpoints.steps(folder) == [12, 10]
+        dist.barrier()
+
+
 # make test runs these; tests/distributed/run_cases.py has more.
 CASES = {
     "train-stopped": stopped,
     "train-full": full,
     "train-full-metrics": full_for_metrics,
     "train-taken": taken,
+    "train-kept": kept,
     "train-sequence": as_one(train_language, "--recompute", sequence="all"),
     "train-replicas": as_one(train_language, replicas="all"),
     "train-damaged": damaged,

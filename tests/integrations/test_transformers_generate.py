@@ -192,6 +192,9 @@ def test_caches_move_between_devices_and_rows(family, waiting):
         result = model(tokens[rows, :1], cache=cache).logits
         expected = model(torch.cat([tokens, tokens[:, :1]], 1)[rows], use_cache=False).logits[:, -1:]
     torch.testing.assert_close(result, expected)
+    for function in (lambda t: t.to("meta"), lambda t: t):  # moved away twice: the block's device is the first
+        layer._change(function)
+        assert layer.device == torch.device("cpu")
     cache.reset()
     assert cache.get_seq_length() == 0
 

@@ -101,6 +101,16 @@ def test_an_empty_sequence_gives_zero_until_its_first_token(op, backend, device)
     assert cache.lengths.tolist() == [2, 0, 1]
 
 
+@FUSED
+def test_padded_tokens_of_a_step_see_what_is_held(op, backend, device):
+    """Also those of a sequence that gets none of the new tokens: it has earlier ones."""
+    cache, mask = new_cache(op, device=device), torch.tensor([[True] * 2, [False] * 2, [True, False]], device=device)
+    attend(op, tokens(3, device=device), backend, cache)
+    other, w = cache.clone(), tokens(2, device=device, seed=1)
+    actual, expected = (attend(op, w, *on, mask) for on in ((backend, cache), ("reference", other)))
+    torch.testing.assert_close(actual, expected)
+
+
 @SUBSPACE
 @pytest.mark.parametrize(
     ("lengths", "kept"),

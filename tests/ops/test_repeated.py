@@ -152,11 +152,12 @@ def test_an_output_changed_in_place_is_refused_on_a_repeated_call(name, place):
 @each
 def test_double_backward_is_refused_on_a_repeated_call(name):
     call, make = known(name)
-    leaf, *others = make()
-    out = call(leaf.requires_grad_(), *others)
-    (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    tensors = [t.requires_grad_() for t in make()]
+    loss = call(*tensors).square().sum()  # whose gradient lies in memory as that of the calls before
+    assert hits(lambda: torch.autograd.grad(loss, tensors, retain_graph=True))[0] == 1
+    grads = torch.autograd.grad(loss, tensors, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
-        torch.autograd.grad(grad.sum(), leaf)
+        torch.autograd.grad(grads[0].sum(), tensors)
 
 
 @each

@@ -100,8 +100,8 @@ class Silent(FeedForward):
 class Window(Attention):
     """Sees the nearest keys only; ``window`` is longer than a short probe."""
 
-    def __init__(self, window, named=True):
-        super().__init__()
+    def __init__(self, window, named=True, dim=DIM):
+        super().__init__(dim)
         self.reach = lambda: window
         if named:
             self.window = window
@@ -289,6 +289,7 @@ class Apart(Attention):
 LEFT = {
     "scale-unread": (ConstantScale, "something else: output differs by"),
     "window": (lambda: Window(200), "something else: output of a long sequence differs by"),
+    "window-of-the-width": (lambda: Window(200, dim=200), "something else: output of a long sequence differs by"),
     "window-of-a-constant": (lambda: Window(128, named=False), "something else: output of a long sequence differs"),
     "strictly-causal": (StrictlyCausal, "something else: output differs by"),
     "capped-scores": (Capped, "something else: output of large tokens differs by"),

@@ -320,6 +320,16 @@ def test_scores_of_many_channels(head_dim):
     assert ((lse - exact).abs() <= 3 * torch.finfo(torch.float32).eps * exact).all()
 
 
+def test_an_only_key_gets_the_sum_of_all_gradients_to_the_bit():
+    """Its weight is 1; that of a score less a rounded lse is not. Taller tokens are measured in any case."""
+    w = torch.zeros(1, 64, 130, 16)
+    w[..., 0] = torch.linspace(7.0, 8.3, 64).sqrt()[:, None]  # its square is the score, in nats
+    kept = torch.arange(130)[None] == 0
+    out = mssa(w.requires_grad_(), scale=1.0, key_padding_mask=kept, backend="cpp")
+    (dw,) = torch.autograd.grad(out, w, torch.ones_like(out))
+    assert (dw[:, :, 0] == 130).all()
+
+
 @pytest.mark.skipif(shutil.which("nm") is None or shutil.which("c++") is None, reason="needs binutils and g++")
 @pytest.mark.parametrize(
     "name",
