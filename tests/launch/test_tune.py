@@ -76,13 +76,13 @@ def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
 
 
 def test_what_was_found_before_stays(gpu):
-    """Of other tables, and of the same one but for the row with the same conditions."""
+    """Of other tables, and of the same one but for the row with the same conditions; a row for all calls comes last."""
     old, new = {"BLOCK": 1}, {"BLOCK": 2}
     _table.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
-    _table.write_user_rows(gpu, {"fake": [Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
+    _table.write_user_rows(gpu, {"fake": [Row(new), Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
     assert _table.user_rows(gpu) == {
         "other": (Row(old, 64),),
-        "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True)),
+        "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True), Row(new)),
     }
 
 
