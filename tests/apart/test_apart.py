@@ -12,6 +12,7 @@ from tests.apart import oracle
 from tests.apart.__main__ import quiet
 from tests.apart.attention import ANOTHER, MAY_REFUSE, SAVED, hooks
 from tests.apart.budget import Wrong
+from tests.apart.call import has_cpp
 from tests.apart.draw import draw, seeds_of
 from tests.apart.judge import judge
 from tests.apart.philox import philox
@@ -64,6 +65,15 @@ def test_running_sums_round_less_than_what_they_judge():
     exact = [math.fsum(values[: n + 1].tolist()) for n in at]
     errors = [abs(found[n].item() / total - 1) for n, total in zip(at, exact, strict=True)]
     assert max(errors) <= 4 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.skipif(not has_cpp(), reason="needs python -m crate_kernels build")
+@pytest.mark.parametrize("seed", [5000307, 5000637])
+def test_gradients_of_ones_are_limits_that_are_documented(seed, monkeypatch):
+    call = draw(seed, "cpp")
+    assert judge(call).status == "limit"
+    monkeypatch.setattr(judges, "error_of_pytorch", lambda call, space: 1e-6)
+    assert not judges.within_limit(call, judge(call).why)
 
 
 TRUSTING = """
