@@ -78,6 +78,15 @@ def test_verify_fails_where_a_kernel_is_wrong(forward, words, one_case, monkeypa
     assert [row["passed"] for row in printed(capsys)] == [False]
 
 
+def test_verify_fails_where_a_gradient_alone_is_no_number(one_case, monkeypatch, capsys):
+    """Its share of the budget is no number either, which is larger than none."""
+    backward = composite.backward
+    monkeypatch.setattr(composite, "backward", lambda *args: tuple(g * torch.nan for g in backward(*args)))
+    assert verify("--json") == 1
+    (row,) = printed(capsys)
+    assert (row["output"][0], row["passed"]) == ("d", False)
+
+
 def test_one_failure_among_many_fails(monkeypatch, capsys):
     monkeypatch.setattr(testing, "CASES", (CASE, next(c for c in testing.CASES if c.name == "many-tokens")))
     forward = composite.forward

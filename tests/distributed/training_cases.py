@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +294,27 @@ def kept(group):
         dist.barrier()
 
 
+def timed(group):
+    """The speed of a step is that of all processes, without the time of the checkpoint before it."""
+    now, args = [0.0], options(train_language)
+
+    def taking(seconds, function):
+        def slow(*given):
+            now[0] += seconds
+            return function(*given)
+
+        return slow
+
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        patch.setattr(loop, "_step", taking(2.0, loop._step))
+        patch.setattr(checkpoints, "save", taking(100.0, checkpoints.save))
+        lines = trained(train_language, folder, args)
+    assert [line["tokens_per_second"] for line in lines] == 4 * [42.0]  # 12 of 7 in 2 seconds
+    share = 42.0 * figures.flops(train_language.build(args), args.context) / (1e12 * dist.get_world_size())
+    assert [line["mfu"] for line in lines] == pytest.approx(4 * [share])
+
+
 # make test runs these; tests/distributed/run_cases.py has more.
 CASES = {
     "train-stopped": stopped,
@@ -300,6 +322,7 @@ CASES = {
     "train-full-metrics": full_for_metrics,
     "train-taken": taken,
     "train-kept": kept,
+    "train-timed": timed,
     "train-sequence": as_one(train_language, "--recompute", sequence="all"),
     "train-replicas": as_one(train_language, replicas="all"),
     "train-damaged": damaged,

@@ -64,6 +64,26 @@ def test_none_takes_what_was_the_fastest_of_its_class(known, ran, unrepeated):
     assert {*ran} == {"cpp"}
 
 
+FURTHER = {
+    "tssa": {},
+    "tssa-causal": {"denom_bias": torch.linspace(0.1, 1, 36).view(3, 12, 1)},
+    "ista": {},
+    "ista-overcomplete": {"decoder": torch.eye(32)},
+}
+
+
+@pytest.mark.parametrize(
+    ("known", "further"), [(CALLS[name], more) for name, more in FURTHER.items()], ids=FURTHER, indirect=["known"]
+)
+def test_a_backward_counts_whichever_input_wants_a_gradient(further, known, ran, unrepeated):
+    call, make = known
+    tensors = [*make(seqlen=SEQLEN), *further.values()]
+    for leaf in tensors:
+        given = [t.detach().requires_grad_(t is leaf) for t in tensors]
+        call(*given[:2], **dict(zip(further, given[2:], strict=True))).sum().backward()
+    assert {*ran} == {"composite"}
+
+
 def test_a_named_backend_is_obeyed(known, ran, unrepeated):
     call, make = known
     outputs_and_gradients(partial(call, backend="cpp"), *make(seqlen=SEQLEN))

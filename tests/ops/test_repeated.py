@@ -160,6 +160,28 @@ def test_double_backward_is_refused_on_a_repeated_call(name):
         torch.autograd.grad(grads[0].sum(), tensors)
 
 
+@pytest.mark.parametrize("order", [((0,), (0, 1), (1,)), ((0, 1), (1,), (0,))], ids=["one-first", "both-first"])
+@pytest.mark.parametrize("name", ["mssa-lse", "tssa-members"])
+def test_either_output_may_have_no_gradient_on_a_repeated_call(name, order):
+    call, make = call_of(name)
+
+    def grads(wanted):
+        tensors = [t.requires_grad_() for t in make()]
+        outputs = call(*tensors)
+        return torch.autograd.grad(sum(outputs[place].square().sum() for place in wanted), tensors)
+
+    expected = {}
+    for wanted in order:
+        plan.forget()
+        expected[wanted] = grads(wanted)
+    plan.forget()
+    for wanted in order:
+        for _ in range(3):
+            found, actual = hits(lambda wanted=wanted: grads(wanted))
+            torch.testing.assert_close(actual, expected[wanted])
+        assert found == 2
+
+
 @each
 def test_a_graph_that_was_freed_is_refused_on_a_repeated_call(name):
     call, make = known(name)

@@ -53,6 +53,8 @@ CASES = {
     "padded": Case(*AFTER, padded="scattered"),
     "padded-whole": Case(*WHOLE, padded="scattered"),
     "padded-row": Case(*BEFORE, padded="row"),
+    "padded-rows": Case(*AFTER, padded="rows"),
+    "padded-columns": Case(*AFTER, padded="columns"),
     "causal-padded": Case(*ACROSS, causal=True, padded="left"),
     "causal-padded-dropout": Case(*ACROSS, causal=True, dropout_p=0.4, padded="scattered"),
     "no-columns": Case((3, 9), (5, 5)),
@@ -75,7 +77,7 @@ def mask_of(padded, seqlen):
     if not padded:
         return None
     mask = torch.ones(2, seqlen, dtype=torch.bool)
-    if padded == "scattered":
+    if padded in ("scattered", "rows", "columns"):
         mask = torch.rand(2, seqlen, generator=torch.Generator().manual_seed(4)) > 0.3
     elif padded == "left":
         mask[1, : seqlen // 2 + 15] = False
@@ -101,12 +103,19 @@ def drawn(case, dtype, device="cpu"):
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     call = Call(causal=case.causal, scale=scale, seed=seed, dropout_p=case.dropout_p, **HEADS)
     mask = mask_of(case.padded, case.seqlen)
+    if case.padded in ("rows", "columns"):  # the others are all kept, and have no mask
+        mask[:, slice(*(case.columns if case.padded == "rows" else case.rows))] = True
     mask = None if mask is None else mask.to(device)
     whole = Tokens(0, w.double(), mask)
     out, lse = forward(whole, whole, call, "composite")
     dlse = randn(*shape[:3], seed=2).to(device, torch.float32)
     every = Tokens(0, w, mask, dout, lse.float(), (dout.double() * out).sum(-1).float(), dlse)
-    return every.part(slice(*case.rows)), every.part(slice(*case.columns)), call
+    rows, columns = every.part(slice(*case.rows)), every.part(slice(*case.columns))
+    if case.padded == "rows":
+        columns = columns._replace(key_padding_mask=None)
+    elif case.padded == "columns":
+        rows = rows._replace(key_padding_mask=None)
+    return rows, columns, call
 
 
 def in_dtype(tokens, dtype):

@@ -25,7 +25,9 @@ def test_ranges_together_are_the_whole_operator(case, dtype):
     assert ranges.over_budget(case, dtype, "triton", home("triton")) == []
 
 
-@pytest.mark.parametrize("name", ["uneven", "no-columns", "causal-before", "causal-after", "causal-inside"])
+@pytest.mark.parametrize(
+    "name", ["uneven", "no-columns", "causal-before", "causal-after", "causal-inside", "padded-rows"]
+)
 def test_within_budget(name):
     assert failed(CASES[name], torch.float32, "triton") == []
 
