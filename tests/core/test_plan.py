@@ -93,6 +93,18 @@ def test_a_failed_recording_changes_no_result():
     assert len(entry.failed) == 1
 
 
+OTHER_KINDS = {"sizes": torch.ones(3, 4), "dtype": torch.ones(3, 3).double(), "strides": torch.ones(3, 3).t()}
+
+
+@pytest.mark.parametrize("other", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_a_kind_of_tensors_that_leaves_no_plan_keeps_no_other_from_its_own(other):
+    entry, a = plan.Entry(1, 1), torch.ones(3, 3)
+    for _ in range(3):
+        entry.record([a], lambda: torch.sin(a))
+        entry.record([other], lambda: other + other)
+    assert torch.equal(entry.run(other, entry.number), other + other)
+
+
 def test_kinds_of_calls_that_leave_no_plan_do_not_keep_others_from_theirs():
     entry = plan.Entry(1, 1)
     for size in range(3, 3 + 2 * plan._MOST_FAILURES):

@@ -17,7 +17,7 @@ from tests.distributed.common import drawn, same
 BATCH, HEADS, SEQLEN, DIM = 6, 6, 5, 4
 
 
-def through(function, tensors, placements, expected_placement, **options):
+def through(function, tensors, placements, expected_placement, sends=False, **options):
     """Outputs are sharded as expected, nothing is sent forward, and gradients are those of one process."""
 
     def run(group):
@@ -33,7 +33,7 @@ def through(function, tensors, placements, expected_placement, **options):
         }
         with CommDebugMode() as sent:
             out = function(*given, **rest)
-        assert sent.get_total_counts() == 0
+        assert (sent.get_total_counts() > 0) is sends
         expected = function(*leaves, **options)
         outputs, wanted = (x if isinstance(x, tuple) else (x,) for x in (out, expected))
         for ours, theirs in zip(outputs, wanted, strict=True):
@@ -79,6 +79,12 @@ CASES = {
     "dtensor-ista-whole": through(ista, (TOKENS, WEIGHT), (ALL, ALL), ALL),
     "dtensor-overcomplete": through(ista_overcomplete, (TOKENS, WIDE, DECODER), (FIRST, ALL, ALL), FIRST),
     "dtensor-overcomplete-tied": through(ista_overcomplete, (TOKENS, WIDE), (FIRST, ALL), FIRST, steps=3),
+    "dtensor-ista-uneven": through(ista, (drawn(7, HEADS, DIM), WEIGHT), (FIRST, ALL), FIRST),
+    "dtensor-tssa-uneven": through(tssa, (drawn(7, HEADS, SEQLEN, DIM), TEMP), (FIRST, ALL), FIRST),
+    # Codes are kept in even parts of all tokens: where these have uneven ones, they are gathered.
+    "dtensor-overcomplete-uneven": through(
+        ista_overcomplete, (drawn(BATCH * HEADS + 1, DIM), WIDE, DECODER), (FIRST, ALL, ALL), ALL, sends=True
+    ),
     "dtensor-tssa": through(tssa, (W, TEMP), (FIRST, ALL), FIRST, return_membership=True),
     "dtensor-tssa-padded": through(tssa, (W, TEMP), (FIRST, ALL), FIRST, key_padding_mask=MASK),
     "dtensor-tssa-causal": through(
@@ -87,12 +93,15 @@ CASES = {
     "dtensor-tssa-no-bias": through(tssa, (W, TEMP), (FIRST, ALL), FIRST, causal=True),
     **{
         f"dtensor-mssa-{name}": behind_the_op(
-            through(mssa, (W,), (place,), place, return_lse=True, backend="plain", **options)
+            through(
+                mssa, (W[1:] if name == "uneven" else W,), (place,), place, return_lse=True, backend="plain", **options
+            )
         )
         for name, place, options in (
             ("sequences", FIRST, {"key_padding_mask": MASK}),
             ("heads", SECOND, {"causal": True}),
             ("whole", ALL, {}),
+            ("uneven", FIRST, {"causal": True}),
         )
     },
     # What composite adds to PyTorch's attention, for which PyTorch has a rule on GPUs alone.

@@ -310,6 +310,12 @@ def test_a_new_cache_fits_its_module(name, dtype, autocast):
     assert (out - full).abs().max() <= roundings * full.abs().max()
 
 
+@pytest.mark.parametrize("name", ["mssa-causal", "causal-mssa", "causal-tssa"])
+def test_a_new_cache_is_where_its_module_is(name):
+    cache = MODULES[name]().to("meta").new_cache(2, SEQLEN)
+    assert {t.device.type for t in vars(cache).values() if isinstance(t, torch.Tensor)} == {"meta"}
+
+
 def test_cache_needs_a_causal_module():
     with torch.no_grad(), pytest.raises(ValueError, match="causal must be True with a cache"):
         MODULES["mssa"]()(tokens(dtype=torch.float32), cache=SubspaceCache(2, HEADS, SEQLEN, HEAD_DIM))
