@@ -16,7 +16,7 @@ from crate_kernels.ops.mssa.cuda import heads
 from crate_kernels.ops.mssa.cuda import tune as heads_tune
 from tests.ops import test_uncovered
 from tests.ops.mssa.heads import Heads
-from tests.ops.mssa.test_heads import HOPPER
+from tests.ops.mssa.test_cuda_heads import HOPPER
 from tests.tools.emulator import emulated
 
 WHOLE = {"WHOLE": 1}
@@ -78,9 +78,11 @@ def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backe
     given = Heads(case, torch.bfloat16)
     out, lse, dw = both_ways(given, backend)
     assert [*dict.fromkeys(taken())] == FORWARD + BACKWARD
-    assert (repeated_calls.repeated, repeated_calls.refused) == (2, [])
     given.check_forward(out, lse)
     given.check(dw)
+    if repeated_calls is None:
+        pytest.skip("needs the C++ extension, which repeats calls: python -m crate_kernels build")
+    assert (repeated_calls.repeated, repeated_calls.refused) == (2, [])
     assert all(map(torch.equal, (out, lse, dw), both_ways(given, backend)))
 
 
