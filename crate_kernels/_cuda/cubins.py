@@ -96,8 +96,12 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
+def _checksum(names: dict[str, str], binary: bytes) -> str:
+    return f"{zlib.crc32(binary, zlib.crc32(json.dumps(names).encode())):08x}"
+
+
 def _written(result: Compiled) -> bytes:
-    facts = {"names": result.names, "crc32": zlib.crc32(result.binary), "bytes": len(result.binary)}
+    facts = {"names": result.names, "crc32": _checksum(result.names, result.binary), "bytes": len(result.binary)}
     return json.dumps(facts).encode() + b"\n" + result.binary
 
 
@@ -106,7 +110,7 @@ def _kept(path: Path) -> Compiled | None:
     try:
         line, _, binary = path.read_bytes().partition(b"\n")
         facts = json.loads(line)
-        if (len(binary), zlib.crc32(binary)) != (facts["bytes"], facts["crc32"]):
+        if (len(binary), _checksum(facts["names"], binary)) != (facts["bytes"], facts["crc32"]):
             return None
         with contextlib.suppress(OSError):
             os.utime(path)

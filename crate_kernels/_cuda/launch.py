@@ -57,6 +57,8 @@ class _Nvidia(driver.Gpu):
             return self.load(*cubins.compiled(kernel, self.capability, types))
         except (BuildError, nvrtc.Unavailable, nvrtc.Refused) as reason:
             raise backends.Refused(f"cannot compile {kernel.name}: {reason}") from reason
+        except driver.Unloadable as reason:
+            raise backends.Refused(f"cannot load {kernel.name}: {reason}") from reason
 
 
 # By type of device, how to open the GPU of a number. Tests add the CPU, which emulates one.
@@ -81,7 +83,7 @@ def function(kernel: Kernel, device: torch.device, types: tuple[type[Record], ..
     """Return a kernel on a device, compiled and loaded once.
 
     Raises:
-        backends.Refused: it cannot be compiled here.
+        backends.Refused: it cannot be compiled or loaded here.
     """
     key = (device.type, device.index or 0, kernel)
     found = _functions.get(key)
@@ -95,7 +97,7 @@ def function(kernel: Kernel, device: torch.device, types: tuple[type[Record], ..
 
 
 def _loaded(kernel: Kernel, device: torch.device, types: tuple[type[Record], ...]) -> Function | backends.Refused:
-    """Return a kernel, or why it cannot be compiled: a later call does not try again."""
+    """Return a kernel, or why it cannot be had: a later call does not try again."""
     try:
         return gpu(device).function(kernel, types)
     except backends.Refused as reason:
@@ -115,8 +117,8 @@ def run(kernel: Kernel, shape: Shape, parameters: Sequence[Parameter], device: t
     Raises:
         ValueError: the parameters are not those of the kernel, or there are more blocks than a grid can have.
         TypeError: a parameter has no type of the device code.
-        backends.Refused: the kernel cannot be compiled here. A planner whose kernels write what a caller gave calls
-            ``function`` for all of them first.
+        backends.Refused: the kernel cannot be compiled or loaded here. A planner whose kernels write what a caller
+            gave calls ``function`` for all of them first.
         driver.CudaError: the driver refuses the launch.
     """
     if not 0 <= shape.blocks <= _MOST_BLOCKS or shape.blocks % shape.cluster:

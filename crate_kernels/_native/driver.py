@@ -14,6 +14,8 @@ _MULTIPROCESSORS, _SHARED_LIMIT, _MAJOR, _MINOR = 16, 97, 75, 76  # of a device
 _MAX_THREADS, _STATIC_SHARED, _LOCAL_BYTES, _REGISTERS, _PTX, _BINARY = 0, 1, 3, 4, 5, 6  # of a function
 _DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # of a function, to be set
 _CLUSTER_SIZE, _CLUSTER_SCHEDULE, _SPREAD = 4, 5, 1  # attributes of a launch
+# Of errors: an image or PTX that is not valid here, of another GPU, without a compiler for it, or too new.
+_UNLOADABLE = (200, 209, 218, 220, 221, 222, 223)
 _ALLOWED, _PORTABLE = 48 * 1024, 8  # bytes of shared memory and blocks of a cluster that need no asking
 
 
@@ -43,6 +45,10 @@ class Shape(NamedTuple):
 
 class CudaError(RuntimeError):
     """The driver returned an error."""
+
+
+class Unloadable(CudaError):
+    """The driver does not take a binary: it is for other GPUs, or for a newer driver."""
 
 
 class Function:
@@ -90,7 +96,8 @@ class Driver:
         if status:
             text = c_char_p()
             self.library.cuGetErrorString(status, byref(text))
-            raise CudaError(f"CUDA error {status} in {name}: {(text.value or b'unknown').decode()}")
+            kind = Unloadable if status in _UNLOADABLE else CudaError
+            raise kind(f"CUDA error {status} in {name}: {(text.value or b'unknown').decode()}")
 
 
 @cache

@@ -92,6 +92,8 @@ SPOILT = {
     "short": lambda content: content[:-1],
     "long": lambda content: content + b"\0",
     "a-bit": lambda content: content[:-1] + b"\1",
+    "another-kernel": lambda content: content.replace(b"ista_update", b"ista_updates", 1),
+    "another-name": lambda content: content.replace(b"_Zista_update", b"_Zista_updats", 1),
     "header": lambda content: b"{}\n" + content,
     "text": lambda content: b"\xff\xfe\n" + content,
     "list": lambda content: b"[]\n" + content,

@@ -1,5 +1,6 @@
 """Launches by name: compiled and loaded once, held to the kernel's parameters, and repeated by plans."""
 
+import contextlib
 import ctypes
 import threading
 from types import SimpleNamespace
@@ -123,6 +124,34 @@ def test_what_cannot_be_compiled_is_refused_as_a_shape_is(error, monkeypatch):
     one = object.__new__(launch._Nvidia)
     one.capability = 70
     with pytest.raises(backends.Refused, match=f"^cannot compile ista_symmetrize_kernel<float>: {error}"):
+        one.function(SYMMETRIZE, ())
+
+
+class Loading:
+    """Stands in for the driver's library: loading a module ends with a status."""
+
+    def __init__(self, status):
+        self.status = status
+
+    def cuModuleLoadData(self, module, binary):
+        return self.status
+
+    def cuGetErrorString(self, status, text):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(222, backends.Refused), (209, backends.Refused), (2, driver.CudaError)],
+    ids=["newer-than-the-driver", "of-another-gpu", "no-memory"],
+)
+def test_what_the_driver_does_not_take_is_refused_but_not_for_ever_without_memory(status, error, monkeypatch):
+    monkeypatch.setattr(cubins, "compiled", lambda *args: (b"binary", "name"))
+    one = object.__new__(launch._Nvidia)
+    one._driver, one.capability = object.__new__(driver.Driver), 90
+    one._driver.library = Loading(status)
+    monkeypatch.setattr(launch._Nvidia, "_current", lambda self: contextlib.nullcontext())
+    with pytest.raises(error, match=f"CUDA error {status} in cuModuleLoadData"):
         one.function(SYMMETRIZE, ())
 
 

@@ -45,6 +45,42 @@ def test_options_of_a_wrong_type_are_refused_on_a_repeated_call(name, options):
         call(*make(), **options)
 
 
+EQUAL = {
+    "mssa": (lambda w, _, number: ck.mssa(w, scale=number), "scale"),
+    "tssa": (lambda w, _, number: ck.tssa(w, torch.ones(3), dropout_p=number), "dropout_p"),
+    "ista": (lambda w, weight, number: ck.ista(w[0, 0], weight, step_size=number), "step_size"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_an_option_that_equals_a_repeated_one_is_refused_by_its_type(name):
+    function, option = EQUAL[name]
+    w, weight = torch.randn(2, 3, 9, 16), torch.randn(16, 16)
+    number = 0.0 if option == "dropout_p" else 1.0
+    for _ in range(3):
+        found, _ = hits(lambda: function(w, weight, number))
+    assert found == 1
+    with pytest.raises(TypeError, match=f"{option} must be"):
+        function(w, weight, bool(number))
+
+
+@pytest.mark.parametrize("function", [ck.mssa, lambda w, **more: ck.tssa(w, torch.ones(3, dtype=w.dtype), **more)])
+def test_dropout_is_that_of_its_seed_whatever_was_called_before(function):
+    """None takes composite in float64, whose draws are not the kernels'."""
+
+    def drawn(dtype):
+        torch.manual_seed(0)
+        return function(w.to(dtype), dropout_p=0.3), torch.get_rng_state()
+
+    w = torch.randn(2, 3, 9, 16)
+    expected = {dtype: drawn(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    for _ in range(3):
+        for dtype, (out, state) in expected.items():
+            again, left = drawn(dtype)
+            assert torch.equal(again, out)
+            assert torch.equal(left, state)
+
+
 def test_a_length_without_offsets_is_not_asked_of_denom_bias():
     call, make = known("tssa-bias")
     w, temp = make()

@@ -200,7 +200,10 @@ def _key(w: Tensor, options: tuple) -> tuple | None:
     if scale is threshold is max_seqlen is None and not dropout_p:
         return key
     numbers = scale, threshold, max_seqlen, dropout_p
-    return (*key, *numbers, *map(type, numbers))  # types, for True is 1 and is no scale
+    # A seed is drawn before the backend is known, and composite's dropout draws by itself: what is repeated has the
+    # backend of its key.
+    of_backend = (w.dtype, w.device) if dropout_p else ()
+    return (*key, *numbers, *map(type, numbers), *of_backend)  # types, for True is 1 and is no scale
 
 
 def _taken(w: Tensor, options: tuple) -> str | None:
