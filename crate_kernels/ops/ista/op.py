@@ -18,21 +18,22 @@ from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 _OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_SMALL = 40 << 20  # multiplications of a product in bfloat16, up to which cpp's backward is faster than composite's
 _OVERCOMPLETE_OPTIONS = f"{operator.schema_of(OvercompleteCall)}, str backend"
 
 
 def _backward_order(names: tuple[str, ...], dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, ...]:
     """Let composite differentiate where it is as fast as cpp.
 
-    With bfloat16 weights the cpp kernels spare no pass: they take 0.93-1.2 times as long for dim 192-768 and up to 6304
-    tokens, on two AVX512-BF16 threads. Of a few tokens they make all products at once.
+    With bfloat16 weights the cpp kernels spare no pass: on AVX512-BF16 they take 0.93-1.2 times as long for dim 192-768
+    and up to 6304 tokens, on two threads. Of small products the calls count, of which cpp has fewer: on one thread it
+    takes 0.79 to 0.9 of the time from 64 x 192 to 1024 x 192, and 0.94 of 197 x 384.
     """
     rows = prod(x.shape[:-1])
     in_bfloat16 = weight.dtype == products.fast_dtype(weight.dtype, rows) == torch.bfloat16
     if names[0] != "cpp" or not in_bfloat16 or x.device.type != "cpu":
         return names
-    *_, call = rest
-    return names if backends.kernel("ista", "cpp").is_few(x, weight, call) else ("composite",)
+    return names if x.numel() * weight.shape[1] <= _SMALL else ("composite",)
 
 
 def _fake_ista_bwd(

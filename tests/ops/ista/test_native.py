@@ -131,6 +131,23 @@ def test_gradients_of_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, bac
     assert [torch.equal(one, other.bfloat16()) for one, other in zip(found, exact, strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dim", "dtype", "first"),
+    [
+        (8, 64, torch.bfloat16, "cpp"),
+        (197, 384, torch.bfloat16, "cpp"),
+        (2048, 384, torch.bfloat16, "composite"),
+        (2048, 384, torch.float32, "cpp"),
+    ],
+)
+def test_a_backward_in_bfloat16_is_that_of_its_size(tokens, dim, dtype, first, monkeypatch):
+    monkeypatch.setattr(products, "fast_dtype", lambda dtype, rows: dtype)
+    x, weight = torch.empty(tokens, dim, dtype=dtype), torch.empty(dim, dim, dtype=dtype)
+    order = op._backward_order(("cpp", "composite"), x, x, weight, x, True, True, Call(0.1, 0.1, True, dtype))
+    assert order[0] == first
+    assert op._backward_order(("composite",), x, x, weight, x, True, True, None) == ("composite",)
+
+
 def test_not_a_number_stays_one_among_a_few_tokens(few_alone):
     x, weight = randn(9, 32).float(), randn(32, 32, seed=1).float() * 0.2
     x[4, 7] = torch.nan
