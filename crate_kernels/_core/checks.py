@@ -277,6 +277,8 @@ def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
 def cache_matches(op: str, w: Tensor, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None) -> None:
     """Require new tokens of the cache's batch, nheads and head_dim, of its device and, unless None, of its dtype."""
     batch, nheads, _, head_dim = w.shape
+    if len(sizes) != 3:
+        raise ValueError(f"{op}: cache must hold tensors of (batch, nheads, ..., head_dim), got {tuple(sizes)}")
     if (batch, nheads, head_dim) != sizes:
         wanted = "{}, {}, seqlen, {}".format(*sizes)
         raise ValueError(f"{op}: w must match the cache, ({wanted}), got {tuple(w.shape)}")

@@ -76,8 +76,11 @@ def join(parts: list[Tensor], bounds: list[int], total: int, dim: int) -> Tensor
 
 
 def clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
-    """Zero the rows of ``x``, along ``dim``, that no packed sequence covers; return ``x``."""
-    if cu_seqlens is not None and x.numel():
+    """Zero the rows of ``x``, along ``dim``, that no packed sequence covers; return ``x``.
+
+    Offsets that were emptied are the kernel's to refuse.
+    """
+    if cu_seqlens is not None and x.numel() and cu_seqlens.numel():
         first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
         if first > 0 or last < x.shape[dim]:
             x.zero_()

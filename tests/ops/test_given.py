@@ -332,6 +332,26 @@ def test_an_input_that_is_replaced_between_the_passes_is_refused(name, chosen, h
             out.sum().backward()
 
 
+@pytest.mark.parametrize("chosen", [name for name in NAMES if name != "composite"], indirect=True)
+def test_offsets_that_are_emptied_between_the_passes_are_refused(chosen):
+    w, offsets = W[0].transpose(0, 1).clone().requires_grad_(), torch.tensor([0, 3, W.shape[2]], dtype=torch.int32)
+    out = crate_kernels.mssa(w, cu_seqlens=offsets, max_seqlen=W.shape[2], backend=chosen)
+    offsets.data = torch.empty(0, dtype=torch.int32)
+    with pytest.raises((RuntimeError, ValueError), match=r"cu_seqlens must be .*, got"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 3), (2, 3, 4, 5, 6)])
+def test_a_cache_whose_tensors_are_replaced_is_refused(sizes):
+    w, temp = torch.randn(2, 3, 1, 16), torch.ones(3)
+    kept, sums = crate_kernels.SubspaceCache(2, 3, 8, 16), crate_kernels.TokenStatsCache(2, 3, 16)
+    kept.data = sums.energy = torch.empty(sizes)
+    with torch.no_grad(), pytest.raises(ValueError, match="mssa: cache must hold tensors of"):
+        crate_kernels.mssa(w, causal=True, cache=kept)
+    with torch.no_grad(), pytest.raises(ValueError, match="tssa: cache must hold tensors of"):
+        crate_kernels.tssa(w, temp, causal=True, cache=sums)
+
+
 @pytest.mark.parametrize("chosen", NAMES, indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 def test_saved_tensors_that_a_hook_rounds_are_refused(name, chosen):

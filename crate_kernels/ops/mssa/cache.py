@@ -138,8 +138,9 @@ class SubspaceCache:
 
     def _check_space(self, w: Tensor) -> None:
         """Refuse new tokens that do not fit this cache; nothing is written."""
-        batch, nheads, capacity, head_dim = self.data.shape
-        checks.cache_matches("mssa", w, (batch, nheads, head_dim), self.data.device, self.data.dtype)
+        sizes = self.data.shape
+        checks.cache_matches("mssa", w, (*sizes[:2], *sizes[3:]), self.data.device, self.data.dtype)
+        capacity = sizes[2]
         if self._bound + w.shape[2] > capacity:
             raise ValueError(
                 f"mssa: cache is full: its capacity is {capacity} tokens a sequence, "
