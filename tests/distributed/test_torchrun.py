@@ -105,12 +105,16 @@ def test_after_a_kill_of_torchrun_one_run_goes_on(tmp_path):
     first = start(command(tmp_path, 2, *options))
     try:
         until(lambda: (tmp_path / "step-5").exists(), first)
+        workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        assert len(workers) == 2
+        for worker in workers:  # so that they are not at their end when the second run begins
+            os.kill(int(worker), signal.SIGSTOP)
         beside = start(command(tmp_path, 0, *options))
         _, complaints = beside.communicate(timeout=300)
         assert beside.returncode == 1
         assert re.fullmatch(rf"{tmp_path} is in use by process \d+ on \S+: wait for its end, or end it\n", complaints)
-        workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
-        assert len(workers) == 2
+        for worker in workers:
+            os.kill(int(worker), signal.SIGCONT)
         first.kill()
         _, told = train(tmp_path, 2, *options)
     finally:

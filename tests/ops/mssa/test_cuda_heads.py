@@ -294,7 +294,7 @@ REGISTERS = {
     "forward_kernel<bf16, 48, 208, false>": 127,
     "forward_kernel<bf16, 32, 112, false>": 140,
     "forward_kernel<bf16, 64, 64, false>": 122,
-    "forward_kernel<bf16, 128, 96, false>": 189,
+    "forward_kernel<bf16, 128, 96, false>": 190,
     "forward_kernel<fp16, 64, 208, false>": 139,
     "forward_kernel<bf16, 64, 208, true>": 148,
     "forward_kernel<bf16, 64, 256, true>": 165,
