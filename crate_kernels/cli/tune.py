@@ -80,15 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workloads(
-    ops: Sequence[str], only: Sequence[str] = (), rooms: Sequence[str] = ("cuda", "triton")
+    ops: Sequence[str], only: Sequence[str] = (), packages: Sequence[str] = ("cuda", "triton")
 ) -> list[tune.Workload]:
     """List the workloads of the named operators, or those with one of ``only`` in their names, in its order.
 
-    ``rooms``: of these of an operator's packages of kernels.
+    ``packages``: of these of an operator's packages of kernels.
     """
     found = []
     for op in ops:
-        for module in (f"crate_kernels.ops.{op}.{room}.tune" for room in rooms):
+        for module in (f"crate_kernels.ops.{op}.{package}.tune" for package in packages):
             if backends._is_there(module):  # not every operator has some
                 found += import_module(module).workloads()
     chosen = {str(one): one for part in only for one in found if part in str(one)}

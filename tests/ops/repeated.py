@@ -44,6 +44,7 @@ CALLS = {
     "ista-few": ("ista", {}, {"seqlen": 2}),
     "ista-overcomplete": ("ista_overcomplete", {}),
 }
+EACH = ("mssa", "tssa", "tssa-causal", "ista", "ista-overcomplete")
 
 
 def call_of(name):

@@ -1,6 +1,8 @@
-"""What must not change on a call that a plan repeats: errors, autograd, modes, the compiler."""
+"""What must not change on a call that a plan repeats: autograd, dropout, modes, the compiler.
 
-import numpy as np
+test_repeated_arguments.py has what is refused.
+"""
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -12,80 +14,13 @@ import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import Call
-from tests.ops.repeated import CALLS, both, call_of, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, EACH, both, call_of, hits, known, repeated_calls  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     extension.PATH is None or backends._INTERPRETED,
     reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
 )
-EACH = ("mssa", "tssa", "tssa-causal", "ista", "ista-overcomplete")
 each = pytest.mark.parametrize("name", EACH)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mssa-causal", {"causal": 1}),
-        ("mssa", {"return_lse": 0}),
-        ("mssa", {"scale": True}),
-        ("mssa", {"dropout_p": False}),
-        ("tssa", {"return_membership": 0}),
-        ("tssa", {"causal": torch.ones(2)}),
-        ("tssa-bias", {"causal": np.ones(2)}),
-        ("ista", {"nonnegative": 1}),
-        ("ista", {"step_size": True}),
-        ("mssa", {"scale": [1.0]}),
-        ("mssa", {"scale": torch.ones(2)}),
-        ("mssa", {"dropout_p": torch.ones(2)}),
-    ],
-)
-def test_options_of_a_wrong_type_are_refused_on_a_repeated_call(name, options):
-    call, make = known(name)
-    with pytest.raises(TypeError, match=f"{next(iter(options))} must be"):
-        call(*make(), **options)
-
-
-EQUAL = {
-    "mssa": (lambda w, _, number: ck.mssa(w, scale=number), "scale"),
-    "tssa": (lambda w, _, number: ck.tssa(w, torch.ones(3), dropout_p=number), "dropout_p"),
-    "ista": (lambda w, weight, number: ck.ista(w[0, 0], weight, step_size=number), "step_size"),
-}
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_an_option_that_equals_a_repeated_one_is_refused_by_its_type(name):
-    function, option = EQUAL[name]
-    w, weight = torch.randn(2, 3, 9, 16), torch.randn(16, 16)
-    number = 0.0 if option == "dropout_p" else 1.0
-    for _ in range(3):
-        found, _ = hits(lambda: function(w, weight, number))
-    assert found == 1
-    with pytest.raises(TypeError, match=f"{option} must be"):
-        function(w, weight, bool(number))
-
-
-@pytest.mark.parametrize("function", [ck.mssa, lambda w, **more: ck.tssa(w, torch.ones(3, dtype=w.dtype), **more)])
-def test_dropout_is_that_of_its_seed_whatever_was_called_before(function):
-    """None takes composite in float64, whose draws are not the kernels'."""
-
-    def drawn(dtype):
-        torch.manual_seed(0)
-        return function(w.to(dtype), dropout_p=0.3), torch.get_rng_state()
-
-    w = torch.randn(2, 3, 9, 16)
-    expected = {dtype: drawn(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
-    for _ in range(3):
-        for dtype, (out, state) in expected.items():
-            again, left = drawn(dtype)
-            assert torch.equal(again, out)
-            assert torch.equal(left, state)
-
-
-def test_a_length_without_offsets_is_not_asked_of_denom_bias():
-    call, make = known("tssa-bias")
-    w, temp = make()
-    with pytest.raises(ValueError, match="tssa: w must be"):
-        call(w[0], temp, max_seqlen="9")
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "ista-overcomplete"])
@@ -109,53 +44,21 @@ def test_every_repeated_call_draws_its_own_dropout():
     torch.testing.assert_close([call(w) for _ in range(2)], expected)
 
 
-WRONG = {
-    "nested": lambda w: torch.nested.nested_tensor(list(w)),
-    "jagged": lambda w: torch.nested.nested_tensor(list(w), layout=torch.jagged),
-    "integers": torch.Tensor.long,
-    "no-batch": lambda w: w[0],
-    "a-list": torch.Tensor.tolist,
-    "sparse": torch.Tensor.to_sparse,
-}
+@pytest.mark.parametrize("function", [ck.mssa, lambda w, **more: ck.tssa(w, torch.ones(3, dtype=w.dtype), **more)])
+def test_dropout_is_that_of_its_seed_whatever_was_called_before(function):
+    """None takes composite in float64, whose draws are not the kernels'."""
 
+    def drawn(dtype):
+        torch.manual_seed(0)
+        return function(w.to(dtype), dropout_p=0.3), torch.get_rng_state()
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("name", "kind"), [(n, k) for n in EACH for k in WRONG if not (n.startswith("ista") and k == "no-batch")]
-)
-def test_tokens_of_a_wrong_kind_are_refused_on_a_repeated_call(name, kind):
-    call, make = known(name)
-    tokens, *others = make()
-    with pytest.raises(
-        (TypeError, ValueError, NotImplementedError, RuntimeError), match=r"(mssa|tssa): w|ista.*: x|parse"
-    ):
-        call(WRONG[kind](tokens), *others)
-
-
-@pytest.mark.parametrize("name", EACH[1:])
-def test_parameters_of_a_wrong_shape_are_refused_on_a_repeated_call(name):
-    call, make = known(name)
-    tokens, parameter = make()
-    with pytest.raises(ValueError, match="must"):
-        call(tokens, parameter[:-1])
-
-
-TEMPS = {
-    "row": lambda t: t[None],
-    "fewer": lambda t: t[:2, None],
-    "double": lambda t: t.double()[:, None],
-    "elsewhere": lambda t: t[:, None].to("meta"),
-}
-
-
-@pytest.mark.parametrize("change", TEMPS.values(), ids=TEMPS)
-def test_temps_of_another_kind_are_refused_on_a_repeated_call(change):
-    call, make = known("tssa")
-    w, temp = make()
+    w = torch.randn(2, 3, 9, 16)
+    expected = {dtype: drawn(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
     for _ in range(3):
-        assert call(w, temp[:, None]).shape == w.shape
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match="tssa: temp must"):
-        call(w, change(temp))
+        for dtype, (out, state) in expected.items():
+            again, left = drawn(dtype)
+            assert torch.equal(again, out)
+            assert torch.equal(left, state)
 
 
 @each

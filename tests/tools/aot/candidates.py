@@ -77,7 +77,7 @@ def rank(task):
     ``task`` is (operators, index of the workload, target). Of configurations that launch the same, the first is taken.
     """
     ops, index, target = task
-    workload = tune.workloads(ops, rooms=("triton",))[index]
+    workload = tune.workloads(ops, packages=("triton",))[index]
     call, found, known = prepared(workload, target), [], set()
     for config in workload.table.candidates:
         with forced(workload.table, config), OnMeta():
@@ -114,7 +114,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="the file to write; other workloads in it stay")
     args = parser.parse_args()
     ops = args.op or [*backends.OPS]
-    every = tune.workloads(ops, rooms=("triton",))
+    every = tune.workloads(ops, packages=("triton",))
     tasks = [(ops, index, args.target) for index, workload in enumerate(every) if args.part in str(workload)]
     chosen = json.loads(args.out.read_text()) if args.out.exists() else {}
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:

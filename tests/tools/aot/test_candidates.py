@@ -21,7 +21,7 @@ from tests.tools.sass.costs import Costs  # noqa: E402
 @pytest.mark.parametrize("op", ["mssa", "tssa", "ista"])
 def test_every_workload_is_prepared_without_a_gpu(op):
     """The shipped configuration of the first workload of each table launches kernels, or is the library's."""
-    tables = {workload.table.name: workload for workload in tune.workloads([op], rooms=("triton",))}
+    tables = {workload.table.name: workload for workload in tune.workloads([op], packages=("triton",))}
     for workload in tables.values():
         call = candidates.prepared(workload, "sm_90")
         with candidates.OnMeta():
@@ -62,7 +62,7 @@ def test_of_several_launches_the_one_of_the_most_products_counts(monkeypatch):
 
 
 def test_the_best_come_first(monkeypatch):
-    workload = tune.workloads(["mssa"], rooms=("triton",))[0]
+    workload = tune.workloads(["mssa"], packages=("triton",))[0]
     configs = workload.table.candidates[:5]
     workload = replace(workload, table=replace(workload.table, candidates=configs))
     # The last launches what the first does.
@@ -78,7 +78,7 @@ def test_the_best_come_first(monkeypatch):
             raise RuntimeError("the compiler refuses it")
         return value
 
-    monkeypatch.setattr(candidates.tune, "workloads", lambda ops, rooms: [workload])
+    monkeypatch.setattr(candidates.tune, "workloads", lambda ops, packages: [workload])
     monkeypatch.setattr(candidates, "prepared", lambda workload, target: None)
     monkeypatch.setattr(candidates.harness, "launches", launches)
     monkeypatch.setattr(candidates, "score", score)
@@ -103,7 +103,7 @@ SHIPPED = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("target", "name"), SHIPPED)
 def test_what_is_shipped_compiles_and_fits(target, name):
-    workload = next(one for one in tune.workloads([*backends.OPS], rooms=("triton",)) if str(one) == name)
+    workload = next(one for one in tune.workloads([*backends.OPS], packages=("triton",)) if str(one) == name)
     call, wrong = candidates.prepared(workload, target), []
     for config in json.loads((tune._RANKED / f"{target}.json").read_text())[name]:
         with table.forced(workload.table, config), candidates.OnMeta():
