@@ -22,7 +22,7 @@ from crate_kernels._cuda.records import POINTER, Record
 from crate_kernels._triton.launch import INTERPRETER
 from crate_kernels._triton.table import Row, Table
 from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.cuda.problem import contiguous
+from crate_kernels.ops.mssa.cuda.problem import contiguous, is_wide
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 _FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
@@ -124,11 +124,6 @@ def _seqlen(w: Tensor, call: Call) -> int:
     return call.max_seqlen if call.packed else w.shape[2]
 
 
-def _rows_are_packs(x: Tensor) -> bool:
-    """Return whether every row is whole packs of 16 bytes, the channels one after another."""
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in (x.shape[-1], *x.stride()[:-1]))
-
-
 def _serves(w: Tensor, call: Call) -> bool:
     """Return whether blocks of whole heads serve a call; the GPU is one of their kind."""
     gpu = launch.gpu(w.device)
@@ -147,7 +142,7 @@ def _serves(w: Tensor, call: Call) -> bool:
 
 def serves_forward(w: Tensor, out: Tensor, call: Call) -> bool:
     """Return whether the kernel of the forward serves a call."""
-    return _serves(w, call) and all(map(_rows_are_packs, (w, out)))
+    return _serves(w, call) and all(map(is_wide, (w, out)))
 
 
 def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
@@ -156,7 +151,7 @@ def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> 
         dout is not None
         and _serves(w, call)
         and shared_bytes(*shape_of(_seqlen(w, call), w.shape[-1]), call.padded) is not None
-        and all(map(_rows_are_packs, (w, dout, out)))
+        and all(map(is_wide, (w, dout, out)))
     )
 
 
