@@ -27,6 +27,7 @@ from crate_kernels._core import checks
 from crate_kernels.models import aot, crate, crate_alpha, crate_mae_encoder, tost
 from crate_kernels.models._shared import official, vision
 from crate_kernels.models._shared.backbone import POOLS, Classifier
+from crate_kernels.models._shared.base import DropPath
 from crate_kernels.nn._linear import Linear
 
 __all__: list[str] = []  # timm adds the names that it registers
@@ -199,5 +200,5 @@ for _name in _SIZES:
 for _module in (nn.MSSA, nn.TSSA, nn.ISTA, nn.OvercompleteISTA, aot.MHSA, crate.Patchify, crate.RateGradientStep):
     register_notrace_module(_module)
 register_notrace_module(Linear)
-for _module in (tost.ClassAttention, tost.FourierPositions, tost.DropPath):
+for _module in (tost.ClassAttention, tost.FourierPositions, DropPath):
     register_notrace_module(_module)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, check_head
-from crate_kernels.models._shared.base import PreNorm, Stack
+from crate_kernels.models._shared.base import PreNorm, Stack, path_rates
 from crate_kernels.nn import ISTA, MSSA, _heads
 from crate_kernels.nn._linear import Linear
 
@@ -44,6 +44,8 @@ class CRATEConfig:
             ``(1 - kappa gamma) x + kappa gamma MSSA`` (Eq. 10), or ``x - kappa grad Rc`` with ``"gradient"``.
         prox: ISTA's step: ``"nonnegative"``, ``"soft"`` or ``"mm"``, as in ``crate_kernels.nn.ISTA``.
         alpha: dim / (N eps^2) for ``prox="mm"``.
+        drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
+            layer to this in the last. ISTA has no residual, so it is never skipped.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -69,6 +71,7 @@ class CRATEConfig:
     kappa: float | None = None
     prox: str = "nonnegative"
     alpha: float = 1.0
+    drop_path_rate: fields.Rate = 0.0
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -158,14 +161,14 @@ class Layer(nn.ModuleList):
         return sparsify(self.kept * x + self.step * update)
 
 
-def _layer(c: CRATEConfig) -> Layer:
+def _layer(c: CRATEConfig, drop_path: float) -> Layer:
     if c.attention == "gradient":
         attention = RateGradientStep(c.dim, c.heads, c.dim_head, gamma=c.gamma)
     else:
         derived = {"tied": c.attention == "tied", "gamma": c.gamma}
         attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, **derived, backend=c.backend)
     step = {"step_size": c.ista, "lambd": c.lambd, "prox": c.prox, "alpha": c.alpha}
-    halves = PreNorm(c.dim, attention), PreNorm(c.dim, ISTA(c.dim, **step, backend=c.backend))
+    halves = PreNorm(c.dim, attention, drop_path=drop_path), PreNorm(c.dim, ISTA(c.dim, **step, backend=c.backend))
     return Layer(halves, *_residual(c))
 
 
@@ -231,9 +234,9 @@ class CRATE(Embedding):
 
     def __init__(self, config: CRATEConfig) -> None:
         super().__init__(config)
-        dim = config.dim
+        dim, rates = config.dim, path_rates(config.drop_path_rate, config.depth)
         self.dropout = nn.Dropout(config.emb_dropout)
-        self.transformer = Stack((_layer(config) for _ in range(config.depth)), config.grad_checkpointing)
+        self.transformer = Stack((_layer(config, rate) for rate in rates), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), vision.head(dim, config.num_classes))
 
     def _embed(self, img: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
-from crate_kernels.models._shared.base import PreNorm, Stack
+from crate_kernels.models._shared.base import PreNorm, Stack, path_rates
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
 
@@ -41,6 +41,8 @@ class CRATEAlphaConfig:
         steps: proximal steps.
         head_eps: eps of the head's LayerNorm; 1e-6 in CLIPA checkpoints.
         pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
+        drop_path_rate: part of the images that skip a block in training (stochastic depth): from 0 in the first
+            layer to this in the last, as in the training code.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -64,6 +66,7 @@ class CRATEAlphaConfig:
     steps: int = 2
     head_eps: float = 1e-5
     pool: str = "cls"
+    drop_path_rate: fields.Rate = 0.0
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -100,11 +103,11 @@ class Layer(nn.ModuleList):
         return code(x) + x
 
 
-def _layer(c: CRATEAlphaConfig) -> Layer:
+def _layer(c: CRATEAlphaConfig, drop_path: float) -> Layer:
     attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, bias_out=False, backend=c.backend)
     step = {"step_size": c.eta, "lambd": c.lmbda, "backend": c.backend}
     code = OvercompleteISTA(c.dim, c.overcomplete_ratio * c.dim, c.steps, **step)
-    return Layer((PreNorm(c.dim, attention, eps=1e-6), PreNorm(c.dim, code, eps=1e-6)))
+    return Layer(PreNorm(c.dim, block, eps=1e-6, drop_path=drop_path) for block in (attention, code))
 
 
 class CRATEAlpha(Classifier):
@@ -126,14 +129,14 @@ class CRATEAlpha(Classifier):
 
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__(config)
-        dim = config.dim
+        dim, rates = config.dim, path_rates(config.drop_path_rate, config.depth)
         self.grid = vision.grid("CRATEAlpha", config.image_size, config.patch_size)
         self.patch_size = vision.pair("CRATEAlpha", "patch_size", config.patch_size)
         self.conv1 = nn.Conv2d(config.channels, dim, self.patch_size, self.patch_size)
         self.pos_embedding = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + 1, dim))
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.dropout = nn.Dropout(config.emb_dropout)
-        self.transformer = Stack((_layer(config) for _ in range(config.depth)), config.grad_checkpointing)
+        self.transformer = Stack((_layer(config, rate) for rate in rates), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim, config.head_eps), vision.head(dim, config.num_classes))
         self._initialise()
 

@@ -97,14 +97,15 @@ class EncoderBlock(nn.Module):
 
     Args:
         config: of a CRATE-MAE, or of its encoder alone.
+        drop_path: part of the images that skip the attention in training; default 0.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, drop_path: float = 0.0) -> None:
         super().__init__()
         dim, heads, backend = config.embed_dim, config.num_heads, config.backend
         attention = MSSA(dim, heads, dim // heads, config.dropout, backend=backend)
         code = ISTA(dim, step_size=config.ista, lambd=config.lambd, backend=backend)
-        self.layers = nn.ModuleList([Layer((PreNorm(dim, attention), PreNorm(dim, code)))])
+        self.layers = nn.ModuleList([Layer((PreNorm(dim, attention, drop_path=drop_path), PreNorm(dim, code)))])
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
         """Return the next tokens, or this layer's attention weights or projection instead."""

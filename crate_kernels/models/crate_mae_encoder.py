@@ -13,6 +13,7 @@ from crate_kernels._core import checks
 from crate_kernels.models import crate_mae
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
+from crate_kernels.models._shared.base import path_rates
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class CRATEMAEEncoderConfig:
         lambd: weight of ISTA's l1 norm; ``ista``: its step size. Neither is in checkpoints.
         dropout: in attention and after it.
         norm_eps: eps of the last LayerNorm.
+        drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
+            layer to this in the last. ISTA has no residual, so it is never skipped.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -47,6 +50,7 @@ class CRATEMAEEncoderConfig:
     ista: float = 0.1
     dropout: float = 0.0
     norm_eps: float = 1e-6
+    drop_path_rate: fields.Rate = 0.0
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -99,7 +103,8 @@ class CRATEMAEEncoder(Classifier):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         positions = vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
         self.register_buffer("pos_embed", positions)  # no parameter: tools ask each of these for a gradient
-        self.blocks = nn.ModuleList(crate_mae.EncoderBlock(config) for _ in range(config.depth))
+        rates = path_rates(config.drop_path_rate, config.depth)
+        self.blocks = nn.ModuleList(crate_mae.EncoderBlock(config, rate) for rate in rates)
         self.norm = nn.LayerNorm(dim, config.norm_eps)
         self.head = vision.head(dim, config.num_classes)
         nn.init.normal_(self.cls_token, std=0.02)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
-from crate_kernels.models._shared.base import run
+from crate_kernels.models._shared.base import DropPath, run
 from crate_kernels.nn import TSSA, _heads
 from crate_kernels.nn._linear import Linear
 
@@ -166,21 +166,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, dim)."""
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
-
-
-class DropPath(nn.Module):
-    """Drop whole images of a branch at random in training, and scale up the others."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` (batch, ...) with some images zeroed."""
-        if not self.training or self.rate == 0:
-            return x
-        kept = torch.empty(x.shape[0], *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device).bernoulli_(1 - self.rate)
-        return x * (kept / (1 - self.rate))
 
 
 class _Scaled(nn.Module):

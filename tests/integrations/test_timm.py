@@ -11,13 +11,14 @@ import timm
 import timm.optim
 import timm.scheduler
 from timm.data import create_dataset, create_loader
-from timm.layers import get_notrace_modules
+from timm.layers import calculate_drop_path_rates, get_notrace_modules
 from timm.models import group_parameters
 from torch.fx import GraphModule
 from torchvision.models.feature_extraction import NodePathTracer
 
 import crate_kernels.integrations.timm
 from crate_kernels import models
+from crate_kernels.models._shared.base import DropPath
 from tests.models.families import build, drawn
 from tests.models.test_crate_alpha import clipa, tower
 
@@ -117,6 +118,14 @@ def test_the_learning_rate_decays_by_layer(name):
     assert {id(model.get_parameter(n)) for n in model.no_weight_decay()} <= plain
 
 
+@pytest.mark.parametrize("name", [name for name in SMALL if not name.startswith("tost")])  # its rate is constant
+def test_layers_skip_at_the_rates_of_timm(name):
+    model = small(name, drop_path_rate=0.3)
+    blocks = [[m.rate for m in block.modules() if isinstance(m, DropPath)] for block in model._blocks()]
+    assert_close([max(rates) for rates in blocks], calculate_drop_path_rates(0.3, 3))
+    model(images()).sum().backward()
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpointing_changes_no_gradient(name):
     grads = []
@@ -197,9 +206,9 @@ def test_a_clipa_checkpoint_has_its_own_eps(given, eps, tmp_path):
 BAD = {
     "pool": ({"global_pool": "map"}, ValueError, "crate_tiny: global_pool must be 'token', 'avg' or '', got 'map'"),
     "unknown": (
-        {"drop_path_rate": 0.1},
+        {"init_values": 0.1},
         TypeError,
-        "crate_tiny: arguments must be timm's or among dim, .*, got drop",
+        "crate_tiny: arguments must be timm's or among dim, .*, got init",
     ),
     "near": ({"lmbda": 0.1}, TypeError, "crate_tiny: arguments must be .*, got lmbda; did you mean lambd"),
     "size": ({"img_size": 33}, ValueError, "CRATE: image_size must be a multiple of patch_size, got 33x33 by 16x16"),

@@ -99,14 +99,14 @@ def equal(actual, expected, **options):
 
 
 DROPOUT = {
-    "crate": {"dropout": 0.2, "emb_dropout": 0.2},
-    "crate_alpha": {"dropout": 0.2, "emb_dropout": 0.2},
+    "crate": {"dropout": 0.2, "emb_dropout": 0.2, "drop_path_rate": 0.2},
+    "crate_alpha": {"dropout": 0.2, "emb_dropout": 0.2, "drop_path_rate": 0.2},
     "crate_mae": {"dropout": 0.2},
-    "crate_mae_encoder": {"dropout": 0.2},
+    "crate_mae_encoder": {"dropout": 0.2, "drop_path_rate": 0.2},
     "tost": {"drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.2},
     "crate_lm": {"dropout": 0.2},
     "crate_lm_overcomplete": {"dropout": 0.2},
-    "aot_vision": {"dropout": 0.2},
+    "aot_vision": {"dropout": 0.2, "drop_path_rate": 0.2},
     "aot_lm": {"dropout": 0.2},
     "aot_regression": {"dropout": 0.2},
     "tost_lm": {"dropout": 0.2},

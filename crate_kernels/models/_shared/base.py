@@ -130,14 +130,43 @@ class Stack(nn.Module):
         return x
 
 
-class PreNorm(nn.Module):
-    """Apply ``fn`` to layer-normalised tokens; parameters ``norm.*`` and ``fn.*``."""
+class DropPath(nn.Module):
+    """Drop whole images of a branch at random in training, and scale up the others."""
 
-    def __init__(self, dim: int, fn: nn.Module, eps: float = 1e-5) -> None:
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (batch, ...) with some images zeroed."""
+        if not self.training or self.rate == 0:
+            return x
+        kept = torch.empty(x.shape[0], *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device).bernoulli_(1 - self.rate)
+        return x * (kept / (1 - self.rate))
+
+
+def path_rates(rate: float, depth: int) -> list[float]:
+    """Return each layer's rate of dropped branches: from 0 to ``rate``."""
+    return [rate * index / max(1, depth - 1) for index in range(depth)]
+
+
+class PreNorm(nn.Module):
+    """Apply ``fn`` to layer-normalised tokens; parameters ``norm.*`` and ``fn.*``.
+
+    Args:
+        dim: width of a token.
+        fn: the module after the norm.
+        eps: of the norm.
+        drop_path: part of the images for which the result is zero in training; default 0.
+    """
+
+    def __init__(self, dim: int, fn: nn.Module, eps: float = 1e-5, drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim, eps)
         self.fn = fn
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, **kwargs: bool) -> Tensor:
-        """Return ``fn(norm(x), **kwargs)``."""
-        return self.fn(self.norm(x), **kwargs)
+        """Return ``fn(norm(x), **kwargs)``; with keywords, which ask for something else, no image is dropped."""
+        out = self.fn(self.norm(x), **kwargs)
+        return out if kwargs else self.drop_path(out)

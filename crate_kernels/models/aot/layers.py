@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
+from crate_kernels.models._shared.base import DropPath
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.nn import MSSA, _heads
 from crate_kernels.nn._linear import Linear
@@ -38,6 +39,7 @@ class Layer(nn.Module):
         bias: give norms and output projections a bias; default False.
         dropout: rate in attention and after it.
         causal: a token sees only itself and earlier ones.
+        drop_path: part of the images, or sequences, that skip each of the two in training; default 0.
         backend: backend of MSSA; None is the best available.
     """
 
@@ -53,6 +55,7 @@ class Layer(nn.Module):
         bias: bool = False,
         dropout: float = 0.0,
         causal: bool = False,
+        drop_path: float = 0.0,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -65,6 +68,7 @@ class Layer(nn.Module):
             self.attn = MSSA(dim, heads, dim // heads, dropout, bias_out=bias, causal=causal, backend=backend)
         else:
             self.attn = MHSA(dim, heads, dropout, causal=causal, bias_out=bias)
+        self.drop_path = DropPath(checks.number("Layer", "drop_path", drop_path, minimum=0.0, below=1.0))
         self.mlp = None
         if mlp:
             self.norm_2 = nn.LayerNorm(dim, bias=bias)
@@ -83,8 +87,8 @@ class Layer(nn.Module):
         """Return (batch, seqlen, dim); the mask, the cache and the offsets are passed to the attention."""
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
-        x = x + (update if self.eta == 1.0 else self.eta * update)
-        return x if self.mlp is None else x + self.mlp(self.norm_2(x))
+        x = x + self.drop_path(update if self.eta == 1.0 else self.eta * update)
+        return x if self.mlp is None else x + self.drop_path(self.mlp(self.norm_2(x)))
 
 
 def check_step(owner: str, config: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, vision
 from crate_kernels.models._shared.backbone import Layout, check_head
+from crate_kernels.models._shared.base import path_rates
 from crate_kernels.models.aot.layers import Layer, check_step
 from crate_kernels.models.crate import Embedding
 
@@ -31,6 +32,8 @@ class AoTVisionConfig:
         eta: step size of the attention.
         dropout: rate in and after the attention.
         pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
+        drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
+            layer to this in the last.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of MSSA; None is the best available.
 
@@ -50,6 +53,7 @@ class AoTVisionConfig:
     eta: float = 1.0
     dropout: fields.Rate = 0.0
     pool: str = "cls"
+    drop_path_rate: fields.Rate = 0.0
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -83,9 +87,9 @@ class AoTVision(Embedding):
 
     def __init__(self, config: AoTVisionConfig) -> None:
         super().__init__(config)
-        c = config
+        c, rates = config, path_rates(config.drop_path_rate, config.depth)
         options = {"eta": c.eta, "norm": c.norm, "dropout": c.dropout, "backend": c.backend}
-        self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options) for _ in range(c.depth))
+        self.layers = nn.ModuleList(Layer(c.dim, c.heads, c.attention, **options, drop_path=rate) for rate in rates)
         self.mlp_head = nn.Sequential(nn.LayerNorm(c.dim), vision.head(c.dim, c.num_classes))
 
 
