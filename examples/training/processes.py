@@ -106,6 +106,8 @@ def started() -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+        # Meshes keep gloo's threads. One that lets go of a tensor while Python is taken down would abort the process.
+        time.sleep(0.1)
 
 
 def placed(device: torch.device, batch: int, *, sequence: int = 1, tensor: int = 1, replicas: int = 1) -> Processes:

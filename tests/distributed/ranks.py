@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+
+from tests.tools import processes
 
 # Each has a dict CASES.
 MODULES = (
@@ -57,7 +58,7 @@ def work(rank, folder, size, names, modules):
 
 def run(folder, size, names, modules=MODULES):
     """Return what failed, by process; starting the processes takes longer than all cases."""
-    torch.multiprocessing.spawn(work, (folder, size, list(names), modules), size)
+    processes.spawn(work, (folder, size, list(names), modules), size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 

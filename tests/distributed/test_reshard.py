@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +16,7 @@ from tests.distributed.tensor_cases import HEADS
 from tests.distributed.training_cases import checkpoints
 from tests.models import families
 from tests.sharded.cases import BLOCKS
+from tests.tools import processes
 
 pytestmark = pytest.mark.exhaustive
 FAMILIES = ("crate_lm", "tost_lm", "crate_alpha")
@@ -82,7 +82,7 @@ def tensors(tree, name=""):
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_bit_is_kept(chain, tmp_path):
     for number, (size, tensor) in enumerate(CHAINS[chain]):
-        torch.multiprocessing.spawn(work, (tmp_path, size, tensor, number), size)
+        processes.spawn(work, (tmp_path, size, tensor, number), size)
     for family in FAMILIES:
         first = tensors(torch.load(tmp_path / family / "whole-0.pt"))
         assert sum(name.endswith("exp_avg_sq") for name in first) > 10

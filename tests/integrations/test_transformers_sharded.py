@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-import torch.multiprocessing
 
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 
 from tests.integrations import images, language, sharded
+from tests.tools import processes
 
 MODELS = {**dict.fromkeys(language.CONFIGS, language), **dict.fromkeys(images.CONFIGS, images)}
 LISTS = {"tost": ("blocks", "cls_attn_blocks"), "aot_vision": ("layers",), "crate_mae_encoder": ("blocks",)}
@@ -43,7 +43,7 @@ def test_two_processes_are_one(tmp_path):
     families = ["crate_lm", "tost_lm", "aot_mhsa_lm", "crate", "tost"]
     for family in families:
         MODELS[family].pair(family)[1].save_pretrained(tmp_path / family)
-    torch.multiprocessing.spawn(sharded.run, (tmp_path, families), sharded.RANKS)
+    processes.spawn(sharded.run, (tmp_path, families), sharded.RANKS)
     failed = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(sharded.RANKS)]
     told = [f"process {rank}, {name}:\n{text}" for rank, each in enumerate(failed) for name, text in each.items()]
     assert not told, "\n".join(told)

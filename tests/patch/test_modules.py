@@ -27,6 +27,7 @@ from tests.patch.published import (
     system,
     tokens,
 )
+from tests.tools import processes
 
 
 class LowRank(nn.Module):
@@ -166,4 +167,4 @@ def sharded(rank, store):
 
 
 def test_sharded_parameters(tmp_path):
-    torch.multiprocessing.spawn(sharded, (str(tmp_path / "store"),), nprocs=2)
+    processes.spawn(sharded, (str(tmp_path / "store"),), 2)

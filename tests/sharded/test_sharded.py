@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.sharded.cases import CASES
+from tests.tools import processes
 
 RANKS = 2
 
@@ -39,7 +39,7 @@ def work(rank, folder):
 def failures(tmp_path_factory):
     """What failed, of all cases, by process: starting the processes takes longer than all of them."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (folder,), RANKS)
+    processes.spawn(work, (folder,), RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
