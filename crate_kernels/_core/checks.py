@@ -225,7 +225,7 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
 def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
     """Refuse the derivatives that only ``reference`` has; without this check they would silently be zero.
 
-    Reverse mode once (``torch.func.grad``, ``vjp``, ``jacrev``) and plain ``vmap`` pass.
+    Reverse mode once (``torch.func.grad``, ``vjp``, ``jacrev``) and ``vmap`` pass, also one of the other.
     """
     advice = f"; backend={backend!r} has no such derivative, use backend='reference'"
     if forward_ad._current_level >= 0 and any(
@@ -240,8 +240,6 @@ def transforms(op: str, backend: str, *tensors: Tensor | None) -> None:
         raise NotImplementedError(f"{op}: forward-mode AD is not supported{advice}")
     if kinds.count("Grad") > 1:
         raise NotImplementedError(f"{op}: double backward is not supported{advice}")
-    if "Grad" in kinds and "Vmap" in kinds:
-        raise NotImplementedError(f"{op}: vmap of a gradient is not supported{advice}")
 
 
 def cache_sizes(op: str, sizes: dict[str, int], dtype: torch.dtype | None) -> None:

@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
 from torch._guards import TracingContext
 
-from crate_kernels._core import backends, given, imports, plan
+from crate_kernels._core import backends, given, imports, plan, vmapped
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
@@ -80,13 +81,15 @@ def define(
     flops: Callable | None = None,
     planned_where: Callable[[str, Tensor], bool] = backends.are_planned,
     flops_of_tensors: bool = False,
+    join: vmapped.Join | None = None,
 ) -> Any:
     """Define ``crate_kernels::<schema>`` for every device and return the function that calls it.
 
     ``body`` is called without gradient and with autocast off. ``fake`` allocates the outputs, for compile, export and
     meta tensors. ``flops`` is a formula for ``torch.utils.flop_counter``, of the arguments with shapes in place of
     tensors, or if ``flops_of_tensors`` of the arguments themselves. ``planned_where`` says which calls plans may
-    repeat, of the name of a backend and the first tensor.
+    repeat, of the name of a backend and the first tensor. ``join`` says how one call serves ``vmap``, which else is
+    a loop.
     """
     name = schema.partition("(")[0]
     parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
@@ -137,6 +140,8 @@ def define(
         counter = "torch.utils.flop_counter"
         imports.when_imported(counter, lambda module: module.register_flop_formula(packet, flops_of_tensors)(flops))
     overload, call.__name__ = packet.default, name
+    if not written:
+        torch.library.register_vmap(f"crate_kernels::{name}", vmapped.rule(call, join), lib=_LIB)
     call.planned = planned  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
@@ -320,6 +325,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def _functorch_is_active() -> bool:
     """Return whether a functorch transform is active outside torch.compile, which traces transforms itself."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_mapped() -> bool:
+    """Return whether ``torch.func.vmap`` is active, outside torch.compile."""
+    return _functorch_is_active() and any(level.key().name == "Vmap" for level in get_interpreter_stack() or ())
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):

@@ -51,8 +51,7 @@ def ista(
         TypeError: an argument of the wrong type.
         ValueError: a shape, dtype or value that does not fit.
         RuntimeError: the requested backend is unavailable.
-        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
-            does not have.
+        NotImplementedError: forward-mode AD, double backward or a dtype that the backend does not have.
     """
     if unknown:
         checks.no_keyword(ista, unknown)
@@ -115,8 +114,7 @@ def ista_overcomplete(
         TypeError: an argument of the wrong type.
         ValueError: a shape, dtype or value that does not fit.
         RuntimeError: the requested backend is unavailable.
-        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype that the backend
-            does not have.
+        NotImplementedError: forward-mode AD, double backward or a dtype that the backend does not have.
     """
     if unknown:
         checks.no_keyword(ista_overcomplete, unknown)

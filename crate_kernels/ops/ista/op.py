@@ -103,12 +103,39 @@ def _overcomplete_flops(x_shape: tuple[int, ...], hidden: int, options: tuple) -
     return 2 * OvercompleteCall(*own).steps * _product(x_shape, hidden)
 
 
+def _join_fwd(op: Any, size: int, mapped: tuple[bool, ...], args: tuple) -> tuple[Any, Any] | None:
+    """Step on the tokens of all samples at once, if they have one dictionary."""
+    return None if mapped[1] else (op(*args), 0)
+
+
+def _join_bwd(op: Any, size: int, mapped: tuple[bool, ...], args: tuple) -> tuple[Any, Any] | None:
+    """Differentiate by the tokens of all samples at once, if they have one dictionary; by it, for each."""
+    dy, x, weight, y, need_dx, need_dweight, *options, backend = args
+    if mapped[2]:
+        return None
+    dy, x, y = (t if m else t.expand(size, *t.shape) for t, m in ((dy, mapped[0]), (x, mapped[1]), (y, mapped[3])))
+    dx = op(dy, x, weight, y, True, False, *options, backend)[0] if need_dx else x.new_empty(size, 0)
+    dweight = steps.each_dweight(dy, x, weight, y, Call(*options)) if need_dweight else weight.new_empty(size, 0)
+    return (dx, dweight), (0, 0)
+
+
+def _join_overcomplete_fwd(op: Any, size: int, mapped: tuple[bool, ...], args: tuple) -> tuple[Any, Any] | None:
+    """Step on the tokens of all samples at once, if they have one dictionary."""
+    if mapped[1] or mapped[2]:
+        return None
+    out, *kept = op(*args)
+    tokens = prod(args[0].shape[1:-1])
+    apart = (t.unflatten(1, (size, tokens)) if t.dim() == 3 else t.expand(1, size, 0) for t in kept)
+    return (out, *apart), (0, 1, 1)
+
+
 ista_fwd = operator.define(
     f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
     operator.body("ista", "forward", Call, of=0),
     lambda x, weight, *options: x.new_empty(x.shape),
     flops=_forward_flops,
     flops_of_tensors=True,
+    join=_join_fwd,
 )
 ista_bwd = operator.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, bool need_dx, bool need_dweight, {_OPTIONS})"
@@ -117,6 +144,7 @@ ista_bwd = operator.define(
     _fake_ista_bwd,
     flops=_backward_flops,
     flops_of_tensors=True,
+    join=_join_bwd,
 )
 ista_overcomplete_fwd = operator.define(
     f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, bool keep, {_OVERCOMPLETE_OPTIONS})"
@@ -124,6 +152,7 @@ ista_overcomplete_fwd = operator.define(
     operator.body("ista", "forward_overcomplete", OvercompleteCall, of=0, called="ista_overcomplete"),
     _fake_overcomplete_fwd,
     flops=lambda x, weight, decoder, keep, *options, **_: _overcomplete_flops(x, weight[1], options),
+    join=_join_overcomplete_fwd,
 )
 ista_overcomplete_bwd = operator.define(
     "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "

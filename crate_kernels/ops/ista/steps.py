@@ -182,6 +182,17 @@ def backward(
     return x.new_empty(0) if dx is None else dx.view(x.shape), weight.new_empty(0) if dweight is None else dweight
 
 
+def each_dweight(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, call: Call) -> Tensor:
+    """Return dweight of each sample (samples, ..., dim), by the one-product form: (samples, dim, dim)."""
+    left, g = (t.flatten(1, -2) if t.dim() > 2 else t.unsqueeze(1) for t in (x, torch.where(y != 0, dy, 0)))
+    left, g = cast(left, call.compute), cast(g, call.compute)
+    dgram = torch.baddbmm(left.new_empty(()), left.mT, g, beta=0, alpha=call.step_size)
+    dgram = cast(dgram, torch.promote_types(weight.dtype, torch.float32))
+    # W S = (S W^T)^T, for S = dK + dK^T is symmetric: one product with the rows of all samples.
+    dweight = dgram - ((dgram + dgram.mT) @ cast(weight, dgram.dtype).t()).mT
+    return cast(dweight, weight.dtype)
+
+
 def forward_overcomplete(
     engine: Engine, x: Tensor, weight: Tensor, decoder: Tensor | None, keep: bool, call: OvercompleteCall
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,8 +111,8 @@ def mssa(
         TypeError: an argument of the wrong type.
         ValueError: a shape, dtype or value that does not fit, or a full cache.
         RuntimeError: the requested backend is unavailable.
-        NotImplementedError: forward-mode AD, vmap of a gradient, double backward or a dtype or phi that the
-            backend does not have.
+        NotImplementedError: forward-mode AD, double backward or a dtype or phi that the backend does not
+            have.
     """
     if unknown:
         checks.no_keyword(mssa, unknown)

@@ -7,12 +7,14 @@ return, is a separate function of w, computed only when it is asked for.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crate_kernels._core import imports, operator, packing
 from crate_kernels.ops.mssa import given
@@ -66,9 +68,10 @@ def _attend(
     """
     if scale is not None and scale <= 0.0:
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
-    return F.scaled_dot_product_attention(
-        query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, scale=scale
-    )
+    with sdpa_kernel(SDPBackend.MATH) if operator.is_mapped() else nullcontext():  # the others have no rule for vmap
+        return F.scaled_dot_product_attention(
+            query, keys, keys, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, scale=scale
+        )
 
 
 def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator
+from crate_kernels._core import backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.mssa import order
 from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, DecodeCall, default_scale, empty_decoded, empty_lse
@@ -77,12 +77,14 @@ mssa_fwd = operator.define(
     _body("forward", of=0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
+    join=vmapped.batched(Call),
 )
 mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     _body("backward", of=2, order=order.backward),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
+    join=vmapped.batched(Call),
 )
 mssa_decode = operator.define(
     f"mssa_decode(Tensor w, Tensor(a!) data, Tensor(b!) lengths, {operator.schema_of(DecodeCall)}, str backend) "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator
+from crate_kernels._core import backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.tssa.call import Call, State
 
@@ -57,6 +57,7 @@ tssa_fwd = operator.define(
     f"tssa_fwd(Tensor w, Tensor temp, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     operator.body("tssa", "forward", Call, of=0),
     _fake_fwd,
+    join=vmapped.batched(Call, shared=(1,)),
 )
 tssa_bwd = operator.define(
     "tssa_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy, "
@@ -68,6 +69,7 @@ tssa_causal_fwd = operator.define(
     f"tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, {_OPTIONS}) -> (Tensor, Tensor)",
     operator.body("tssa", "forward_causal", Call, of=0),
     _fake_causal_fwd,
+    join=vmapped.batched(Call, shared=(1, 2)),
 )
 tssa_causal_bwd = operator.define(
     "tssa_causal_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, "

@@ -1,0 +1,156 @@
+"""vmap over a gradient: per-sample gradients of tokens and parameters are those of each sample by itself."""
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from crate_kernels import ista, ista_overcomplete, mssa, tssa
+from tests.ops.common import VARIATION, backends, offsets, padding, randn
+
+W = randn(3, 2, 4, 2, 8).float().transpose(2, 3)  # (samples, batch, heads, tokens, channels)
+X = randn(3, 2, 4, 8, seed=1).float()
+KEEP = torch.stack([padding("right", 2, 4), padding("row", 2, 4), torch.ones(2, 4, dtype=torch.bool)])
+TEMP, BIAS = 1 + 0.3 * randn(3, 2, seed=2).float(), 0.1 * randn(3, 2, 5, seed=3).float()
+WEIGHT, DICTIONARY, DECODER = (randn(3, 8, k, seed=k).float() / 3 for k in (8, 12, 11))
+DECODER = torch.cat([DECODER, DECODER[..., :1]], -1)
+PACKED = {"cu_seqlens": offsets((1, 2)), "max_seqlen": 2}  # covers 3 of 4 tokens
+# name: (function of the tensors, tensors of all samples, whether one forward serves all samples of shared parameters)
+CALLS = {
+    "mssa": (mssa, (W,), True),
+    "mssa-lse": (lambda w, **b: mssa(w, return_lse=True, **b)[1], (W,), True),
+    "mssa-pad": (lambda w, **b: mssa(w, causal=True, key_padding_mask=KEEP[0], **b), (W,), True),
+    "mssa-packed": (lambda w, **b: mssa(w[0].transpose(0, 1), **PACKED, **b), (W,), False),
+    "tssa": (tssa, (W, TEMP), True),
+    "tssa-membership": (lambda w, t, **b: tssa(w, t, return_membership=True, **b)[1], (W, TEMP), True),
+    "tssa-pad": (lambda w, t, **b: tssa(w, t, key_padding_mask=KEEP[0], **b), (W, TEMP), True),
+    "tssa-packed": (lambda w, t, **b: tssa(w[0].transpose(0, 1), t, **PACKED, **b), (W, TEMP), False),
+    "tssa-causal": (lambda w, t, d, **b: tssa(w, t, causal=True, denom_bias=d, **b), (W, TEMP, BIAS), True),
+    "ista": (lambda x, a, **b: ista(x, a, step_size=0.3, lambd=0.2, **b), (X, WEIGHT), True),
+    "ista-soft": (lambda x, a, **b: ista(x, a, nonnegative=False, **b), (X, WEIGHT), True),
+    "ista-one-token": (lambda x, a, **b: ista(x[0, 0], a, **b), (X, WEIGHT), True),
+    "ista_overcomplete": (ista_overcomplete, (X, DICTIONARY), True),
+    "ista_overcomplete-decoder": (ista_overcomplete, (X, DICTIONARY, DECODER), True),
+}
+FEW = {"mssa", "tssa", "tssa-causal", "ista", "ista_overcomplete"}
+pytestmark = pytest.mark.usefixtures("plain_backend")
+
+
+def op(name):
+    return name.partition("-")[0].removesuffix("_overcomplete")
+
+
+CASES = pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}", marks=() if name in FEW else VARIATION)
+        for name in CALLS
+        for p in [*backends(op(name)), *([pytest.param("plain", "cpu")] if op(name) == "mssa" else [])]
+        if p.values[1] == "cpu"
+    ],
+)
+
+
+def losses(name, backend):
+    """Return a loss of one sample, the tensors of all, and the places of all that are differentiated."""
+    call, tensors, _ = CALLS[name]
+    return (lambda *t: call(*t, backend=backend).sin().sum()), tensors, tuple(range(len(tensors)))
+
+
+def one_by_one(loss, tensors, in_dims):
+    """Return the gradients of each sample's loss by itself, stacked."""
+    rows = []
+    for index in range(3):
+        leaves = [
+            t[index if dim == 0 else 0].detach().requires_grad_() for t, dim in zip(tensors, in_dims, strict=True)
+        ]
+        rows.append(torch.autograd.grad(loss(*leaves), leaves))
+    return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+
+def given(tensors, in_dims):
+    return [t if dim == 0 else t[0] for t, dim in zip(tensors, in_dims, strict=True)]
+
+
+@CASES
+def test_gradients_of_samples_with_shared_parameters(name, backend):
+    loss, tensors, places = losses(name, backend)
+    in_dims = (0, *(None for _ in tensors[1:]))
+    found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
+    torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
+
+
+@CASES
+def test_gradients_of_samples_with_parameters_of_their_own(name, backend):
+    loss, tensors, places = losses(name, backend)
+    in_dims = (0,) * len(tensors)
+    torch.testing.assert_close(vmap(grad(loss, places))(*tensors), one_by_one(loss, tensors, in_dims))
+
+
+@CASES
+def test_gradients_of_parameters_over_shared_tokens(name, backend):
+    loss, tensors, places = losses(name, backend)
+    if len(tensors) == 1:
+        pytest.skip("needs a parameter")
+    in_dims = (None, *(0 for _ in tensors[1:]))
+    found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
+    torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, once) in CALLS.items() if once])
+def test_one_call_serves_the_samples_of_shared_parameters(name, monkeypatch):
+    from crate_kernels._core import backends as core
+
+    loss, tensors, _ = losses(name, "plain" if op(name) == "mssa" else "composite")
+    in_dims, sizes, run = (0, *(None for _ in tensors[1:])), [], core.run
+    monkeypatch.setattr(core, "run", lambda *a, **k: (sizes.append(a[4].numel()), run(*a, **k))[1])
+    vmap(loss, in_dims)(*given(tensors, in_dims))
+    assert len(sizes) == 1
+    assert name == "ista-one-token" or sizes == [tensors[0].numel()]
+
+
+@CASES
+def test_no_samples_have_empty_gradients(name, backend):
+    loss, tensors, places = losses(name, backend)
+    found = vmap(grad(loss, places))(*(t[:0] for t in tensors))
+    assert [g.shape for g in found] == [t[:0].shape for t in tensors]
+
+
+@pytest.mark.parametrize("backend", [p.values[0] for p in backends("mssa") if p.values[1] == "cpu"])
+def test_each_sample_may_have_a_mask(backend):
+    def loss(w, keep):
+        return mssa(w, key_padding_mask=keep, backend=backend).sin().sum()
+
+    expected = [one_by_one(lambda w, keep=keep: loss(w, keep), (W,), (0,))[0][i] for i, keep in enumerate(KEEP)]
+    torch.testing.assert_close(vmap(grad(loss))(W, KEEP), torch.stack(expected))
+    one = vmap(grad(loss), (None, 0))(W[0], KEEP)
+    torch.testing.assert_close(one, torch.stack([grad(loss)(W[0], keep) for keep in KEEP]))
+
+
+@pytest.mark.parametrize("backend", [p.values[0] for p in backends("mssa") if p.values[0] in ("cpp", "triton")])
+def test_dropout_of_samples_is_what_randomness_says(backend):
+    def loss(w):
+        return mssa(w, dropout_p=0.5, backend=backend).sin().sum()
+
+    same = W[:1].expand(3, *W.shape[1:])
+    torch.manual_seed(0)
+    alike = vmap(grad(loss), randomness="same")(same)
+    torch.manual_seed(0)
+    torch.testing.assert_close(alike, grad(loss)(W[0]).expand_as(alike))
+    apart = vmap(grad(loss), randomness="different")(same)
+    assert not torch.equal(apart[0], apart[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(grad(loss))(same)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", [p.values[0] for p in backends("ista") if p.values[0] in ("composite", "cpp")])
+def test_half_tokens_beside_a_whole_dictionary(backend, dtype):
+    x = X.to(dtype)
+    found = vmap(grad(lambda a, x: ista(x, a, backend=backend).float().sin().sum()), (None, 0))(WEIGHT[0], x)
+    exact = one_by_one(
+        lambda x, a: ista(x, a, backend="reference").sin().sum(), (x.double(), WEIGHT.double()), (0, None)
+    )
+    assert found.dtype == torch.float32
+    # Products of half tokens, whose sums over 8 tokens are rounded once.
+    error = (found - exact[1]).abs().max() / exact[1].abs().max()
+    assert error < 8 * torch.finfo(dtype).eps
