@@ -76,8 +76,10 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
             raise ValueError(f"{name}: global_pool must be 'token', 'avg' or '', got {given['global_pool']!r}")
         changes["pool"] = POOLS[given["global_pool"]]
     size = changes.get(layout.img_size)
-    if isinstance(size, (tuple, list)) and len(set(size)) == 1:  # timm has pairs alone, AoT has squares alone
+    if isinstance(size, (tuple, list)) and len(set(size)) == 1:  # timm has pairs alone
         changes[layout.img_size] = size[0]
+    if not layout.fixed_size and changes.get("dynamic_img_size") is True:  # always so
+        del changes["dynamic_img_size"]
     known = [field.name for field in fields(family.Config)]
     unknown = changes.keys() - {*known, "device", "dtype"}
     if unknown:  # timm's word for it

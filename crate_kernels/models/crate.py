@@ -46,6 +46,8 @@ class CRATEConfig:
         alpha: dim / (N eps^2) for ``prox="mm"``.
         drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
             layer to this in the last. ISTA has no residual, so it is never skipped.
+        dynamic_img_size: resize the positions to images of another size at each call, bicubically; False refuses these.
+        antialias: resize them with antialiasing, as timm does; False is the way of DINO and of CRATE-MAE.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -72,6 +74,8 @@ class CRATEConfig:
     prox: str = "nonnegative"
     alpha: float = 1.0
     drop_path_rate: fields.Rate = 0.0
+    dynamic_img_size: bool = False
+    antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -211,10 +215,11 @@ class Embedding(Classifier):
         self.pos_embedding = nn.Parameter(torch.randn(1, rows * columns + 1, config.dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, config.dim))
 
-    def _embed(self, img: Tensor) -> Tensor:
-        x = self.to_patch_embedding(img)
-        vision.check_size(self._name, img, self.config.image_size)
-        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embedding
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
+        x, c = self.to_patch_embedding(img), self.config
+        options = c.image_size, c.patch_size, c.dynamic_img_size, c.antialias
+        positions = vision.positions_for(self._name, img, self.pos_embedding, resize, *options)
+        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + positions
 
 
 class CRATE(Embedding):
@@ -239,26 +244,20 @@ class CRATE(Embedding):
         self.transformer = Stack((_layer(config, rate) for rate in rates), config.grad_checkpointing)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), vision.head(dim, config.num_classes))
 
-    def _embed(self, img: Tensor) -> Tensor:
-        return self.dropout(super()._embed(img))
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
+        return self.dropout(super()._embed(img, resize))
 
-    def forward_features(self, img: Tensor) -> Tensor:
+    def forward_features(self, img: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
-        return self.transformer(self._embed(img))
+        return self.transformer(self._embed(img, interpolate_pos_encoding))
 
-    def get_last_selfattention(self, img: Tensor, layer: int = 5) -> Tensor:
-        """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0."""
-        return self._inspect(img, "layer", layer, return_attention=True)
+    def get_last_selfattention(self, img: Tensor, layer: int | None = 5) -> Tensor:
+        """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0; None: the last."""
+        return super().get_last_selfattention(img, layer)
 
-    def get_last_key(self, img: Tensor, depth: int = 11) -> Tensor:
-        """Return the projected tokens ``qkv(LN(x))`` (batch, tokens, heads * dim_head) of a layer, from 0."""
-        return self._inspect(img, "depth", depth, return_key=True)
-
-    def _inspect(self, img: Tensor, name: str, index: int, **what: bool) -> Tensor:
-        if checks.integer("CRATE", name, index, minimum=0) >= self.transformer.depth:
-            raise ValueError(f"CRATE: {name} must be < {self.transformer.depth} layers, got {index}")
-        x = self.transformer(self._embed(img), index)
-        return self.transformer.layers[index](x, **what)
+    def get_last_key(self, img: Tensor, depth: int | None = 11) -> Tensor:
+        """Return the projected tokens ``qkv(LN(x))`` (batch, tokens, heads * dim_head) of a layer; None: the last."""
+        return super().get_last_key(img, depth)
 
 
 Config, Model = CRATEConfig, CRATE

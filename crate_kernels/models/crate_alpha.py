@@ -43,6 +43,8 @@ class CRATEAlphaConfig:
         pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         drop_path_rate: part of the images that skip a block in training (stochastic depth): from 0 in the first
             layer to this in the last, as in the training code.
+        dynamic_img_size: resize the positions to images of another size at each call, bicubically; False refuses these.
+        antialias: resize them with antialiasing, as timm does; False is the way of DINO and of CRATE-MAE.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -67,6 +69,8 @@ class CRATEAlphaConfig:
     head_eps: float = 1e-5
     pool: str = "cls"
     drop_path_rate: fields.Rate = 0.0
+    dynamic_img_size: bool = False
+    antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -96,9 +100,11 @@ SIZES = {
 class Layer(nn.ModuleList):
     """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, a list in checkpoints."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the next tokens (batch, seqlen, dim)."""
+    def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
+        """Return the next tokens (batch, seqlen, dim), or this layer's attention weights or projection instead."""
         attention, code = self
+        if return_attention or return_key:
+            return attention(x, return_attention=return_attention, return_key=return_key)
         x = attention(x) + x
         return code(x) + x
 
@@ -130,7 +136,6 @@ class CRATEAlpha(Classifier):
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__(config)
         dim, rates = config.dim, path_rates(config.drop_path_rate, config.depth)
-        self.grid = vision.grid("CRATEAlpha", config.image_size, config.patch_size)
         self.patch_size = vision.pair("CRATEAlpha", "patch_size", config.patch_size)
         self.conv1 = nn.Conv2d(config.channels, dim, self.patch_size, self.patch_size)
         self.pos_embedding = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + 1, dim))
@@ -163,17 +168,19 @@ class CRATEAlpha(Classifier):
         spared = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
         return {name for name, _ in self.named_parameters() if name.endswith(spared)}
 
-    def _embed(self, img: Tensor) -> Tensor:
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""
-        vision.check_images("CRATEAlpha", img, self.config.channels, self.patch_size)
-        vision.check_size("CRATEAlpha", img, self.config.image_size)
+        c = self.config
+        vision.check_images("CRATEAlpha", img, c.channels, self.patch_size)
+        options = c.image_size, c.patch_size, c.dynamic_img_size, c.antialias
+        positions = vision.positions_for("CRATEAlpha", img, self.pos_embedding, resize, *options)
         x = self.conv1(img).flatten(2).transpose(1, 2)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
-        return self.dropout(x + self.pos_embedding)
+        return self.dropout(x + positions)
 
-    def forward_features(self, img: Tensor) -> Tensor:
+    def forward_features(self, img: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
         """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
-        return self.transformer(self._embed(img))
+        return self.transformer(self._embed(img, interpolate_pos_encoding))
 
 
 # Prefixes of a CLIPA checkpoint's text tower, an ordinary transformer.

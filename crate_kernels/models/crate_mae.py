@@ -43,6 +43,7 @@ class CRATEMAEConfig:
         use_softmax: use a softmax in the decoder's attention; False uses the scores as weights.
         norm_eps: eps of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
             published class that was built without ``norm_layer``. Checkpoints do not contain it.
+        antialias: resize the positions to other images with antialiasing, as timm does; False is the published way.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -66,6 +67,7 @@ class CRATEMAEConfig:
     dropout: float = 0.0
     use_softmax: bool = True
     norm_eps: float = 1e-6
+    antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -161,7 +163,7 @@ def embed(model: Any, imgs: Tensor, positions: Tensor, mask: Tensor | None = Non
     name = model._name
     vision.check_images(name, imgs, model.config.in_chans, vision.pair(name, "patch_size", model.config.patch_size))
     x = model.patch_embed["proj"](imgs)
-    positions = vision.resize_positions(positions, model.grid, (x.shape[2], x.shape[3]))
+    positions = vision.resize_positions(positions, model.grid, (x.shape[2], x.shape[3]), model.config.antialias)
     x = x.flatten(2).transpose(1, 2)
     if mask is not None:
         if mask.shape != x.shape[:2]:

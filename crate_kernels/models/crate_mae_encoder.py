@@ -31,6 +31,7 @@ class CRATEMAEEncoderConfig:
         norm_eps: eps of the last LayerNorm.
         drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
             layer to this in the last. ISTA has no residual, so it is never skipped.
+        antialias: resize the positions to other images with antialiasing, as timm does; False is the published way.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
 
@@ -51,6 +52,7 @@ class CRATEMAEEncoderConfig:
     dropout: float = 0.0
     norm_eps: float = 1e-6
     drop_path_rate: fields.Rate = 0.0
+    antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
@@ -88,6 +90,7 @@ class CRATEMAEEncoder(Classifier):
         norm="norm",
         classifier="head",
         fixed_size=False,
+        positions="pos_embed",
         dim="embed_dim",
         img_size="img_size",
         in_chans="in_chans",
@@ -98,7 +101,6 @@ class CRATEMAEEncoder(Classifier):
     def __init__(self, config: CRATEMAEEncoderConfig) -> None:
         super().__init__(config)
         dim, patch = config.embed_dim, vision.pair("CRATEMAEEncoder", "patch_size", config.patch_size)
-        self.grid = vision.grid("CRATEMAEEncoder", config.img_size, config.patch_size, "img_size")
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(config.in_chans, dim, patch, patch)})
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         positions = vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
@@ -113,7 +115,7 @@ class CRATEMAEEncoder(Classifier):
     def _init_linear(self, linear: nn.Linear) -> None:
         crate_mae.init_linear(linear)
 
-    def _embed(self, img: Tensor) -> Tensor:
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
         return crate_mae.embed(self, img, self.pos_embed)
 
     def _finish(self, tokens: Tensor) -> Tensor:

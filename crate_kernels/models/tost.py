@@ -191,8 +191,16 @@ class Block(_Scaled):
         sizes = (config.embed_dim, config.num_heads, config.qkv_bias, None)
         super().__init__(config, TSSA(*sizes, *rates, backend=config.backend), config.drop_path_rate)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the next patch tokens (batch, patches, dim)."""
+    def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
+        """Return the next patch tokens (batch, patches, dim), or the projected tokens if ``return_key``."""
+        if return_attention:
+            raise NotImplementedError(
+                "ToST: get_last_selfattention must be of a model with weights between tokens, which these layers do "
+                "not have; get_last_key gives the projected tokens, crate_kernels.tssa their membership"
+            )
+        if return_key:
+            attention: Any = self.attn
+            return attention.qkv(self.norm1(x))
         x = torch.addcmul(x, self.gamma1, self.drop_path(self.attn(self.norm1(x))))
         return torch.addcmul(x, self.gamma2, self.drop_path(self.mlp(self.norm2(x))))
 
@@ -258,6 +266,7 @@ class ToST(Classifier):
         classifier="head",
         prefix_tokens=0,
         fixed_size=False,
+        positions="",
         dim="embed_dim",
         img_size="img_size",
         in_chans="in_chans",
@@ -296,7 +305,7 @@ class ToST(Classifier):
         """
         return {"cls_token", *(name for name, _ in self.named_parameters() if name.endswith(".temp"))}
 
-    def _embed(self, img: Tensor) -> Tensor:
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
         """Return the patch tokens (batch, patches, embed_dim) that enter the first block."""
         size = self.config.patch_size
         vision.check_images("ToST", img, self.config.in_chans, (size, size))
@@ -316,17 +325,18 @@ class ToST(Classifier):
         return self.norm(x)
 
     @checks.closed
-    def forward(self, img: Tensor, **unknown: NoReturn) -> Any:
+    def forward(self, img: Tensor, interpolate_pos_encoding: bool = False, **unknown: NoReturn) -> Any:
         """Return logits (batch, num_classes) of images (batch, in_chans, height, width).
 
-        In training with ``distillation``, return a pair of the same logits.
+        In training with ``distillation``, return a pair of the same logits. Positions are computed, so images may have
+        any size, whatever ``interpolate_pos_encoding``.
 
         Raises:
             ValueError: images of another number of channels, or not of whole patches.
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ToST.forward, unknown)
-        logits = super().forward(img)
+        logits = super().forward(img, interpolate_pos_encoding)
         return (logits, logits) if self.training and self.config.distillation else logits
 
 

@@ -11,7 +11,7 @@ import timm
 import timm.optim
 import timm.scheduler
 from timm.data import create_dataset, create_loader
-from timm.layers import calculate_drop_path_rates, get_notrace_modules
+from timm.layers import calculate_drop_path_rates, get_notrace_modules, resample_abs_pos_embed
 from timm.models import group_parameters
 from torch.fx import GraphModule
 from torchvision.models.feature_extraction import NodePathTracer
@@ -116,6 +116,27 @@ def test_the_learning_rate_decays_by_layer(name):
     assert scales == {0.5**k for k in range(5 + after)}
     plain = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0 for p in g["params"]}
     assert {id(model.get_parameter(n)) for n in model.no_weight_decay()} <= plain
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_another_input_size_is_as_timm_resizes_positions(name):
+    """timm resamples with antialiasing: the option of ours."""
+    fixed = small(name).layout.fixed_size
+    options = {} if name.startswith("tost") else {"antialias": True}
+    model = drawn(small(name, **options)).eval()
+    dynamic = drawn(small(name, dynamic_img_size=True, **options)).eval()
+    place, img = model.layout.positions, torch.randn(2, 3, 48, 64)
+    positions = getattr(model, place).detach().clone() if place else None
+    if fixed:
+        with pytest.raises(ValueError, match="img must have 32x32 pixels"):
+            model(img)
+    model.set_input_size((48, 64))
+    if positions is not None:
+        wanted = resample_abs_pos_embed(positions, new_size=[3, 4], old_size=[2, 2], num_prefix_tokens=1)
+        assert_close(getattr(model, place).detach(), wanted)
+    assert_close(model(img), dynamic(img))
+    backbone = small(name, features_only=True, out_indices=(1,), dynamic_img_size=True)
+    assert [tuple(each.shape) for each in backbone(img)] == [(2, 24, 3, 4)]
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if not name.startswith("tost")])  # its rate is constant

@@ -158,7 +158,7 @@ def test_what_says_nothing_is_no_concern():
 def test_image_models_refuse_what_they_do_not_read(family):
     _, model = images.pair(family)
     img, labels = images.images(family), torch.tensor([1, 4])
-    for name, value in (("interpolate_pos_encoding", True), ("bool_masked_pos", torch.ones(2, 4)), ("label", labels)):
+    for name, value in (("bool_masked_pos", torch.ones(2, 4)), ("label", labels)):
         with pytest.raises(TypeError, match=f"{type(model).__name__}: {name} cannot be given"):
             model(img, **{name: value})
     plain = model(img, labels=labels, interpolate_pos_encoding=False, head_mask=None)

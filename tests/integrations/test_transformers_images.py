@@ -119,3 +119,18 @@ def test_tuples():
     loss, logits = pair("crate")[1](images("crate"), labels=torch.tensor([0, 1]), return_dict=False)
     assert loss.dim() == 0
     assert logits.shape == (2, 5)
+
+
+@each_family
+def test_images_of_another_size(family):
+    ours, model = pair(family)
+    img = torch.nn.functional.interpolate(images(family), scale_factor=2.0)
+    with torch.no_grad():
+        logits = model(img, interpolate_pos_encoding=True).logits
+        torch.testing.assert_close(logits, ours(img, interpolate_pos_encoding=True), rtol=0, atol=0)
+        resized = copy.deepcopy(ours)
+        resized.set_input_size(tuple(img.shape[2:]))
+        torch.testing.assert_close(logits, resized(img))
+    if ours.layout.fixed_size:
+        with pytest.raises(ValueError, match="img must have"):
+            model(img)

@@ -94,12 +94,19 @@ class ImageClassifier(base.Model):
         return super().load_state_dict({f"{_PREFIX}.{name}": t for name, t in bare.items()}, *args, **kwargs)
 
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput:
         """Classify images.
 
         Args:
             pixel_values: (batch, channels, height, width).
             labels: (batch,) classes; for ``problem_type`` other than single labels, (batch, num_labels) numbers.
+            interpolate_pos_encoding: resize learned positions to images of another size; default False.
             **kwargs: ``output_hidden_states`` for the tokens that enter the first layer and those after each,
                 (batch, patches + 1, dim) with the class token first, or without it in ToST, whose class token comes
                 after these layers; ``num_items_in_batch`` and ``ignore_index`` of the loss.
@@ -111,7 +118,9 @@ class ImageClassifier(base.Model):
         base.refuse_attentions(self, kwargs.pop("output_attentions", None))
         kwargs.pop("output_hidden_states", None)  # kept by the decorator
         base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index"))
-        logits = self.model(pixel_values)  # as a module, since accelerate moves its weights for a call
+        logits = self.model(
+            pixel_values, bool(interpolate_pos_encoding)
+        )  # as a module, since accelerate moves its weights for a call
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)

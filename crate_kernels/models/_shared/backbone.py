@@ -42,6 +42,7 @@ class Layout:
         classifier: last linear layer.
         prefix_tokens: number of tokens before the patches in the blocks.
         fixed_size: the positions are those of one image size.
+        positions: parameter or buffer of the positions; "" where they are computed.
         dim, img_size, in_chans, drop_rate: fields of the config.
     """
 
@@ -53,6 +54,7 @@ class Layout:
     classifier: str = "mlp_head.1"
     prefix_tokens: int = 1
     fixed_size: bool = True
+    positions: str = "pos_embedding"
     dim: str = "dim"
     img_size: str = "image_size"
     in_chans: str = "channels"
@@ -114,8 +116,11 @@ class Classifier(ReferenceModel):
     def _patch_size(self) -> tuple[int, int]:
         return vision.pair(self._name, "patch_size", self.config.patch_size)
 
-    def _embed(self, img: Tensor) -> Tensor:
-        """Return the tokens (batch, prefix_tokens + patches, dim) that enter the first layer."""
+    def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
+        """Return the tokens (batch, prefix_tokens + patches, dim) that enter the first layer.
+
+        With ``resize``, learned positions are resized to images of another size.
+        """
         raise NotImplementedError
 
     def _finish(self, tokens: Tensor) -> Tensor:
@@ -125,9 +130,14 @@ class Classifier(ReferenceModel):
     def _init_linear(self, linear: nn.Linear) -> None:
         """Draw the weights of a linear layer; PyTorch's own are kept by default."""
 
-    def forward_features(self, img: Tensor) -> Tensor:
-        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first."""
-        tokens = self._embed(img)
+    def forward_features(self, img: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
+        """Return the tokens after the last layer, (batch, patches + 1, dim), class token first.
+
+        Args:
+            img: images (batch, channels, height, width).
+            interpolate_pos_encoding: resize learned positions to images of another size; default False.
+        """
+        tokens = self._embed(img, interpolate_pos_encoding)
         for block in self._blocks():
             tokens = run(self.config.grad_checkpointing, block, tokens)
         return self._finish(tokens)
@@ -149,15 +159,20 @@ class Classifier(ReferenceModel):
         return x if pre_logits else self.get_classifier()(x)
 
     @checks.closed
-    def forward(self, img: Tensor, **unknown: NoReturn) -> Tensor:
+    def forward(self, img: Tensor, interpolate_pos_encoding: bool = False, **unknown: NoReturn) -> Tensor:
         """Return logits (batch, num_classes) of images (batch, channels, height, width).
+
+        Args:
+            img: the images.
+            interpolate_pos_encoding: resize learned positions to images of another size, for this call; by default as
+                ``dynamic_img_size`` of the config says. Models whose positions are computed take any size.
 
         Raises:
             ValueError: images of another size or number of channels.
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(Classifier.forward, unknown)
-        return self.forward_head(self.forward_features(img))
+        return self.forward_head(self.forward_features(img, interpolate_pos_encoding))
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer: an ``nn.Linear``, or an ``nn.Identity`` without classes."""
@@ -185,6 +200,68 @@ class Classifier(ReferenceModel):
         if isinstance(head, nn.Linear):
             self._init_linear(head)
         self.set_submodule(self.layout.classifier, head.to(like.device, like.dtype).train(self.training))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of patches of an image of the config's size, (down, across)."""
+        size = getattr(self.config, self.layout.img_size)
+        return vision.grid(self._name, size, self.config.patch_size, self.layout.img_size)
+
+    def set_input_size(self, img_size: vision.Size | None = None, patch_size: vision.Size | None = None) -> None:
+        """Change the size of the images; the config follows, and learned positions are resized to it.
+
+        They are a new parameter then: make optimizers after this.
+
+        Args:
+            img_size: an int or (height, width), in pixels; unchanged by default.
+            patch_size: must be that of the model, since the stem is not resized.
+
+        Raises:
+            ValueError: a size that is not of whole patches.
+            NotImplementedError: another ``patch_size``.
+        """
+        if patch_size is not None and vision.pair(self._name, "patch_size", patch_size) != self._patch_size():
+            raise NotImplementedError(
+                f"{self._name}: patch_size must be unchanged, {self._patch_size()}, got {patch_size}: "
+                "the weights of the stem are of one size"
+            )
+        if img_size is None:
+            return
+        old, name = self.grid, self.layout.positions
+        self.config = replace(self.config, **{self.layout.img_size: img_size})
+        if name and self.grid != old:
+            positions: Any = getattr(self, name)
+            resized = vision.resize_positions(positions.detach(), old, self.grid, self.config.antialias)
+            learned = isinstance(positions, nn.Parameter)
+            setattr(self, name, nn.Parameter(resized, positions.requires_grad) if learned else resized)
+
+    def get_last_selfattention(self, img: Tensor, layer: int | None = None) -> Tensor:
+        """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0; the last by default.
+
+        Raises:
+            ValueError: a layer that does not exist.
+            NotImplementedError: layers without such weights: ToST's, and ordinary attention.
+        """
+        return self._inspect(img, "layer", layer, return_attention=True)
+
+    def get_last_key(self, img: Tensor, depth: int | None = None) -> Tensor:
+        """Return the projected tokens (batch, tokens, heads * head_dim) of a layer, from 0; the last by default.
+
+        Raises:
+            ValueError: a layer that does not exist.
+            NotImplementedError: layers of ordinary attention, which have no one projection.
+        """
+        return self._inspect(img, "depth", depth, return_key=True)
+
+    def _inspect(self, img: Tensor, name: str, index: int | None, **what: bool) -> Tensor:
+        blocks = self._blocks()
+        index = len(blocks) - 1 if index is None else checks.integer(self._name, name, index, minimum=0)
+        if index >= len(blocks):
+            raise ValueError(f"{self._name}: {name} must be < {len(blocks)} layers, got {index}")
+        tokens = self._embed(img)
+        for block in blocks[:index]:
+            tokens = block(tokens)
+        return blocks[index](tokens, **what)
 
     def _take(self, indices: int | Sequence[int] | None) -> list[int]:
         """Return the layers that ``indices`` mean, counted from 0."""

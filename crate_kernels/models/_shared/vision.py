@@ -52,7 +52,29 @@ def check_size(owner: str, img: Tensor, image_size: Size) -> None:
     """
     height, width = pair(owner, "image_size", image_size)
     if tuple(img.shape[2:]) != (height, width):
-        raise ValueError(f"{owner}: img must have {height}x{width} pixels, got {tuple(img.shape)}")
+        raise ValueError(
+            f"{owner}: img must have {height}x{width} pixels, got {tuple(img.shape)}; dynamic_img_size=True resizes "
+            "the positions at each call, set_input_size once"
+        )
+
+
+def positions_for(
+    owner: str,
+    img: Tensor,
+    positions: Tensor,
+    resize: bool,
+    image_size: Size,
+    patch_size: Size,
+    dynamic: bool,
+    antialias: bool,
+) -> Tensor:
+    """Return the positions, learned for ``image_size``, that images get; of another size if a flag allows it."""
+    if not (resize or dynamic):
+        check_size(owner, img, image_size)
+        return positions
+    ph, pw = pair(owner, "patch_size", patch_size)
+    old = grid(owner, image_size, (ph, pw))
+    return resize_positions(positions, old, (img.shape[2] // ph, img.shape[3] // pw), antialias)
 
 
 def patchify(img: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -70,7 +92,7 @@ def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid: tuple[int, in
 
 
 # torch.fx records calls of these: a symbol has no shape to check.
-for _name in ("check_images", "check_size", "resize_positions"):
+for _name in ("check_images", "positions_for", "resize_positions"):
     torch.fx.wrap(_name)
 
 
@@ -88,11 +110,12 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     return torch.cat([torch.zeros(1, dim, dtype=torch.float64, device="cpu"), patches])[None].float()
 
 
-def resize_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+def resize_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int], antialias: bool = False) -> Tensor:
     """Resize (1, 1 + old patches, dim) positions bicubically to another grid; the class token's does not change."""
     if old == new:
         return positions
     patches = positions[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
     # bicubic has no half-precision kernel on every device
-    resized = F.interpolate(patches.float(), size=new, mode="bicubic", align_corners=False).to(positions.dtype)
-    return torch.cat([positions[:, :1], resized.flatten(2).mT], dim=1)
+    wide = patches.to(torch.promote_types(patches.dtype, torch.float32))
+    resized = F.interpolate(wide, size=new, mode="bicubic", align_corners=False, antialias=antialias)
+    return torch.cat([positions[:, :1], resized.to(positions.dtype).flatten(2).mT], dim=1)

@@ -83,8 +83,17 @@ class Layer(nn.Module):
         cache: Any = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        return_attention: bool = False,
+        return_key: bool = False,
     ) -> Tensor:
-        """Return (batch, seqlen, dim); the mask, the cache and the offsets are passed to the attention."""
+        """Return (batch, seqlen, dim); the mask, the cache and the offsets are passed to the attention.
+
+        With ``return_attention`` or ``return_key``, return the weights or the projection of an MSSA instead.
+        """
+        if return_attention or return_key:
+            if not isinstance(self.attn, MSSA):
+                raise NotImplementedError("Layer: attention must be 'mssa' for its weights or projection, got 'mhsa'")
+            return self.attn(self.norm(x), return_attention, return_key)
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
         x = x + self.drop_path(update if self.eta == 1.0 else self.eta * update)

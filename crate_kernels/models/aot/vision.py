@@ -25,7 +25,7 @@ class AoTVisionConfig:
     Attributes:
         dim, depth, heads: width of a token, layers, subspaces.
         attention: ``"mssa"``, or ``"mhsa"`` for ordinary attention.
-        image_size, patch_size: sides in pixels.
+        image_size, patch_size: an int or (height, width), in pixels.
         num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         channels: channels of the image.
         norm: layer-normalise the input of each attention; False in the paper.
@@ -34,6 +34,8 @@ class AoTVisionConfig:
         pool: ``"cls"``, ``"mean"`` over all tokens, the class token included, or ``"none"``: logits of every token.
         drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
             layer to this in the last.
+        dynamic_img_size: resize the positions to images of another size at each call, bicubically; False refuses these.
+        antialias: resize them with antialiasing, as timm does; False is the way of DINO and of CRATE-MAE.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of MSSA; None is the best available.
 
@@ -45,8 +47,8 @@ class AoTVisionConfig:
     depth: int
     heads: int
     attention: str = "mssa"
-    image_size: int = 224
-    patch_size: int = 16
+    image_size: vision.Size = 224
+    patch_size: vision.Size = 16
     num_classes: fields.Count = 1000
     channels: int = 3
     norm: bool = False
@@ -54,6 +56,8 @@ class AoTVisionConfig:
     dropout: fields.Rate = 0.0
     pool: str = "cls"
     drop_path_rate: fields.Rate = 0.0
+    dynamic_img_size: bool = False
+    antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
 
