@@ -211,7 +211,7 @@ def is_traced() -> bool:
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms_are_active = torch._C._are_functorch_transforms_active
 _key_is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_autocast_is_enabled = torch._C._is_any_autocast_enabled
+autocast_is_on = torch._C._is_any_autocast_enabled  # for any device
 _tracing_state = torch._C._get_tracing_state
 
 
@@ -220,7 +220,7 @@ def _a_mode_is_active() -> bool:
         _dispatch_modes() > 0
         or _transforms_are_active()
         or _key_is_included(_VMAP)
-        or _autocast_is_enabled()
+        or autocast_is_on()
         or _tracing_state() is not None
     )
 
@@ -296,14 +296,16 @@ _FORWARD_AD: Any = torch.autograd.forward_ad
 
 
 def is_short(tensors: Sequence) -> bool:
-    """Return whether nothing but autograd's backward wants to see a call on ``tensors``."""
+    """Return whether nothing but autograd's backward wants to see a call on ``tensors``.
+
+    Autocast casts what a public function is given, and nothing after it: plans run without it (recording.py).
+    """
     for t in tensors:
         if type(t) not in _TENSORS_OR_NONE:
             return False
     return not (  # in the microseconds of a small call, another function's call would be felt
         _dispatch_modes()
         or _transforms_are_active()
-        or _autocast_is_enabled()
         or _tracing_state() is not None
         or _key_is_included(_VMAP)
         or _profiler_is_on()
@@ -392,7 +394,7 @@ def merged_layout(out: Tensor) -> Tensor:
 
 def autocast_dtype(t: Tensor) -> torch.dtype | None:
     """Return autocast's dtype if autocast is on for a tensor's device, else None. Meta tensors have no autocast."""
-    if not torch._C._is_any_autocast_enabled():  # takes a quarter of the time of the query for one device
+    if not autocast_is_on():  # takes a quarter of the time of the query for one device
         return None
     device_type = t.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):

@@ -147,11 +147,11 @@ class Recorder(TorchDispatchMode):
             self._step("addmm", result, *args, numbers=(kwargs.get("beta", 1), kwargs.get("alpha", 1)))
         elif name == "aten::addmm_":
             self._step("addmm", result, *args, numbers=(kwargs.get("beta", 1), kwargs.get("alpha", 1)))
-        elif name in ("aten::add", "aten::sub") and overload == "Tensor" and _are_alike(args):
+        elif name in ("aten::add", "aten::sub") and overload == "Tensor" and _are_tensors(args):
             sign = 1 if name == "aten::add" else -1
             self._step("add", *args, numbers=(sign * kwargs.get("alpha", 1),))
             self._made(result)
-        elif name in ("aten::add_", "aten::sub_") and overload == "Tensor" and _are_alike(args):
+        elif name in ("aten::add_", "aten::sub_") and overload == "Tensor" and _are_tensors(args) and _are_alike(args):
             sign = 1 if name == "aten::add_" else -1
             self._step("add", *args, numbers=(sign * kwargs.get("alpha", 1),))
             self._replaced(result)
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             self._replaced(result) if name == "aten::mul_" else self._made(result)
         elif name == "aten::cat":
             self._cat(result, *args)
-        elif (name, overload) == ("aten::sum", "dim_IntList") and len(args) == 2 and not kwargs:
+        elif (name, overload) == ("aten::sum", "dim_IntList") and len(args) == 2 and not kwargs and _is_wide(args[0]):
             self._step("sum", args[0], numbers=tuple(args[1]))
             self._made(result)
         elif name.startswith(_OURS) and not kwargs and result is None:
@@ -249,9 +249,19 @@ class Recorder(TorchDispatchMode):
         return _Writer(self).write(results)
 
 
+def _are_tensors(args: tuple) -> bool:
+    """Return whether the arguments are floating tensors: numbers are PyTorch's business."""
+    return all(isinstance(a, Tensor) and a.is_floating_point() for a in args)
+
+
 def _are_alike(args: tuple) -> bool:
-    """Return whether the arguments are tensors of one dtype: numbers, and promotion, are PyTorch's business."""
-    return all(isinstance(a, Tensor) for a in args) and len({a.dtype for a in args}) == 1
+    """Return whether tensors have one dtype: what is changed in place is not promoted."""
+    return len({a.dtype for a in args}) == 1
+
+
+def _is_wide(t: Tensor) -> bool:
+    """Return whether a sum of a tensor has its dtype under autocast too, which sums 16 bits in float32 on GPUs."""
+    return t.dtype in (torch.float32, torch.float64)
 
 
 def recorder() -> Recorder | None:

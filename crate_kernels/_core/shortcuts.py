@@ -159,20 +159,20 @@ class Shortcuts:
             return None
 
     def remember(
-        self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str, results: int = 1
+        self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str, results: int = 1, *more: Any
     ) -> None:
         """Let later calls of these options be repeated; the caller takes the first ``results`` of the op's results.
 
-        ``tensors`` are the op's arguments before its options.
+        ``tensors`` and ``more`` are the op's arguments before its options.
         """
-        if more := plan.settings(tensors[0]):  # pyright: ignore[reportArgumentType]
-            key = (key, more)
+        if settings := plan.settings(tensors[0]):  # pyright: ignore[reportArgumentType]
+            key = (key, settings)
         if self._planned is None or key in self._known:
             return
         held = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
         if not operator.is_short((*tensors, *(getattr(call, name) for name in held))):
             return
-        entry, _ = self._planned.entry((*tensors, *call, backend))
+        entry, _ = self._planned.entry((*tensors, *more, *call, backend))
         if entry is None:
             return
         if len(self._known) >= _MOST_SHORTCUTS:

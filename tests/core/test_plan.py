@@ -33,6 +33,8 @@ def ops():
 BODIES = {
     "sum": lambda a, b: torch.ops.aten.sum.dim_IntList(a, [0]),
     "addition": lambda a, b: torch.add(a, b, alpha=0.5),
+    "addition-of-two-dtypes": lambda a, b: torch.add(a.bfloat16(), b, alpha=0.5),
+    "difference-of-two-dtypes": lambda a, b: a - b.to(torch.float16),
     "difference-in-place": lambda a, b: a.clone().sub_(b),
     "product": lambda a, b: a @ b.t(),
     "scaled-product": lambda a, b: torch.addmm(a, b, b.t() @ a, beta=0.5, alpha=2),
@@ -72,7 +74,8 @@ REFUSED = {
     "a-value": lambda a: a * float(a.sum()),
     "another-tensor": lambda a: a + _CONSTANT,
     "an-operator": torch.sin,
-    "a-promotion": lambda a: a + a.double(),
+    "a-promotion-in-place": lambda a: a.bfloat16().add_(a),
+    "a-sum-of-16-bits": lambda a: torch.ops.aten.sum.dim_IntList(a.bfloat16(), [0]),  # float32 by autocast on GPUs
     "itself": lambda a: a,
     "another-type-of-view": lambda a: a.view(torch.int32) + a.view(torch.int32),
 }

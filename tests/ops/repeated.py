@@ -25,7 +25,8 @@ def inputs(op, seed=0, **sizes):
         w = randn(*shape, seed=seed, dtype=sizes.get("dtype", torch.float32))
         return (w,) if op == "mssa" else (w, torch.linspace(0.5, 1.5, 3))
     x = randn(2, sizes.get("seqlen", 40), 32, seed=seed, dtype=sizes.get("dtype", torch.float32))
-    return x, randn(32, 32, seed=seed + 1, dtype=x.dtype) / 6
+    weights = [randn(32, 32, seed=seed + more, dtype=x.dtype) / 6 for more in ((1, 2) if "decoder" in sizes else (1,))]
+    return x, *weights
 
 
 CALLS = {
@@ -43,6 +44,7 @@ CALLS = {
     "ista-two-sided": ("ista", {"nonnegative": False}),
     "ista-few": ("ista", {}, {"seqlen": 2}),
     "ista-overcomplete": ("ista_overcomplete", {}),
+    "ista-decoder": ("ista_overcomplete", {"steps": 3}, {"decoder": True}),
 }
 EACH = ("mssa", "tssa", "tssa-causal", "ista", "ista-overcomplete")
 

@@ -84,6 +84,16 @@ def test_a_backward_counts_whichever_input_wants_a_gradient(further, known, ran,
     assert {*ran} == {"composite"}
 
 
+def test_tokens_that_autocast_casts_are_of_the_class_that_they_are_cast_to(ran, unrepeated, tmp_path):
+    row = {"op": "mssa", "dtype": "bfloat16", "sizes": [16], "length": measured.bucket(SEQLEN), "causal": False}
+    with timed_gpu.with_table([row | {"direction": "forward", "backend": "composite"}], tmp_path):
+        (w,) = inputs("mssa", seqlen=SEQLEN)
+        ck.mssa(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            ck.mssa(w)
+    assert ran == ["cpp", "composite"]
+
+
 def test_a_named_backend_is_obeyed(known, ran, unrepeated):
     call, make = known
     outputs_and_gradients(partial(call, backend="cpp"), *make(seqlen=SEQLEN))

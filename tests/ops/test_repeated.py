@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 each = pytest.mark.parametrize("name", EACH)
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if n != "ista-overcomplete"])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_repeated_call_chooses_no_backend_again(name, monkeypatch):
     call, make = known(name)
     monkeypatch.setattr(backends, "resolve", None)
@@ -315,7 +315,10 @@ def test_inference_mode_and_grad_mode_repeat_apart():
     assert call(leaf).requires_grad
 
 
-@pytest.mark.parametrize("name", ["mssa", "mssa-lse", "mssa-mask", "tssa", "tssa-members", "tssa-bias", "ista"])
+@pytest.mark.parametrize(
+    "name",
+    ["mssa", "mssa-lse", "mssa-mask", "tssa", "tssa-members", "tssa-bias", "ista", "ista-overcomplete", "ista-decoder"],
+)
 def test_both_passes_of_a_repeated_call_are_their_plans_alone(name, monkeypatch):
     call, make = known(name)
     expected = both(call, make(seed=4))

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, measured, operator
+from crate_kernels._core import backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import op, reference
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
@@ -59,7 +59,8 @@ def ista(
     if may_repeat(x):
         options = step_size, lambd, nonnegative, backend
         taken = None if backend is not None else _taken("ista", x, weight)
-        key = (x.dtype, taken, *options, *map(type, options))  # types, for True is 1
+        compute = _compute_dtype(x) if operator.autocast_is_on() else x.dtype
+        key = (x.dtype, compute, taken, *options, *map(type, options))  # types, for True is 1
         if (found := op.shortcuts.repeat(key, x, weight)) is not None:
             return found
     weight = _dictionary("ista", x, weight, "(dim, dim)")
@@ -118,6 +119,17 @@ def ista_overcomplete(
     """
     if unknown:
         checks.no_keyword(ista_overcomplete, unknown)
+    key = taken = operand = None
+    keep = False
+    if may_repeat(x) and isinstance(weight, Tensor) and (decoder is None or isinstance(decoder, Tensor)):
+        options = step_size, lambd, steps, backend
+        taken = None if backend is not None else _taken("ista_overcomplete", x, weight, decoder)
+        operand, keep = _operand(x), operator.needs_grad(x, weight, decoder)
+        # A half dictionary beside other tokens is taken as float32.
+        kind = x.dtype, operand.dtype, weight.dtype, decoder is None, keep
+        key = (*kind, taken, *options, *map(type, options))  # types, for True is 1
+        if (found := op.overcomplete_shortcuts.repeat(key, operand, weight, decoder)) is not None:
+            return found.to(x.dtype)
     dictionary = _dictionary("ista_overcomplete", x, weight, "(dim, hidden)")
     if decoder is not None:
         checks.tensor("ista_overcomplete", "decoder", decoder, 2, "(dim, hidden)")
@@ -134,14 +146,16 @@ def ista_overcomplete(
     if name == "reference":
         return reference.forward_overcomplete(*_promote(x, dictionary), decoder, call).to(x.dtype)
     checks.transforms("ista_overcomplete", name, x, dictionary, decoder)
-    taken = _taken("ista_overcomplete", x, dictionary, decoder) if backend is None and may_repeat(x) else None
-    operand, named = x.to(_compute_dtype(x)), backends.of_op(name, backend, taken)
-    return op.ista_overcomplete(operand, dictionary, decoder, call, named).to(x.dtype)
+    operand, named = _operand(x) if operand is None else operand, backends.of_op(name, backend, taken)
+    out = op.ista_overcomplete(operand, dictionary, decoder, call, named)
+    if key is not None and dictionary is weight:
+        op.overcomplete_shortcuts.remember(key, (operand, weight, decoder), call, named, 1, keep)
+    return out.to(x.dtype)
 
 
 def _taken(name: str, x: Tensor, weight: Tensor, decoder: Tensor | None = None) -> str | None:
     """Return the backend that was measured to be the fastest for a call; None for the usual one."""
-    if not measured.table(x) or not isinstance(weight, Tensor) or not x.shape[-1]:
+    if not measured.table(x) or not isinstance(weight, Tensor) or weight.is_nested or not x.shape[-1]:
         return None
     sizes = tuple(dict.fromkeys((x.shape[-1], *weight.shape)))
     return measured.taken(name, sizes, x.numel() // x.shape[-1], False, (x, weight, decoder))
@@ -170,6 +184,15 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of the products: autocast's for float32 ``x``, else x's own."""
     dtype = operator.autocast_dtype(x) if x.dtype == torch.float32 else None
     return x.dtype if dtype is None else dtype
+
+
+def _operand(x: Tensor) -> Tensor:
+    """Return the tokens in the dtype of the products."""
+    dtype = _compute_dtype(x)
+    if dtype == x.dtype:
+        return x
+    given.in_memory("ista_overcomplete", "x", x)
+    return x.to(dtype)
 
 
 def _promote(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -228,8 +228,16 @@ class OvercompleteISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weight, decoder, codes, residuals), call = operator.saved("ista_overcomplete", ctx)
-        grads = ista_overcomplete_bwd(dout, x, weight, decoder, codes, residuals, *call, ctx.backend)
+        return OvercompleteISTAFunction.gradients(ctx, operator.saved("ista_overcomplete", ctx), dout)
+
+    @staticmethod
+    def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
+        return (grads[0], *saved)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[tuple, OvercompleteCall], dout: Tensor, *_: Any) -> tuple:
+        (x, weight, decoder, *kept), call = saved
+        grads = ista_overcomplete_bwd(dout, x, weight, decoder, *kept, *call, ctx.backend)
         sources = (dout, x, weight, decoder)
         dx, dweight, ddecoder = (operator.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
         return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(call) + 1)
@@ -245,6 +253,9 @@ def _forward_keeping_codes(
 operator.functorch_twin(ISTAFunction, ista_fwd)
 operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
 shortcuts = Shortcuts("ista", ista_fwd, ista_bwd, ISTAFunction, inputs=2)
+overcomplete_shortcuts = Shortcuts(
+    "ista_overcomplete", ista_overcomplete_fwd, ista_overcomplete_bwd, OvercompleteISTAFunction, inputs=3
+)
 
 
 def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, measured, operator
+from crate_kernels._core import backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.mssa import composite, op, order, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
@@ -18,6 +18,7 @@ _PHI = ("softmax", "threshold", "relu", "identity")
 _PLAIN_PHI = ("relu", "identity")
 _CPP_THRESHOLD_HEAD_DIM = 64
 _MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
 _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
 
@@ -124,6 +125,8 @@ def mssa(
         key, taken = None, None
     else:
         key = _key(w, options)
+        if key is not None and operator.autocast_is_on():
+            w = _cast_by_autocast(w)
         taken = None if key is None or backend is not None or not measured.table(w) else _taken(w, options)
         if taken is not None:
             key = None if taken == "composite" else (*key, taken)  # pyright: ignore
@@ -215,9 +218,12 @@ def _taken(w: Tensor, options: tuple) -> str | None:
 
 
 def _cast_by_autocast(w: Tensor) -> Tensor:
-    """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64."""
-    dtype = None if w.dtype == torch.float64 else operator.autocast_dtype(w)
-    return w if dtype is None else w.to(dtype)
+    """Cast to the autocast dtype, as PyTorch does for its own attention: all but float64. What may be no w stays."""
+    dtype = operator.autocast_dtype(w)
+    if dtype in (None, w.dtype) or w.dtype not in _CAST:
+        return w
+    given.in_memory("mssa", "w", w)
+    return w.to(dtype)
 
 
 def _choose_backend(w: Tensor, phi: str, requested: str | None) -> str:

@@ -26,7 +26,8 @@ SHAPE = (2, 4, 33, 16)  # batch, nheads, seqlen, head_dim
 KINDS = ("no_grad", "grad", "both")
 MOMENT = 0.3e-3  # seconds
 SDPA, LAYERS = "sdpa", "linear, sdpa, linear"  # what others are compared with
-OF = {"nn.MSSA": LAYERS, "nn.TSSA": LAYERS}
+CAST = " autocast"  # the end of the name of a call under autocast to bfloat16
+OF = {"nn.MSSA": LAYERS, "nn.TSSA": LAYERS} | {f"{name}{CAST}": SDPA + CAST for name in ("mssa", "tssa", "ista")}
 
 
 class Layers(torch.nn.Module):
@@ -43,6 +44,19 @@ class Layers(torch.nn.Module):
         return self.to_out(F.scaled_dot_product_attention(w, w, w).transpose(1, 2).flatten(2))
 
 
+def under_autocast(call):
+    """Return a call under autocast, whose context, which takes as long as some calls, a training enters once."""
+
+    def cast(tokens):
+        torch.set_autocast_enabled("cpu", True)
+        try:
+            return call(tokens)
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+
+    return cast
+
+
 def calls(dtype):
     """Return, by name, a function, its input, and a gradient of its output."""
     batch, nheads, seqlen, head_dim = SHAPE
@@ -50,7 +64,7 @@ def calls(dtype):
     dout = torch.randn(batch, seqlen, nheads, head_dim, dtype=dtype).transpose(1, 2)
     temp = torch.ones(nheads, 1, dtype=dtype)
     x, weight = torch.randn(1, 16, head_dim, dtype=dtype), torch.randn(head_dim, head_dim, dtype=dtype) / 4
-    tokens = torch.randn(batch, seqlen, nheads * head_dim, dtype=dtype)
+    rows = torch.randn(batch, seqlen, nheads * head_dim, dtype=dtype)
     modules = {
         LAYERS: Layers(nheads * head_dim, nheads),
         "nn.MSSA": nn.MSSA(nheads * head_dim, nheads, head_dim),
@@ -64,8 +78,12 @@ def calls(dtype):
         "tssa": (lambda t: ck.tssa(t, temp), w, dout),
         "tssa causal": (lambda t: ck.tssa(t, temp, causal=True), w, dout),
         "ista": (lambda t: ck.ista(t, weight), x, torch.randn_like(x)),
+        "ista_overcomplete": (lambda t: ck.ista_overcomplete(t, weight), x, torch.randn_like(x)),
     }
-    return found | {name: (module.to(dtype), tokens, torch.randn_like(tokens)) for name, module in modules.items()}
+    for name in (SDPA, "mssa", "tssa", "ista"):
+        call, tokens, gradient = found[name]
+        found[name + CAST] = under_autocast(call), tokens, gradient
+    return found | {name: (module.to(dtype), rows, torch.randn_like(rows)) for name, module in modules.items()}
 
 
 def forms(call, leaf, dout):
