@@ -122,7 +122,13 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
 
 
 @checks.suggesting
-def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[str, Any] | str = _NOTHING) -> nn.Module:
+def from_official(
+    system: str,
+    state_dict: Mapping[str, Any],
+    config: Mapping[str, Any] | str = _NOTHING,
+    *,
+    num_classes: int | None = None,
+) -> nn.Module:
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
     Args:
@@ -130,12 +136,17 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
             ``"crate_mae_encoder"``, ``"tost_vision"``, ``"crate_lm"``, ``"crate_lm_overcomplete"``, ``"tost_lm"``), or
             an attention module alone (``"tssa_attention"``, ``"tssa_causal_attention"``). Or name of a published size,
             ``"crate_small"``.
-        state_dict: the checkpoint, as ``torch.load(path, weights_only=True)`` returns it. Weights may be nested under
-            ``state_dict``, ``model`` or ``model_ema``, and names may have the prefixes ``module.`` or ``_orig_mod.``.
-            It is not changed, and shares no memory with the model.
+        state_dict: the checkpoint, as ``torch.load(path, weights_only=True)`` returns it, or for CRATE-alpha what Flax
+            or ``numpy.load`` do. Weights may be nested under ``state_dict``, ``model``, ``teacher``, ``model_ema`` or
+            ``state_dict_ema``, taken in this order, and names may have the prefixes ``module.``, ``_orig_mod.``,
+            ``model.`` or ``backbone.``. It is not changed, and shares no memory with the model.
         config: keyword arguments of the published class, or the name of a published size. With a size as ``system``,
             the arguments that differ from it; none by default. Values that checkpoints do not hold (step sizes,
             thresholds, dropout) and our own options (``backend``) may be given too.
+        num_classes: outputs of a new last layer in place of the checkpoint's, whose own may be of any number or
+            missing; 0 for none. By default the checkpoint's, strictly.
+
+    What is new or left out of the checkpoint is said by the logger ``crate_kernels``.
 
     Arguments that the weights do not determine are not checked. With MSSA, the number of heads is one of them:
     another number that divides the same width loads as well, but computes something else. It is therefore
@@ -163,7 +174,9 @@ def from_official(system: str, state_dict: Mapping[str, Any], config: Mapping[st
         if owner != system:
             raise ValueError(f"from_official: config must be a size of {system}, got {config} of {owner}")
         config = _NOTHING
-    return _SYSTEMS[system].load(system, state_dict, config, size)
+    if num_classes is not None:
+        checks.integer("from_official", "num_classes", num_classes, minimum=0)
+    return _SYSTEMS[system].load(system, state_dict, config, size, num_classes)
 
 
 def _published(name: str) -> tuple[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ State-dict keys are the published ones, so that published checkpoints and analys
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,4 +261,25 @@ class CRATE(Embedding):
 
 
 Config, Model = CRATEConfig, CRATE
-SYSTEMS = {"crate": official.family(Config, Model)}
+
+
+def _has_two_heads(bare: Mapping[str, Any]) -> bool:
+    """Say if the last layer is a projection that another layer follows, as in the demo checkpoint."""
+    return "head.weight" in bare and isinstance(bare.get("mlp_head.1.weight"), Tensor)
+
+
+def _weights(bare: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a second head, which the published forward does not apply."""
+    if not _has_two_heads(bare):
+        return bare
+    return official.without(bare, lambda name: name.startswith("head."), "a second head, which forward does not apply")
+
+
+SYSTEMS = {
+    "crate": official.family(
+        Config,
+        Model,
+        weights=_weights,
+        implied=lambda bare: {"num_classes": len(bare["mlp_head.1.weight"])} if _has_two_heads(bare) else {},
+    )
+}

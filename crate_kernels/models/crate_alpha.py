@@ -11,14 +11,14 @@ checkpoints, whose vision tower is this model under other names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
+from crate_kernels.models import crate_alpha_weights
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack, path_rates
@@ -183,65 +183,7 @@ class CRATEAlpha(Classifier):
         return self.transformer(self._embed(img, interpolate_pos_encoding))
 
 
-# Prefixes of a CLIPA checkpoint's text tower, an ordinary transformer.
-_TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection", "logit_scale")
-
-
-def _vision_tower(bare: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the vision tower of a CLIPA checkpoint under its own names; None for any other checkpoint."""
-    if not any("in_proj_weight" in name for name in bare):
-        return None
-    if not any(name.startswith("visual.") for name in bare):
-        return dict(bare)
-    return {name.removeprefix("visual."): t for name, t in bare.items() if not name.startswith(_TEXT)}
-
-
-def _one_of_three(name: str, weight: Any) -> Tensor:
-    """Take one of the three equal projections that CLIPA stores as query, key and value."""
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0] % 3:
-        got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"from_official: {name} must be (3 * dim, dim), got {got}")
-    query, key, value = weight.chunk(3)
-    if not (torch.equal(query, key) and torch.equal(query, value)):
-        raise ValueError(f"from_official: {name} must hold one projection three times, got different ones")
-    return query
-
-
-def _weights(bare: dict[str, Any]) -> dict[str, Any]:
-    """Rename the weights of a CLIPA vision tower: its image embedding is our head, without a bias."""
-    tower = _vision_tower(bare)
-    if tower is None:
-        return bare
-    renamed: dict[str, Any] = {}
-    places = {"ln_1": "0.norm", "ln_2": "1.norm", "attn.out_proj": "0.fn.to_out.0"}
-    for name, t in tower.items():
-        if name.startswith("transformer.resblocks."):
-            index, part = name.removeprefix("transformer.resblocks.").split(".", 1)
-            module, _, leaf = part.rpartition(".")
-            layer = f"transformer.layers.{index}."
-            if part == "attn.in_proj_weight":
-                renamed[layer + "0.fn.qkv.weight"] = _one_of_three(name, t)
-            elif part in ("mlp.c_fc", "mlp.c_proj"):
-                renamed[layer + ("1.fn.D" if part == "mlp.c_fc" else "1.fn.D1")] = t
-            else:
-                renamed[f"{layer}{places.get(module, module)}.{leaf}"] = t
-        elif name == "class_embedding":
-            renamed["cls_token"] = t[None, None]
-        elif name == "positional_embedding":
-            renamed["pos_embedding"] = t[None]
-        elif name == "proj":
-            renamed["mlp_head.1.weight"] = t.T
-            renamed["mlp_head.1.bias"] = torch.zeros_like(t[0])
-        else:
-            renamed[name.replace("ln_post", "mlp_head.0")] = t
-    if "conv1.weight" in renamed:
-        renamed.setdefault("conv1.bias", torch.zeros_like(renamed["conv1.weight"][:, 0, 0, 0]))
-    return renamed
-
-
 Config, Model = CRATEAlphaConfig, CRATEAlpha
 SYSTEMS = {
-    "crate_alpha": official.family(
-        Config, Model, weights=_weights, implied=lambda bare: {"head_eps": 1e-6} if _vision_tower(bare) else {}
-    )
+    "crate_alpha": official.family(Config, Model, weights=crate_alpha_weights.read, implied=crate_alpha_weights.implied)
 }

@@ -163,7 +163,8 @@ class CRATELM(LanguageModel):
 
 def _without_masks(bare: dict[str, Any]) -> dict[str, Any]:
     """Drop the causal masks that published checkpoints hold as ``attn.bias``."""
-    return {name: t for name, t in bare.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
+    mask = re.compile(r"transformer\.h\.\d+\.attn\.bias")
+    return official.without(bare, lambda name: mask.fullmatch(name) is not None, "causal masks")
 
 
 def _masks(model: CRATELM) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def _weights(bare: Mapping[str, Any]) -> dict[str, Any]:
     """Take the encoder's weights from a checkpoint of the whole model; those of an encoder are unchanged."""
     if "decoder_pos_embed" not in bare:
         return dict(bare)
-    kept = {name: t for name, t in bare.items() if not name.startswith(("decoder_", "mask_token"))}
+    kept = official.without(bare, lambda name: name.startswith(("decoder_", "mask_token")), "the decoder's")
     return {**kept, "pos_embed": bare["decoder_pos_embed"]}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
@@ -12,9 +14,12 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fitting
 
-# Keys under which training scripts store the weights, and prefixes that parallel and compiled wrappers add.
-_NESTS = ("state_dict", "model", "model_ema")
-_PREFIXES = ("module.", "_orig_mod.")
+# Keys under which training scripts store the weights, and prefixes that parallel, compiled and other wrappers add.
+_NESTS = ("state_dict", "model", "teacher", "model_ema", "state_dict_ema")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_BACKBONE = "backbone."  # of a larger model, whose other parts have other names
+
+_MOST_LISTED = 8
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,6 +40,7 @@ class System:
         ours: says if a module belongs to this system.
         buffers: from our module to the further entries of the published class's state_dict.
         fixed: fields of the config that have one value in this system.
+        classifier: name of the last layer, which ``num_classes`` replaces; "" for none.
         defaults: values of the known arguments that need not be given.
     """
 
@@ -49,15 +55,28 @@ class System:
     ours: Callable[[Any], bool] = lambda module: False
     buffers: Callable[[Any], dict[str, Tensor]] = lambda module: {}
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    classifier: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def load(
-        self, name: str, state_dict: Mapping[str, Any], config: Mapping[str, Any], size: Mapping[str, Any]
+        self,
+        name: str,
+        state_dict: Mapping[str, Any],
+        config: Mapping[str, Any],
+        size: Mapping[str, Any],
+        num_classes: int | None,
     ) -> nn.Module:
-        """Build the module of ``config``, which changes ``size``, and load ``state_dict`` into it, strictly."""
+        """Build the module of ``config``, which changes ``size``, and load ``state_dict`` into it, strictly.
+
+        ``num_classes`` are those of a new last layer; None keeps the checkpoint's.
+        """
+        bare = unwrap(state_dict)
+        implied = self.implied(bare)
         known = (*self.known, *self.only, *self.ignored, *self.translated)
-        given = arguments("from_official", config, known, [each for each in self.required if each not in size])
-        given = {**size, **given}
+        given = arguments(
+            "from_official", config, known, [each for each in self.required if each not in {**size, **implied}]
+        )
+        given = {**size, **implied, **given}
         for key, value in self.only.items():
             if given.pop(key, value) != value:
                 raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
@@ -65,9 +84,18 @@ class System:
             for ours, value in self.translated[key](given.pop(key)).items():
                 if given.setdefault(ours, value) != value:
                     raise ValueError(f"from_official: {ours} must be that of {key}, {value!r}, got {given[ours]!r}")
-        bare = unwrap(state_dict)
-        settings = {**self.implied(bare), **{k: v for k, v in given.items() if k not in self.ignored}}
-        model, weights = self.build(settings), self.weights(bare)
+        settings = {k: v for k, v in given.items() if k not in self.ignored}
+        weights = self.weights(bare)
+        if num_classes is None:
+            return self._loaded(name, settings, weights)
+        model = self._loaded(name, {**settings, "num_classes": 0}, self._without_classifier(name, weights))
+        model.reset_classifier(num_classes)
+        say(f"{self.classifier} is new, of {num_classes} classes")
+        return model
+
+    def _loaded(self, name: str, settings: dict[str, Any], weights: dict[str, Any]) -> Any:
+        """Return the module of these settings with these weights."""
+        model = self.build(settings)
         try:
             return load(name, model, weights)
         except ValueError:
@@ -75,6 +103,14 @@ class System:
             if not reason:
                 raise
         raise ValueError(f"from_official: config does not fit the weights of this {name}: {reason}")
+
+    def _without_classifier(self, name: str, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights without those of the last layer."""
+        if not self.classifier:
+            raise ValueError(f"from_official: num_classes must be None for {name}, which has no classifier")
+        return without(
+            weights, lambda each: each.startswith(f"{self.classifier}."), "the classifier, which is replaced"
+        )
 
     def arguments_of(self, size: Any) -> dict[str, Any]:
         """Return the arguments that give a config, without what is as by default."""
@@ -111,18 +147,36 @@ def family(
         lambda given: model_class(config_class(**given, **decided)),
         ours=ours,
         fixed=decided,
+        classifier=layout.classifier if (layout := getattr(model_class, "layout", None)) else "",
         defaults={f.name: f.default for f in known if f.default is not MISSING},
         **options,
     )
+
+
+def say(text: str) -> None:
+    """Tell the user what a loaded model has that its checkpoint has not, or the other way round."""
+    logging.getLogger("crate_kernels").warning("from_official: %s", text)
+
+
+def without(weights: Mapping[str, Any], dropped: Callable[[str], bool], what: str) -> dict[str, Any]:
+    """Return the weights whose names are not ``dropped``, and say which those are."""
+    names = [name for name in weights if dropped(name)]
+    if names:
+        alike = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
+        listed = ", ".join(alike[:_MOST_LISTED]) + (", ..." if len(alike) > _MOST_LISTED else "")
+        say(f"left out {len(names)} weights of the checkpoint, {what}: {listed}")
+    return {name: weight for name, weight in weights.items() if name not in set(names)}
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a checkpoint, which may be nested to any depth, under their bare names, in a new dict."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"from_official: state_dict must be a mapping, got {type(state_dict).__name__}")
-    nested = next((state_dict[key] for key in _NESTS if isinstance(state_dict.get(key), Mapping)), None)
-    if nested is not None:
-        return unwrap(nested)
+    nests = [key for key in _NESTS if isinstance(state_dict.get(key), Mapping)]
+    if nests:
+        if others := nests[1:]:
+            say(f"took the weights under {nests[0]!r}; the checkpoint has {', '.join(map(repr, others))} too")
+        return unwrap(state_dict[nests[0]])
     bare: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = str(key)
@@ -131,7 +185,10 @@ def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if name in bare:
             raise ValueError(f"from_official: state_dict must name each weight once, got {name} twice")
         bare[name] = value
-    return bare
+    if not any(name.startswith(_BACKBONE) for name in bare):
+        return bare
+    kept = without(bare, lambda name: not name.startswith(_BACKBONE), "beside the backbone")
+    return unwrap({name.removeprefix(_BACKBONE): value for name, value in kept.items()})
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
