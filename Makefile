@@ -3,24 +3,28 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-OUTPUTS := $(addsuffix -output,matrix apart demo denoise icl redunet layers classify mae language bench)
+OUTPUTS := $(addsuffix -output,matrix fuzz demo denoise icl redunet layers classify mae language bench)
 CPP := $(foreach end,cpp h cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*/*.$(end) csrc/*/*/*/*.$(end)))
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help extension demo test test-all aot aot-report aot-sweep gpu test-gpu test-emulated test-aarch64 test-sanitize test-threads fuzz fuzz-apart fuzz-nightly fuzz-loaders matrix wheel lock locked sbom audit workflows check docs bench bench-gpu host tables clean
+.PHONY: help help-all extension demo test check docs bench gpu wheel clean test-all test-emulated test-aarch64 test-sanitize test-threads aot fuzz matrix host tables lock locked release
 
+# "## " is what make help lists, "#. " what make help-all lists too.
+HELP = @awk '/$(1) / { text = substr($$0, 4) } \
+	/^[a-z0-9-]+:/ { if (text) printf "  make %-14s %s\n", substr($$1, 1, length($$1) - 1), text; text = "" }' $(MAKEFILE_LIST)
 help:
-	@awk '/^##@ / { print "\n" substr($$0, 5) } /^## / { text = substr($$0, 4) } \
-		/^[a-z0-9-]+:/ { if (text) printf "  make %-15s %s\n", substr($$1, 1, length($$1) - 1), text; text = "" }' $(MAKEFILE_LIST)
+	$(call HELP,^\#\#)
 	@echo; echo "ARGS is passed on: make test ARGS='-k tssa'"
 
-##@ Use
+## these, and what a maintainer needs less often
+help-all:
+	$(call HELP,^\#[\#.])
+
 ## train a CRATE on real digits with everything here, into demo-output/
 demo: .venv/demo.stamp .venv/mnist.stamp extension
 	$(BIN)/python -m crate_kernels demo $(ARGS)
 
-##@ Test
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
 SPREAD = -n auto --dist worksteal
@@ -29,147 +33,6 @@ test: .venv/test.stamp .venv/mnist.stamp extension
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS) tests/ops -k triton
 
-## make test, and what takes long for what it adds
-test-all: test .venv-triton-3.6/made.stamp
-	$(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS) tests/ops -k triton
-
-# Of every head_dim; the suite compiles a covering set.
-## compile every Triton kernel for every GPU, without one
-aot: .venv/test.stamp
-	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
-
-# make aot-report OUT=folder TARGET=sm_80: with both versions of Triton that are in use.
-OUT ?= build/aot-report
-TARGET ?= sm_90
-REPORT = $(BIN)/python -m tests.tools.aot.report --out $(OUT) --target $(TARGET) $(ARGS)
-## bounds of the main kernels from their machine code, into OUT=build/aot-report, without a GPU
-aot-report: .venv/test.stamp .venv-triton-3.6/made.stamp
-	$(REPORT)
-	PYTHONPATH=.venv-triton-3.6 $(REPORT)
-	$(REPORT) --cuda
-
-# make aot-sweep TARGET=gfx942 ARGS='--draws 3': 2,000 kernels of a draw take about half an hour per version of Triton.
-# Run again, it goes on where it was stopped.
-SWEEP = $(BIN)/python -m tests.tools.aot.sweep --target $(TARGET) $(ARGS)
-## compile what the operators launch on small and odd sizes, with both versions of Triton, without a GPU
-aot-sweep: .venv/test.stamp .venv-triton-3.6/made.stamp
-	PYTHONPATH=.venv-triton-3.6 $(SWEEP)
-	$(SWEEP)
-
-# make gpu MINUTES=9 OUT=folder: a call of 9 minutes; run again with the same folder, it goes on. With the Python that is
-# active, which needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, ninja; no git, no network.
-# docs/gpu.md says what comes back.
-gpu: OUT = build/gpu
-MINUTES ?= 25
-## everything that this machine's GPU can tell in half an hour: smoke test, suite, host, tuning, benchmarks
-gpu:
-	$(PYTHON) -m tests.gpu.unattended --minutes $(MINUTES) --out $(OUT) $(ARGS)
-
-# make test-gpu SHARD=1/3: a part of the tests of the kernels on this machine's GPU, with the Python that is active:
-# it has the PyTorch that fits the GPU, NumPy, pytest 9, ninja and, for its kernels, Triton. Run again, it goes on where
-# time was up.
-SHARD ?= 1/1
-## the kernels on this machine's GPU; SHARD=1/3 for a third of it
-test-gpu:
-	$(PYTHON) -m tests.gpu --shard $(SHARD) $(ARGS)
-
-# g++ compiles them; the suite has tests of their own.
-## every operator test on the CUDA kernels, which a CPU runs
-test-emulated: .venv/test.stamp
-	$(BIN)/python -m pytest -p tests.tools.emulator.plugin tests/ops -k emulated $(ARGS)
-
-# Other calls each time; the suite runs a few dozen.
-## hundreds of drawn calls of every operator and backend
-fuzz: .venv/test.stamp extension
-	$(BIN)/python -m pytest tests/ops/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
-
-# It goes on where it was stopped.
-# make fuzz-apart ARGS='--seed 7' prints and repeats one of them.
-## 20,000 drawn calls against equations that share no code with the tests
-fuzz-apart: .venv/test.stamp extension
-	$(BIN)/python -m tests.apart $(ARGS)
-
-# Each of mssa, its cache, tssa, its cache, ista and ista_overcomplete on cpp, composite, reference, the emulated CUDA
-# kernels and interpreted Triton, a process a core; a log per pair has the seeds, and the same command goes on. Of CPU
-# time a call takes 5 to 15 ms, emulated 5 to 50, interpreted 40 to 350: 300,000 calls are about 4 hours of two cores, of
-# which Triton's are 3. make fuzz-nightly ARGS='--minutes 300 --backend cpp'
-## 10,000 drawn calls for each operator and backend, as fuzz-apart draws and judges them
-fuzz-nightly: .venv/test.stamp extension
-	$(BIN)/python -m tests.apart.nightly $(ARGS)
-
-# Debian has what it takes: apt install g++-aarch64-linux-gnu qemu-user
-## every operator test on the CPU kernels compiled for aarch64, which an emulator runs
-test-aarch64: .venv/test.stamp
-	$(BIN)/python -m pytest -p tests.tools.aarch64.plugin $(SPREAD) tests/ops -k aarch64 $(ARGS)
-
-# The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
-# so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
-# Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what
-# a sanitizer says before it ends the process.
-SANITIZED = XDG_CACHE_HOME= HOME=$(CURDIR)/.venv/sanitized
-SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
-## the C++ kernels under the address and undefined-behaviour sanitizers
-test-sanitize: .venv/test.stamp
-	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
-	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
-		$(BIN)/python -m pytest --capture=sys tests/ops -k "cpp or native" $(ARGS)
-
-# Not PyTorch's threads, whose barriers the sanitizer does not know: tests/tools/threads says how.
-## the CPU kernels on four threads under the thread sanitizer, which must also report a race that is put there
-test-threads: .venv/test.stamp
-	$(BIN)/python -m tests.tools.threads $(ARGS)
-
-# It goes on where it was stopped. make fuzz-loaders ARGS='--seed 7' repeats one of them.
-## 10,000 spoilt model folders and checkpoints: refused by name, or loaded
-fuzz-loaders: .venv/test.stamp
-	$(BIN)/python -m tests.loaders $(ARGS)
-
-# Python 3.10 to 3.14, PyTorch 2.11 to 2.15, their Triton, g++ and clang++, as far as this machine has them; run again, it
-# goes on. make matrix ARGS='--part smoke --only torch2.15'
-## the tests on every supported version, each in a fresh environment
-matrix: .venv/test.stamp
-	$(BIN)/python -m tests.tools.ship.matrix $(ARGS)
-
-##@ Ship
-SHIP := .venv-ship/bin
-# PyTorch's libraries are in memory before ours, so they are not copied into the wheel.
-## source distribution and binary wheel into dist/, tried without a compiler; one wheel serves every GPU
-wheel: .venv/dev.stamp .venv-ship/made.stamp
-	rm -rf build/wheel dist
-	$(BIN)/python -m build --sdist --no-isolation --outdir dist
-	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
-	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
-	$(BIN)/python -m tests.tools.ship.wheel dist/*.whl
-
-# Which build of PyTorch is right depends on the machine, and so its hash: it, torchvision and Triton are not in the file.
-UNLOCKED := torch torchvision triton
-## write requirements.lock: a hash for every file of every pin
-lock: .venv-ship/made.stamp
-	mkdir -p build
-	grep -vE "^($(subst $() $(),|,$(UNLOCKED)))==" constraints.txt > build/pins.txt
-	$(SHIP)/uv pip compile build/pins.txt --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 -o requirements.lock
-
-# Before any other target, in a fresh checkout: what they need is then there.
-## install every pin into .venv, each file compared with its hash
-locked: .venv/made.stamp
-	$(BIN)/python -m pip install --require-hashes --no-deps -r requirements.lock
-
-## list what .venv has, into build/sbom.cdx.json (CycloneDX)
-sbom: .venv/test.stamp .venv-ship/made.stamp
-	mkdir -p build
-	$(SHIP)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o build/sbom.cdx.json $(BIN)/python
-
-## known vulnerabilities of the pins; SECURITY.md says what is known
-audit: .venv-ship/made.stamp
-	$(SHIP)/pip-audit --strict --no-deps --disable-pip -r requirements.lock $(ARGS)
-
-## the workflows of .github, read by a linter
-workflows: .venv-ship/made.stamp
-	$(SHIP)/zizmor --offline .github/workflows
-
-##@ Change
 # The variable spares pyright its question for a newer release, which needs a network.
 ## formatters, linters, types, and the docs without a warning
 check: .venv/dev.stamp
@@ -184,35 +47,111 @@ SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build
 docs: .venv/docs.stamp
 	$(SPHINX)
 
-##@ Measure
-# 5 minutes at most, also where others use the cores; make bench ARGS='--tier full --results FILE.json' has every case.
-## the benchmarks, in 5 minutes at most
+# make bench ARGS='--tier full --results FILE.json' has every case.
+## the benchmarks, in 5 minutes at most, also where others use the cores
 bench: .venv/dev.stamp extension
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
-# make bench-gpu SHARD=1/6: a part of the benchmarks of this machine's GPU, with the Python that is active. It stops after
-# 8 minutes; run again, it goes on. What is in RESULTS in the end goes to benchmarks/results/<gpu>/.
-RESULTS ?= bench-output
-## the benchmarks of this machine's GPU; SHARD=1/6 for a sixth of them
-bench-gpu:
-	$(PYTHON) -m pytest benchmarks --benchmark-only --bench-device cuda --shard $(SHARD) --minutes 7 \
-		--results $(RESULTS) $(ARGS)
+# With the Python that is active; docs/gpu.md says what it needs and what comes back. make gpu ARGS='--only suite'
+gpu: OUT = build/gpu
+MINUTES ?= 25
+## tests, tuning and benchmarks of this machine's GPU, MINUTES=25 into OUT=build/gpu; resumes
+gpu:
+	$(PYTHON) -m tests.gpu --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
-# make host OUT=file.json. Kernels are compiled for an H100 and launched by a driver that does nothing: no GPU is needed.
-host: OUT = benchmarks/results/host.json
-## what a call costs the host, beside PyTorch's attention, into OUT=file.json
-host: .venv/test.stamp extension
-	$(BIN)/python -m tests.tools.plans.host --out $(OUT) $(ARGS)
+SHIP := .venv-ship/bin
+# PyTorch's libraries are in memory before ours, so they are not copied into the wheel.
+## source distribution and binary wheel into dist/, tried without a compiler; one wheel serves every GPU
+wheel: .venv/dev.stamp .venv-ship/made.stamp
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	$(BIN)/python -m tests.tools.ship.wheel dist/*.whl
 
-## write the tables of README.md and docs/ from benchmarks/results/
-tables: .venv/test.stamp
-	$(BIN)/python -m benchmarks.tables
-
-##@ Tidy
 ## remove what the other targets made
 clean:
 	rm -rf .venv .venv-triton-3.6 .venv-ship build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+#. make test, and what takes long for what it adds
+test-all: test .venv-triton-3.6/made.stamp
+	$(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS) tests/ops -k triton
+
+#. every operator test on the CUDA kernels, which g++ compiles and a CPU runs
+test-emulated: .venv/test.stamp
+	$(BIN)/python -m pytest -p tests.tools.emulator.plugin tests/ops -k emulated $(ARGS)
+
+# Debian has what it takes: apt install g++-aarch64-linux-gnu qemu-user
+#. every operator test on the CPU kernels compiled for aarch64, which qemu runs
+test-aarch64: .venv/test.stamp
+	$(BIN)/python -m pytest -p tests.tools.aarch64.plugin $(SPREAD) tests/ops -k aarch64 $(ARGS)
+
+# The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
+# so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
+# Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what
+# a sanitizer says before it ends the process.
+SANITIZED = XDG_CACHE_HOME= HOME=$(CURDIR)/.venv/sanitized
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fexpensive-optimizations -g1
+#. the C++ kernels under the address and undefined-behaviour sanitizers; ten minutes
+test-sanitize: .venv/test.stamp
+	$(SANITIZED) CXX="$(CXX) $(SANITIZE)" $(BIN)/python -m crate_kernels build
+	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
+		$(BIN)/python -m pytest --capture=sys tests/ops -k "cpp or native" $(ARGS)
+
+# Not PyTorch's threads, whose barriers the sanitizer does not know: tests/tools/threads says how.
+#. the CPU kernels on four threads under the thread sanitizer, which must also report a race that is put there
+test-threads: .venv/test.stamp
+	$(BIN)/python -m tests.tools.threads $(ARGS)
+
+#. compile every Triton kernel for every GPU with both versions of Triton, without a GPU
+aot: .venv/test.stamp .venv-triton-3.6/made.stamp
+	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
+
+# All of it is about 5 hours of two cores, of which Triton's interpreter takes 3. make fuzz ARGS='--minutes 300 --backend
+# cpp'; make fuzz ARGS='--seed 7' repeats a call.
+#. 10,000 drawn calls for each operator and backend, and corrupted checkpoints; resumes
+fuzz: .venv/test.stamp extension
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+# Python 3.10 to 3.14, PyTorch 2.11 to 2.15, their Triton, g++ and clang++, as far as this machine has them.
+# make matrix ARGS='--part smoke --only torch2.15'
+#. the tests on every supported version, each in a fresh environment; resumes
+matrix: .venv/test.stamp
+	$(BIN)/python -m tests.tools.ship.matrix $(ARGS)
+
+# Kernels are compiled for an H100 and launched by a driver that does nothing: no GPU is needed.
+host: OUT = benchmarks/results/host.json
+#. what a call costs the host, beside PyTorch's attention, into OUT=file.json
+host: .venv/test.stamp extension
+	$(BIN)/python -m tests.tools.plans.host --out $(OUT) $(ARGS)
+
+#. write the tables of README.md and docs/ from benchmarks/results/
+tables: .venv/test.stamp
+	$(BIN)/python -m benchmarks.tables
+
+# Which build of PyTorch is right depends on the machine, and so its hash: it, torchvision and Triton are not in the file.
+UNLOCKED := torch torchvision triton
+#. write requirements.lock: a hash for every file of every pin
+lock: .venv-ship/made.stamp
+	mkdir -p build
+	grep -vE "^($(subst $() $(),|,$(UNLOCKED)))==" constraints.txt > build/pins.txt
+	$(SHIP)/uv pip compile build/pins.txt --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 -o requirements.lock
+
+# Before any other target, in a fresh checkout: what they need is then there.
+#. install every pin into .venv, each file compared with its hash
+locked: .venv/made.stamp
+	$(BIN)/python -m pip install --require-hashes --no-deps -r requirements.lock
+
+# SECURITY.md says what is known of the pins.
+#. the checks before a release: workflows, known vulnerabilities of the pins, and build/sbom.cdx.json
+release: .venv/test.stamp .venv-ship/made.stamp
+	mkdir -p build
+	$(SHIP)/zizmor --offline .github/workflows
+	$(SHIP)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o build/sbom.cdx.json $(BIN)/python
+	$(SHIP)/pip-audit --strict --no-deps --disable-pip -r requirements.lock $(ARGS)
 
 # Every time: a library that is there is found in seconds, and one is missing after a change of the sources, of PyTorch or
 # of the compiler, or without the user's cache. Without a compiler everything works on the composite backend, so a failure

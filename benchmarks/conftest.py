@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: options, shards, the clock, and the file to which each result is written at once."""
+"""Shared by all benchmarks: options, the clock, and the file to which each result is written at once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ def pytest_addoption(parser):
     group.addoption(
         "--results",
         type=Path,
-        help="JSON file, or folder of one a shard, to add rows to as they come; rows in it are not run again. Without "
-        f"this option, {RESULTS} is begun anew",
+        help="JSON file to add rows to as they come; rows in it are not run again. Without this option, "
+        f"{RESULTS} is begun anew",
     )
     group.addoption(
         "--again", action="store_true", help="time rows of the file once more, and keep the samples of both"
     )
-    group.addoption("--shard", default="1/1", help="i/n: the i-th of n parts of the benchmarks")
     group.addoption(
         "--minutes",
         type=float,
@@ -53,8 +52,6 @@ def pytest_configure(config):
         config.option.benchmark_columns = COLUMNS  # the default columns do not fit a terminal
     config.device = torch.device(config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     config.results = config.getoption("--results") or RESULTS
-    if config.results.suffix != ".json":
-        config.results /= f"{config.getoption('--shard').replace('/', '-of-')}.json"
     config.looks, config.rows_written = [], False
     config.tier = config.getoption("--tier") or ("full" if config.device.type == "cuda" else "quick")
     config.minutes = config.getoption("--minutes") or (QUICK_MINUTES if config.tier == "quick" else None)
@@ -74,11 +71,8 @@ def _quick_rank(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep the tests of this device, tier and shard; the providers of a group stay together."""
-    part, parts = (int(n) for n in config.getoption("--shard").split("/"))
-    if not 1 <= part <= parts:
-        raise pytest.UsageError(f"--shard must be i/n with 1 <= i <= n, got {config.getoption('--shard')}")
-    groups, kept, dropped = {}, [], []
+    """Keep the tests of this device and tier."""
+    kept, dropped = [], []
     for item in sorted(items, key=_rank) if config.device.type == "cuda" else items:
         parameters = getattr(item, "callspec", None)
         what = parameters.params.get("what") if parameters else None
@@ -90,9 +84,6 @@ def pytest_collection_modifyitems(config, items):
         brief = what.brief and provider in briefly and not {provider, direction} & {*what.only_full}
         chosen = {"quick": _quick_rank(item) is not None, "brief": brief, "full": True}[config.tier]
         fits = what.runs_on(config.device.type) and chosen
-        if fits:
-            index = groups.setdefault(what.name, len(groups))
-            fits = index % parts == part - 1
         (kept if fits else dropped).append(item)
     items[:] = sorted(kept, key=lambda item: _quick_rank(item) or 0) if config.tier == "quick" else kept
     config.hook.pytest_deselected(items=dropped)

@@ -31,7 +31,6 @@ if settings is not None:
 
     # A drawn call takes seconds in Triton's interpreter, microseconds in a kernel.
     settings.register_profile("suite", max_examples=6 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
-    settings.register_profile("fuzz", max_examples=600, print_blob=True, **_COMMON)
     settings.load_profile("suite")
 
 

@@ -30,7 +30,7 @@ def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device 
     tensors.
     """
     if backend == "triton" and dtype == torch.bfloat16 and torch.device(device).type == "cpu":
-        return "Triton's interpreter computes bfloat16 wrong: make test-gpu runs it"
+        return "Triton's interpreter computes bfloat16 wrong: make gpu runs it"
     return SPECS[case.op].excluded(case, backend, dtype)
 
 

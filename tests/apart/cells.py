@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import crate_kernels
 from crate_kernels._core import files
-from tests.apart.__main__ import OUTPUT, digest
+from tests.fuzz import OUTPUT, digest
 
 OPERATORS = ("mssa", "mssa causal", "tssa", "tssa causal", "ista")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

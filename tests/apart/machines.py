@@ -1,11 +1,20 @@
 """What calls need around them: NaN in fresh memory, and machines that stand in for a GPU."""
 
 import os
+import warnings
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.tools import fresh
+
+
+def quiet():
+    """Make warnings errors, as in the suite, but for those that are of no concern."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*batching rule", UserWarning)  # vmap is documented to be a loop
+    warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # NumPy warns of NaN in Triton's interpreter
+    warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)  # torch.func.jvp calls it
 
 
 @contextmanager

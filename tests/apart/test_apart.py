@@ -9,12 +9,12 @@ import torch
 
 from tests.apart import judge as judges
 from tests.apart import oracle
-from tests.apart.__main__ import quiet
 from tests.apart.attention import ANOTHER, MAY_REFUSE, SAVED, hooks
 from tests.apart.budget import Wrong
 from tests.apart.call import has_cpp
 from tests.apart.draw import draw, seeds_of
 from tests.apart.judge import judge
+from tests.apart.machines import quiet
 from tests.apart.philox import philox
 
 

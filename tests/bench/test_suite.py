@@ -29,21 +29,6 @@ def collected(*arguments):
 
 
 @pytest.mark.exhaustive
-def test_shards_are_a_partition():
-    whole, *parts = (collected("--tier", "full", "--shard", shard) for shard in ("1/1", "1/2", "2/2"))
-    assert len(whole) > 300
-    assert parts[0] | parts[1] == whole
-    assert not parts[0] & parts[1]
-    assert min(map(len, parts)) > len(whole) / 3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shard", ["0/2", "3/2"])
-def test_shard_that_is_none(shard):
-    assert "--shard must be i/n" in suite("--collect-only", "--shard", shard).stderr
-
-
-@pytest.mark.exhaustive
 def test_each_tier_is_a_part_of_the_next():
     quick, brief, full = (collected("--tier", tier) for tier in ("quick", "brief", "full"))
     assert quick < brief < full

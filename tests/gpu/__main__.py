@@ -1,184 +1,185 @@
-"""The GPU suite, in shards: ``python -m tests.gpu --shard 1/3``. It needs PyTorch, NumPy and pytest 9, nothing else.
+"""One command for half an hour on a GPU: ``python -m tests.gpu --minutes 25 --out FOLDER``, or ``make gpu``.
 
-It tests Triton's kernels where Triton is, and those in CUDA C++ where NVRTC is. The C++ extension, which repeats later
-calls, is compiled first, once, where a C++ compiler and the package ninja are.
-A shard ends by itself before its time is up and says what is left; running it again goes on from there. Every result
-is in the JSON file the moment it is known. ``--dry-run`` runs the same tests in Triton's interpreter, on tiny shapes.
+It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
+and no network. Five parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
+side by side, the host's time, tuning, and with what time is left the benchmarks in order of worth. Results are in
+FOLDER as soon as they are known. Started again with the same folder, the run goes on where it ended: minutes that a
+part has had are counted in ``progress.json``.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
-import platform
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from crate_kernels._core import files
+from tests.gpu import lines, processes
 
-ROOT = Path(__file__).resolve().parents[2]
-INCOMPLETE = 3  # exit status: nothing failed, but time was up
-# A file that cannot be imported stops no other.
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "", "--continue-on-collection-errors")
-
-
-def parse(argv):
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--shard", default="1/1", help="I/N: the I-th of N parts, 1/1 by default")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop before so much time has passed; 8 by default")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu", help="folder of the JSON files")
-    parser.add_argument("--dry-run", action="store_true", help="interpret tiny shapes on the CPU")
-    parser.add_argument("--again", action="store_true", help="forget earlier results instead of going on from them")
-    parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")
-    args = parser.parse_args(argv)
-    index, _, count = args.shard.partition("/")
-    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-        parser.error(f"--shard must be I/N with 1 <= I <= N, got {args.shard}")
-    args.index, args.count = int(index), int(count)
-    return args
-
-
-def is_drawn(item):
-    """Return whether a test draws its calls: ``make fuzz`` does that, at leisure and without a GPU."""
-    return getattr(item.obj, "is_hypothesis_test", False)
-
-
-class Part:
-    """A pytest plugin that runs one part of the tests, gives each result to ``save`` at once and stops in time."""
-
-    def __init__(self, index, count, seconds):
-        self.index, self.count = index, count
-        self.stop_at = time.monotonic() + seconds
-        self.left, self.broken = 0, False
-
-    def pytest_collectreport(self, report):
-        self.broken |= report.failed
-
-    def mine(self, items):
-        """Return this part of the items, without drawn ones."""
-        return [item for item in items if not is_drawn(item)][self.index - 1 :: self.count]
-
-    def choose(self, config, items, chosen):
-        """Run only the chosen items, in their order."""
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
-        self.left = len(chosen)
-
-    def pytest_runtest_logreport(self, report):
-        if report.when != "call" and report.outcome == "passed":
-            return
-        test = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
-        if report.outcome == "failed":
-            test["error"] = report.longreprtext[-4000:]
-        elif report.outcome == "skipped":
-            test["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        self.save(report.nodeid, test)
-
-    def pytest_runtest_logfinish(self, nodeid, location):
-        self.left -= 1
-
-    def pytest_runtest_protocol(self, item, nextitem):
-        if time.monotonic() > self.stop_at:
-            item.session.shouldstop = "time is up"
-            return True
-        return None
-
-
-class Shard(Part):
-    """One of several parts, with a JSON file of its own."""
-
-    def __init__(self, path, index, count, seconds):
-        super().__init__(index, count, seconds)
-        self.path = path
-        self.record = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "tests": {}}
-
-    @pytest.hookimpl(trylast=True)  # after -k has chosen
-    def pytest_collection_modifyitems(self, config, items):
-        done = {name for name, test in self.record["tests"].items() if test["outcome"] != "failed"}
-        self.choose(config, items, [item for item in self.mine(items) if item.nodeid not in done])
-
-    def save(self, nodeid, test):
-        """Write the results so far."""
-        self.record["tests"][nodeid] = test
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.record, indent=1) + "\n")
-        partial.replace(self.path)
-
-
-def machine():
-    """Describe the machine of the results."""
-    import torch
-
-    try:
-        from triton import __version__ as triton
-    except ImportError:
-        triton = "none"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: interpreted"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton}
-    return {"gpu": gpu, "git": revision(), **versions}
-
-
-def revision():
-    """Return the commit of these sources, or "unknown" without git or a clone."""
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return git.stdout.strip()
-
-
+STATUS = {
+    processes.DONE: "done",
+    processes.FAILED: "failed",
+    processes.INCOMPLETE: "time was up",
+    processes.BROKEN: "broken",
+}
+# Compiles the C++ extension unless one fits these sources, such as one copied along with them.
 BUILD = """from crate_kernels import cli
 from crate_kernels._native import extension
 extension.PATH or cli.main(["build"])
 """
+RESERVE = 45.0  # seconds at the end for what is running, and for the summary
+LEAST = 10.0  # seconds worth starting a part for
 
 
-def build():
-    """Compile the C++ extension unless one fits these sources, such as one copied along with them.
+@dataclass(frozen=True)
+class Part:
+    """One part of the run.
 
-    A separate process compiles and prints the reason of a failure: the extension is found on import.
+    Attributes:
+        name: of its module, ``tests.gpu.<name>``.
+        minutes: the most that it gets before the parts after it; what is left in the end is shared in order.
     """
-    subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT)
+
+    name: str
+    minutes: float
 
 
-def run(args):
-    """Run one shard in this process and return the exit status."""
+# On an H200 with 16 cores, smoke ended within a minute, and the suite within four.
+PARTS = (Part("smoke", 1.5), Part("suite", 4.5), Part("host", 1), Part("tuning", 3), Part("timing", math.inf))
 
-    start = time.monotonic()
-    if not args.dry_run:
-        build()
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"{'dry-' if args.dry_run else ''}shard-{args.index}-of-{args.count}.json"
-    if args.again:
-        path.unlink(missing_ok=True)
-    shard = Shard(path, args.index, args.count, 60 * args.minutes - (time.monotonic() - start))
-    # The dry run leaves out the operator tests: a separate pass interprets them.
-    folders = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_gpu.py"))]
-    folders = folders if args.dry_run else ["tests/ops"]
-    kernels = "triton" if args.dry_run else "(triton or cpp-cuda)"
-    select = f"{kernels} and ({args.k})" if args.k else kernels
-    os.chdir(ROOT)
-    status = pytest.main([*OPTIONS, "-k", select, *folders], plugins=[shard])
-    failed = [name for name, test in shard.record["tests"].items() if test["outcome"] == "failed"]
-    print(f"test-gpu: {len(shard.record['tests'])} results in {path}, {len(failed)} failed, {shard.left} left")
-    if (
-        failed
-        or shard.broken
-        or status not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    ):
-        return 1
-    return INCOMPLETE if shard.left else 0
+
+class State:
+    """What earlier calls of the command did, in ``progress.json``."""
+
+    def __init__(self, folder):
+        self.path = folder / "progress.json"
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.parts = {part.name: {"seconds": 0.0, "status": ""} | known.get(part.name, {}) for part in PARTS}
+
+    def add(self, name, seconds, status):
+        """Write the end of a part's turn."""
+        own = self.parts[name]
+        own |= {"seconds": round(own["seconds"] + seconds, 1), "status": STATUS[status]}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.parts, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def left(self, part, everything):
+        """Return the seconds that a part may still take: none if it is complete."""
+        own = self.parts[part.name]
+        if own["status"] in ("done", "failed"):
+            return 0.0
+        return math.inf if everything else max(60 * part.minutes - own["seconds"], 0.0)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=25.0, help="of this call; 25 by default")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; go on from what is in it")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes side by side; two fewer than cores by default"
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", action="append", choices=names, help="only this part; may be repeated")
+    parser.add_argument("--candidates", type=Path, help="configurations to tune, as tune --candidates takes them")
+    parser.add_argument("--dry-run", action="store_true", help="the same on the CPU, interpreted, on tiny shapes")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be positive, got {args.minutes:g}")
+    args.only = args.only or names
+    args.workers = args.workers or (1 if args.dry_run else max(min(len(os.sched_getaffinity(0)) - 2, 14), 1))
+    return args
+
+
+def command(part, args, seconds):
+    """Return the command of a part's turn."""
+    found = ["-m", f"tests.gpu.{part.name}", "--out", args.out.resolve()]
+    found += ["--seconds", round(seconds, 1), "--workers", args.workers]
+    found += ["--candidates", args.candidates.resolve()] if part.name == "tuning" and args.candidates else []
+    return found + (["--dry-run"] if args.dry_run else [])
+
+
+def turns(state, deadline, run, ready=lambda: None, parts=PARTS):
+    """Give each part its minutes, then what is left to the parts that are not complete, in order.
+
+    ``ready`` waits for what every part but the smoke test needs, which takes none of their minutes.
+    """
+    for everything in (False, True):
+        for part in parts:
+            if part is not PARTS[0]:
+                ready()
+            seconds = min(state.left(part, everything), deadline - time.monotonic())
+            if seconds < LEAST:
+                continue
+            start = time.monotonic()
+            status = run(part, seconds)
+            state.add(part.name, time.monotonic() - start, status)
+
+
+def summary(folder, state):
+    """Return the lines that a run prints in the end."""
+    found = []
+    for name, own in state.parts.items():
+        results = lines.results(folder / f"{name}.jsonl").values()
+        outcomes = [line["outcome"] for line in results]
+        counts = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes)))
+        found.append(
+            f"gpu: {name}: {own['status'] or 'not begun'}, {own['seconds']:.0f} s" + f": {counts}" * bool(counts)
+        )
+    return found
 
 
 def main(argv=None):
     args = parse(argv)
-    if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
-        # Triton reads the variable on import, so the dry run needs a new process.
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "tests.gpu", *(sys.argv[1:] if argv is None else argv)]
-        return subprocess.run(command, cwd=ROOT, env=environment).returncode
-    return run(args)
+    deadline = time.monotonic() + 60 * args.minutes - RESERVE * (not args.dry_run)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.owned(args.out):
+            return run_all(args, deadline)
+    except files.InUse as error:
+        print(f"gpu: {error}")
+        return 1
+
+
+def run_all(args, deadline):
+    """Give all parts their turns; return the exit status."""
+    state = State(args.out)
+    # Triton reads the variable on import. The C++ extension, which repeats later calls, is compiled beside the first
+    # part, where no call is a later one.
+    environment = {"TRITON_INTERPRET": "1"} if args.dry_run else {}
+    compiling = None if args.dry_run else processes.start(["-c", BUILD], apart=True)
+
+    def start(arguments):
+        return processes.start(arguments, environment, apart=True)
+
+    def run(part, seconds):
+        print(f"gpu: {part.name}: {seconds / 60:.1f} minutes at most", flush=True)
+        stop_at = time.monotonic() + seconds
+        # A part ends its own processes before it is ended.
+        return processes.side_by_side(
+            [lambda left: command(part, args, left)], stop_at, start, grace=2 * processes.GRACE
+        )
+
+    def ready():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if compiling is not None:
+                compiling.wait(max(deadline - time.monotonic(), 0.0))
+
+    try:
+        turns(state, deadline, run, ready, [part for part in PARTS if part.name in args.only])
+    finally:
+        if compiling is not None:
+            processes.end(compiling)
+    print("\n".join(summary(args.out, state)))
+    statuses = [state.parts[name]["status"] for name in args.only]
+    if {"failed", "broken"} & {*statuses}:
+        return 1
+    return processes.DONE if set(statuses) == {"done"} else processes.INCOMPLETE
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import argparse
 import faulthandler
 import itertools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from crate_kernels import testing
 from crate_kernels._core import backends, measured
 from crate_kernels._triton import launch
 from tests.gpu import lines, processes
-from tests.gpu.__main__ import machine
 from tests.gpu.suite import usable
 from tests.ops.mssa import heads
 
@@ -53,10 +53,16 @@ def classes():
 
 def describe():
     """Return the versions and what nvidia-smi says."""
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: interpreted"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton}
     smi = shutil.which("nvidia-smi")
     command = [smi, f"--query-gpu={QUERY}", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() if smi else "none"
-    return {**machine(), "cuda": torch.version.cuda, "nvidia-smi": said}
+    return {"gpu": gpu, **versions, "cuda": torch.version.cuda, "nvidia-smi": said}
 
 
 def check(case, backend, dtype, device):
@@ -100,12 +106,12 @@ def warnings(family):
 
     target = launch.arch(torch.device("cuda"))
     if target not in report.TARGETS:
-        raise Skipped(f"the model knows {', '.join(report.TARGETS)}, this is {target}")
+        raise Skipped(f"kernels are compiled for {', '.join(report.TARGETS)}, this is {target}")
     kernels = [kernel for kernel, _ in report.family(family, target)]
     said = {kernel["kernel"]: kernel["warnings"] for kernel in kernels if kernel["warnings"]}
     if said:
         raise AssertionError(f"the assembler warns: {said}")
-    return {"stack": max(kernel["stack"] for kernel in kernels)}
+    return {"stack": max(kernel["spills"] for kernel in kernels)}
 
 
 def sanitize(op, backend):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import lines, processes
-from tests.gpu.__main__ import OPTIONS, Part
 
+# A file that cannot be imported stops no other.
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "", "--continue-on-collection-errors")
 LIMIT = 150  # seconds per test, compilation included; then its process ends
 FILES = (
     "test_gpu.py",
@@ -38,6 +39,11 @@ def worth(name):
     return rank, not any(dtype in test for dtype in DTYPES)
 
 
+def is_drawn(item):
+    """Return whether a test draws its calls, which is done at leisure and without a GPU."""
+    return getattr(item.obj, "is_hypothesis_test", False)
+
+
 def usable():
     """Return whether the device still works: after an invalid address every further call of the process fails."""
     import torch
@@ -50,23 +56,46 @@ def usable():
     return True
 
 
-class Worker(Part):
-    """A pytest plugin that runs one process's tests and appends each result to the common file."""
+class Worker:
+    """A pytest plugin that runs one process's tests, appends each result to the common file, and stops in time."""
 
     def __init__(self, path, index, count, seconds, alone=False):
-        super().__init__(index, count, seconds)
-        self.file, self.alone = path, alone
+        self.file, self.index, self.count, self.alone = path, index, count, alone
+        self.stop_at = time.monotonic() + seconds
+        self.left, self.broken = 0, False
+
+    def pytest_collectreport(self, report):
+        self.broken |= report.failed
 
     @pytest.hookimpl(trylast=True)  # after -k has chosen
     def pytest_collection_modifyitems(self, config, items):
         before = {name: line["outcome"] for name, line in lines.results(self.file).items()}
         wanted = ("memory",) if self.alone else (None, "skipped")  # what was missing may be there now
-        mine = self.mine(sorted(items, key=lambda item: worth(item.nodeid)))
-        self.choose(config, items, [item for item in mine if before.get(item.nodeid) in wanted])
+        every = sorted((item for item in items if not is_drawn(item)), key=lambda item: worth(item.nodeid))
+        chosen = [item for item in every[self.index - 1 :: self.count] if before.get(item.nodeid) in wanted]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+        self.left = len(chosen)
+
+    def pytest_runtest_protocol(self, item, nextitem):
+        if time.monotonic() > self.stop_at:
+            item.session.shouldstop = "time is up"
+            return True
+        return None
 
     def pytest_runtest_logstart(self, nodeid, location):
         lines.append(self.file, item=nodeid, outcome="started")
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.outcome == "passed":
+            return
+        test = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
+        if report.outcome == "failed":
+            test["error"] = report.longreprtext[-4000:]
+        elif report.outcome == "skipped":
+            test["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self.save(report.nodeid, test)
 
     def save(self, nodeid, test):
         lacks_memory = not self.alone and test["outcome"] == "failed" and "OutOfMemoryError" in test["error"]
@@ -76,7 +105,7 @@ class Worker(Part):
 
     def pytest_runtest_logfinish(self, nodeid, location):
         faulthandler.cancel_dump_traceback_later()
-        super().pytest_runtest_logfinish(nodeid, location)
+        self.left -= 1
 
 
 def work(path, index, count, seconds, dry_run, alone):

@@ -121,7 +121,6 @@ def test_what_is_shipped_for_the_architecture_is_timed(
 
 @pytest.mark.parametrize("path", sorted(tune._RANKED.glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_shipped_are_configurations_of_the_kernels_as_they_are(path):
-    """If a table of candidates has changed, rank again: ``python -m tests.tools.aot.candidates``."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     assert path.stem in _table._CUDA
     known = {str(one): one.table.candidates for one in tune.workloads([*backends.OPS])}

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from crate_kernels._core import files
-from tests.apart import __main__ as apart
-from tests.apart import cells, nightly
-from tests.loaders import __main__ as loaders
+from tests import fuzz
+from tests.apart import cells
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children live on: run on Linux")
@@ -77,10 +76,8 @@ def test_a_process_that_is_bound_is_this_python(tmp_path):
 
 
 COMMANDS = {
-    "apart": (apart.main, lambda folder: ["--log", folder / "log.jsonl", "--calls", "1"], "log.jsonl"),
     "cells": (cells.main, lambda folder: ["--log", folder / "log.jsonl"], "log.jsonl"),
-    "loaders": (loaders.main, lambda folder: ["--log", folder / "log.jsonl", "--count", "1"], "log.jsonl"),
-    "nightly": (nightly.main, lambda folder: ["--out", folder, "--calls", "1"], ""),
+    "fuzz": (fuzz.main, lambda folder: ["--out", folder, "--calls", "1"], ""),
 }
 
 
@@ -103,19 +100,3 @@ def test_a_second_run_is_kept_from_a_log(name, tmp_path, monkeypatch, capsys, th
         other.communicate()
     with files.owned(place):
         pass
-
-
-def test_a_nightly_run_that_was_stopped_blames_no_call(tmp_path, monkeypatch):
-    running = tmp_path / "mssa-cpp-1of1.running"
-    running.write_text("5")
-    seen = []
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: seen.append(running.exists()) or _Done)
-    monkeypatch.setattr(
-        sys, "argv", ["nightly", "--out", str(tmp_path), "--op", "mssa", "--backend", "cpp", "--jobs", "1"]
-    )
-    assert nightly.main() == nightly.INCOMPLETE
-    assert seen == [False]
-
-
-class _Done:
-    returncode = 0

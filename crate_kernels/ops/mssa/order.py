@@ -1,8 +1,6 @@
 """Which backends a call tries where none was named: another order than the general one where a kernel is faster.
 
-On GPUs this rests on bounds from machine code (docs/gpu.md), whose choice for sm_90 an H200 confirmed: the CUDA kernels
-come first where their bound is lower by 5% or more. Every kernel reads what any other saved, so a backward need not be
-of its forward's backend. A bound is of one architecture's machine code.
+Every kernel reads what any other saved, so a backward need not be of its forward's backend.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from crate_kernels._core import backends, measured
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa.call import Call, DecodeCall
 
-_HALF = (torch.bfloat16, torch.float16)  # the dtypes of the bounds
+_HALF = (torch.bfloat16, torch.float16)
 # cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
 # fp32 and bf16 8 -> 1.1-1.3, 16 -> 0.9-1.0, 64 -> 0.8; fp16 64 -> 1.6.
 _CPP_DECODE_TOKENS = 8

@@ -9,7 +9,6 @@ harness.needs_compiler()
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
 from tests.tools.aot import wide  # noqa: E402
-from tests.tools.sass import disassembler  # noqa: E402
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
 FORWARD, BACKWARD = slice(0, 1), slice(1, None)
@@ -62,6 +61,6 @@ def test_the_update_moves_16_bytes_of_a_thread_at_once(call):
 def test_the_cuda_update_moves_16_bytes_of_a_thread_at_once(capability):
     """Of each of four operands two packs of float32 or one of halves; such packs are stored."""
     update = next(kernel for kernel in resources.kernels("ista") if "update" in kernel.name)
-    (function,) = disassembler.functions(resources.compiled(compilers.needed(), update, capability)[0])
+    (function,) = harness.disassembled(resources.compiled(compilers.needed(), update, capability)[0])
     opcodes = [one.opcode for one in function.instructions]
     assert (opcodes.count("LDG.E.128"), opcodes.count("STG.E.128")) == (4 * 3, 3)

@@ -8,7 +8,7 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import over_budget
 
-pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
 
 # In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
 WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
@@ -128,7 +128,7 @@ def test_never_waits_for_the_device(backend):
 @FUNCTIONS
 def test_runs_on_the_tensors_device(function, backend):
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: make test-gpu where there are")
+        pytest.skip("needs two GPUs: make gpu where there are")
     x, weight = matrix(300, 64), weights(function)
     there = differentiate(backend, function, x.to("cuda:1"), weight.to("cuda:1"))
     check_equal([t.to(x.device) for t in there], differentiate(backend, function, x, weight))

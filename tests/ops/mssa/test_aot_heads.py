@@ -13,8 +13,6 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from tests.tools.aot import cuda  # noqa: E402  # only where a disassembler is
-
 PRODUCT, POWER = "HGMMA", "MUFU.EX2"
 # By NVRTC 13.0: instructions, of which there may be no more, and how often their order goes from products to powers or
 # back, which may not become less: one waits while the other works.
@@ -30,7 +28,7 @@ def read(name, compiler):
     """Return a kernel's opcodes in their order, and what the assembler says of it."""
     header = heads._FORWARD if name.startswith("forward") else heads._BACKWARD
     cubin, (said,) = resources.compiled(compiler, heads.Kernel(header, f"mssa::head_{name}"), 90)
-    ((function,), _) = cuda._disassembled(cubin)
+    (function,) = harness.disassembled(cubin)
     return [one.opcode for one in function.instructions], said
 
 

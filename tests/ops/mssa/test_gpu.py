@@ -11,7 +11,7 @@ from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F40
 from tests.ops.common import over_budget
 from tests.ops.mssa import ranges
 
-pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
 
 MANY = (2, 3, 65, 64) if DRY else (32, 12, 197, 64)  # heads enough for one program each
 
@@ -218,6 +218,6 @@ def test_never_waits_for_the_device(backend):
 
 def test_runs_on_the_tensors_device(backend):
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: make test-gpu where there are")
+        pytest.skip("needs two GPUs: make gpu where there are")
     w = tokens(2, 3, 65, 64)
     check_equal([t.to(w.device) for t in differentiate(backend, w.to("cuda:1"))], differentiate(backend, w))

@@ -52,7 +52,7 @@ ARCHS = {
 
 @pytest.mark.parametrize(("arch", "backward", "step"), [(a, *x) for a, x in ARCHS.items()], ids=ARCHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_the_cuda_kernels_come_first_where_their_bound_is_lower(arch, backward, step, dtype, gpu):
+def test_the_cuda_kernels_come_first_where_triton_multiplies_twice(arch, backward, step, dtype, gpu):
     gpu(arch)
     assert of_backward(tokens(*WIDE, dtype=dtype)) == backward
     assert of_decode(tokens(*NARROW, dtype=dtype)) == step

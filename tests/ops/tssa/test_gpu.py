@@ -8,7 +8,7 @@ from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
 from tests.ops.common import over_budget
 
-pytestmark = pytest.mark.exhaustive  # where there is no GPU; make test-gpu runs all of them
+pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
 
 FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
@@ -154,6 +154,6 @@ def test_never_waits_for_the_device(backend):
 
 def test_runs_on_the_tensors_device(backend):
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: make test-gpu where there are")
+        pytest.skip("needs two GPUs: make gpu where there are")
     w = tokens(2, 3, 65, 64)
     check_equal([t.to(w.device) for t in differentiate(backend, w.to("cuda:1"))], differentiate(backend, w))

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from crate_kernels._triton import launch as _launch
+from tests.tools.sass import listing
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -148,6 +149,15 @@ def nvidia_resources(compiled):
         text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+def disassembled(cubin):
+    """Return the functions of a cubin, by its bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [nvidia_tool("nvdisasm"), "-c", path]
+        return listing.functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def _amd(compiled):

@@ -1,7 +1,6 @@
 """How wide a kernel's accesses to global memory are, from its machine code."""
 
 from tests.tools.aot import harness
-from tests.tools.sass import disassembler
 
 _GLOBAL = ("LDG", "STG", "LDGSTS")
 _NARROW = ("U8", "S8", "U16", "S16")
@@ -9,7 +8,7 @@ _NARROW = ("U8", "S8", "U16", "S16")
 
 def accesses(launch, target):
     """List the instructions that load from global memory or store to it."""
-    functions = disassembler.functions(harness.assemble(launch, target).compiled.asm["cubin"])
+    functions = harness.disassembled(harness.assemble(launch, target).compiled.asm["cubin"])
     (function,) = (each for each in functions if each.name == launch.function.__name__)
     return [one for one in function.instructions if one.name in _GLOBAL]
 

@@ -1,4 +1,4 @@
-"""Read nvdisasm's listing: the instructions of each function, and its loops.
+"""Read nvdisasm's listing: the instructions of each function, its loops, and what of them takes time.
 
 A loop is a natural one: a branch goes back to an instruction that every path to the branch has passed, and the loop
 is all that lies on a path from there to the branch. Both sides of a branch inside it count. A short loop around a
@@ -6,6 +6,7 @@ barrier's test is a wait, not a loop: its instructions count once.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 _SECTION = re.compile(r"^\.text\.(\S+):")
@@ -13,6 +14,8 @@ _LABEL = re.compile(r"^(\.L\S*):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 _WAIT = 8  # the most instructions of a loop around a barrier's test
+_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA", "QMMA", "UTCHMMA", "UTCQMMA")
+_ACCESSES = ("LDG", "LDGSTS", "STG")
 
 
 @dataclass(frozen=True)
@@ -163,3 +166,34 @@ def _reaching(at, head, before):
 
 def _waits(body):
     return len(body) <= _WAIT and any(i.name in ("SYNCS", "NANOSLEEP", "UTCATOMSWS") for i in body)
+
+
+def main_loop(function):
+    """Return the instructions of the loop of the most products, or, without any, of the most accesses to memory.
+
+    Of several forms of the same work, masked at an edge or not, it is the shortest. Without such a loop it is all.
+    """
+    bodies = [[function.instructions[index] for index in sorted(loop.body)] for loop in function.loops]
+    return max((body for body in bodies if any(_work(body)[:2])), key=_work, default=list(function.instructions))
+
+
+def _work(body):
+    names = Counter(one.name for one in body)
+    products, accesses = (sum(names[name] for name in kinds) for kinds in (_PRODUCTS, _ACCESSES))
+    return products, 0 if products else accesses, -len(body)
+
+
+def serialised(function):
+    """Count the warp-group products in loops that wait for the one before, into the same sum."""
+    return sum(_serialised([function.instructions[index] for index in loop.own]) for loop in function.loops)
+
+
+def _serialised(instructions):
+    last, waited, count = None, False, 0
+    for one in instructions:
+        if one.name == "WARPGROUP" and "DEPBAR" in one.modifiers and one.operands[-1] == "0x0":
+            waited = last is not None
+        elif one.name.endswith("GMMA"):
+            count += waited and one.operands[0] == last and "RZ" not in one.operands
+            last, waited = one.operands[0], False
+    return count

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart.__main__ import OUTPUT
+from tests.fuzz import OUTPUT
 
 ROOT = Path(__file__).parents[3]
 MADE = ("made", "demo", "test", "dev", "mnist", "extension")
@@ -33,7 +33,7 @@ def dry_run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "fuzz", "fuzz-apart", "fuzz-nightly", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "fuzz", "bench"])
 def test_a_library_that_is_missing_is_built_whatever_was_before(target, dry_run):
     """PyTorch, the compiler or the user's cache may have changed, which no file of the tree tells."""
     recipe = dry_run(target)
@@ -44,3 +44,13 @@ def test_a_library_that_is_missing_is_built_whatever_was_before(target, dry_run)
 def test_clean_removes_what_the_targets_write(dry_run):
     removed = re.search(r"^rm -rf (.*)$", dry_run("clean"), re.MULTILINE)[1].split()
     assert {str(OUTPUT), "demo-output", "matrix-output", "bench-output", "build"} <= set(removed)
+
+
+def test_help_lists_nine_targets_and_help_all_every_one():
+    def listed(target):
+        done = subprocess.run(["make", "-s", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        return set(re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE))
+
+    phony = re.search(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert len(listed("help")) == 9
+    assert listed("help-all") == {*phony} - {"extension"}

@@ -8,21 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import bench_overhead, worth
+from crate_kernels import cli
+from crate_kernels._native import extension
 from crate_kernels.bench import rows
-from tests.gpu import lines, processes, smoke, suite, unattended
-from tests.gpu.__main__ import Shard
+from tests.gpu import __main__ as gpu
+from tests.gpu import lines, processes, smoke, suite
 
 triton = pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
 
 from tests.gpu import timing  # noqa: E402
 
-SECONDS = {part.name: 60 * part.minutes for part in unattended.PARTS}
+SECONDS = {part.name: 60 * part.minutes for part in gpu.PARTS}
 DONE, FAILED, INCOMPLETE, BROKEN = processes.DONE, processes.FAILED, processes.INCOMPLETE, processes.BROKEN
 
 
@@ -39,13 +42,13 @@ class Clock:
 @pytest.fixture
 def watch(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(unattended, "time", found)
+    monkeypatch.setattr(gpu, "time", found)
     return found
 
 
 def called(folder, watch, minutes, needs):
     """Make one call of a run whose parts need so many seconds; return what each turn was given."""
-    given, state = [], unattended.State(folder)
+    given, state = [], gpu.State(folder)
 
     def run(part, seconds):
         given.append((part.name, round(seconds)))
@@ -54,7 +57,7 @@ def called(folder, watch, minutes, needs):
         needs[part.name] -= taken
         return DONE if needs[part.name] <= 0 else INCOMPLETE
 
-    unattended.turns(state, watch.now + 60 * minutes, run)
+    gpu.turns(state, watch.now + 60 * minutes, run)
     return given
 
 
@@ -76,11 +79,9 @@ def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
 
 def test_a_part_that_failed_is_complete(tmp_path, watch):
     given = []
-    unattended.turns(
-        unattended.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED
-    )
+    gpu.turns(gpu.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED)
     assert given == list(SECONDS)
-    assert {own["status"] for own in unattended.State(tmp_path).parts.values()} == {"failed"}
+    assert {own["status"] for own in gpu.State(tmp_path).parts.values()} == {"failed"}
 
 
 def test_a_part_that_could_not_begin_goes_again_and_fails_the_run(tmp_path, monkeypatch):
@@ -92,7 +93,7 @@ def test_a_part_that_could_not_begin_goes_again_and_fails_the_run(tmp_path, monk
 
     monkeypatch.setattr(processes, "side_by_side", side_by_side)
     for count in (2, 4):
-        assert unattended.main(["--minutes", "25", "--out", str(tmp_path), "--dry-run"]) == 1
+        assert gpu.main(["--minutes", "25", "--out", str(tmp_path), "--dry-run"]) == 1
         assert turns.count("tests.gpu.suite") == count
     assert turns.count("tests.gpu.smoke") == 1
 
@@ -180,12 +181,6 @@ def test_the_most_telling_tests_come_first_and_drawn_ones_not_at_all(tmp_path):
     assert parts == [[NAMES[n] for n in (4, 2, 0)], [NAMES[n] for n in (3, 1)]]
 
 
-def test_no_shard_has_drawn_tests(tmp_path):
-    (tmp_path / "shard.json").write_text('{"tests": {}}')
-    parts = [chosen(Shard(tmp_path / "shard.json", n, 2, 60)) for n in (1, 2)]
-    assert sorted(parts[0] + parts[1]) == sorted(NAMES)
-
-
 def test_a_test_that_lacked_memory_runs_again_alone(tmp_path, monkeypatch):
     path, died = tmp_path / "suite.jsonl", []
     worker = suite.Worker(path, 1, 2, 60)
@@ -271,9 +266,9 @@ def test_the_extension_is_compiled_beside_the_first_part_and_the_others_wait(tmp
 
     monkeypatch.setattr(processes, "side_by_side", side_by_side)
     arguments = ["--minutes", "25", "--out", str(tmp_path), "--workers", "3", "--candidates", "some.json"]
-    assert unattended.main(arguments) == DONE
+    assert gpu.main(arguments) == DONE
     first, *others = SECONDS
-    assert happened == [["-c", unattended.BUILD], first, "ready", *others]
+    assert happened == [["-c", gpu.BUILD], first, "ready", *others]
     assert ended == [compiling]
     assert turns[1][-2:] == ["--workers", "3"]
     assert turns[others.index("tuning") + 1][-1].endswith("some.json")
@@ -287,9 +282,9 @@ def test_what_does_not_compile_in_time_ends_the_call(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "start", lambda arguments, **options: SimpleNamespace(wait=wait))
     monkeypatch.setattr(processes, "end", ended.append)
     monkeypatch.setattr(processes, "side_by_side", lambda *arguments, **options: DONE)
-    monkeypatch.setattr(unattended.time, "monotonic", lambda: next(clock))
-    assert unattended.main(["--minutes", "25", "--out", str(tmp_path)]) == INCOMPLETE
-    assert [own["status"] for own in unattended.State(tmp_path).parts.values()] == ["done", "", "", "", ""]
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    assert gpu.main(["--minutes", "25", "--out", str(tmp_path)]) == INCOMPLETE
+    assert [own["status"] for own in gpu.State(tmp_path).parts.values()] == ["done", "", "", "", ""]
     assert len(ended) == 1
 
 
@@ -330,13 +325,13 @@ def test_a_lost_device_is_noticed(lost, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "-3"]])
 def test_minutes_that_are_none_are_refused(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        unattended.parse(["--out", str(tmp_path), *arguments])
+        gpu.parse(["--out", str(tmp_path), *arguments])
     assert "--minutes must be positive, got" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
 def test_the_whole_command_runs_dry(tmp_path):
-    command = [sys.executable, "-m", "tests.gpu.unattended", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.gpu", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
     for _ in range(2):  # the second time nothing is left
         done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == DONE, done.stdout + done.stderr
@@ -347,3 +342,41 @@ def test_the_whole_command_runs_dry(tmp_path):
     assert "suite: done" in done.stdout
     assert {row.provider for row in rows.read(tmp_path / "bench.json").rows} == set(bench_overhead.overhead.PROVIDERS)
     assert math.isfinite(json.loads((tmp_path / "tuning-log.jsonl").read_text().splitlines()[-1])["seconds"])
+
+
+def test_only_the_parts_that_are_asked_for_run(tmp_path, monkeypatch):
+    happened = []
+    monkeypatch.setattr(processes, "start", lambda *_, **__: SimpleNamespace(wait=lambda seconds: None))
+    monkeypatch.setattr(processes, "end", lambda process: None)
+    monkeypatch.setattr(processes, "side_by_side", lambda every, *_, **__: happened.append(every[0](1.0)[1]) or DONE)
+    assert gpu.main(["--out", str(tmp_path), "--only", "timing", "--only", "suite"]) == DONE
+    assert happened == ["tests.gpu.suite", "tests.gpu.timing"]
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_an_extension_that_was_carried_along_is_not_compiled_again(carried, monkeypatch):
+    built = []
+    monkeypatch.setattr(extension, "PATH", Path("_cpu.so") if carried else None)
+    monkeypatch.setattr(cli, "main", lambda arguments: built.append(arguments) or 0)
+    exec(gpu.BUILD, {})
+    assert built == ([] if carried else [["build"]])
+
+
+WITHOUT = """import sys, pytest
+class Missing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.modules["hypothesis"] = None
+sys.exit(pytest.main(sys.argv[1:], plugins=[Missing()]))
+"""
+
+
+def test_operator_tests_are_collected_without_hypothesis():
+    # Assertions are left as they are: rewriting them takes a third of the time, and none is met.
+    options = ("--collect-only", "--assert=plain", *suite.OPTIONS, "-p", "no:hypothesispytest", "tests/ops")
+    command = [sys.executable, "-c", WITHOUT, *options]
+    done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    for op in ("mssa", "tssa"):
+        assert f"tests/ops/{op}/test_native.py::" in done.stdout
+        assert f"tests/ops/{op}/test_native_drawn.py::" not in done.stdout
