@@ -3,7 +3,9 @@
 from .attention import attention_maps
 from .layerwise import LayerMeasurement, layerwise
 from .rates import (
+    class_coding_rate,
     coding_rate,
+    mcr2,
     projected_coding_rate,
     rate_gradient,
     rate_reduction,
@@ -15,8 +17,10 @@ from .subspaces import projection_subspaces, snr, subspace_coherence, subspace_g
 __all__ = [
     "LayerMeasurement",
     "attention_maps",
+    "class_coding_rate",
     "coding_rate",
     "layerwise",
+    "mcr2",
     "projected_coding_rate",
     "projection_subspaces",
     "rate_gradient",

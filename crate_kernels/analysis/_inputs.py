@@ -27,6 +27,20 @@ def tokens_and_subspaces(op: str, z: object, subspaces: object) -> tuple[Tensor,
     return tokens.double(), bases.double()
 
 
+def features_and_labels(op: str, z: object, labels: object) -> tuple[Tensor, Tensor]:
+    """Require features (samples, dim) and the integer class of each on one device; return the features in float64."""
+    features = checks.tensor(op, "z", z, 2, "(samples, dim)")
+    if 0 in features.shape:
+        raise ValueError(f"{op}: z must be (samples, dim), got {tuple(features.shape)}")
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{op}: labels must be a Tensor, got {type(labels).__name__}")
+    if labels.is_floating_point() or labels.is_complex() or labels.shape != features.shape[:1]:
+        wanted = f"integers (samples,) = ({features.shape[0]},)"
+        raise ValueError(f"{op}: labels must be {wanted}, got {labels.dtype} {tuple(labels.shape)}")
+    checks.same_device(op, "labels", labels, features, "z")
+    return features.double(), labels
+
+
 def distortion(op: str, eps_squared: object) -> float:
     """Require a positive finite number."""
     value = checks.number(op, "eps_squared", eps_squared)

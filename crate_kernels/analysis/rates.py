@@ -20,23 +20,31 @@ from torch import Tensor
 
 from crate_kernels._core import checks
 
-from ._inputs import distortion, tokens_and_subspaces, trailing
+from ._inputs import distortion, features_and_labels, tokens_and_subspaces, trailing
 
 
-def _factors(op: str, name: str, w: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first rows of Q, which belong to w (..., seqlen, dim) or its transpose, its last rows, and R."""
+def _factors(op: str, name: str, w: Tensor, root: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first rows of Q, which belong to w (..., seqlen, dim) or its transpose, its last rows, and R.
+
+    ``root`` is the square root of a, or one for each matrix, (..., 1, 1).
+    """
     tall = w if w.shape[-2] >= w.shape[-1] else w.mT
     if not bool(tall.isfinite().all()):
         raise torch.linalg.LinAlgError(f"{op}: {name} must be finite")  # pyright: ignore[reportPrivateImportUsage]
     identity = torch.eye(tall.shape[-1], dtype=w.dtype, device=w.device).expand(*tall.shape[:-2], -1, -1)
-    q, r = torch.linalg.qr(torch.cat([math.sqrt(alpha) * tall, identity], -2))
+    q, r = torch.linalg.qr(torch.cat([root * tall, identity], -2))
     return q[..., : tall.shape[-2], :], q[..., tall.shape[-2] :, :], r
 
 
 def _rate(op: str, name: str, w: Tensor, eps_squared: float) -> Tensor:
     """Return 1/2 logdet(I + dim / (seqlen eps^2) w w^T) of float64 w (..., seqlen, dim)."""
     seqlen, dim = w.shape[-2:]
-    *_, r = _factors(op, name, w, dim / (seqlen * eps_squared))
+    return _log_diagonal(op, name, w, math.sqrt(dim / (seqlen * eps_squared)))
+
+
+def _log_diagonal(op: str, name: str, w: Tensor, root: float | Tensor) -> Tensor:
+    """Return 1/2 logdet(I + root^2 w w^T)."""
+    *_, r = _factors(op, name, w, root)
     return r.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
@@ -135,6 +143,68 @@ def rate_reduction(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -
 
 
 @checks.suggesting
+def class_coding_rate(z: Tensor, labels: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure how many nats code the samples of each class by themselves.
+
+    ``Rc(Z | Pi) = sum_j m_j / (2 m) logdet(I + dim / (m_j eps^2) Z_j Z_j^T)`` over the m_j samples Z_j of each class
+    (MCR^2, Yu et al., 2020, Eq. 5). All classes are factored at once.
+
+    Args:
+        z: Features (samples, dim), any floating dtype.
+        labels: Class of each sample, (samples,), any integers, on z's device.
+        eps_squared: The papers' eps^2, by default 0.01, the published code's ``eps``.
+
+    Returns:
+        Float64 tensor (), natural logarithm, differentiable in z.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; eps_squared is not > 0.
+        TypeError: z or labels is not a Tensor, or eps_squared is not a number.
+        torch.linalg.LinAlgError: z is not finite.
+    """
+    z, labels = features_and_labels("class_coding_rate", z, labels)
+    return _class_rate("class_coding_rate", z, labels, distortion("class_coding_rate", eps_squared))
+
+
+@checks.suggesting
+def mcr2(z: Tensor, labels: Tensor, *, eps_squared: float = 0.01) -> Tensor:
+    """Measure the rate reduction of features under a partition into classes, the objective of MCR^2.
+
+    ``Delta R = R(Z) - Rc(Z | Pi)`` (MCR^2, Yu et al., 2020, Eq. 6): ``coding_rate(z) - class_coding_rate(z, labels)``.
+    It is to be maximised; ``crate_kernels.nn.MCR2Loss`` is its negative. It grows with the features' norm, so that
+    training needs a bound on it, such as ``F.normalize(z, dim=-1)``.
+
+    Args:
+        z: Features (samples, dim), any floating dtype.
+        labels: Class of each sample, (samples,), any integers, on z's device.
+        eps_squared: The papers' eps^2, by default 0.01, in both terms. The paper trains with eps^2 = 0.5.
+
+    Returns:
+        Float64 tensor (), natural logarithm, differentiable in z.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; eps_squared is not > 0.
+        TypeError: z or labels is not a Tensor, or eps_squared is not a number.
+        torch.linalg.LinAlgError: z is not finite.
+    """
+    z, labels = features_and_labels("mcr2", z, labels)
+    eps_squared = distortion("mcr2", eps_squared)
+    return _rate("mcr2", "z", z, eps_squared) - _class_rate("mcr2", z, labels, eps_squared)
+
+
+def _class_rate(op: str, z: Tensor, labels: Tensor, eps_squared: float) -> Tensor:
+    """Return Rc of float64 z (samples, dim): classes are padded with rows of zeros, which have no rate."""
+    _, index, counts = labels.unique(return_inverse=True, return_counts=True)
+    order = index.argsort(stable=True)
+    first = (counts.cumsum(0) - counts)[index[order]]
+    place = torch.arange(len(z), device=z.device) - first
+    classes = z.new_zeros(len(counts), int(counts.max()), z.shape[1]).index_put((index[order], place), z[order])
+    sizes = counts.to(z.dtype)
+    roots = (z.shape[1] / (sizes * eps_squared)).sqrt()[:, None, None]
+    return (sizes / len(z) * _log_diagonal(op, "z", classes, roots)).sum()
+
+
+@checks.suggesting
 def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """Return the gradient of Rc with respect to the tokens; MSSA is its first-order softmax form.
 
@@ -157,7 +227,7 @@ def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) ->
     w = z.unsqueeze(-3) @ subspaces
     seqlen, head_dim = w.shape[-2:]
     alpha = head_dim / (seqlen * distortion("rate_gradient", eps_squared))
-    tokens, identity, _ = _factors("rate_gradient", "z @ subspaces", w, alpha)
+    tokens, identity, _ = _factors("rate_gradient", "z @ subspaces", w, math.sqrt(alpha))
     # Q = [sqrt(a) w; I] R^-1, so that w (R^T R)^-1 is the product of its parts.
     solved = tokens @ identity.mT if seqlen >= head_dim else identity @ tokens.mT
     return math.sqrt(alpha) * (solved @ subspaces.mT).sum(-3)

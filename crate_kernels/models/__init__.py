@@ -7,7 +7,7 @@ how to read its published checkpoints).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -128,6 +128,7 @@ def from_official(
     config: Mapping[str, Any] | str = _NOTHING,
     *,
     num_classes: int | None = None,
+    image_size: int | Sequence[int] | None = None,
 ) -> nn.Module:
     """Build our model of a published system and load a published checkpoint into it, strictly.
 
@@ -145,8 +146,10 @@ def from_official(
             thresholds, dropout) and our own options (``backend``) may be given too.
         num_classes: outputs of a new last layer in place of the checkpoint's, whose own may be of any number or
             missing; 0 for none. By default the checkpoint's, strictly.
+        image_size: size of the images, in pixels, to which learned positions are resized as by ``set_input_size``; by
+            default that of the checkpoint, which the config gives.
 
-    What is new or left out of the checkpoint is said by the logger ``crate_kernels``.
+    What is new, resized or left out of the checkpoint is said by the logger ``crate_kernels``.
 
     Arguments that the weights do not determine are not checked. With MSSA, the number of heads is one of them:
     another number that divides the same width loads as well, but computes something else. It is therefore
@@ -176,7 +179,7 @@ def from_official(
         config = _NOTHING
     if num_classes is not None:
         checks.integer("from_official", "num_classes", num_classes, minimum=0)
-    return _SYSTEMS[system].load(system, state_dict, config, size, num_classes)
+    return _SYSTEMS[system].load(system, state_dict, config, size, num_classes, image_size)
 
 
 def _published(name: str) -> tuple[str, dict[str, Any]]:

@@ -11,9 +11,10 @@ The modules of ``tssa`` refuse, since their softmax is over all heads.
 
 from crate_kernels.nn.attention import MSSA, TSSA
 from crate_kernels.nn.causal import CausalMSSA, CausalTSSA
+from crate_kernels.nn.loss import MCR2Loss
 from crate_kernels.nn.sparse import ISTA, OvercompleteISTA
 
-__all__ = ["ISTA", "MSSA", "TSSA", "CausalMSSA", "CausalTSSA", "OvercompleteISTA"]
+__all__ = ["ISTA", "MSSA", "TSSA", "CausalMSSA", "CausalTSSA", "MCR2Loss", "OvercompleteISTA"]
 
 
 def __dir__() -> list[str]:

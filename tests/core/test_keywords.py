@@ -29,6 +29,7 @@ CALLS = {
     "CausalTSSA": (nn.CausalTSSA, "blocksize", "block_size"),
     "ISTA": (nn.ISTA, "lmbda", "lambd"),
     "OvercompleteISTA": (nn.OvercompleteISTA, "eta", "step_size"),
+    "MCR2Loss": (nn.MCR2Loss, "eps_sq", "eps_squared"),
     "SubspaceCache": (SubspaceCache, "max_len", "max_seqlen"),
     "TokenStatsCache": (TokenStatsCache, "num_heads", "nheads"),
 }

@@ -18,6 +18,7 @@ NEEDS = {  # page -> packages that it is about
     "README.md": (),
     "docs/faq.md": (),
     "docs/graphs.md": (),
+    "docs/image-sizes.md": (),
     "docs/index.md": (),
     "docs/ista.md": (),
     "docs/models.md": (),

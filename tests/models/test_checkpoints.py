@@ -76,6 +76,27 @@ def test_another_number_of_classes(given, said):
     ]
 
 
+@pytest.mark.parametrize("size", [16, (8, 12)], ids=["larger", "wider"])
+def test_another_image_size(size, said):
+    source = crate()
+    model = models.from_official("crate", source.state_dict(), CONFIG, image_size=size).double().eval()
+    grid = (4, 4) if size == 16 else (2, 3)
+    assert model.pos_embedding.shape == (1, 1 + grid[0] * grid[1], 24)
+    positions = source.pos_embedding[0, 1:].detach().T.view(1, 24, 2, 2)
+    expected = torch.nn.functional.interpolate(positions, size=grid, mode="bicubic", align_corners=False)
+    torch.testing.assert_close(model.pos_embedding[0, 1:].T.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.pos_embedding[0, 0], source.pos_embedding[0, 0])
+    assert said() == [f"from_official: pos_embedding is resized, from 2 x 2 patches to {grid[0]} x {grid[1]}"]
+    assert model.config.image_size == size
+
+
+def test_images_of_the_saved_size_change_nothing(said):
+    source = crate()
+    model = models.from_official("crate", source.state_dict(), CONFIG, image_size=8).double().eval()
+    assert torch.equal(model(IMAGES), source(IMAGES))
+    assert not said()
+
+
 def test_a_backbone_without_a_classifier_gets_one(said):
     source = crate(num_classes=0)
     checkpoint = {"teacher": prefixed(source.state_dict(), "backbone.")}
@@ -111,6 +132,7 @@ def test_what_is_left_out_is_said(said):
 
 NONE = {
     "classes": ({"num_classes": 3}, ValueError, "num_classes must be None for crate_mae, which has no classifier"),
+    "image": ({"image_size": 16}, ValueError, "image_size must be None for crate_mae, whose images have one size"),
     "type": ({"num_classes": "3"}, TypeError, "from_official: num_classes must be an int, got str"),
     "negative": ({"num_classes": -1}, ValueError, "from_official: num_classes must be >= 0, got -1"),
 }

@@ -65,10 +65,11 @@ class System:
         config: Mapping[str, Any],
         size: Mapping[str, Any],
         num_classes: int | None,
+        image_size: Any,
     ) -> nn.Module:
         """Build the module of ``config``, which changes ``size``, and load ``state_dict`` into it, strictly.
 
-        ``num_classes`` are those of a new last layer; None keeps the checkpoint's.
+        ``num_classes`` are those of a new last layer, ``image_size`` is that of other images; None keeps what is saved.
         """
         bare = unwrap(state_dict)
         implied = self.implied(bare)
@@ -87,10 +88,13 @@ class System:
         settings = {k: v for k, v in given.items() if k not in self.ignored}
         weights = self.weights(bare)
         if num_classes is None:
-            return self._loaded(name, settings, weights)
-        model = self._loaded(name, {**settings, "num_classes": 0}, self._without_classifier(name, weights))
-        model.reset_classifier(num_classes)
-        say(f"{self.classifier} is new, of {num_classes} classes")
+            model = self._loaded(name, settings, weights)
+        else:
+            model = self._loaded(name, {**settings, "num_classes": 0}, self._without_classifier(name, weights))
+            model.reset_classifier(num_classes)
+            say(f"{self.classifier} is new, of {num_classes} classes")
+        if image_size is not None:
+            _resize(name, model, image_size)
         return model
 
     def _loaded(self, name: str, settings: dict[str, Any], weights: dict[str, Any]) -> Any:
@@ -195,6 +199,17 @@ def first_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the state_dict to the first name of its tensor: a tied head has two."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def _resize(name: str, model: Any, image_size: Any) -> None:
+    """Change the size of a model's images, and say what became of its positions."""
+    if not hasattr(model, "set_input_size"):
+        raise ValueError(f"from_official: image_size must be None for {name}, whose images have one size")
+    old = model.grid
+    model.set_input_size(image_size)
+    if model.grid != old and model.layout.positions:
+        before, after = (" x ".join(map(str, grid)) for grid in (old, model.grid))
+        say(f"{model.layout.positions} is resized, from {before} patches to {after}")
 
 
 def same(value: Tensor, other: Any) -> bool:
