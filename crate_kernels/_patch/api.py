@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from crate_kernels import nn as fused
 from crate_kernels._core import backends, checks
 from crate_kernels._patch import probe
-from crate_kernels._patch.kinds import Form, readings
+from crate_kernels._patch.forms import Form
+from crate_kernels._patch.kinds import readings
 from crate_kernels._patch.obstacles import obstacle
 
 _RECORDS = {
@@ -172,9 +173,11 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     refused.
 
     The model may be wrapped (``DataParallel``, ``DistributedDataParallel``, ``fully_shard``) or compiled, before or
-    after. A graph of ``torch.fx`` or ``torch.export`` and a script of ``torch.jit`` have the published operators and
-    no modules: they are left with that reason. So is ordinary attention with projections of its own for query, key
-    and value, as in a ViT. A model is patched before it is quantised, or dispatched and offloaded by accelerate.
+    after. A module may take feature maps (batch, channels, height, width) and flatten them itself, with linear layers
+    or convolutions of single pixels. A graph of ``torch.fx`` or ``torch.export`` and a script of ``torch.jit`` have
+    the published operators and no modules: they are left with that reason. So is ordinary attention with projections
+    of its own for query, key and value, as in a ViT. A model is patched before it is quantised, or dispatched and
+    offloaded by accelerate.
 
     Args:
         model: any module; modules of ``crate_kernels`` and modules already patched are left as they are.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from crate_kernels._core import backends
-from crate_kernels._patch.kinds import DROPOUTS, PLAIN, TENSORS, Attention, Form, Sparse, number, tensor, with_dropout
+from crate_kernels._patch.forms import PLAIN, Attention, Form, Sparse, number, tensor
+from crate_kernels._patch.kinds import DROPOUTS, TENSORS, with_dropout
 from crate_kernels._patch.masks import CANDIDATES, Mask
 from crate_kernels._patch.shadow import KnownMasks, quiet, same_state, shadow_of
 
@@ -115,6 +117,8 @@ class _Comparison:
             self.compare(form, call)
         if form.mask is not None:
             form = replace(form, mask=replace(form.mask, masks=tuple(self.proven_masks(form))))
+        if isinstance(form, Sparse) and not form.maps:
+            form = replace(form, deep=self.takes_any_rank(form, call))
         return self.place_dropout(form, call)
 
     def compare(self, form: Form, call: _Call) -> None:
@@ -132,7 +136,7 @@ class _Comparison:
         for published, fused in zip(*grads, strict=True):
             _require_same(published, fused, _SAME_FUNCTION, "gradient")
         with torch.no_grad():
-            large = self.tokens_of(form, 3, x.shape[1], _LARGE)  # shows clamps
+            large = self.tokens_of(form, 3, _short_seqlen(self.module), _LARGE)  # shows clamps
             _require_same(*self.run_both(form, large, call, False), _SAME_LARGE, "output of large tokens")
             self.compare_long(form, call)
 
@@ -152,14 +156,26 @@ class _Comparison:
             else:
                 return _require_same(expected, actual, _SAME_FUNCTION, "output of a long sequence")
 
+    def takes_any_rank(self, form: Form, call: _Call) -> bool:
+        """Say if the module takes four axes as tokens, not as a feature map."""
+        x = self.drawn_tokens((1, 2, 3, form.token_dim(self.module)), _SIZE)
+        try:
+            with torch.no_grad():
+                _require_same(*self.run_both(form, x, call, False), _SAME_FUNCTION)
+        except (_Difference, _Refused):
+            return False
+        return True
+
     def place_dropout(self, form: Form, call: _Call) -> Form:
         """Return the form with dropout in the module's places; every mask is compared."""
         ways = list(with_dropout(self.module, form))
         if len(ways) == 1 and not any(isinstance(m, _DropoutNd) for m in self.module.modules()):
             return ways[0]
+        # One row of a map: masks of pixels that are flattened by columns are in the same order.
+        x = self.drawn_tokens(form.shape(self.module, 2, _short_seqlen(self.module), rows=1), _SIZE)
         for way in ways:
             with contextlib.suppress(_Difference, _Refused), KnownMasks(), torch.no_grad():
-                _require_same(*self.run_both(way, self.short_tokens(form), call, True, _RATES), _SAME_FUNCTION)
+                _require_same(*self.run_both(way, x, call, True, _RATES), _SAME_FUNCTION)
                 return way
         raise _Difference("its dropout is not the operator's")
 
@@ -223,7 +239,9 @@ class _Comparison:
 
     def tokens_of(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
         """Return tokens, equal at each call."""
-        shape = (batch, seqlen, form.token_dim(self.module))
+        return self.drawn_tokens(form.shape(self.module, batch, seqlen), size)
+
+    def drawn_tokens(self, shape: tuple[int, ...], size: float) -> Tensor:
         if shape not in self.tokens:
             x = size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
             self.tokens[shape] = x.requires_grad_()
@@ -255,7 +273,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
     except NotImplementedError as error:
         return str(error)
     threshold = abs(vars(module)[form.numbers[1]]) if isinstance(form, Sparse) else 0.0
-    shape = (2, _short_seqlen(module), form.token_dim(module))
+    shape = form.shape(module, 2, _short_seqlen(module))
     call = without_mask() if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
     try:
         devices = [device] if device.type == "cuda" else []
@@ -301,7 +319,7 @@ def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
 
 def _draw_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Draw a parameter whose products have about the size of the tokens."""
-    fan_in = shape[-1] if shape else 1
+    fan_in = shape[-1] if len(shape) in (1, 2, 3) else math.prod(shape[1:])  # 4: of a convolution
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn * 0.5 / max(1, fan_in) ** 0.5
 

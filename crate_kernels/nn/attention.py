@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.nn import _heads
+from crate_kernels.nn import _heads, _maps
 from crate_kernels.nn._linear import Linear
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import tssa
@@ -37,6 +37,8 @@ class MSSA(nn.Module):
         phi: function from scores to weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
         threshold: the threshold for ``phi="threshold"``.
         causal: a token attends only to itself and earlier ones; needed for a cache.
+        data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
+            height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
     """
 
@@ -57,6 +59,7 @@ class MSSA(nn.Module):
         phi: str = "softmax",
         threshold: float | None = None,
         causal: bool = False,
+        data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -72,6 +75,7 @@ class MSSA(nn.Module):
         self.gamma = checks.number("MSSA", "gamma", gamma)
         self.phi, self.threshold = phi, threshold
         self.causal = checks.flag("MSSA", "causal", causal)
+        self.data_format = _maps.check_format("MSSA", data_format)
         self.backend = checks.backend("MSSA", backend)
         inner = heads * dim_head
         self.qkv = Linear(dim, inner, bias=False, backend=backend)
@@ -104,24 +108,30 @@ class MSSA(nn.Module):
         """Attend over ``x``.
 
         Args:
-            x: (batch, seqlen, dim) tokens.
+            x: (batch, seqlen, dim) tokens; (batch, dim, height, width) with ``data_format="channels_first"``, a view in
+                channels-last memory and else a copy.
             return_attention: return the weights (batch, heads, seqlen, seqlen) instead, computed naively.
             return_key: return the projection ``qkv(x)`` (batch, seqlen, heads * dim_head) instead.
-            key_padding_mask: (batch, seqlen) bool, True = keep; default all.
+            key_padding_mask: (batch, seqlen) bool, True = keep; default all. Of a map, (batch, height, width).
             cache: a ``SubspaceCache`` to append to and attend over; default none.
             cu_seqlens: (sequences + 1,) int32, offsets of sequences that follow each other in the one row of x: each
                 attends to itself alone; default none.
             max_seqlen: length of the longest of them; required with ``cu_seqlens``.
 
         Returns:
-            (batch, seqlen, dim), or the weights or the projection if asked for.
+            (batch, seqlen, dim), or the weights or the projection if asked for; for a map a map, with channels last in
+            memory.
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(MSSA.forward, unknown)
-        _heads.tokens("MSSA", x, self.dim)
+        x, size = _maps.tokens("MSSA", x, self.dim, self.data_format)
+        if size is not None:
+            if cache is not None or cu_seqlens is not None:
+                raise ValueError("MSSA: x must be tokens with a cache or cu_seqlens, got a feature map")
+            key_padding_mask = _maps.mask_of("MSSA", key_padding_mask, x, size)
         projected = self.qkv(x)
         if return_key:
-            return projected
+            return _maps.map_of(projected, size)
         w = _heads.split_local("MSSA", projected, self.dim_head)
         if return_attention:
             if cache is not None or cu_seqlens is not None:
@@ -145,7 +155,7 @@ class MSSA(nn.Module):
         out = _heads.merge(out)
         if self.tied:
             out = self.gamma * _heads.unproject(out, _heads.weight_of(self.qkv, x))
-        return self.to_out(out)
+        return _maps.map_of(self.to_out(out), size)
 
     def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return the attention weights, which the fused operator never stores."""
@@ -182,6 +192,8 @@ class TSSA(nn.Module):
         qk_scale: unused, as in the published class: there are no scores to scale.
         attn_drop: dropout rate on ``1 / (1 + M)``, one draw per channel.
         proj_drop: dropout rate on the output.
+        data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
+            height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
     """
 
@@ -197,6 +209,7 @@ class TSSA(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         *,
+        data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -205,6 +218,7 @@ class TSSA(nn.Module):
         super().__init__()
         checks.multiple("TSSA", "dim", dim, "num_heads", num_heads)
         self.dim, self.heads = dim, num_heads
+        self.data_format = _maps.check_format("TSSA", data_format)
         self.backend = checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
         self.qkv = Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias), backend=backend)
@@ -217,15 +231,19 @@ class TSSA(nn.Module):
         """Attend over ``x``.
 
         Args:
-            x: (batch, seqlen, dim) tokens.
+            x: (batch, seqlen, dim) tokens; (batch, dim, height, width) with ``data_format="channels_first"``, a view in
+                channels-last memory and else a copy.
             key_padding_mask: (batch, seqlen) bool, True = keep: the others are left out of the token sums; default all.
+                Of a map, (batch, height, width).
 
         Returns:
-            (batch, seqlen, dim).
+            (batch, seqlen, dim); for a map a map, with channels last in memory.
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(TSSA.forward, unknown)
-        _heads.tokens("TSSA", x, self.dim)
+        x, size = _maps.tokens("TSSA", x, self.dim, self.data_format)
+        if size is not None:
+            key_padding_mask = _maps.mask_of("TSSA", key_padding_mask, x, size)
         projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)
         out = self._operator(
             _heads.split(projected, self.heads),
@@ -234,4 +252,4 @@ class TSSA(nn.Module):
             key_padding_mask=key_padding_mask,
             backend=self.backend,
         )
-        return self.to_out(_heads.merge(out))
+        return _maps.map_of(self.to_out(_heads.merge(out)), size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
+from crate_kernels.nn import _maps
 from crate_kernels.ops.ista import ista, ista_overcomplete
 
 
@@ -29,6 +30,8 @@ class ISTA(nn.Module):
         lambd: weight of the l1 norm; default 0.1 (CRATE-MAE 0.5).
         prox: the kind of step; default ``"nonnegative"``.
         alpha: dim / (N eps^2) for ``"mm"``; default 1, which is eps^2 = dim / N.
+        data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
+            height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista``; default None, the best available.
     """
 
@@ -41,6 +44,7 @@ class ISTA(nn.Module):
         lambd: float = 0.1,
         prox: str = "nonnegative",
         alpha: float = 1.0,
+        data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -55,15 +59,22 @@ class ISTA(nn.Module):
         self.lambd = checks.number("ISTA", "lambd", lambd)
         self.prox = prox
         self.alpha = float(alpha)
+        self.data_format = _maps.check_format("ISTA", data_format)
         self.backend = checks.backend("ISTA", backend)
         checks.integer("ISTA", "dim", dim, minimum=1)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
 
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
-        """Return the next code of ``x`` (..., dim), same shape."""
+        """Return the next code of ``x`` (..., dim), same shape; of maps with ``data_format="channels_first"``."""
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ISTA.forward, unknown)
+        if self.data_format == _maps.FIRST:
+            x, size = _maps.tokens_of("ISTA", x, self.weight.shape[0])
+            return _maps.map_of(self._step(x), size)
+        return self._step(x)
+
+    def _step(self, x: Tensor) -> Tensor:
         if self.prox == "mm":
             grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
             return torch.relu(grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha))
@@ -86,6 +97,8 @@ class OvercompleteISTA(nn.Module):
         tied: use ``D`` itself as the decoder; default False.
         step_size: default 0.1.
         lambd: default 0.1.
+        data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
+            height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
     """
 
@@ -99,6 +112,7 @@ class OvercompleteISTA(nn.Module):
         *,
         step_size: float = 0.1,
         lambd: float = 0.1,
+        data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -110,6 +124,7 @@ class OvercompleteISTA(nn.Module):
         self.steps = checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
         self.step_size = checks.number("OvercompleteISTA", "step_size", step_size)
         self.lambd = checks.number("OvercompleteISTA", "lambd", lambd)
+        self.data_format = _maps.check_format("OvercompleteISTA", data_format)
         self.backend = checks.backend("OvercompleteISTA", backend)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
         self.D1: nn.Parameter | None
@@ -120,8 +135,11 @@ class OvercompleteISTA(nn.Module):
 
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
-        """Return the decoded code of ``x`` (..., dim), same shape."""
+        """Return the decoded code of ``x`` (..., dim), same shape; of maps with ``data_format="channels_first"``."""
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(OvercompleteISTA.forward, unknown)
+        size = None
+        if self.data_format == _maps.FIRST:
+            x, size = _maps.tokens_of("OvercompleteISTA", x, self.D.shape[0])
         options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
-        return ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options)
+        return _maps.map_of(ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options), size)

@@ -17,6 +17,7 @@ ELSEWHERE = {"docs/distributed.md": page_cases}  # runs the page in two processe
 NEEDS = {  # page -> packages that it is about
     "README.md": (),
     "docs/faq.md": (),
+    "docs/feature-maps.md": (),
     "docs/graphs.md": (),
     "docs/image-sizes.md": (),
     "docs/index.md": (),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crate_kernels._patch import kinds
+from crate_kernels._patch import forms
 from crate_kernels._patch.api import patch
 from tests.patch.published import (
     DIM,
@@ -132,8 +132,8 @@ def test_an_argument_that_is_not_its_default_runs_the_published_forward(args, kw
     calls, model, x = [], Asked().eval(), tokens()
     expected = model(x, *args, **kwargs)
     assert patch(model).replaced == {"": "mssa"}
-    fused = kinds.mssa
-    monkeypatch.setattr(kinds, "mssa", lambda w, **options: calls.append(1) or fused(w, **options))
+    fused = forms.mssa
+    monkeypatch.setattr(forms, "mssa", lambda w, **options: calls.append(1) or fused(w, **options))
     torch.testing.assert_close(model(x, *args, **kwargs), expected)
     if not args:
         torch.testing.assert_close(model(x=x, **kwargs), expected)
@@ -219,7 +219,7 @@ def test_calls_reach_the_operator(monkeypatch):
 
     model = Attention(dropout=0.25)
     patch(model, backend="reference")
-    monkeypatch.setattr(kinds, "mssa", spy)
+    monkeypatch.setattr(forms, "mssa", spy)
     x = tokens()
     model(x)
     model(x=x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crate_kernels._patch import kinds
+from crate_kernels._patch import forms
 from crate_kernels._patch.api import patch
 from tests.patch.published import DIM, HEADS, Attention, VisionTSSA, assert_close, heads_first, heads_last, tokens
 
@@ -65,8 +65,8 @@ PUBLISHED = {
 
 
 def probed(model, monkeypatch):
-    calls, fused = [], kinds.mssa
-    monkeypatch.setattr(kinds, "mssa", lambda w, **options: calls.append(options) or fused(w, **options))
+    calls, fused = [], forms.mssa
+    monkeypatch.setattr(forms, "mssa", lambda w, **options: calls.append(options) or fused(w, **options))
     return calls
 
 
