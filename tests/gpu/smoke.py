@@ -1,7 +1,7 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; calls for which
-None takes what was timed to be the fastest; the kernels of whole heads; the assembler's warnings (C75xx) of the main
+None takes what was timed to be the fastest; the kernels of sm_90a; the assembler's warnings (C75xx) of the main
 Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
@@ -85,11 +85,11 @@ def check(case, backend, dtype, device):
     return {"share": round(max(one.error / one.budget if one.budget else 0.0 for one in found), 3)}
 
 
-def whole_heads(direction, case, dtype):
-    """Hold a kernel of whole heads, which nothing chooses by default, to the error budget; return the share of it."""
+def hopper(kind, direction, case, dtype):
+    """Hold a kernel of sm_90a, which nothing chooses by default, to the error budget; return the share of it."""
     if launch.arch(torch.device("cuda")) != "sm_90":
-        raise Skipped("whole heads are for sm_90a")
-    given = heads.Heads(case, dtype, device="cuda")
+        raise Skipped("these kernels are for sm_90a")
+    given = kind(case, dtype, device="cuda")
     run, check = (given.run_forward, given.check_forward) if direction == "forward" else (given.run, given.check)
     *results, left = run()
     if any(left):
@@ -145,10 +145,15 @@ def items(dry_run):
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }
-    for direction, cases in {"backward": heads.CASES, "forward": {**heads.CASES, **heads.FORWARD_CASES}}.items():
-        for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16)):
-            name = f"heads {direction} {case} {str(dtype).removeprefix('torch.')}"
-            found[name] = partial(whole_heads, direction, case, dtype)
+    every = (
+        ("heads backward", heads.Heads, heads.CASES),
+        ("heads forward", heads.Heads, {**heads.CASES, **heads.FORWARD_CASES}),
+        ("rows forward", heads.LongRows, heads.LONG_CASES),
+    )
+    for (name, kind, cases), dtype in itertools.product(every, (torch.bfloat16, torch.float16)):
+        for case in cases:
+            item = partial(hopper, kind, name.split()[1], case, dtype)
+            found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = item
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton

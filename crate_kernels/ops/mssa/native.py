@@ -16,7 +16,7 @@ from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_lse, no_lse
-from crate_kernels.ops.mssa.cuda import heads, plain, problem, steps, tensor_cores
+from crate_kernels.ops.mssa.cuda import heads, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _MOST_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
@@ -31,7 +31,8 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if is_gpu(w.device):  # these kernels clear what no sequence covers
         given.forward(w, call)
         if out.numel():
-            left = heads.forward(w, call, out, lse) if heads.take_forward(w, out, call) else None
+            taking = next((one for one in (heads, long_rows) if one.take_forward(w, out, call)), None)
+            left = None if taking is None else taking.forward(w, call, out, lse)
             _attend(problem.of_forward(w, call, out, lse), w, call, left)
         return out, lse
     packing.clear_uncovered(out, call.cu_seqlens, 0)
@@ -41,7 +42,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _attend(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
-    """Launch a forward over the tokens themselves, or over a cache; ``left``: of what whole heads leave."""
+    """Launch a forward over the tokens themselves, or over a cache; ``left``: of what those before it leave."""
     check_head_dim(w)
     if tensor_cores.take(w):
         tensor_cores.forward(fields, w, call, left)

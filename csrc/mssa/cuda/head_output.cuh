@@ -48,10 +48,7 @@ struct ForwardShape {
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;
   static constexpr uint32_t kOnes = kSums + 1024, kNumbers = kOnes + 256, kPlaces = kNumbers + 32, kKeys = kPlaces + 16;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
-  // Weights are at most 2^kTop, but for rounding; sums are at least kLeast. fp16 holds weights from 2^-24 on: 256
-  // errors of half of that are an eighth of its rounding of kLeast.
-  static constexpr bool kHalf = sizeof(T) == 2 && !std::is_same_v<T, bf16>;
-  static constexpr float kTop = kHalf ? 14.0f : 40.0f, kLeast = kHalf ? 0x1p-3f : 0x1p-80f;
+  static constexpr float kTop = ForwardRange<T>::kTop, kLeast = ForwardRange<T>::kLeast;
 };
 
 template <class S>
@@ -100,9 +97,6 @@ struct HeadOutput {
     return __float_as_uint(load_shared(at.base + S::kKeys + token / 32 * 4));
   }
 
-  // The bits of 32 tokens up to one of them.
-  static CRATE_DEVICE uint32_t up_to(int token) { return token < 0 ? 0 : token > 31 ? ~0u : 2 * (1u << token) - 1; }
-
   // Begins the products of the rows with COLUMNS columns from `column` on.
   template <int COLUMNS>
   CRATE_DEVICE void start(float (&s)[COLUMNS / 2], int column) const {
@@ -127,7 +121,7 @@ struct HeadOutput {
       const uint32_t kept = keys_of(COLUMN);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t seen = DIAGONAL ? up_to(row + (lane >> 2) + 8 * half - COLUMN) : ~0u;
+        const uint32_t seen = DIAGONAL ? bits_up_to(row + (lane >> 2) + 8 * half - COLUMN) : ~0u;
         const uint32_t keys = (kept & seen) >> (lane & 3) * 2;
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) {

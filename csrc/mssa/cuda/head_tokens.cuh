@@ -25,6 +25,19 @@ struct HeadCall {
 constexpr float kLog2E = 1.44269504f;
 constexpr int kAllThreads = 1;  // named barrier
 
+// The range of a forward by one shift a row: weights are at most 2^kTop, but for rounding, and sums at least kLeast.
+// fp16 holds weights from 2^-24 on: 256 errors of half of that are an eighth of its rounding of kLeast.
+template <class T>
+struct ForwardRange {
+  static constexpr bool kHalf = std::is_same_v<T, fp16>;
+  static constexpr float kTop = kHalf ? 14.0f : 40.0f, kLeast = kHalf ? 0x1p-3f : 0x1p-80f;
+};
+
+// The bits of 32 tokens up to one of them.
+CRATE_DEVICE uint32_t bits_up_to(int token) {
+  return token < 0 ? 0 : token > 31 ? ~0u : 2 * (1u << token) - 1;
+}
+
 // Where the block's shared memory begins, and a thread's place. The lane is asked for where it is used, and what
 // follows from it computed there: registers are few.
 struct HeadPlace {
@@ -65,21 +78,21 @@ struct HeadTokensOf {
   }
 };
 
-// Copies the tokens of a head, or those that `keep` has; the others, rows beyond the length and channels beyond
-// head_dim are 0.
+// Copies S::kRows tokens of a head from `first` on, or those that `keep` has, by S::kThreads threads; the others, rows
+// beyond the length and channels beyond head_dim are 0.
 template <class S, int UNROLL = 1>
 CRATE_DEVICE void load_tokens(const HeadCall& call, const HeadTokensOf& head, const HeadTokens& tokens, uint32_t to,
-                              const uint8_t* keep = nullptr) {
+                              const uint8_t* keep = nullptr, int first = 0, int id = fresh(threadIdx.x)) {
   using T = typename S::T;
   constexpr int kStep = S::kThreads / 8;
   static_assert(kStep % 8 == 0, "a thread's chunk has the same place in every row of its own");
-  const int id = fresh(threadIdx.x), chunk = id & 7;
-  const T* from = head.of<const T>(call, tokens) + (id >> 3) * tokens.row + 8 * chunk;
+  const int chunk = id & 7;
+  const T* from = head.of<const T>(call, tokens) + (first + (id >> 3)) * tokens.row + 8 * chunk;
   to += chunk_at(id >> 3, chunk);
 #pragma unroll UNROLL
   for (int n = 0; n < (S::kRows + kStep - 1) / kStep; ++n) {
-    const int row = n * kStep + (id >> 3);
-    if (S::kRows % kStep != 0 && row >= S::kRows) break;
+    const int of_these = n * kStep + (id >> 3), row = first + of_these;
+    if (S::kRows % kStep != 0 && of_these >= S::kRows) break;
 #pragma unroll
     for (int panel = 0; panel < S::kPanels; ++panel) {
       const bool there = row < head.length && 64 * panel + 8 * chunk < call.head_dim;

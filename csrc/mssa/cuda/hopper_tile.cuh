@@ -17,13 +17,19 @@ CRATE_DEVICE uint32_t chunk_at(int row, int chunk) {
 
 // s (+)= a b^T of 64 rows a at `left` and COLUMNS rows b at `right`, over DIM channels; panels are so many bytes apart.
 template <class T, int COLUMNS, int DIM>
-CRATE_DEVICE void add_scores(float (&s)[COLUMNS / 2], uint32_t left, uint32_t right, uint32_t panel, bool adds) {
+CRATE_DEVICE void add_scores(float (&s)[COLUMNS / 2], uint32_t left, uint32_t right, uint32_t left_panel,
+                             uint32_t right_panel, bool adds) {
 #pragma unroll
   for (int kk = 0; kk < DIM / 16; ++kk) {
-    const uint32_t at = kk / 4 * panel, step = kk % 4 * 32;
-    Wgmma<T, COLUMNS>::template ss<false, false>(s, advance(matrix_descriptor(left + at, 0, 1024), step),
-                                                 advance(matrix_descriptor(right + at, 0, 1024), step), adds || kk > 0);
+    const uint32_t step = kk % 4 * 32;
+    const uint64_t a = matrix_descriptor(left + kk / 4 * left_panel, 0, 1024);
+    const uint64_t b = matrix_descriptor(right + kk / 4 * right_panel, 0, 1024);
+    Wgmma<T, COLUMNS>::template ss<false, false>(s, advance(a, step), advance(b, step), adds || kk > 0);
   }
+}
+template <class T, int COLUMNS, int DIM>
+CRATE_DEVICE void add_scores(float (&s)[COLUMNS / 2], uint32_t left, uint32_t right, uint32_t panel, bool adds) {
+  add_scores<T, COLUMNS, DIM>(s, left, right, panel, panel, adds);
 }
 
 // acc (+)= p of 16 TERMS tokens, from registers, times those tokens at `tile`.

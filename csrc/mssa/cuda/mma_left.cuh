@@ -1,5 +1,5 @@
-// The kernels on tensor cores for what those of whole heads leave: head_forward.cuh, head_backward.cuh. They are
-// launched behind them, and their blocks leave at once where nothing is left.
+// The kernels on tensor cores for what those of sm_90a leave: head_forward.cuh, head_backward.cuh, long_forward.cuh.
+// They are launched behind them, and their blocks leave at once where nothing is left.
 //
 // left: for every head, how many of its last tokens are left. A forward leaves those from the first on that is out of
 // its range: causal, the bits of a prefix may not depend on later tokens, and so not on which kernel takes them.

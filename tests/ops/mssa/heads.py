@@ -1,4 +1,4 @@
-"""Calls of the kernels of whole heads, for the emulator and for a GPU."""
+"""Calls of the kernels of whole heads and of long rows, for the emulator and for a GPU."""
 
 import copy
 
@@ -6,7 +6,7 @@ import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.cuda import heads
+from crate_kernels.ops.mssa.cuda import heads, long_rows
 from tests.ops.common import randn
 
 # Tokens are so short that no weight is much above others.
@@ -41,15 +41,35 @@ FORWARD_CASES = {
     "causal-256-tokens": (64, 256, {**CAUSAL, "kept": (256, 100, 70)}),
     "causal-a-tail-of-32": (64, 96, {**CAUSAL}),
 }
+# Of long rows. A block has 192 rows of 64 channels or 128 of 128; a tile has 128 tokens, and four are on their way.
+LONG_CASES = {
+    "257-tokens": (64, 257, {}),
+    "many-tiles": (64, 700, {"drawn": "short"}),
+    "packed": (64, 300, {"lengths": (300, 1, 129, 0, 17)}),
+    "padded": (64, 385, {"kept": (385, 200, 0)}),
+    "holes": (64, 300, {"kept": "holes"}),
+    "40-channels": (40, 260, {}),
+    "128-channels": (128, 333, {}),
+    "128-channels-many-tiles": (128, 650, {"drawn": "short"}),
+    "72-channels": (72, 270, {"kept": (270, 130)}),
+    "causal": (64, 400, CAUSAL),
+    "causal-packed": (64, 300, {**CAUSAL, "lengths": (300, 1, 129, 0, 17)}),
+    "causal-padded": (64, 385, {**CAUSAL, "kept": (385, 200, 0)}),
+    "causal-holes": (64, 300, {**CAUSAL, "kept": "holes"}),
+    "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike"}),
+    "causal-128-channels": (128, 390, CAUSAL),
+}
 
 
 class Heads:
     """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first."""
 
+    kernels, cases, batch = heads, {**CASES, **FORWARD_CASES}, 3
+
     def __init__(self, case, dtype, spread=1.0, device="cpu"):
-        self.head_dim, self.seqlen, given = {**CASES, **FORWARD_CASES}[case] if isinstance(case, str) else case
+        self.head_dim, self.seqlen, given = self.cases[case] if isinstance(case, str) else case
         self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
-        batch = 3
+        batch = len(given["kept"]) if isinstance(given.get("kept"), tuple) else self.batch
         shape = (batch, 2, self.seqlen, self.head_dim)
         if self.lengths is not None:
             shape = (sum(self.lengths), 2, self.head_dim)
@@ -98,16 +118,16 @@ class Heads:
         dlse = None if self.dlse is None else self.dlse.float()
         call = Call(scale=self.head_dim**-0.5, **self.options)
         out, dw = out.to(self.w.dtype), torch.zeros_like(self.w)
-        assert heads.serves_backward(self.w, self.dout, out, call)
-        left = heads.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
+        assert self.kernels.serves_backward(self.w, self.dout, out, call)
+        left = self.kernels.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
         return dw, left.tolist()
 
     def run_forward(self):
         """Run the kernel of the forward; return out, lse and the heads that it leaves."""
         out, lse = torch.zeros_like(self.w), torch.zeros_like(self.expected(torch.float64)[1], dtype=torch.float32)
         call = Call(scale=self.head_dim**-0.5, **self.options)
-        assert heads.serves_forward(self.w, out, call)
-        return out, lse, heads.forward(self.w, call, out, lse).tolist()
+        assert self.kernels.serves_forward(self.w, out, call)
+        return out, lse, self.kernels.forward(self.w, call, out, lse).tolist()
 
     def check_forward(self, out, lse):
         """Hold results to the error tolerance; return the largest share of it."""
@@ -127,3 +147,9 @@ class Heads:
         (found,) = testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)
         assert found.passed, found
         return found.error / found.budget
+
+
+class LongRows(Heads):
+    """The same of long rows."""
+
+    kernels, cases, batch = long_rows, LONG_CASES, 1

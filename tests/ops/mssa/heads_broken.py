@@ -117,3 +117,45 @@ BROKEN_FORWARD = {
     "lse-of-rounded-weights": ("output.lse_of(exact, output.shift", "output.lse_of(total, output.shift", "197-tokens"),
     "no-sequence": ("const uint64_t out = head.before(call, call.out)", "const uint64_t out = 0", "packed"),
 }
+
+_FILLED = "      copy_async_wait<S::kAhead>();\n      fence_async_shared();\n      __syncwarp();\n"
+_OWN = "    copy_async_wait<0>();\n    fence_async_shared();\n    barrier_sync(1 + at.group, 128);\n"
+_SCORES = "      wgmma_wait<1>();\n      pin(s);\n      weigh(s, n,"
+
+# Of csrc/mssa/cuda/long_rows.cuh and long_forward.cuh.
+BROKEN_LONG_FORWARD = {
+    "no-wait-for-copies": (_FILLED, _FILLED.replace("kAhead", "kStages"), "257-tokens"),
+    "no-fence-behind-copies": (_FILLED, _FILLED.replace("fence_async_shared();", ""), "257-tokens"),
+    "no-syncwarp-behind-copies": (_FILLED, _FILLED.replace("__syncwarp();", ""), "257-tokens"),
+    "no-wait-for-a-tile": ("      stages.wait_full(n);\n", "", "257-tokens"),
+    "other-phase": ("tile / S::kStages & 1);", "0);", "many-tiles"),
+    "no-wait-for-a-free-stage": ("(n / S::kStages & 1) ^ 1);", "n / S::kStages & 1);", "many-tiles"),
+    "released-early": (
+        "      wait_for_sums();\n      stages.release(n - 1);\n",
+        "      stages.release(n - 1);\n      wait_for_sums();\n",
+        "many-tiles",
+    ),
+    "released-once-too-often": ("stages.release(n - 1);\n", "stages.release(n);\n", "many-tiles"),
+    "no-fence-behind-own-rows": (_OWN, _OWN.replace("    fence_async_shared();\n", ""), "257-tokens"),
+    "no-barrier-behind-own-rows": (_OWN, _OWN.replace("    barrier_sync(1 + at.group, 128);\n", ""), "257-tokens"),
+    "no-wait-for-own-rows": (_OWN, _OWN.replace("    copy_async_wait<0>();\n", ""), "257-tokens"),
+    "no-fence-behind-ones": ("  fence_async_shared();\n  __syncthreads();\n", "  __syncthreads();\n", "packed"),
+    "no-wait-for-scores": (_SCORES, _SCORES.replace("      wgmma_wait<1>();\n", ""), "257-tokens"),
+    "no-wait-for-sums": ("wait_for_sums() {\n    wgmma_wait<0>();\n", "wait_for_sums() {\n", "257-tokens"),
+    "no-turn": ("      if (!last) barrier_arrive", "      if (!last && n > 9) barrier_arrive", "257-tokens"),
+    "sums-of-the-next-tile": ("start_sums(n - 1);", "start_sums(n);", "257-tokens"),
+    "rows-of-the-first-group": ("S::kOwnAt + 64 * at.group * kRowBytes, right,", "S::kOwnAt, right,", "257-tokens"),
+    "keys-beyond": ("token < head.length && (keep == nullptr", "(keep == nullptr", "257-tokens"),
+    "keys-not-masked": ("|| keep[token]));", "|| keep[token] < 2));", "holes"),
+    "keys-of-another-tile": ("S::kKeys + tile % S::kStages * (S::kTile / 8)", "S::kKeys", "causal-holes"),
+    "later-keys": ("bits_up_to(row(half) - column - 32 * word)", "bits_up_to(row(half) - column)", "causal"),
+    "diagonal-of-the-block": ("(S::kCausal && end > first + 1)", "(S::kCausal && end > first + 64)", "causal"),
+    "tiles-of-the-block": ("min(head.length, rows + S::kRows)", "min(head.length, rows + 64)", "causal"),
+    "one-panel": ("S::kOwnPanel, S::kPanel,", "0, S::kPanel,", "128-channels"),
+    "lse-of-rounded-weights": ("(log2_fast(total) + shift[half])", "(log2_fast(rounded) + shift[half])", "257-tokens"),
+    "no-syncwarp-behind-staging": (
+        "inverse[1], lane);\n    __syncwarp();\n    store_rows<S>(call, head.of",
+        "inverse[1], lane);\n    store_rows<S>(call, head.of",
+        "257-tokens",
+    ),
+}

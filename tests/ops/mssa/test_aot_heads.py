@@ -1,19 +1,19 @@
-"""The machine code of the kernels of whole heads, read without a GPU.
+"""The machine code of the kernels of whole heads and of long rows, read without a GPU.
 
-Their walks are unrolled: what counts is the whole kernel, not a loop.
+The walks of whole heads are unrolled: what counts is the whole kernel, not a loop.
 """
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 
-from crate_kernels.ops.mssa.cuda import heads
+from crate_kernels.ops.mssa.cuda import heads, long_rows
 from tests.cuda import compilers, resources
 from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-PRODUCT, POWER = "HGMMA", "MUFU.EX2"
+PRODUCT, POWER, WAIT = "HGMMA", "MUFU.EX2", "WARPGROUP.DEPBAR"
 # By NVRTC 13.0: instructions, of which there may be no more, and how often their order goes from products to powers or
 # back, which may not become less: one waits while the other works.
 RECORDED = {
@@ -22,12 +22,18 @@ RECORDED = {
     "backward_kernel<bf16, 64, 208, false, false>": (2833, 13),
     "backward_kernel<bf16, 64, 208, false, true>": (5399, 35),
 }
+# By the same: instructions, and products.
+LONG = {
+    "forward_kernel<bf16, 64, false>": (1701, 40),
+    "forward_kernel<bf16, 64, true>": (1901, 40),
+    "forward_kernel<bf16, 128, false>": (1892, 48),
+    "forward_kernel<bf16, 128, true>": (2093, 48),
+}
 
 
-def read(name, compiler):
+def read(kernel, compiler):
     """Return a kernel's opcodes in their order, and what the assembler says of it."""
-    header = heads._FORWARD if name.startswith("forward") else heads._BACKWARD
-    cubin, (said,) = resources.compiled(compiler, heads.Kernel(header, f"mssa::head_{name}"), 90)
+    cubin, (said,) = resources.compiled(compiler, kernel, 90)
     (function,) = harness.disassembled(cubin)
     return [one.opcode for one in function.instructions], said
 
@@ -36,7 +42,8 @@ def read(name, compiler):
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_kernel_is_no_longer_and_its_products_and_powers_take_turns(name):
     compiler = compilers.needed()
-    opcodes, said = read(name, compiler)
+    header = heads._FORWARD if name.startswith("forward") else heads._BACKWARD
+    opcodes, said = read(heads.Kernel(header, f"mssa::head_{name}"), compiler)
     turns = [opcode.startswith(PRODUCT) for opcode in opcodes if opcode.startswith((PRODUCT, POWER))]
     assert {True, False} == {*turns}
     assert said.spills == 0
@@ -44,3 +51,20 @@ def test_a_kernel_is_no_longer_and_its_products_and_powers_take_turns(name):
         most, least = RECORDED[name]
         assert len(opcodes) <= most
         assert sum(a != b for a, b in pairwise(turns)) >= least
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LONG)
+def test_the_powers_of_long_rows_run_beside_products(name):
+    """Those of a tile lie between the wait for its scores and that for the sums of the tile before."""
+    compiler = compilers.needed()
+    opcodes, said = read(long_rows.Kernel(long_rows._FORWARD_HEADER, f"mssa::long_{name}"), compiler)
+    kinds = [one for opcode in opcodes for one in (PRODUCT, POWER, WAIT) if opcode.startswith(one)]
+    first_tile, tile, end = (PRODUCT, WAIT, POWER), (PRODUCT, WAIT, POWER, WAIT), (PRODUCT, WAIT)
+    assert [kind for kind, _ in groupby(kinds)] == [*first_tile, *tile, *end]
+    assert kinds.count(POWER) == 128
+    assert said.spills == 0
+    if compiler.version == (13, 0):
+        most, products = LONG[name]
+        assert len(opcodes) <= most
+        assert kinds.count(PRODUCT) == products

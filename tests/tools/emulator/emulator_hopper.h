@@ -43,6 +43,9 @@ void pin(T (&)[N]) {}
 inline int fresh(int number) {
   return number;
 }
+inline void settle(float number) {
+  if (number < 0.0f) emulator::fail("a number that settles is negative");
+}
 
 inline void barrier_sync(int barrier, int threads) {
   emulator::async::named_sync(barrier, threads);

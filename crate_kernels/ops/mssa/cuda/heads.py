@@ -1,80 +1,27 @@
 """Plans the kernels of whole heads on Hopper GPUs: csrc/mssa/cuda/head_forward.cuh, head_backward.cuh.
 
-A block keeps every token of a head in shared memory. It serves 16-bit tokens of at most 256 in a sequence and 128
-channels, without dropout. Heads whose norms (forward) or lse (backward) spread further than the kernel's range are left
-to the kernels of tensor_cores.py: that is found on the GPU, which the host does not wait for.
-
-No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times both, and has the faster
-one taken from then on.
+A block keeps every token of a head in shared memory: at most 256. Heads whose norms (forward) or lse
+(backward) spread further than the kernel's range are left to others.
 """
 
 from __future__ import annotations
-
-import ctypes
-import math
 
 import torch
 from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels._cuda.records import POINTER, Record
-from crate_kernels._triton.launch import INTERPRETER
-from crate_kernels._triton.table import Row, Table
 from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.cuda.problem import contiguous, is_wide
+from crate_kernels.ops.mssa.cuda import hopper
+from crate_kernels.ops.mssa.cuda.problem import is_wide
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 _FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
-_MOST_ROWS, _MOST_CHANNELS = 256, 128
-CAPABILITY = 90  # wgmma is that of sm_90a alone
-_SHARED, _MULTIPROCESSOR = 232448, 233472  # bytes of a block, and of all
+MOST_ROWS = 256
+_MULTIPROCESSOR = 233472  # bytes of shared memory
 _ROW = 128  # bytes of 64 channels
 
-
-def _table(direction: str) -> Table:
-    """Return the launch table of a direction, whose rows say if whole heads take a call that they serve."""
-    row = Row({"WHOLE": 0})
-    return Table(f"mssa_heads_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=({"WHOLE": 1},))
-
-
-FORWARD, BACKWARD = _table("forward"), _table("backward")
-
-
-class HeadTokens(Record):
-    """A tensor of tokens; strides in elements."""
-
-    cpp = "mssa::HeadTokens"
-    _fields_ = (
-        ("data", POINTER),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    )
-
-
-class HeadCall(Record):
-    """The tensors and options of a call."""
-
-    cpp = "mssa::HeadCall"
-    _fields_ = (
-        ("w", HeadTokens),
-        ("g", HeadTokens),
-        ("out", HeadTokens),
-        ("dw", HeadTokens),
-        ("lse", POINTER),
-        ("dlse", POINTER),
-        ("keep", POINTER),
-        ("cu_seqlens", POINTER),
-        ("left", POINTER),
-        ("heads", ctypes.c_int32),
-        ("nheads", ctypes.c_int32),
-        ("seqlen", ctypes.c_int32),
-        ("total", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("factor", ctypes.c_float),
-    )
+FORWARD, BACKWARD = (hopper.table(f"mssa_heads_{direction}", "WHOLE") for direction in ("forward", "backward"))
 
 
 def _columns_bytes(rows: int, tail: int) -> int:
@@ -89,7 +36,7 @@ def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
     columns = _columns_bytes(rows, rows - 64 * blocks)
     stage = (3 if masked else 2) * panels * rows * _ROW
     rest = blocks * panels * 64 * _ROW + 2 * columns + 2048 + 256
-    return next((n * stage + rest for n in (2, 1) if n * stage + rest <= _SHARED), None)
+    return next((n * stage + rest for n in (2, 1) if n * stage + rest <= hopper.SHARED), None)
 
 
 def _most_beside(dim: int) -> int:
@@ -120,24 +67,8 @@ def _forward_kernel(dtype: torch.dtype, dim: int, rows: int, causal: bool) -> Ke
     return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(causal).lower()}>")
 
 
-def _seqlen(w: Tensor, call: Call) -> int:
-    return call.max_seqlen if call.packed else w.shape[2]
-
-
 def _serves(w: Tensor, call: Call) -> bool:
-    """Return whether blocks of whole heads serve a call; the GPU is one of their kind."""
-    gpu = launch.gpu(w.device)
-    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
-    return (
-        gpu.capability == CAPABILITY
-        and gpu.shared_limit >= _SHARED
-        and w.dtype in TYPES
-        and call.scale > 0
-        and call.seed is None
-        and call.threshold is None
-        and dim <= _MOST_CHANNELS
-        and rows <= _MOST_ROWS
-    )
+    return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MOST_ROWS
 
 
 def serves_forward(w: Tensor, out: Tensor, call: Call) -> bool:
@@ -150,46 +81,19 @@ def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> 
     return (
         dout is not None
         and _serves(w, call)
-        and shared_bytes(*shape_of(_seqlen(w, call), w.shape[-1]), call.padded) is not None
+        and shared_bytes(*shape_of(hopper.seqlen_of(w, call), w.shape[-1]), call.padded) is not None
         and all(map(is_wide, (w, dout, out)))
     )
 
 
-def _chosen(table: Table, w: Tensor, call: Call) -> bool:
-    config = table.config(w.device, w.shape[-1], _seqlen(w, call), call.causal, w.dtype)
-    return config["WHOLE"] == 1
-
-
 def take_forward(w: Tensor, out: Tensor, call: Call) -> bool:
     """Return whether whole heads take a forward: they serve it, and were chosen."""
-    return serves_forward(w, out, call) and _chosen(FORWARD, w, call)
+    return serves_forward(w, out, call) and hopper.chosen(FORWARD, w, call)
 
 
 def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
     """Return whether whole heads take a backward."""
-    return serves_backward(w, dout, out, call) and _chosen(BACKWARD, w, call)
-
-
-def _parameters(w: Tensor, call: Call, lse: Tensor) -> tuple[HeadCall, Tensor]:
-    """Return what both directions are given, and what is left: (heads,) int32, which the kernel writes."""
-    sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
-    heads = sequences * w.shape[1]
-    left = torch.empty(heads, dtype=torch.int32, device=w.device)
-    parameters = HeadCall(
-        w=_tokens(w, call),
-        lse=lse,
-        keep=contiguous(call.key_padding_mask),
-        cu_seqlens=contiguous(call.cu_seqlens),
-        left=left,
-        heads=heads,
-        nheads=w.shape[1],
-        seqlen=_seqlen(w, call),
-        total=w.shape[0] if call.packed else w.shape[2],
-        head_dim=w.shape[-1],
-        scale=call.scale,
-        factor=call.scale / math.log(2.0),
-    )
-    return parameters, left
+    return serves_backward(w, dout, out, call) and hopper.chosen(BACKWARD, w, call)
 
 
 def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
@@ -197,9 +101,9 @@ def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
 
     ``lse`` is contiguous, and ``out`` has rows of whole packs of 16 bytes.
     """
-    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
-    parameters, left = _parameters(w, call, lse)
-    parameters.out = _tokens(out, call)
+    dim, rows = shape_of(hopper.seqlen_of(w, call), w.shape[-1])
+    parameters, left = hopper.parameters(hopper.HeadCall, w, call, lse)
+    parameters.out = hopper.tokens(out, call)
     bytes_ = forward_shared_bytes(dim, rows)
     beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _most_beside(dim))
     shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
@@ -212,22 +116,21 @@ def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Ten
 
     ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
     """
-    dim, rows = shape_of(_seqlen(w, call), w.shape[-1])
+    dim, rows = shape_of(hopper.seqlen_of(w, call), w.shape[-1])
     bytes_ = shared_bytes(dim, rows, call.padded)
     assert bytes_ is not None
-    parameters, left = _parameters(w, call, lse)
-    parameters.g, parameters.out, parameters.dw = _tokens(dout, call), _tokens(out, call), _tokens(dw, call)
+    parameters, left = hopper.parameters(hopper.HeadCall, w, call, lse)
+    parameters.g, parameters.out, parameters.dw = (
+        hopper.tokens(dout, call),
+        hopper.tokens(out, call),
+        hopper.tokens(dw, call),
+    )
     parameters.dlse = dlse
     # A block stays on its multiprocessor and takes one head after another. Smaller heads share a multiprocessor.
-    beside = max(_SHARED // (bytes_ + 1024), 1)
+    beside = max(hopper.SHARED // (bytes_ + 1024), 1)
     shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_)
     launch.run(_kernel(w.dtype, dim, rows, call.padded, call.causal), shape, [parameters], w.device)
     return left
-
-
-def _tokens(x: Tensor, call: Call) -> HeadTokens:
-    strides = (0, x.stride(1), x.stride(0)) if call.packed else x.stride()[:3]
-    return HeadTokens(data=x, batch=strides[0], head=strides[1], row=strides[2])
 
 
 def kernels() -> list[Kernel]:

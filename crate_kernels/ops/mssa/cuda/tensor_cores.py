@@ -102,7 +102,7 @@ def _launch(
 
 
 def _of_left(kernel: Kernel) -> Kernel:
-    """Return the same kernel for what those of whole heads leave."""
+    """Return the same kernel for what those of sm_90a leave."""
     return Kernel("mssa/cuda/mma_left.cuh", kernel.name.replace("mma_", "mma_left_", 1))
 
 

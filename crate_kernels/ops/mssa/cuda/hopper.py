@@ -1,0 +1,127 @@
+"""What every kernel of sm_90a alone is given, and which calls they serve: csrc/mssa/cuda/head_*.cuh, long_*.cuh.
+
+They serve 16-bit tokens of at most 128 channels, without dropout. What is out of their range they leave to the kernels
+of tensor_cores.py: that is found on the GPU, which the host does not wait for.
+
+No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times each beside what it
+would replace, and has the faster one taken from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from crate_kernels._cuda import launch
+from crate_kernels._cuda.records import POINTER, Record
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Row, Table
+from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda.problem import contiguous
+from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
+
+CAPABILITY = 90  # wgmma is that of sm_90a alone
+SHARED = 232448  # bytes of a block
+_MOST_CHANNELS = 128
+
+
+def table(name: str, option: str) -> Table:
+    """Return a launch table whose rows say, by an option of 0 or 1, if a kernel takes a call that it serves."""
+    row = Row({option: 0})
+    return Table(name, {INTERPRETER: (row,), "sm_80": (row,)}, candidates=({option: 1},))
+
+
+class HeadTokens(Record):
+    """A tensor of tokens; strides in elements."""
+
+    cpp = "mssa::HeadTokens"
+    _fields_ = (
+        ("data", POINTER),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+
+class HeadCall(Record):
+    """The tensors and options of a call."""
+
+    cpp = "mssa::HeadCall"
+    _fields_ = (
+        ("w", HeadTokens),
+        ("g", HeadTokens),
+        ("out", HeadTokens),
+        ("dw", HeadTokens),
+        ("lse", POINTER),
+        ("dlse", POINTER),
+        ("keep", POINTER),
+        ("cu_seqlens", POINTER),
+        ("left", POINTER),
+        ("heads", ctypes.c_int32),
+        ("nheads", ctypes.c_int32),
+        ("seqlen", ctypes.c_int32),
+        ("total", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("factor", ctypes.c_float),
+    )
+
+
+def seqlen_of(w: Tensor, call: Call) -> int:
+    """Return the longest sequence."""
+    return call.max_seqlen if call.packed else w.shape[2]
+
+
+def serves(w: Tensor, call: Call) -> bool:
+    """Return whether these kernels serve a call of some length; the GPU is one of their kind."""
+    gpu = launch.gpu(w.device)
+    return (
+        gpu.capability == CAPABILITY
+        and gpu.shared_limit >= SHARED
+        and w.dtype in TYPES
+        and call.scale > 0
+        and call.seed is None
+        and call.threshold is None
+        and w.shape[-1] <= _MOST_CHANNELS
+    )
+
+
+def chosen(table: Table, w: Tensor, call: Call) -> bool:
+    """Return whether a table has a call taken."""
+    config = table.config(w.device, w.shape[-1], seqlen_of(w, call), call.causal, w.dtype)
+    return config == table.candidates[0]
+
+
+_Given = TypeVar("_Given", bound=HeadCall)
+
+
+def parameters(kind: type[_Given], w: Tensor, call: Call, lse: Tensor) -> tuple[_Given, Tensor]:
+    """Return what both directions are given, and what is left: (heads,) int32, which the kernels write."""
+    sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
+    heads = sequences * w.shape[1]
+    left = torch.empty(heads, dtype=torch.int32, device=w.device)
+    found = kind(
+        w=tokens(w, call),
+        lse=lse,
+        keep=contiguous(call.key_padding_mask),
+        cu_seqlens=contiguous(call.cu_seqlens),
+        left=left,
+        heads=heads,
+        nheads=w.shape[1],
+        seqlen=seqlen_of(w, call),
+        total=w.shape[0] if call.packed else w.shape[2],
+        head_dim=w.shape[-1],
+        scale=call.scale,
+        factor=call.scale / math.log(2.0),
+    )
+    return found, left
+
+
+def tokens(x: Tensor, call: Call) -> HeadTokens:
+    """Return a tensor of tokens as these kernels read it."""
+    strides = (0, x.stride(1), x.stride(0)) if call.packed else x.stride()[:3]
+    return HeadTokens(data=x, batch=strides[0], head=strides[1], row=strides[2])

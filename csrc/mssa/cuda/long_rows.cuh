@@ -1,0 +1,67 @@
+// Rows longer than a block's shared memory holds, on sm_90a: what their forward and backward share.
+//
+// A block owns some rows of a head, 64 for each of its warp groups, and walks over the tokens by tiles. One more warp
+// group loads these, some stages ahead: barriers in shared memory say that a stage is full, or may be filled again.
+#pragma once
+
+#include "head_tokens.cuh"
+
+namespace crate_kernels::mssa {
+
+constexpr int kLongTile = 128;  // tokens that are measured together
+
+struct LongCall : HeadCall {
+  float2* numbers;  // two of every token, as lse has one; the measuring kernels write them
+  float* most;      // (heads, tiles of 128 tokens): the largest of a tile
+  int32_t blocks;   // of rows, per head
+};
+
+// A block's warp groups are told apart, and their warps, without a branch for each lane.
+CRATE_DEVICE int warp_group() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 7), 0);
+}
+
+// The barriers of S::kStages stages, behind one another: full, then empty.
+template <class S>
+struct Stages {
+  static constexpr uint32_t kBytes = 16 * S::kStages;
+  uint32_t barriers;
+
+  // By one thread, before a barrier of the block.
+  CRATE_DEVICE void init() const {
+#pragma unroll
+    for (int n = 0; n < S::kStages; ++n) {
+      mbarrier_init(barriers + 8 * n, 4);  // the warps that load
+      mbarrier_init(barriers + 8 * (S::kStages + n), 4 * S::kGroups);
+    }
+    mbarrier_init_fence();
+  }
+  CRATE_DEVICE void wait_full(int tile) const {
+    mbarrier_wait(barriers + 8 * (tile % S::kStages), tile / S::kStages & 1);
+  }
+  // A warp has read a tile, and its products are done.
+  CRATE_DEVICE void release(int tile) const {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(barriers + 8 * (S::kStages + tile % S::kStages));
+  }
+  // The loading warp group: load(tile, stage) begins the copies of a tile.
+  template <class F>
+  CRATE_DEVICE void feed(int tiles, const F& load) const {
+#pragma unroll 1
+    for (int n = 0; n < tiles + S::kAhead; ++n) {
+      if (n < tiles) {
+        mbarrier_wait(barriers + 8 * (S::kStages + n % S::kStages), (n / S::kStages & 1) ^ 1);
+        load(n, n % S::kStages);
+      }
+      copy_async_commit();
+      if (n < S::kAhead) continue;
+      copy_async_wait<S::kAhead>();
+      fence_async_shared();
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) mbarrier_arrive(barriers + 8 * ((n - S::kAhead) % S::kStages));
+    }
+    copy_async_wait<0>();
+  }
+};
+
+}  // namespace crate_kernels::mssa
