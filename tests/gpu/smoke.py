@@ -25,6 +25,7 @@ from crate_kernels._triton import launch
 from tests.gpu import lines, processes
 from tests.gpu.suite import usable
 from tests.ops.mssa import heads
+from tests.ops.tssa import persistent
 
 LIMIT = 100  # seconds per item; then its process ends
 BACKENDS = ("triton", "cpp")
@@ -100,6 +101,16 @@ def hopper(kind, direction, case, dtype):
     return {"share": round(check(*results), 3)}
 
 
+def persistent_clusters(case, dtype):
+    """Hold tssa's persistent kernels, which nothing chooses by default, to the error budget; return the share of it."""
+    if launch.arch(torch.device("cuda")) != "sm_90":
+        raise Skipped("persistent kernels are for sm_90a")
+    reason = backends.unavailable_reason("tssa", "cpp", torch.device("cuda"))
+    if reason is not None:
+        raise Skipped(reason)
+    return {"share": round(persistent.Persistent(case).check("cpp", dtype, "cuda"), 3)}
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -154,6 +165,9 @@ def items(dry_run):
         for case in cases:
             item = partial(hopper, kind, name.split()[1], case, dtype)
             found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = item
+    for case, dtype in itertools.product({**persistent.CASES, **persistent.MORE}, (torch.bfloat16, torch.float16)):
+        name = f"persistent {case} {str(dtype).removeprefix('torch.')}"
+        found[name] = partial(persistent_clusters, case, dtype)
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip 
 def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
     names = list(smoke.items(dry_run=False))
     firsts = {tuple(name.split()[:1]) for name in names}
-    assert firsts == {("machine",), ("triton",), ("cpp",), ("heads",), ("rows",), ("warnings",), ("sanitizer",)}
+    kinds = ("machine", "triton", "cpp", "heads", "rows", "persistent", "warnings", "sanitizer")
+    assert firsts == {(kind,) for kind in kinds}
     assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
 
 

@@ -21,6 +21,7 @@ from crate_kernels.ops.ista.triton import tune as ista_tune
 from crate_kernels.ops.mssa import timed as mssa_timed
 from crate_kernels.ops.mssa import triton as mssa_kernels
 from crate_kernels.ops.mssa.triton import tune as mssa_tune
+from crate_kernels.ops.tssa import timed as tssa_timed
 from crate_kernels.ops.tssa import triton as tssa_kernels
 from crate_kernels.ops.tssa.triton import tune as tssa_tune
 
@@ -43,7 +44,7 @@ def workload(request, monkeypatch):
     """Return the workload of a table, on a few tokens."""
     monkeypatch.setattr(mssa_timed, "_TOKENS", 12 * 20)
     monkeypatch.setattr(mssa_tune, "_DECODED", 1)
-    monkeypatch.setattr(tssa_tune, "_ELEMENTS", 2 * 16 * 12)
+    monkeypatch.setattr(tssa_timed, "_ELEMENTS", 2 * 16 * 12)
     table, make = CALLS[request.param]
     return tune.Workload(table, Row({}, 64, 64), make(table))
 

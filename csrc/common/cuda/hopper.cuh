@@ -211,6 +211,12 @@ CRATE_DEVICE void tensor_load(uint32_t shared, const TensorMap& map, uint32_t ba
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+// Bytes from global memory as they lie there.
+CRATE_DEVICE void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Stores and sums to global memory, in groups. bulk_wait_read: shared memory may be written again when at most N groups
 // are unfinished.
 CRATE_DEVICE void bulk_store(void* global, uint32_t shared, int bytes) {

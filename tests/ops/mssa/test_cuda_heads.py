@@ -1,21 +1,14 @@
 """The kernels of whole heads on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
-from crate_kernels._core import plan
-from crate_kernels._cuda import launch, sources
-from crate_kernels._native import libraries
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.cuda import heads
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads
 from tests.ops.mssa.heads_broken import BROKEN, BROKEN_FORWARD
 
-ROOT = Path(__file__).parents[3]
 HOPPER = {"capability": 90, "shared_limit": 227 * 1024, "multiprocessors": 1}  # a block has several heads
 WHEN = pytest.mark.parametrize("early", [False, True], ids=["at-the-wait", "at-the-issue"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -228,29 +221,6 @@ def test_blocks_that_do_not_fit_are_not_launched():
     assert heads.shared_bytes(64, 256, masked=True) is not None
 
 
-@pytest.fixture
-def broken(tmp_path, monkeypatch, device):
-    """Return a function that changes one place of the sources, which kernels are compiled from then on."""
-
-    def change(before, after):
-        for part in ("csrc", "tests/tools/emulator"):
-            shutil.copytree(ROOT / part, tmp_path / part)
-        found = [path for path in (tmp_path / "csrc" / "mssa" / "cuda").glob("*.cuh") if before in path.read_text()]
-        assert len(found) == 1
-        found[0].write_text(found[0].read_text().replace(before, after, 1))
-        monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")
-
-    def forget():
-        sources.headers.cache_clear()
-        launch._functions.clear()
-        plan.forget()
-
-    forget()
-    yield change
-    monkeypatch.undo()
-    forget()
-
-
 def in_every_order(device, check, case):
     for early in (False, True):
         for descending in (False, True):
@@ -269,7 +239,7 @@ def in_every_order(device, check, case):
 def test_a_broken_kernel_is_found(check, change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken(before, after)
+    broken("mssa/cuda", before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, check, case)
 

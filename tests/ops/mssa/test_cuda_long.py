@@ -8,7 +8,7 @@ from crate_kernels.ops.mssa.cuda import long_rows
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
 from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD
-from tests.ops.mssa.test_cuda_heads import DTYPES, HOPPER, SPREADS, broken  # noqa: F401  # a fixture
+from tests.ops.mssa.test_cuda_heads import DTYPES, HOPPER, SPREADS
 
 BOTH = ("many-tiles", "causal-holes")
 
@@ -142,10 +142,10 @@ def in_every_order(device, case):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("change", BROKEN_LONG_FORWARD.values(), ids=BROKEN_LONG_FORWARD)
-def test_a_broken_kernel_is_found(change, broken, device):  # noqa: F811
+def test_a_broken_kernel_is_found(change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken(before, after)
+    broken("mssa/cuda", before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, case)
 

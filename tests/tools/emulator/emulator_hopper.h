@@ -127,7 +127,8 @@ inline void store_matrices_transposed(uint32_t row, uint32_t r0, uint32_t r1, ui
 }
 
 inline float inverse_fast(float x) {
-  return 1.0f / x;
+  const auto flushed = [](float v) { return fabsf(v) < 1.1754944e-38f ? copysignf(0.0f, v) : v; };
+  return flushed(1.0f / flushed(x));
 }
 inline float log2_fast(float x) {
   return log2f(x);
@@ -226,6 +227,13 @@ inline void tensor_load(uint32_t shared, const TensorMap& map, uint32_t barrier,
   emulator::async::load(shared, box, barrier);
 }
 
+inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    emulator::fail("bulk copies are of multiples of 16 bytes");
+  }
+  const auto* const from = static_cast<const unsigned char*>(global);
+  emulator::async::load(shared, {from, from + bytes}, barrier);
+}
 inline void bulk_store(void* global, uint32_t shared, int bytes) {
   emulator::async::store(global, shared, bytes, false);
 }

@@ -1,11 +1,17 @@
 """The CUDA kernels on CPU tensors: backend "emulated" is a GPU's backend "cpp" under the emulator."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from crate_kernels._core import backends, plan
+from crate_kernels._cuda import launch, sources
+from crate_kernels._native import libraries
 from tests.tools.emulator import emulated
 
+ROOT = Path(__file__).parents[3]
 AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
 
 
@@ -38,3 +44,26 @@ def device(library):
 
     yield change
     change()
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch, device):
+    """Return a function that changes one place of a folder of the sources, which kernels are compiled from then on."""
+
+    def change(folder, before, after):
+        for part in ("csrc", "tests/tools/emulator"):
+            shutil.copytree(ROOT / part, tmp_path / part)
+        found = [path for path in (tmp_path / "csrc" / folder).glob("*.cuh") if before in path.read_text()]
+        assert len(found) == 1
+        found[0].write_text(found[0].read_text().replace(before, after, 1))
+        monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")
+
+    def forget():
+        sources.headers.cache_clear()
+        launch._functions.clear()
+        plan.forget()
+
+    forget()
+    yield change
+    monkeypatch.undo()
+    forget()

@@ -233,6 +233,20 @@ __global__ void pipeline_kernel(const __grid_constant__ TensorMap map, float* ro
   }
 }
 
+// out = in, 64 numbers a block, as a bulk copy of so many bytes brings them, `skipped` bytes further on.
+__global__ void bulk_kernel(const char* in, float* out, int bytes, int skipped, bool waits) {
+  const uint32_t base = shared_address(aligned_shared_memory()), barrier = base + 256;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+    mbarrier_expect(barrier, 256);
+    bulk_load(base, in + 256 * blockIdx.x + skipped, bytes, barrier);
+  }
+  __syncthreads();
+  if (waits) mbarrier_wait(barrier, 0);
+  for (int n = static_cast<int>(threadIdx.x); n < 64; n += 32) out[64 * blockIdx.x + n] = load_shared(base + 4 * n);
+}
+
 TensorMap tensor_map(const Tensor& t, int columns, int rows, Swizzle swizzle) {
   emulated::Map map = {};
   map.base = static_cast<const unsigned char*>(t.data_ptr());
@@ -293,6 +307,11 @@ void pipeline(Tensor w, Tensor rows, Tensor columns, int64_t fault) {
                           static_cast<int>(fault));
 }
 
+void bulk(Tensor in, Tensor out, int64_t bytes, int64_t skipped, bool waits, int64_t cluster) {
+  launch<bulk_kernel>({out.numel() / 64, 32, 272, static_cast<int>(cluster)}, static_cast<const char*>(in.data_ptr()),
+                      static_cast<float*>(out.data_ptr()), static_cast<int>(bytes), static_cast<int>(skipped), waits);
+}
+
 // The descriptors of the products of inner size 16 of an operand of so many rows at address 0.
 template <Swizzle S>
 void descriptors_of(Tensor out, bool mn, int64_t rows) {
@@ -321,12 +340,14 @@ void descriptors(Tensor out, int64_t swizzle, bool mn, int64_t rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_descriptors(Tensor(a!) out, int swizzle, bool mn, int rows) -> ()");
   m.def("probe_warp_group(Tensor a, Tensor b, int swizzle, bool mn_a, bool mn_b, bool rs, Tensor(a!) out) -> ()");
+  m.def("probe_bulk(Tensor given, Tensor(a!) out, int bytes, int skipped, bool waits, int cluster) -> ()");
   m.def("probe_pipeline(Tensor w, Tensor(a!) rows, Tensor(b!) columns, int fault) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("probe_descriptors", TORCH_BOX(&descriptors));
   m.impl("probe_warp_group", TORCH_BOX(&warp_group_product));
+  m.impl("probe_bulk", TORCH_BOX(&bulk));
   m.impl("probe_pipeline", TORCH_BOX(&pipeline));
 }
 

@@ -115,6 +115,34 @@ def test_descriptors_and_majors_are_those_of_triton(columns, inner, mn_a, mn_b, 
         assert [value & used for value in ours.tolist()] == theirs
 
 
+@ORDERS
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_bulk_copy_brings_what_lies_there(cluster, descending, library, device):
+    device(**HOPPER, descending=descending)
+    given, out = torch.randn(256), torch.empty(256)
+    library.probe_bulk(given, out, 256, 0, True, cluster)
+    assert torch.equal(out, given)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"waits": False}, "a thread reads what has not landed"),
+        ({"skipped": 4}, "bulk copies are of multiples of 16 bytes"),
+        ({"size": 252}, "bulk copies are of multiples of 16 bytes"),
+        ({"size": 0}, "bulk copies are of multiples of 16 bytes"),
+        ({"size": 240}, "threads wait for others that wait elsewhere or have returned"),
+    ],
+    ids=["not-waited-for", "address", "bytes", "no-bytes", "too-few-bytes"],
+)
+def test_a_wrong_bulk_copy_is_seen(change, says, descending, library, device):
+    device(**HOPPER, descending=descending)
+    given = {"size": 256, "skipped": 0, "waits": True, **change}
+    with pytest.raises(RuntimeError, match=f"emulator: .*{says}"):
+        library.probe_bulk(torch.randn(256), torch.empty(192), *given.values(), 1)
+
+
 def run_pipeline(library, fault, tiles=5):
     """Run the probe on drawn tokens; return its two results and those expected."""
     w = whole(64 * tiles, 64, seed=3, dtype=torch.bfloat16)

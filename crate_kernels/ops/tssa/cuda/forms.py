@@ -15,8 +15,10 @@ from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Gpu, Shape
 from crate_kernels._cuda.records import DTYPES
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.cuda import persistent
 from crate_kernels.ops.tssa.cuda.names import CAUSAL, FULL, resident
-from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, problem
+from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, in_vectors, problem
+from crate_kernels.ops.tssa.cuda.persistent import Persistent
 
 _CHUNK_THREADS = 256
 _CAUSAL_TILE, _BACK_TILE, _BACK_MARK = 8, 4, 8  # tokens, as in causal.cuh and causal_backward.cuh
@@ -31,6 +33,7 @@ class Form(NamedTuple):
         shared_bytes: of a block, at most.
         cluster: blocks that have a sequence on chip; 0: it is not.
         cuts: chunks of a sequence; 0: it is not cut.
+        persistent: the launch, if a persistent kernel takes the call.
     """
 
     access: str
@@ -38,6 +41,7 @@ class Form(NamedTuple):
     shared_bytes: int
     cluster: int = 0
     cuts: int = 0
+    persistent: Persistent | None = None
 
     @property
     def channels(self) -> int:
@@ -80,18 +84,6 @@ def causal_backward_bytes(p: Problem, count: int, logits: bool) -> int:
     vectors, marks, tile = p.width // count, (p.chunk_size - 1) // _BACK_MARK, _BACK_TILE * logits
     kept = marks * p.width, marks * p.width, marks * vectors, p.width * logits, p.width * logits
     return _bytes(*kept, tile * p.width, 3 * tile * vectors, 4 * tile * p.nheads, p.nheads, p.nheads)
-
-
-def _in_vectors(count: int, *tensors: Tensor | None) -> bool:
-    """Return whether ``count`` neighbouring channels of every token can be read at once. Plans know 16 bytes alone."""
-    return all(
-        t.stride(-1) == 1
-        and t.shape[-1] % count == 0
-        and t.data_ptr() % 16 == 0
-        and all(size == 1 or stride % count == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
-        for t in tensors
-        if t is not None
-    )
 
 
 def _cut(p: Problem, chunk_size: int) -> None:
@@ -140,7 +132,7 @@ def _full_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
     half of the multiprocessors are idle.
     """
     count, backward = 16 // w.itemsize, dout is not None
-    vectors = _in_vectors(count, w, dout)
+    vectors = in_vectors(count, w, dout)
     access = FULL[2] if not vectors else FULL[0] if w.dtype == torch.float32 else FULL[1]
     p.lanes = 1  # of a warp that share a head's channels
     while p.lanes < 32 and p.lanes * (count if vectors else 1) < p.head_dim:
@@ -163,7 +155,7 @@ def _causal_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
 
     A sequence stays one chunk if it is short, or, in the forward, if there are enough sequences to fill the device.
     """
-    vectors = _in_vectors(4, w, dout)
+    vectors = in_vectors(4, w, dout)
     access, count = (CAUSAL[0], 4) if vectors else (CAUSAL[1], 1)
     threads = min(max(-(-(p.width // count) // 32) * 32, 64), 512 if dout is None else 256)
     shared_bytes = 0
@@ -182,6 +174,12 @@ def _causal_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
     return Form(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
+def _persistent_form(p: Problem, w: Tensor, dout: Tensor | None, call: Call, gpu: Gpu) -> Form | None:
+    """Return the form of a call that a persistent kernel takes."""
+    found = persistent.taken(p, w, dout, call, gpu)
+    return found and Form("", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found)
+
+
 def choose(w: Tensor, dout: Tensor | None, call: Call, causal: bool) -> tuple[Problem, Form]:
     """Return the sizes of a call, cut into chunks, and its form; ``dout`` is None in a forward.
 
@@ -192,7 +190,8 @@ def choose(w: Tensor, dout: Tensor | None, call: Call, causal: bool) -> tuple[Pr
     if not w.shape[1] * w.shape[-1]:
         raise backends.Refused(f"takes tokens with channels, {got}")
     p, gpu = problem(w, call), launch.gpu(w.device)
-    form = (_causal_form if causal else _full_form)(p, w, dout, gpu)
+    form = None if causal else _persistent_form(p, w, dout, call, gpu)
+    form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:
         direction = "forward" if dout is None else "backward"
         raise backends.Refused(f"takes tokens that fit this GPU's shared memory in its {direction} pass, {got}")

@@ -139,3 +139,15 @@ def tokens(t: Tensor, call: Call) -> Tokens:
         token, head, channel = strides
         return Tokens(data=t, sequence=0, head=head, token=token, channel=channel)
     return Tokens(data=t, **dict(zip(("sequence", "head", "token", "channel"), strides, strict=True)))
+
+
+def in_vectors(count: int, *tensors: Tensor | None) -> bool:
+    """Return whether ``count`` neighbouring channels of every token can be read at once. Plans know 16 bytes alone."""
+    return all(
+        t.stride(-1) == 1
+        and t.shape[-1] % count == 0
+        and t.data_ptr() % 16 == 0
+        and all(size == 1 or stride % count == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+        for t in tensors
+        if t is not None
+    )

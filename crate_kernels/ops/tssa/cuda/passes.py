@@ -63,6 +63,8 @@ def _empty_sums(w: Tensor, p: Problem, form: Form, by_channel: int = 1) -> Tenso
 
 def _full(p: Problem, form: Form, a: Forward | Backward, sums: list[Tensor | None], backward: bool) -> list[_Step]:
     """List the launches of the full form."""
+    if form.persistent is not None:
+        return [_Step(*form.persistent, [a])]
     parameters = [a, c_int(p.dtype)]
     if form.cluster:
         shape = Shape(p.nsequences * form.cluster, form.threads, form.shared_bytes, form.cluster)

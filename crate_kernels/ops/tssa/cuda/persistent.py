@@ -1,0 +1,134 @@
+"""Plans the persistent kernels of the full form on Hopper GPUs: csrc/tssa/cuda/persistent.cuh.
+
+Clusters stay on their multiprocessors and take one sequence after another. They serve 16-bit tokens whose heads are of
+16 channels or a multiple, and which fit a cluster's shared memory.
+
+No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times them beside the kernels
+of forms.py, and has the faster ones taken from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crate_kernels._cuda import launch
+from crate_kernels._cuda.launch import Gpu, Kernel, Shape
+from crate_kernels._cuda.records import CPP_TYPES
+from crate_kernels._triton.launch import INTERPRETER
+from crate_kernels._triton.table import Config, Row, Table
+from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, in_vectors
+
+CAPABILITY = 90  # bulk copies and clusters: what other GPUs have of them, nothing has tried
+_MOST_OF_LANE, _MOST_THREADS = 8, 512  # heads of a lane in the softmax, which are in registers
+_VECTOR = 8  # channels
+_NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0}
+# CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences that a cluster has room for. THREADS: of a block, at
+# least. Every other one is what a run of few candidates times.
+_CANDIDATES = tuple(
+    {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads}
+    for cluster, buffers, threads in (
+        (8, 2, 192),
+        (8, 1, 384),
+        (4, 2, 192),
+        (4, 1, 384),
+        (2, 2, 192),
+        (8, 2, 384),
+        (8, 1, 192),
+        (4, 1, 192),
+    )
+)
+
+
+def _table(direction: str) -> Table:
+    """Return the launch table of a direction, whose rows are by nheads * head_dim."""
+    row = Row(_NONE)
+    return Table(f"tssa_persistent_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=_CANDIDATES)
+
+
+FORWARD, BACKWARD = _table("forward"), _table("backward")
+
+
+class Persistent(NamedTuple):
+    """A launch."""
+
+    kernel: Kernel
+    shape: Shape
+
+
+def threads_of(width: int, least: int) -> int:
+    """Return the threads of a block: whole warps, and groups of a thread for each vector of a token."""
+    unit = math.lcm(width // _VECTOR, 32)
+    return -(-least // unit) * unit
+
+
+def _four(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config: Config) -> int:
+    """Return what a block takes of shared memory, as TssaPersistentShared does."""
+    width, share, copies = nheads * head_dim, -(-seqlen // config["CLUSTER"]), 2 if backward else 1
+    vectors, sums = width // _VECTOR, _four(width + nheads)
+    groups = threads_of(width, config["THREADS"]) // vectors
+    fixed = 4 + 2 * sums + copies * width + _four(nheads)
+    tokens = config["BUFFERS"] * copies * share * width // 2
+    rows, by_token = _four(share * (vectors + 4)), copies * _four(share * nheads) + _four(share)
+    return 4 * (fixed + tokens + by_token + max(rows, groups * sums) + (rows if backward else 0))
+
+
+def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
+    """Return the kernel of a configuration."""
+    threads = threads_of(nheads * head_dim, config["THREADS"])
+    sizes = f"{nheads}, {head_dim}, {config['CLUSTER']}, {threads}, {config['BUFFERS']}, {str(masked).lower()}"
+    header, name = ("backward", "bwd") if backward else ("forward", "fwd")
+    kernel = f"tssa_full_{name}_persistent_kernel<{CPP_TYPES[dtype]}, {sizes}>"
+    return Kernel(f"tssa/cuda/persistent_{header}.cuh", kernel)
+
+
+def _side_by_side(t: Tensor) -> bool:
+    """Return whether heads lie side by side in a token, or tokens in a head: bulk copies are of one or the other."""
+    head, token = (t.stride(1), t.stride(0)) if t.dim() == 3 else t.stride()[1:3]
+    return t.shape[-1] in (head, token)
+
+
+def _of_lane(nheads: int) -> int:
+    """Return how many heads a lane has in the softmax, as TssaSizes does."""
+    return nheads // math.gcd(nheads, 4)
+
+
+def serves(p: Problem, gpu: Gpu, *tensors: Tensor) -> bool:
+    """Return whether there are kernels for a call's tokens, if they fit."""
+    return (
+        gpu.capability == CAPABILITY
+        and all(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+        and p.head_dim % 16 == 0
+        and _of_lane(p.nheads) <= _MOST_OF_LANE
+        and p.seqlen > 0
+        and in_vectors(_VECTOR, *tensors)
+        and all(map(_side_by_side, tensors))
+    )
+
+
+def taken(p: Problem, w: Tensor, dout: Tensor | None, call: Call, gpu: Gpu) -> Persistent | None:
+    """Return how a call is launched if these kernels serve it and were chosen, else None."""
+    backward = dout is not None
+    if not serves(p, gpu, w, *((dout,) if backward else ())):
+        return None
+    config = (BACKWARD if backward else FORWARD).config(w.device, p.width, p.seqlen, False, w.dtype)
+    if not config["CLUSTER"]:
+        return None
+    threads = threads_of(p.width, config["THREADS"])
+    bytes_ = shared_bytes(p.nheads, p.head_dim, p.seqlen, backward, config)
+    if threads > _MOST_THREADS or bytes_ > gpu.shared_limit:
+        return None
+    chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
+    shape = Shape(max(p.nsequences, 1) * config["CLUSTER"], threads, bytes_, config["CLUSTER"])
+    clusters = gpu.active_clusters(launch.function(chosen, w.device, (Backward if backward else Forward,)), shape)
+    if not clusters:
+        return None
+    return Persistent(chosen, shape._replace(blocks=min(p.nsequences, clusters) * config["CLUSTER"]))

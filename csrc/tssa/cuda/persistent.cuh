@@ -1,0 +1,300 @@
+// The full form for sizes that the compiler knows, on sm_90a: clusters that stay on their multiprocessors and take one
+// sequence after another. As in full.cuh a cluster has the tokens of a sequence in shared memory, but here they come by
+// bulk copies, those of the next sequence while one is computed if there is room for both.
+//
+// A thread has one vector of 8 channels, of every kGroups-th token of its block, in every pass. Its sums over tokens
+// stay in registers. Sums over channels are one number a vector, put down once and added up by the softmax over heads.
+// The order of every sum is fixed, and depends on the sizes alone.
+#pragma once
+
+#include "../../common/cuda/cluster.cuh"
+#include "../../common/cuda/hopper.cuh"
+#include "full_steps.cuh"
+
+namespace crate_kernels {
+
+// BUFFERS: sequences that have room. MASKED: the call has a padding mask.
+template <class T_, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
+struct TssaSizes {
+  using T = T_;
+  static constexpr int kHeads = HEADS, kHeadDim = HEAD_DIM, kCluster = CLUSTER, kThreads = THREADS, kBuffers = BUFFERS;
+  static constexpr bool kMasked = MASKED;
+  static constexpr int kWidth = HEADS * HEAD_DIM, kVectors = kWidth / 8, kPerHead = HEAD_DIM / 8;
+  static constexpr int kGroups = THREADS / kVectors;
+  static constexpr int kLanes = HEADS % 4 == 0   ? 4
+                                : HEADS % 2 == 0 ? 2
+                                                 : 1,
+                       kOfLane = HEADS / kLanes;              // of the softmax
+  static constexpr int kSums = (kWidth + HEADS + 3) / 4 * 4;  // by channel, then by head
+  static constexpr int kRow = kVectors + 4;                   // numbers of a token, one a vector
+  static_assert(HEAD_DIM % 16 == 0 && THREADS % kVectors == 0 && THREADS % kWarp == 0 && kVectors >= kPerHead);
+};
+
+// Places in the block's shared memory, in floats; `share` tokens a block at most. persistent.py has the same.
+template <class S, bool BACKWARD>
+struct TssaPersistentShared {
+  static constexpr int kCopies = BACKWARD ? 2 : 1;
+  static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kChannels = kSecond + S::kSums;
+  static constexpr int kHeads = kChannels + kCopies * S::kWidth, kTokens = kHeads + (S::kHeads + 3) / 4 * 4;
+  int size, members, dlogit, keep, scratch, more;  // size: of a tensor's tokens; more: as `scratch`, of the backward
+
+  CRATE_DEVICE explicit TssaPersistentShared(int share) {
+    const auto four = [](int n) { return (n + 3) / 4 * 4; };
+    const int by_head = four(share * S::kHeads), rows = four(share * S::kRow), groups = S::kGroups * S::kSums;
+    size = share * S::kWidth / 2;
+    members = kTokens + S::kBuffers * kCopies * size;
+    dlogit = members + (BACKWARD ? by_head : 0);
+    keep = dlogit + by_head;
+    scratch = keep + four(share);
+    more = scratch + (rows > groups ? rows : groups);
+  }
+};
+
+// The vector of a thread, in all passes.
+template <class S>
+struct TssaVectorOf {
+  int vector, group, head, channel;  // channel: of the head
+
+  CRATE_DEVICE TssaVectorOf() {
+    vector = static_cast<int>(threadIdx.x) % S::kVectors, group = static_cast<int>(threadIdx.x) / S::kVectors;
+    head = vector / S::kPerHead, channel = (vector - head * S::kPerHead) * 8;
+  }
+  CRATE_DEVICE int column() const { return 8 * vector; }
+};
+
+// How tokens lie in shared memory, in elements: all heads of a token together, as copied at once where they are so in
+// memory, or all tokens of a head together.
+template <class S>
+struct TssaLayout {
+  int head, token;
+
+  CRATE_DEVICE TssaLayout(const TssaTokens& t, int share) {
+    const bool together = t.head == S::kHeadDim;
+    head = together ? S::kHeadDim : share * S::kHeadDim, token = together ? S::kWidth : S::kHeadDim;
+  }
+};
+
+// The share of a block of a cluster.
+template <class S>
+CRATE_DEVICE TssaSpan span_of(const TssaProblem& p, int index) {
+  TssaSpan s = sequence_of(p, index);
+  cut(s, cluster_rank(), (s.count + S::kCluster - 1) / S::kCluster);
+  return s;
+}
+
+// Copies a block's tokens to `to`; their bytes count for the barrier, which expects them.
+template <class S>
+CRATE_DEVICE void bulk_tokens(const TssaProblem& p, const TssaTokens& t, const TssaSpan& s, const TssaLayout<S>& layout,
+                              uint32_t to, uint32_t barrier) {
+  constexpr int kBytes = 2, kThreads = S::kThreads;
+  const int rows = s.rows(), thread = static_cast<int>(threadIdx.x);
+  if (rows == 0) return;
+  const char* const from = part_of(p, t, s).data;
+  if (layout.head == S::kHeadDim) {
+    if (t.token == S::kWidth) {
+      if (thread == 0) bulk_load(to, from, rows * S::kWidth * kBytes, barrier);
+    } else {
+      for (int n = thread; n < rows; n += kThreads)
+        bulk_load(to + n * S::kWidth * kBytes, from + n * t.token * kBytes, S::kWidth * kBytes, barrier);
+    }
+  } else {
+    for (int h = thread; h < S::kHeads; h += kThreads)
+      bulk_load(to + h * layout.head * kBytes, from + h * t.head * kBytes, rows * S::kHeadDim * kBytes, barrier);
+  }
+}
+
+// Fetches a sequence's tokens into a buffer; all threads of the block call it.
+template <class S, bool BACKWARD>
+struct TssaFetch {
+  const TssaProblem& p;
+  const TssaTokens &w, &dout;
+  TssaLayout<S> w_layout, dout_layout;
+  uint32_t base;  // of shared memory
+  int size;
+
+  CRATE_DEVICE uint32_t tokens(int buffer, int copy) const {
+    using Shared = TssaPersistentShared<S, BACKWARD>;
+    return base + 4 * (Shared::kTokens + (buffer * Shared::kCopies + copy) * size);
+  }
+  CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
+
+  CRATE_DEVICE void operator()(int index, int buffer) const {
+    if (index >= p.nsequences) return;
+    const TssaSpan s = span_of<S>(p, index);
+    if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), s.rows() * S::kWidth * (BACKWARD ? 4 : 2));
+    bulk_tokens<S>(p, w, s, w_layout, tokens(buffer, 0), barrier(buffer));
+    if constexpr (BACKWARD) bulk_tokens<S>(p, dout, s, dout_layout, tokens(buffer, 1), barrier(buffer));
+  }
+};
+
+// Calls body(index, buffer, trip) for each sequence of the cluster, with its tokens on the way. A body ends with all
+// reads of them done.
+template <class S, class Fetch, class Body>
+CRATE_DEVICE void each_sequence(const TssaProblem& p, const Fetch& fetch, Body body) {
+  const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
+  int index = static_cast<int>(blockIdx.x) / S::kCluster;
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < S::kBuffers; ++n) mbarrier_init(fetch.barrier(n), 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  fetch(index, 0);
+#pragma unroll 1
+  for (int trip = 0; index < p.nsequences; ++trip, index += clusters) {
+    const int buffer = trip % S::kBuffers;
+    if constexpr (S::kBuffers == 2) fetch(index + clusters, 1 - buffer);
+    body(index, buffer, static_cast<uint32_t>(trip / S::kBuffers & 1));
+    __syncthreads();  // now the buffer may be filled again
+    if constexpr (S::kBuffers == 1) fetch(index + clusters, 0);
+  }
+  cluster_sync();  // peers have read this block's sums
+}
+
+// A thread's vector of each of its tokens.
+struct TssaPlace {
+  uint32_t address;
+  int step;  // bytes
+};
+template <class S>
+CRATE_DEVICE TssaPlace place_of(const TssaVectorOf<S>& v, const TssaLayout<S>& layout, uint32_t tokens) {
+  const int at = v.head * layout.head + v.channel + v.group * layout.token;
+  return {tokens + 2 * at, 2 * S::kGroups * layout.token};
+}
+template <class T>
+CRATE_DEVICE void load_vector(uint32_t address, float (&x)[8]) {
+  const uint4 bits = load_shared_4(address);
+  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 both = unpack_pair<T>(pairs[i]);
+    x[2 * i] = both.x, x[2 * i + 1] = both.y;
+  }
+}
+template <class T>
+CRATE_DEVICE void store_vector(T* to, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]),
+                                             pack_pair<T>(x[4], x[5]), pack_pair<T>(x[6], x[7]));
+}
+
+CRATE_DEVICE float4 four_at(const float* from) {
+  return *reinterpret_cast<const float4*>(from);
+}
+CRATE_DEVICE void put_four(float* to, float4 v) {
+  *reinterpret_cast<float4*>(to) = v;
+}
+template <class F>
+CRATE_DEVICE float4 by_each(float4 v, F f) {
+  return make_float4(f(v.x), f(v.y), f(v.z), f(v.w));
+}
+CRATE_DEVICE float4 plus(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+CRATE_DEVICE void put_vector(float* to, const float (&x)[8]) {
+  put_four(to, make_float4(x[0], x[1], x[2], x[3]));
+  put_four(to + 4, make_float4(x[4], x[5], x[6], x[7]));
+}
+CRATE_DEVICE void get_vector(const float* from, float (&x)[8]) {
+  const float4 a = four_at(from), b = four_at(from + 4);
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// Calls f(i) for every multiple of 4 below COUNT, shared by the threads.
+template <class S, int COUNT, class F>
+CRATE_DEVICE void each_four(F f) {
+  constexpr int kTrips = (COUNT / 4 + S::kThreads - 1) / S::kThreads;
+#pragma unroll
+  for (int i = 0; i < kTrips; ++i) {
+    const int at = i * S::kThreads + static_cast<int>(threadIdx.x);
+    if (COUNT / 4 % S::kThreads == 0 || at < COUNT / 4) f(4 * at);
+  }
+}
+
+// `to` = the groups' sums added up, COUNT numbers each.
+template <class S, int COUNT>
+CRATE_DEVICE void add_groups(const float* groups, float* to) {
+  each_four<S, COUNT>([&](int i) {
+    float4 sum = four_at(groups + i);
+#pragma unroll
+    for (int g = 1; g < S::kGroups; ++g) sum = plus(sum, four_at(groups + g * S::kSums + i));
+    put_four(to + i, sum);
+  });
+}
+
+// The cluster's totals, added in the order of the ranks.
+template <class S>
+CRATE_DEVICE float4 total_4(const float* own) {
+  float4 sum = cluster_read_4(own, 0);
+#pragma unroll
+  for (int rank = 1; rank < S::kCluster; ++rank) sum = plus(sum, cluster_read_4(own, rank));
+  return sum;
+}
+template <class S>
+CRATE_DEVICE float total_of(const float* own) {
+  float sum = cluster_read(own, 0);
+#pragma unroll
+  for (int rank = 1; rank < S::kCluster; ++rank) sum += cluster_read(own, rank);
+  return sum;
+}
+
+template <int COUNT>
+CRATE_DEVICE float sum_of(const float* from) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2) {
+    const float2 pair = *reinterpret_cast<const float2*>(from + i);
+    even += pair.x, odd += pair.y;
+  }
+  return even + odd;
+}
+
+// 1 / x for any x > 0: the instruction alone gives 0 where the result is below 2^-126. The shift is exact.
+CRATE_DEVICE float inverse_of(float x) {
+  constexpr float kLarge = 1.2676506e30f, kShift = 9.094947e-13f;  // 2^100, 2^-40
+  const bool large = x > kLarge;
+  const float inverse = inverse_fast(large ? x * kShift : x);
+  return large ? inverse * kShift : inverse;
+}
+
+// Calls f(token, first head of the lane) by kLanes lanes for each token; whole warps take part, and those beyond the
+// last token get it again, with `own` false.
+template <class S, class F>
+CRATE_DEVICE void each_softmax(int rows, F f) {
+  const int lane = static_cast<int>(threadIdx.x) % S::kLanes, end = (rows * S::kLanes + 31) / 32 * 32;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < end; i += S::kThreads) {
+    const int slot = i / S::kLanes, n = min(slot, rows - 1);
+    f(n, lane * S::kOfLane, slot == n);
+  }
+}
+template <class S>
+CRATE_DEVICE float sum_of_lanes(float v) {
+#pragma unroll
+  for (int step = 1; step < S::kLanes; step *= 2) v += __shfl_xor_sync(kAllLanes, v, step);
+  return v;
+}
+
+// Which tokens of the block are kept, as factors of the sums.
+template <class S>
+CRATE_DEVICE void put_keep(const TssaProblem& p, const TssaSpan& s, float* to) {
+  if constexpr (S::kMasked) {
+    const TssaMask keep = keep_of(p, s);
+    for (int n = threadIdx.x; n < s.rows(); n += S::kThreads) to[n] = enters_sums(keep, n);
+  }
+}
+template <class S>
+CRATE_DEVICE float kept(const float* keep, int n) {
+  return S::kMasked ? keep[n] : 1.0f;
+}
+
+// The factor of four channels in out: channel_gate of full_steps.cuh.
+CRATE_DEVICE float4 gates_of(const TssaProblem& p, float4 moment, int index, int h, int d) {
+  float4 gate = by_each(moment, [](float m) { return inverse_of(1.0f + m); });
+  if (p.seed != nullptr) {
+    const uint32_t bits = kept_by_dropout(p, index, h, 0, 1, d, 4);
+    gate = make_float4(bits & 1 ? gate.x * p.keep_factor : 0.0f, bits & 2 ? gate.y * p.keep_factor : 0.0f,
+                       bits & 4 ? gate.z * p.keep_factor : 0.0f, bits & 8 ? gate.w * p.keep_factor : 0.0f);
+  }
+  return gate;
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,204 @@
+// persistent.cuh, backward: reads w and dout once and writes dw once, in one launch. docs/tssa.md has the equations.
+#pragma once
+
+#include "full_backward_steps.cuh"
+#include "persistent.cuh"
+
+namespace crate_kernels {
+
+// Puts the membership of the block's tokens down.
+template <class S>
+CRATE_DEVICE void load_members(const TssaRows& stored, int rows, float* members) {
+  for (int i = threadIdx.x; i < rows * S::kHeads; i += S::kThreads) {
+    const int h = i / rows, n = i - h * rows;
+    members[n * S::kHeads + h] = stored(n, h);
+  }
+}
+
+// Puts the gradient of the logits down: `moments` has the sums of w^2 dM by vector, `gates` those of g w A.
+template <class S>
+CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* gates, const float* dmass,
+                                            const float* members, const float* keep, const TssaRows& dmembership,
+                                            int rows, float* dlogit) {
+  constexpr int kOfLane = S::kOfLane;
+  each_softmax<S>(rows, [&](int n, int first, bool own) {
+    float d[kOfLane], member[kOfLane], mean[2] = {};
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      const int h = first + j, at = n * S::kRow + h * S::kPerHead;
+      member[j] = members[n * S::kHeads + h];
+      d[j] = (sum_of<S::kPerHead>(moments + at) + dmass[h]) * kept<S>(keep, n) - sum_of<S::kPerHead>(gates + at);
+      if (dmembership.data != nullptr) d[j] += dmembership(n, h);
+    }
+    // The mean is subtracted twice: see softmax_backward of heads.cuh.
+#pragma unroll
+    for (int time = 0; time < 2; ++time) {
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j) mean[time] += member[j] * d[j];
+      mean[time] = sum_of_lanes<S>(mean[time]);
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j) d[j] -= mean[time];
+    }
+    if (!own) return;
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
+  });
+}
+
+template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persistent_kernel(TssaBackward b) {
+  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
+  using Shared = TssaPersistentShared<S, true>;
+  const TssaProblem& p = b.problem;
+  const int share = (p.seqlen + CLUSTER - 1) / CLUSTER;
+  const Shared at(share);
+  float* const memory = reinterpret_cast<float*>(shared_memory());
+  float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
+               *const gates = memory + Shared::kChannels, *const dmoment = gates + S::kWidth,
+               *const dmass = memory + Shared::kHeads, *const members = memory + at.members,
+               *const dlogit = memory + at.dlogit, *const keep = memory + at.keep, *const scratch = memory + at.scratch,
+               *const more = memory + at.more;
+  const TssaVectorOf<S> v;
+  const TssaLayout<S> w_layout(b.w, share), dout_layout(b.dout, share);
+  const TssaFetch<S, true> fetch = {p, b.w, b.dout, w_layout, dout_layout, shared_address(memory), at.size};
+  float* const sums = scratch + v.group * S::kSums;  // of the thread's group
+  const int place = v.group * S::kRow + v.vector;    // of the first sum over the vector's channels
+
+  each_sequence<S>(p, fetch, [&](int index, int buffer, uint32_t phase) {
+    const TssaSpan s = span_of<S>(p, index);
+    const int rows = s.rows();
+    const TssaPlace w = place_of<S>(v, w_layout, fetch.tokens(buffer, 0)),
+                    dout = place_of<S>(v, dout_layout, fetch.tokens(buffer, 1));
+    const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
+    const float *const energies = b.energy + columns, *const moments = b.moment + columns;
+    put_keep<S>(p, s, keep);
+    load_members<S>(rows_of(p, b.membership, s), rows, members);
+    each_four<S, S::kWidth>([&](int column) {
+      const int h = column / HEAD_DIM;
+      put_four(gates + column, gates_of(p, four_at(moments + column), index, h, column - h * HEAD_DIM));
+    });
+    __syncthreads();
+    mbarrier_wait(fetch.barrier(buffer), phase);
+    {
+      float acc[8] = {}, gate[8], mass = 0.0f;
+      get_vector(gates + v.column(), gate);
+      uint32_t from = w.address, from_g = dout.address;
+      float* to = more + place;
+#pragma unroll 2
+      for (int n = v.group; n < rows; n += S::kGroups) {
+        float x[8], g[8], even = 0.0f, odd = 0.0f;
+        load_vector<T>(from, x);
+        load_vector<T>(from_g, g);
+        const float member = members[n * HEADS + v.head];
+        mass += member * kept<S>(keep, n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float both = x[i] * g[i];
+          (i % 2 == 0 ? even : odd) += both * gate[i];
+          acc[i] += both * member;
+        }
+        *to = even + odd;
+        from += w.step, from_g += dout.step, to += S::kGroups * S::kRow;
+      }
+      put_vector(sums + v.column(), acc);
+      if (v.channel == 0) sums[S::kWidth + v.head] = mass;
+    }
+    __syncthreads();
+    add_groups<S, S::kSums>(scratch, first);
+    cluster_sync();
+    each_four<S, S::kWidth>([&](int column) {
+      const float inverse = inverse_of(total_of<S>(first + S::kWidth + column / HEAD_DIM) + kMassFloor);
+      const float4 product = total_4<S>(first + column), gate = four_at(gates + column),
+                   moment = four_at(moments + column);
+      const auto of = [&](float product, float gate, float moment) {
+        return product * gate * inverse_of(1.0f + moment) * inverse;
+      };
+      put_four(dmoment + column, make_float4(of(product.x, gate.x, moment.x), of(product.y, gate.y, moment.y),
+                                             of(product.z, gate.z, moment.z), of(product.w, gate.w, moment.w)));
+    });
+    __syncthreads();
+    mass_gradient(p, dmoment, dmass, [&](int h, int d) { return moments[h * HEAD_DIM + d]; });
+    {
+      float of[8];
+      get_vector(dmoment + v.column(), of);
+      uint32_t from = w.address;
+      float* to = scratch + place;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups) {
+        float x[8], even = 0.0f, odd = 0.0f;
+        load_vector<T>(from, x);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          even += x[i] * x[i] * of[i];
+          odd += x[i + 1] * x[i + 1] * of[i + 1];
+        }
+        *to = even + odd;
+        from += w.step, to += S::kGroups * S::kRow;
+      }
+    }
+    __syncthreads();
+    softmax_backward_of_heads<S>(scratch, more, dmass, members, keep, optional_rows_of(p, b.dmembership, s), rows,
+                                 dlogit);
+    __syncthreads();
+    {
+      float acc[8] = {}, inverse[8];
+      get_vector(energies + v.column(), inverse);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) inverse[i] = inverse_of(floored(inverse[i], kFullFloor));
+      uint32_t from = w.address;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups, from += w.step) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float gradient = dlogit[n * HEADS + v.head];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * inverse[i] * gradient;  // in this order: no underflow
+      }
+      put_vector(sums + v.column(), acc);
+    }
+    __syncthreads();
+    add_groups<S, S::kWidth>(scratch, second);
+    cluster_sync();
+    // Every block has read `first`: it can take the totals.
+    each_four<S, S::kWidth>([&](int column) { put_four(first + column, total_4<S>(second + column)); });
+    __syncthreads();
+    if (s.chunk == 0) temp_gradient(p, first, b.dtemp + static_cast<int64_t>(index) * HEADS);
+    {
+      float gate[8], of[8], twice[8], mean[8];
+      get_vector(gates + v.column(), gate);
+      get_vector(dmoment + v.column(), of);
+      get_vector(first + v.column(), mean);
+      get_vector(energies + v.column(), twice);
+      const float temp = 2.0f * p.temp[v.head];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // as slopes_of of full_backward_steps.cuh
+        const bool above = twice[i] > kFullFloor, alone = above && s.count == 1;
+        twice[i] = alone ? 0.0f : temp * inverse_of(floored(twice[i], kFullFloor));
+        mean[i] = above && !alone ? mean[i] : 0.0f;
+        of[i] *= 2.0f;
+      }
+      const TssaTokens dw = part_of(p, b.dw, s);
+      T* to = reinterpret_cast<T*>(dw.data) + dw.at(v.group, v.head, v.channel);
+      const int64_t ahead = S::kGroups * dw.token;
+      uint32_t from = w.address, from_g = dout.address;
+#pragma unroll 2
+      for (int n = v.group; n < rows; n += S::kGroups, to += ahead) {
+        float x[8], g[8];
+        load_vector<T>(from, x);
+        load_vector<T>(from_g, g);
+        const float member = members[n * HEADS + v.head], gradient = dlogit[n * HEADS + v.head],
+                    counted = kept<S>(keep, n), weight = member * counted;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float from_mean = MASKED ? gradient - counted * mean[i] : gradient - mean[i];
+          x[i] = x[i] * (weight * of[i] + from_mean * twice[i]) - g[i] * (member * gate[i]);
+        }
+        store_vector(to, x);
+        from += w.step, from_g += dout.step;
+      }
+    }
+    if (s.chunk == 0) clear_uncovered(p, TssaHalves{{p.dtype}}, b.dw, nullptr, s);
+  });
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,163 @@
+// persistent.cuh, forward: reads w once and writes out and the membership once, in one launch.
+#pragma once
+
+#include "persistent.cuh"
+
+namespace crate_kernels {
+
+// Puts the membership of the block's tokens down and writes it, from the sums of w^2 / c by vector at `rows_of`.
+template <class S>
+CRATE_DEVICE void softmax_of_heads(const TssaRows& stored, const float* rows_of, const float (&temp)[S::kOfLane],
+                                   bool seen, int rows, float* members) {
+  constexpr int kOfLane = S::kOfLane;
+  each_softmax<S>(rows, [&](int n, int first, bool own) {
+    float power[kOfLane], largest = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      power[j] = sum_of<S::kPerHead>(rows_of + n * S::kRow + (first + j) * S::kPerHead) * temp[j];
+      largest = fmaxf(largest, power[j]);
+    }
+#pragma unroll
+    for (int step = 1; step < S::kLanes; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      power[j] = exp2_fast(power[j] - largest);
+      sum += power[j];
+    }
+    // Without a kept token, the membership is 0, and with it out and every gradient.
+    const float inverse = seen ? inverse_fast(sum_of_lanes<S>(sum)) : 0.0f;
+    if (!own) return;
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      const float member = S::kMasked && !seen ? 0.0f : power[j] * inverse;
+      members[n * S::kHeads + first + j] = member;
+      stored(n, first + j) = member;
+    }
+  });
+}
+
+template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persistent_kernel(TssaForward f) {
+  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
+  using Shared = TssaPersistentShared<S, false>;
+  const TssaProblem& p = f.problem;
+  const int share = (p.seqlen + CLUSTER - 1) / CLUSTER;
+  const Shared at(share);
+  float* const memory = reinterpret_cast<float*>(shared_memory());
+  float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
+               *const channels = memory + Shared::kChannels, *const members = memory + at.members,
+               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+  const TssaVectorOf<S> v;
+  const TssaLayout<S> layout(f.w, share);
+  const TssaFetch<S, false> fetch = {p, f.w, f.w, layout, layout, shared_address(memory), at.size};
+  float* const sums = scratch + v.group * S::kSums;  // of the thread's group
+  float temp[S::kOfLane];                            // in bits
+#pragma unroll
+  for (int j = 0; j < S::kOfLane; ++j)
+    temp[j] = p.temp[static_cast<int>(threadIdx.x) % S::kLanes * S::kOfLane + j] * 1.4426950408889634f;
+
+  each_sequence<S>(p, fetch, [&](int index, int buffer, uint32_t phase) {
+    const TssaSpan s = span_of<S>(p, index);
+    const int rows = s.rows();
+    const TssaPlace place = place_of<S>(v, layout, fetch.tokens(buffer, 0));
+    const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
+    put_keep<S>(p, s, keep);
+    if constexpr (MASKED) __syncthreads();
+    mbarrier_wait(fetch.barrier(buffer), phase);
+    {
+      float acc[8] = {};
+      uint32_t from = place.address;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float counted = kept<S>(keep, n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] += MASKED ? x[i] * x[i] * counted : x[i] * x[i];
+      }
+      put_vector(sums + v.column(), acc);
+    }
+    __syncthreads();
+    add_groups<S, S::kWidth>(scratch, first);
+    if (MASKED && threadIdx.x < kWarp) {
+      float count = 0.0f;
+      for (int n = threadIdx.x; n < rows; n += kWarp) count += keep[n];
+      count = warp_sum(count);
+      if (threadIdx.x == 0) first[S::kWidth] = count;
+    }
+    cluster_sync();
+    each_four<S, S::kWidth>([&](int column) {
+      const float4 c = by_each(total_4<S>(first + column), [](float e) { return floored(e, kFullFloor); });
+      put_four(channels + column, by_each(c, inverse_of));
+      if (s.chunk == 0) put_four(f.energy + columns + column, c);
+    });
+    const bool seen = !MASKED || total_of<S>(first + S::kWidth) > 0.0f;
+    __syncthreads();
+    {
+      float inverse[8];
+      get_vector(channels + v.column(), inverse);
+      float* to = scratch + v.group * S::kRow + v.vector;
+      uint32_t from = place.address;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups, from += place.step, to += S::kGroups * S::kRow) {
+        float x[8], even = 0.0f, odd = 0.0f;
+        load_vector<T>(from, x);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          even += x[i] * x[i] * inverse[i];
+          odd += x[i + 1] * x[i + 1] * inverse[i + 1];
+        }
+        *to = even + odd;
+      }
+    }
+    __syncthreads();
+    softmax_of_heads<S>(rows_of(p, f.membership, s), scratch, temp, seen, rows, members);
+    __syncthreads();
+    {
+      float acc[8] = {}, mass = 0.0f;
+      uint32_t from = place.address;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float weight = members[n * HEADS + v.head] * kept<S>(keep, n);
+        mass += weight;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * weight;
+      }
+      put_vector(sums + v.column(), acc);
+      if (v.channel == 0) sums[S::kWidth + v.head] = mass;
+    }
+    __syncthreads();
+    add_groups<S, S::kSums>(scratch, second);
+    cluster_sync();
+    each_four<S, S::kWidth>([&](int column) {
+      const int h = column / HEAD_DIM;
+      const float inverse = inverse_of(total_of<S>(second + S::kWidth + h) + kMassFloor);
+      const float4 moment = by_each(total_4<S>(second + column), [&](float sum) { return sum * inverse; });
+      put_four(channels + column, gates_of(p, moment, index, h, column - h * HEAD_DIM));
+      if (s.chunk == 0) put_four(f.moment + columns + column, moment);
+    });
+    __syncthreads();
+    {
+      float gate[8];
+      get_vector(channels + v.column(), gate);
+      const TssaTokens out = part_of(p, f.out, s);
+      T* to = reinterpret_cast<T*>(out.data) + out.at(v.group, v.head, v.channel);
+      const int64_t ahead = S::kGroups * out.token;
+      uint32_t from = place.address;
+#pragma unroll 4
+      for (int n = v.group; n < rows; n += S::kGroups, from += place.step, to += ahead) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float member = -members[n * HEADS + v.head];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] *= member * gate[i];
+        store_vector(to, x);
+      }
+    }
+    if (s.chunk == 0) clear_uncovered(p, TssaHalves{{p.dtype}}, f.out, f.membership, s);
+  });
+}
+
+}  // namespace crate_kernels

@@ -1,0 +1,100 @@
+"""Calls of the persistent kernels of the full form, for the emulator and for a GPU."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from crate_kernels import testing
+from crate_kernels._cuda import launch
+from crate_kernels._triton import table
+from crate_kernels.ops.tssa.cuda import persistent
+
+MOST_SHARED = 227 * 1024
+
+
+def config(cluster, buffers, threads):
+    return {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads}
+
+
+AHEAD, ALONE, PAIRS, EIGHT = config(4, 2, 192), config(4, 1, 192), config(2, 2, 192), config(8, 1, 384)
+
+
+def case(name, shape, **given):
+    options = {"return_membership": True, **given.pop("options", {})}
+    return testing.Case("tssa", f"persistent-{name}", shape, options, **given)
+
+
+DROPPED = {"options": {"dropout_p": 0.3}}
+PACKED = (64, 0, 101, 1, 130)
+# name: (configuration, (batch, heads, tokens, channels), what else a case has). Those of one kernel stand together:
+# g++ takes seconds for each kernel.
+CASES = {
+    "196-tokens": (AHEAD, (3, 8, 196, 48), {}),
+    "dropout": (AHEAD, (3, 8, 61, 48), DROPPED),
+    "one-token": (AHEAD, (5, 8, 1, 48), {}),
+    "blocks-without-tokens": (AHEAD, (2, 8, 5, 48), {}),
+    "packed": (AHEAD, (0, 8, 0, 48), {"lengths": PACKED}),
+    "packed-dropout": (AHEAD, (0, 8, 0, 48), {"lengths": PACKED, **DROPPED}),
+    "dead-channel": (AHEAD, (2, 8, 50, 48), {"special": "dead channel"}),
+    "mixed-norms": (AHEAD, (2, 8, 50, 48), {"special": "mixed norms"}),
+    "padded-left": (AHEAD, (3, 8, 77, 48), {"padding": "left"}),
+    "padded-scattered": (AHEAD, (3, 8, 77, 48), {"padding": "scattered", **DROPPED}),
+    "padded-row": (AHEAD, (3, 8, 20, 48), {"padding": "row"}),
+    "768-channels": (EIGHT, (2, 12, 197, 64), {}),
+    "odd-heads": (PAIRS, (5, 3, 45, 16), {}),
+    "odd-heads-padded": (PAIRS, (3, 3, 45, 16), {"padding": "scattered"}),
+}
+# Compiled and run with all tests alone.
+MORE = {
+    "192-channels": (PAIRS, (2, 4, 196, 48), {}),
+    "192-channels-784-tokens": (config(4, 1, 384), (1, 4, 784, 48), {}),
+    "384-channels-784-tokens": (EIGHT, (1, 8, 784, 48), {}),
+    "384-channels-1024-tokens": (EIGHT, (1, 8, 1000, 48), {"forward": True}),
+    "512-channels": (config(4, 1, 384), (2, 8, 196, 64), {}),
+    "512-channels-1024-tokens": (config(8, 1, 192), (1, 8, 1000, 64), {"forward": True}),
+    "768-channels-of-48": (config(8, 2, 192), (2, 16, 196, 48), {}),
+    "768-channels-784-tokens": (EIGHT, (1, 16, 784, 48), {"forward": True}),
+    "padded-alone": (ALONE, (3, 8, 77, 48), {"padding": "scattered"}),
+    "32-heads": (ALONE, (2, 32, 30, 16), {}),
+    "one-head": (PAIRS, (2, 1, 30, 128), {}),
+    "1536-channels": (config(8, 1, 192), (1, 24, 60, 64), {}),
+}
+
+
+@contextmanager
+def taking(chosen):
+    """Have a configuration taken in both directions, as tuning may find."""
+    with table.forced(persistent.FORWARD, chosen), table.forced(persistent.BACKWARD, chosen):
+        yield
+
+
+class Persistent:
+    """A named call."""
+
+    def __init__(self, name):
+        self.config, shape, given = {**CASES, **MORE}[name]
+        given = dict(given)
+        self.forward_alone = given.pop("forward", False)  # w and dout do not fit
+        self.case = case(name, shape, **given)
+
+    def fits(self):
+        """Return whether the tokens fit a cluster's shared memory, forward and backward."""
+        _, nheads, seqlen, head_dim = self.case.shape
+        sizes = nheads, head_dim, seqlen or max(self.case.lengths)
+        return [persistent.shared_bytes(*sizes, back, self.config) <= MOST_SHARED for back in (False, True)]
+
+    def check(self, backend, dtype, device="cpu"):
+        """Hold a call that these kernels take to the error budget; return the largest share of it."""
+        inputs, names, run = testing.make_inputs(self.case, dtype, device), [], launch.run
+        with (
+            taking(self.config),
+            mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)),
+        ):
+            results = testing.run(self.case, inputs, backend)
+        taken = [any(f"full_{way}_persistent" in name for name in names) for way in ("fwd", "bwd")]
+        assert taken == [True, not self.forward_alone]
+        eager, exact = (testing.run(self.case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
+        found = testing.measure(results, eager, exact, dtype)
+        assert all(one.passed for one in found), found
+        return max(one.error / one.budget if one.budget else 0.0 for one in found)

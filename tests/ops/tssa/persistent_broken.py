@@ -1,0 +1,41 @@
+"""Changes of the persistent kernels that a test must find: the text, what replaces it, and a case."""
+
+_SUMS = "    __syncthreads();\n    add_groups<S, S::kSums>(scratch, {});\n    cluster_sync();\n"
+_SECOND, _FIRST = _SUMS.format("second"), _SUMS.format("first")
+
+# Of csrc/tssa/cuda/persistent.cuh, persistent_forward.cuh and persistent_backward.cuh.
+BROKEN = {
+    "no-barrier-behind-a-sequence": ("    __syncthreads();  // now the buffer may be filled again\n", "", "196-tokens"),
+    "one-buffer": ("fetch(index + clusters, 1 - buffer);", "fetch(index + clusters, buffer);", "196-tokens"),
+    "other-phase": ("(trip / S::kBuffers & 1)", "(trip & 1)", "196-tokens"),
+    "not-waited-for": (
+        "    if constexpr (MASKED) __syncthreads();\n    mbarrier_wait(fetch.barrier(buffer), phase);\n",
+        "    if constexpr (MASKED) __syncthreads();\n",
+        "196-tokens",
+    ),
+    "no-fence-of-barriers": ("    mbarrier_init_fence();\n", "", "196-tokens"),
+    "bytes-of-one-tensor": ("(BACKWARD ? 4 : 2)", "2", "196-tokens"),
+    "forward-groups-not-waited-for": (_SECOND, _SECOND.replace("    __syncthreads();\n", ""), "196-tokens"),
+    "forward-cluster-not-waited-for": (_SECOND, _SECOND.replace("cluster_sync", "__syncthreads"), "196-tokens"),
+    "backward-groups-not-waited-for": (_FIRST, _FIRST.replace("    __syncthreads();\n", ""), "196-tokens"),
+    "backward-cluster-not-waited-for": (_FIRST, _FIRST.replace("cluster_sync", "__syncthreads"), "196-tokens"),
+    "cluster-ends-early": ("  cluster_sync();  // peers have read this block's sums\n", "", "196-tokens"),
+    "softmax-of-some-lanes": (
+        "step < S::kLanes; step *= 2) v +=",
+        "step < S::kLanes / 2; step *= 2) v +=",
+        "196-tokens",
+    ),
+    "first-block-for-all": ("cut(s, cluster_rank(),", "cut(s, 0,", "196-tokens"),
+    "keep-not-waited-for": ("    if constexpr (MASKED) __syncthreads();\n", "", "padded-scattered"),
+    "masked-tokens-counted": ("x[i] * x[i] * counted : x[i] * x[i]", "x[i] * x[i] : x[i] * x[i]", "padded-scattered"),
+    "masked-tokens-weigh": (
+        "const float weight = members[n * HEADS + v.head] * kept<S>(keep, n);\n        mass",
+        "const float weight = members[n * HEADS + v.head];\n        mass",
+        "padded-scattered",
+    ),
+    "mean-of-masked-tokens": ("gradient - counted * mean[i]", "gradient - mean[i]", "padded-scattered"),
+    "membership-without-tokens": ("const bool seen = !MASKED ||", "const bool seen = true ||", "padded-row"),
+    "dropout-without-factor": ("bits & 1 ? gate.x * p.keep_factor", "bits & 1 ? gate.x", "dropout"),
+    "no-gradient-of-membership": ("if (dmembership.data != nullptr) d[j] +=", "if (false) d[j] +=", "196-tokens"),
+    "single-token": ("alone = above && s.count == 1;", "alone = above && s.count == 0;", "one-token"),
+}

@@ -1,0 +1,89 @@
+"""The machine code of the persistent kernels of the full form, read without a GPU.
+
+What counts is the whole kernel: its passes are short, and their ends are as long as the passes.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from crate_kernels.ops.tssa.cuda import persistent
+from tests.cuda import compilers, resources
+from tests.ops.tssa.persistent import config
+from tests.tools.aot import harness
+
+harness.needs_compiler()
+
+REGISTERS, SHARED, RESERVED = 65536, 233472, 1024  # of a multiprocessor; bytes that a block takes besides its own
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """A kernel: dtype, heads, channels, if there is a mask and which direction; its configuration; tokens."""
+
+    sizes: tuple
+    config: dict
+    seqlen: int
+
+
+CASES = {
+    "forward-384-channels": Case((BF16, 8, 48, False, False), config(4, 2, 192), 196),
+    "forward-384-channels-fp16": Case((FP16, 8, 48, False, False), config(4, 2, 192), 196),
+    "forward-384-channels-padded": Case((BF16, 8, 48, True, False), config(4, 2, 192), 196),
+    "forward-192-channels": Case((BF16, 4, 48, False, False), config(2, 2, 192), 196),
+    "forward-512-channels": Case((BF16, 8, 64, False, False), config(4, 2, 192), 196),
+    "forward-768-channels": Case((BF16, 12, 64, False, False), config(8, 2, 192), 196),
+    "forward-768-channels-784-tokens": Case((BF16, 16, 48, False, False), config(8, 1, 384), 784),
+    "backward-384-channels": Case((BF16, 8, 48, False, True), config(4, 1, 192), 196),
+    "backward-384-channels-fp16": Case((FP16, 8, 48, False, True), config(4, 1, 192), 196),
+    "backward-384-channels-padded": Case((BF16, 8, 48, True, True), config(4, 1, 192), 196),
+    "backward-192-channels": Case((BF16, 4, 48, False, True), config(2, 2, 192), 196),
+    "backward-512-channels": Case((BF16, 8, 64, False, True), config(8, 1, 192), 196),
+    "backward-768-channels": Case((BF16, 12, 64, False, True), config(8, 2, 384), 196),
+}
+# By NVRTC 13.0: registers and instructions, of which there may be no more; bytes of shared memory of a block, and
+# blocks of a multiprocessor, of which there may be no fewer.
+RECORDED = {
+    "forward-384-channels": (72, 2597, 91952, 2),
+    "forward-384-channels-fp16": (73, 2592, 91952, 2),
+    "forward-384-channels-padded": (72, 2989, 91952, 2),
+    "forward-192-channels": (72, 2543, 90576, 2),
+    "forward-512-channels": (78, 2580, 121712, 1),
+    "forward-768-channels": (74, 2679, 97488, 2),
+    "forward-768-channels-784-tokens": (78, 2736, 205824, 1),
+    "backward-384-channels": (80, 4194, 105248, 2),
+    "backward-384-channels-fp16": (80, 4194, 105248, 2),
+    "backward-384-channels-padded": (80, 4349, 105248, 2),
+    "backward-192-channels": (80, 4094, 179152, 1),
+    "backward-512-channels": (80, 4212, 74816, 3),
+    "backward-768-channels": (80, 4318, 191040, 1),
+}
+EVERY_TIME = ("forward-384-channels", "backward-384-channels")
+
+
+def measured(name, compiler):
+    """Return spilled bytes, registers, instructions, shared memory and blocks of a case."""
+    of = CASES[name]
+    dtype, nheads, head_dim, masked, backward = of.sizes
+    kernel = persistent.kernel(dtype, nheads, head_dim, masked, backward, of.config)
+    cubin, (said,) = resources.compiled(compiler, kernel, 90)
+    (function,) = harness.disassembled(cubin)
+    shared = persistent.shared_bytes(nheads, head_dim, of.seqlen, backward, of.config)
+    threads = persistent.threads_of(nheads * head_dim, of.config["THREADS"])
+    warps = REGISTERS // (-(-said.registers // 8) * 8 * 32)  # registers are given to warps in units of 256
+    blocks = min(warps // (threads // 32), SHARED // (shared + RESERVED))
+    return said.spills, said.registers, len(function.instructions), shared, blocks
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in EVERY_TIME else [pytest.mark.exhaustive]) for one in CASES]
+)
+def test_a_kernel_takes_no_more_than_recorded(name):
+    compiler = compilers.needed()
+    spills, *used, blocks = measured(name, compiler)
+    assert spills == 0
+    if compiler.version == (13, 0):
+        *most, least = RECORDED[name]
+        assert all(now <= before for now, before in zip(used, most, strict=True)), (used, most)
+        assert blocks >= least
