@@ -73,15 +73,3 @@ def join(parts: list[Tensor], bounds: list[int], total: int, dim: int) -> Tensor
         empty = (parts[0].new_zeros([*size[:dim], rows, *size[dim + 1 :]]) for rows in (before, after))
         parts = [next(empty), *parts, next(empty)]
     return torch.cat(parts, dim)
-
-
-def clear_uncovered(x: Tensor, cu_seqlens: Tensor | None, dim: int) -> Tensor:
-    """Zero the rows of ``x``, along ``dim``, that no packed sequence covers; return ``x``.
-
-    Offsets that were emptied are the kernel's to refuse.
-    """
-    if cu_seqlens is not None and x.numel() and cu_seqlens.numel():
-        first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
-        if first > 0 or last < x.shape[dim]:
-            x.zero_()
-    return x

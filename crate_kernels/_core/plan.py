@@ -146,6 +146,14 @@ def runner(tensors: int, results: int) -> Callable[..., Any]:
     return getattr(overload, "_op", overload)  # what an overload calls, in nine tenths of the time
 
 
+@cache
+def offsets_fit() -> Callable[[Tensor, int, int], bool]:
+    """Return the C++ op that checks the values of offsets on a CPU: for so many rows, and so long sequences."""
+    _load()
+    overload = torch.ops.crate_kernels_C.offsets_fit.default
+    return getattr(overload, "_op", overload)
+
+
 _fallthroughs: list[torch.library.Library] = []
 
 

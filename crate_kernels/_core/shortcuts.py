@@ -27,11 +27,17 @@ class _Shortcut:
         take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
         results: how many they are.
         call, held, backend: as ``save`` keeps them.
+        packed: place of the offsets among the call's tensors; 0 without any.
         backwards: the options of its backward by which inputs want a gradient, which gradients are given, and settings.
         apply: repeats the call where a gradient is wanted; None before it is first.
     """
 
-    __slots__ = ("apply", "backend", "backwards", "call", "entry", "held", "owner", "results", "take")
+    __slots__ = ("apply", "backend", "backwards", "call", "entry", "held", "owner", "packed", "results", "take")
+
+    def fits(self, tensors: tuple) -> bool:
+        """Return whether the values of the offsets fit this call's tokens, where to read them is free."""
+        offsets = tensors[self.packed]
+        return not offsets.is_cpu or plan.offsets_fit()(offsets, tensors[0].shape[0], self.call.max_seqlen)
 
     def differentiate(self, needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple[Tensor | None, ...] | None:
         """Return the gradients of the inputs by the backward's plan; None without one."""
@@ -129,7 +135,7 @@ class Shortcuts:
         inputs = tensors[: self.inputs]
         if not shortcut.held:
             tensors = inputs
-        if not operator.is_short(tensors):
+        if not operator.is_short(tensors) or (shortcut.packed and not shortcut.fits(tensors)):
             return None
         if is_grad_enabled():
             for t in inputs:
@@ -180,6 +186,8 @@ class Shortcuts:
         made = self._known[key] = _Shortcut()
         made.owner, made.entry, made.results, made.held, made.backend = self, entry, results, held, backend
         made.call, made.backwards = call._replace(**dict.fromkeys(held)) if held else call, {}
+        fields = operator.tensor_fields(type(call))
+        made.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in held else 0
         made.take, made.apply = plan.runner(entry.tensors, results), None
 
     def entry_of_backward(
@@ -195,9 +203,9 @@ class Shortcuts:
 
 
 def may_repeat(w: Any, dropout_p: Any = 0.0, cu_seqlens: Any = None) -> bool:
-    """Return whether a call may be one of ``Shortcuts``: offsets on a CPU are checked each time."""
+    """Return whether a call may be one of ``Shortcuts``."""
     if is_compiling() or not isinstance(w, Tensor) or w.is_nested or not w.dim():
         return False
-    if cu_seqlens is not None and not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda):
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         return False
     return type(dropout_p) in (float, int)

@@ -22,6 +22,7 @@ def inputs(op, seed=0, **sizes):
     """Return the tensors of a small call."""
     if op in ("mssa", "tssa"):
         shape = (sizes.get("batch", 2), 3, sizes.get("seqlen", 9), sizes.get("head_dim", 16))
+        shape = (sizes["total"], *shape[1::2]) if "total" in sizes else shape
         w = randn(*shape, seed=seed, dtype=sizes.get("dtype", torch.float32))
         return (w,) if op == "mssa" else (w, torch.linspace(0.5, 1.5, 3))
     x = randn(2, sizes.get("seqlen", 40), 32, seed=seed, dtype=sizes.get("dtype", torch.float32))
@@ -29,16 +30,20 @@ def inputs(op, seed=0, **sizes):
     return x, *weights
 
 
+PACKED = {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32), "max_seqlen": 5}
 CALLS = {
     "mssa": ("mssa", {}),
     "mssa-causal": ("mssa", {"causal": True}),
     "mssa-lse": ("mssa", {"return_lse": True}),
     "mssa-mask": ("mssa", {"key_padding_mask": torch.tensor([[True] * 7 + [False] * 2, [True] * 9])}),
     "mssa-dropout": ("mssa", {"dropout_p": 0.2}),
+    "mssa-packed": ("mssa", {**PACKED, "return_lse": True}, {"total": 9}),
     "tssa": ("tssa", {}),
     "tssa-members": ("tssa", {"return_membership": True}),
     "tssa-mask": ("tssa", {"key_padding_mask": torch.tensor([[True] * 7 + [False] * 2, [True] * 9])}),
+    "tssa-packed": ("tssa", PACKED, {"total": 10}),
     "tssa-causal": ("tssa", {"causal": True}),
+    "tssa-causal-packed": ("tssa", {**PACKED, "causal": True, "dropout_p": 0.2}, {"total": 9}),
     "tssa-bias": ("tssa", {"causal": True, "denom_bias": torch.linspace(0.1, 1, 36).view(3, 12, 1)}),
     "ista": ("ista", {}),
     "ista-two-sided": ("ista", {"nonnegative": False}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator, packing
+from crate_kernels._core import backends, operator
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
@@ -28,15 +28,13 @@ _RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
 def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out, lse = operator.empty_out(w), empty_lse(w)
-    if is_gpu(w.device):  # these kernels clear what no sequence covers
+    if is_gpu(w.device):
         given.forward(w, call)
         if out.numel():
             taking = next((one for one in (heads, long_rows) if one.take_forward(w, out, call)), None)
             left = None if taking is None else taking.forward(w, call, out, lse)
             _attend(problem.of_forward(w, call, out, lse), w, call, left)
         return out, lse
-    packing.clear_uncovered(out, call.cu_seqlens, 0)
-    packing.clear_uncovered(lse, call.cu_seqlens, 1)
     library().mssa_fwd(w, *call, out, lse)
     return out, lse
 
@@ -61,7 +59,6 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     dw, lse = operator.empty_out(w), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     if not is_gpu(w.device):
-        packing.clear_uncovered(dw, call.cu_seqlens, 0)
         library().mssa_bwd(dout, dlse, w, out, lse, *call, dw)
         return dw
     given.backward(dout, dlse, w, out, lse, call)

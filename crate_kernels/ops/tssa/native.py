@@ -1,8 +1,7 @@
 """Token-statistics attention by csrc/tssa: C++ for tensors on the CPU, CUDA C++ for those on a GPU.
 
 The kernels take tokens and gradients in any strides. Tensors without channels are small: the kernels take them
-contiguous and in fp32. Both forms, and decoding, are one op forward and one backward. ``cuda`` plans what a GPU
-launches; its kernels clear packed rows that no sequence covers, and on CPUs that is done here.
+contiguous and in fp32. Both forms, and decoding, are one op forward and one backward. ``cuda`` plans the launches.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator, packing
+from crate_kernels._core import operator
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.tssa import cuda
@@ -27,13 +26,6 @@ def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
     return (x.float() if x.dtype == dtype else x).contiguous()
 
 
-def _clear(call: Call, *written: Tensor) -> None:
-    """Clear what no sequence covers of tokens, and then of a membership."""
-    if call.packed:
-        for dim, x in enumerate(written):
-            packing.clear_uncovered(x, call.cu_seqlens, dim)
-
-
 def _run_forward(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
@@ -43,7 +35,6 @@ def _run_forward(
         return cuda.forward(w, temp, denom_bias, call, causal, state)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
-    _clear(call, out, membership)
     held = state or (*(statistics or (None, None)), None, None)
     library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *held)
     if state is not None:
@@ -62,7 +53,6 @@ def _run_backward(
         dw, dtemp, dbias = cuda.backward(dout, dmembership, plain, call, causal)
     else:
         dw, dtemp = operator.empty_out(w), w.new_empty(w.shape[1], dtype=torch.float32)
-        _clear(call, dw)
         dbias = None if plain.denom_bias is None else torch.empty_like(plain.denom_bias)
         library().tssa_bwd(causal, dout, dmembership, *plain, *call, dw, dtemp, dbias)
     dtemp = dtemp.to(temp.dtype)

@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "../../common/packing.h"
 #include "../given.h"
 #include "host.h"
 
@@ -68,6 +69,7 @@ int parts_of(const std::vector<MssaHead>& heads) {
 
 void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
   mssa::check_forward(w, call, out, lse);
+  clear_uncovered(call.cu_seqlens, w.size(0), {&out, &lse});
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse}, call);
   const MssaKernels& k = kernels(p);
@@ -81,6 +83,7 @@ void forward(Tensor w, MssaCall call, Tensor out, Tensor lse) {
 void backward(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor w, Tensor out, Tensor lse, MssaCall call,
               Tensor dw) {
   mssa::check_backward(dout, dlse, w, out, lse, call, dw);
+  clear_uncovered(call.cu_seqlens, w.size(0), {&dw});
   const MssaProblem p = problem(w, call);
   std::vector<MssaHead> heads = list_heads({w, out, lse, dout ? &*dout : nullptr, dlse ? &*dlse : nullptr, &dw}, call);
   const MssaKernels& k = kernels(p);

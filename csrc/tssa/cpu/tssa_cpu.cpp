@@ -6,6 +6,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
+#include "../../common/packing.h"
 #include "../../common/plan.h"
 #include "../given.h"
 #include "kernels.h"
@@ -144,6 +145,7 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
 
 void forward(const TssaForwardArgs& t) {
   check_tssa_forward(t);
+  clear_uncovered(t.call.cu_seqlens, t.w.size(0), {&t.out, &t.membership});
   const TssaProblem p = problem(t);
   auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t) {
     s.out = tokens_of(t.out, t.call.packed(), b, first);
@@ -160,6 +162,7 @@ void forward(const TssaForwardArgs& t) {
 // Sums over sequences, in their order.
 void backward(const TssaBackwardArgs& t) {
   check_tssa_backward(t);
+  clear_uncovered(t.call.cu_seqlens, t.w.size(0), {&t.dw});
   const TssaProblem p = problem(t);
   const int64_t count = t.call.nsequences(t.w);
   std::vector<double> dtemp(count * p.nheads);

@@ -107,6 +107,9 @@ def _bytes_of(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+_OF_PYTORCH = ("library.cpp", "packing.cpp", "plan.cpp")  # of csrc; no kernel is in them
+
+
 def build(compiler=COMPILER, flags=FLAGS):
     """Return the program, compiled for the other processor if it is not there yet."""
     folder = libraries.source_folder()
@@ -122,10 +125,8 @@ def build(compiler=COMPILER, flags=FLAGS):
 
 
 def _compile(command, folder, target):
-    sources = [
-        HERE / "remote.cpp",
-        *(path for path in sorted(folder.rglob("*.cpp")) if path.name not in ("library.cpp", "plan.cpp")),
-    ]
+    ours = (path for path in sorted(folder.rglob("*.cpp")) if path.name not in _OF_PYTORCH)
+    sources = [HERE / "remote.cpp", *ours]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
 

@@ -82,6 +82,15 @@ class Tensor {
   int32_t get_device_index() const { return -1; }
   const void* get() const { return this; }
 
+  void zero() const {
+    const int64_t item = static_cast<int64_t>(element_size());
+    for (int64_t i = 0; i < numel(); ++i) {
+      int64_t at = 0, left = i;
+      for (int64_t d = dim() - 1; d >= 0; left /= sizes_[d--]) at += left % sizes_[d] * strides_[d];
+      std::memset(static_cast<char*>(data_ptr()) + at * item, 0, static_cast<size_t>(item));
+    }
+  }
+
  private:
   void set(int64_t i, float value) {
     if (dtype_ == ScalarType::Float) {
@@ -118,6 +127,10 @@ inline int aoti_torch_get_strides(const void* t, int64_t** strides) {
 }
 inline int aoti_torch_get_dtype(const void* t, int32_t* dtype) {
   *dtype = static_cast<int32_t>(standin_tensor(t).scalar_type());
+  return 0;
+}
+inline int aoti_torch_zero_(const void* t) {
+  standin_tensor(t).zero();
   return 0;
 }
 inline int aoti_torch_get_storage_offset(const void*, int64_t* offset) {
