@@ -32,6 +32,8 @@ def _type_name(value: object) -> str:
     if isinstance(value, Tensor):
         return "a Tensor"
     kind = type(value)
+    if kind.__module__.startswith("torch.fx"):
+        return "a symbol of torch.fx: make the module that calls this a leaf of the tracer, or use torch.export"
     return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__  # NumPy has a bool too
 
 

@@ -23,7 +23,7 @@ from crate_kernels.models._shared.language import LanguageModel
 from crate_kernels.models.aot.mhsa import MHSA
 from crate_kernels.models.crate import RateGradientStep
 from crate_kernels.models.tost import ClassAttention, DropPath
-from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
+from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA, _linear
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,7 +134,7 @@ class _Language(LanguageModel):
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(_Language.forward, unknown)
-        logits = self.lm_head(self.hidden(tokens))
+        logits = _linear.linear(self.lm_head, self.hidden(tokens), self.config.backend)
         if targets is None:
             return logits, None
         if targets.shape != tokens.shape:

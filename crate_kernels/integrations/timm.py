@@ -28,7 +28,6 @@ from crate_kernels.models import aot, crate, crate_alpha, crate_mae_encoder, tos
 from crate_kernels.models._shared import official, vision
 from crate_kernels.models._shared.backbone import POOLS, Classifier
 from crate_kernels.models._shared.base import DropPath
-from crate_kernels.nn._linear import Linear
 
 __all__: list[str] = []  # timm adds the names that it registers
 
@@ -201,6 +200,5 @@ for _name in _SIZES:
 # torch.fx cannot follow the checks of these: timm's tracers call them as they are.
 for _module in (nn.MSSA, nn.TSSA, nn.ISTA, nn.OvercompleteISTA, aot.MHSA, crate.Patchify, crate.RateGradientStep):
     register_notrace_module(_module)
-register_notrace_module(Linear)
 for _module in (tost.ClassAttention, tost.FourierPositions, DropPath):
     register_notrace_module(_module)

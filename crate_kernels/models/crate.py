@@ -21,8 +21,7 @@ from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack, path_rates
-from crate_kernels.nn import ISTA, MSSA, _heads
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import ISTA, MSSA, _heads, _linear, _symbols
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,8 @@ class RateGradientStep(nn.Module):
         """Return (batch, seqlen, dim); or the projection ``qkv(x)`` if ``return_key``."""
         if return_attention:
             raise ValueError("RateGradientStep: return_attention must be False, an exact gradient has none")
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x, return_attention, return_key)
         projected = self.qkv(x)
         if return_key:
             return projected
@@ -209,14 +210,14 @@ class Embedding(Classifier):
         self.to_patch_embedding = nn.Sequential(
             Patchify(self._name, config.channels, (ph, pw)),
             nn.LayerNorm(patch_dim),
-            Linear(patch_dim, config.dim, backend=config.backend),
+            nn.Linear(patch_dim, config.dim),
             nn.LayerNorm(config.dim),
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, rows * columns + 1, config.dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, config.dim))
 
     def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
-        x, c = self.to_patch_embedding(img), self.config
+        x, c = _linear.sequence(self.to_patch_embedding, img, self.config.backend), self.config
         options = c.image_size, c.patch_size, c.dynamic_img_size, c.antialias
         positions = vision.positions_for(self._name, img, self.pos_embedding, resize, *options)
         return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + positions

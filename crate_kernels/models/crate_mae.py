@@ -22,8 +22,7 @@ from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
 from crate_kernels.models.crate import Layer
-from crate_kernels.nn import ISTA, MSSA
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import ISTA, MSSA, _linear, _symbols
 
 
 @dataclass(frozen=True)
@@ -202,10 +201,10 @@ class CRATEMAE(ReferenceModel):
         self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim, config.norm_eps)
-        self.decoder_embed = Linear(dim, dim, backend=config.backend).requires_grad_(False)
+        self.decoder_embed = nn.Linear(dim, dim).requires_grad_(False)
         self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
         self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
-        self.decoder_pred = Linear(dim, patch_dim, backend=config.backend)
+        self.decoder_pred = nn.Linear(dim, patch_dim)
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
         initialise(self)
@@ -266,7 +265,7 @@ class CRATEMAE(ReferenceModel):
         for block in self.decoder_blocks:
             x = run(self.config.grad_checkpointing, block, x)
         # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
-        return self.decoder_pred(self.decoder_norm(x))[:, 1:].clone()
+        return _linear.linear(self.decoder_pred, self.decoder_norm(x), self.config.backend)[:, 1:].clone()
 
     def forward_loss(self, imgs: Tensor, pred: Tensor, mask: Tensor) -> Tensor:
         """Return the mean squared error over removed patches; 0 if there are none (NaN in the published code)."""
@@ -302,6 +301,7 @@ class CRATEMAE(ReferenceModel):
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CRATEMAE.forward, unknown)
+        _symbols.refuse("CRATEMAE", imgs)
         if mask is None:
             rows, columns = (size // patch for size, patch in zip(imgs.shape[-2:], self.patch_size, strict=True))
             mask = self.random_mask(imgs.shape[0], rows * columns, mask_ratio)

@@ -25,8 +25,7 @@ from crate_kernels._core import checks, operator
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
 from crate_kernels.models._shared.base import DropPath, run
-from crate_kernels.nn import TSSA, _heads
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import TSSA, _heads, _linear, _symbols
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,8 @@ class FourierPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (1, dim, rows, columns) for patches (batch, dim, rows, columns)."""
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x)
         rows, columns = x.shape[2], x.shape[3]
         down = self._waves(rows, x.device)[:, None].expand(-1, columns, -1)
         across = self._waves(columns, x.device)[None].expand(rows, -1, -1)
@@ -159,13 +160,15 @@ class MLP(nn.Module):
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
         hidden = int(config.embed_dim * config.mlp_ratio)
-        self.fc1 = Linear(config.embed_dim, hidden, backend=config.backend)
-        self.fc2 = Linear(hidden, config.embed_dim, backend=config.backend)
+        self.fc1 = nn.Linear(config.embed_dim, hidden)
+        self.fc2 = nn.Linear(hidden, config.embed_dim)
         self.drop = nn.Dropout(config.drop_rate)
+        self.backend = config.backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, dim)."""
-        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+        hidden = self.drop(F.gelu(_linear.linear(self.fc1, x, self.backend)))
+        return self.drop(_linear.linear(self.fc2, hidden, self.backend))
 
 
 class _Scaled(nn.Module):
@@ -211,18 +214,22 @@ class ClassAttention(nn.Module):
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
         dim, self.heads, self.scale = config.embed_dim, config.num_heads, config.qk_scale
-        self.qkv = Linear(dim, 3 * dim, config.qkv_bias, backend=config.backend)
+        self.qkv = nn.Linear(dim, 3 * dim, config.qkv_bias)
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.proj = Linear(dim, dim, backend=config.backend)
+        self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(config.drop_rate)
+        self.backend = config.backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, dim)."""
-        projected = _heads.whole("ToST", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x)
+        projected = _heads.whole("ToST", _linear.linear(self.qkv, x, self.backend), 3 * x.shape[-1], _heads.THREE_PARTS)
         query, key, value = (_heads.split(part, self.heads) for part in projected.chunk(3, dim=-1))
         rate = self.attn_drop.p if self.attn_drop.training else 0.0
         gathered = F.scaled_dot_product_attention(query[:, :, :1], key, value, dropout_p=rate, scale=self.scale)
-        return torch.cat((self.proj_drop(self.proj(_heads.merge(gathered))), x[:, 1:]), dim=1)
+        token = self.proj_drop(_linear.linear(self.proj, _heads.merge(gathered), self.backend))
+        return torch.cat((token, x[:, 1:]), dim=1)
 
 
 class ClassAttentionBlock(_Scaled):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from crate_kernels.models._shared import official
 from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
-from crate_kernels.nn import CausalTSSA
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import CausalTSSA, _linear
 from crate_kernels.ops.tssa import TokenStatsCache
 
 
@@ -48,13 +47,15 @@ class MLP(nn.Module):
 
     def __init__(self, config: ToSTLMConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, config.bias, backend=config.backend)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, config.bias, backend=config.backend)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.backend = config.backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, seqlen, n_embd)."""
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        hidden = F.gelu(_linear.linear(self.c_fc, x, self.backend))
+        return self.dropout(_linear.linear(self.c_proj, hidden, self.backend))
 
 
 class Block(nn.Module):

@@ -6,10 +6,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
 
-from crate_kernels._core import checks, given, operator, products
+from crate_kernels._core import given, operator, products
 from crate_kernels._core.products import product
 
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
@@ -92,38 +92,60 @@ class _LinearFunction(torch.autograd.Function):
 operator.functorch_twin(_LinearFunction, _forward_op)
 
 
-class Linear(nn.Linear):
-    """``nn.Linear`` whose products on a CPU are the faster library's, and in 16 bits the faster dtype's.
+def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:
+    """Return ``layer(x)``; of a plain ``nn.Linear`` on a CPU by the faster product, and in 16 bits the faster dtype's.
+
+    A layer of another type, or one that hooks watch, is called as it is: tools that look for ``nn.Linear`` by its exact
+    type find it, and what they put in its place runs.
 
     Args:
-        in_features, out_features, bias: as in ``nn.Linear``.
-        backend: None or "cpp" for the faster product; any other is ``nn.Linear`` itself.
+        layer: a module from (..., in_features) to (..., out_features).
+        x: (..., in_features).
+        backend: None or "cpp" for the faster product.
     """
+    if type(layer) is nn.Linear and _pays(layer, x, backend):
+        weight, bias = layer.weight, layer.bias
+        if operator.needs_grad(x, weight, bias):
+            return operator.apply(_LinearFunction, x, weight, bias)
+        return _forward_op(x, weight, bias)
+    return layer(x)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, backend: str | None = None) -> None:
-        super().__init__(in_features, out_features, bias)
-        self.backend = checks.backend("Linear", backend)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``input weight^T + bias``, (..., out_features)."""
-        if not self._is_ours(input):
-            return F.linear(input, self.weight, self.bias)
-        weight, bias = self.weight, self.bias
-        if operator.needs_grad(input, weight, bias):
-            return operator.apply(_LinearFunction, input, weight, bias)
-        return _forward_op(input, weight, bias)
+def sequence(layers: Any, x: Tensor, backend: str | None) -> Tensor:
+    """Return ``layers(x)``, whose linear layers are applied as by ``linear`` if it is a plain ``nn.Sequential``."""
+    if type(layers) is not nn.Sequential or not _is_unwatched(layers):
+        return layers(x)
+    for layer in layers:
+        x = linear(layer, x, backend)
+    return x
 
-    def _is_ours(self, x: Tensor) -> bool:
-        """Return whether the other product is possible and pays."""
-        if not isinstance(x, Tensor) or not x.is_cpu or self.backend not in _OURS:  # torch.fx passes a proxy
-            return False
-        compiling = torch.compiler.is_compiling()
-        if not compiling and products.is_small(x, self.out_features):  # at once: a parameter takes long to look up
-            return False
-        weight = self.weight
-        if x.dtype != weight.dtype or not weight.is_cpu or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            return False
-        if compiling:
-            seen = torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight)
-            return products.may_pay(x.dtype) and not seen
-        return products.pays(x, weight, self.bias) and operator.is_plain(x, weight)
+
+def _is_unwatched(layer: nn.Module) -> bool:
+    """Return whether a call of a module is a call of its class's ``forward`` and nothing else."""
+    return not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__  # accelerate's hooks
+        or layer._compiled_call_impl is not None
+        or module._has_any_global_hook()
+    )
+
+
+def _pays(layer: nn.Linear, x: Tensor, backend: str | None) -> bool:
+    """Return whether the other product is possible and pays."""
+    if not isinstance(x, Tensor) or not x.is_cpu or backend not in _OURS:  # torch.fx passes a proxy
+        return False
+    compiling = torch.compiler.is_compiling()
+    if not compiling and products.is_small(x, layer.out_features):  # at once: a parameter takes long to look up
+        return False
+    weight = layer.weight
+    if x.dtype != weight.dtype or not weight.is_cpu or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        return False
+    if not _is_unwatched(layer):
+        return False
+    if compiling:
+        seen = torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight)
+        return products.may_pay(x.dtype) and not seen
+    return products.pays(x, weight, layer.bias) and operator.is_plain(x, weight)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.nn import _heads, _maps
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import _heads, _linear, _maps, _symbols
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import tssa
 
@@ -78,7 +77,7 @@ class MSSA(nn.Module):
         self.data_format = _maps.check_format("MSSA", data_format)
         self.backend = checks.backend("MSSA", backend)
         inner = heads * dim_head
-        self.qkv = Linear(dim, inner, bias=False, backend=backend)
+        self.qkv = nn.Linear(dim, inner, bias=False)
         self.dropout = nn.Dropout(checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.to_out: nn.Module
         if tied:
@@ -87,7 +86,7 @@ class MSSA(nn.Module):
             self.to_out = nn.Identity()
         else:
             bias = checks.flag("MSSA", "bias_out", bias_out)
-            self.to_out = nn.Sequential(Linear(inner, dim, bias, backend=backend), nn.Dropout(dropout))
+            self.to_out = nn.Sequential(nn.Linear(inner, dim, bias), nn.Dropout(dropout))
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
@@ -122,6 +121,9 @@ class MSSA(nn.Module):
             (batch, seqlen, dim), or the weights or the projection if asked for; for a map a map, with channels last in
             memory.
         """
+        if isinstance(x, _symbols.Proxy):
+            options = return_attention, return_key, key_padding_mask, cache, cu_seqlens, max_seqlen
+            return _symbols.leaf(self, x, *options)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(MSSA.forward, unknown)
         x, size = _maps.tokens("MSSA", x, self.dim, self.data_format)
@@ -129,7 +131,7 @@ class MSSA(nn.Module):
             if cache is not None or cu_seqlens is not None:
                 raise ValueError("MSSA: x must be tokens with a cache or cu_seqlens, got a feature map")
             key_padding_mask = _maps.mask_of("MSSA", key_padding_mask, x, size)
-        projected = self.qkv(x)
+        projected = _linear.linear(self.qkv, x, self.backend)
         if return_key:
             return _maps.map_of(projected, size)
         w = _heads.split_local("MSSA", projected, self.dim_head)
@@ -155,7 +157,7 @@ class MSSA(nn.Module):
         out = _heads.merge(out)
         if self.tied:
             out = self.gamma * _heads.unproject(out, _heads.weight_of(self.qkv, x))
-        return _maps.map_of(self.to_out(out), size)
+        return _maps.map_of(_linear.sequence(self.to_out, out, self.backend), size)
 
     def _attention(self, w: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return the attention weights, which the fused operator never stores."""
@@ -221,10 +223,10 @@ class TSSA(nn.Module):
         self.data_format = _maps.check_format("TSSA", data_format)
         self.backend = checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
-        self.qkv = Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias), backend=backend)
+        self.qkv = nn.Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias))
         self.temp = nn.Parameter(torch.ones(num_heads, 1))
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
-        self.to_out = nn.Sequential(Linear(dim, dim, backend=backend), nn.Dropout(rate))
+        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
 
     @checks.closed
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, **unknown: NoReturn) -> Tensor:
@@ -239,12 +241,14 @@ class TSSA(nn.Module):
         Returns:
             (batch, seqlen, dim); for a map a map, with channels last in memory.
         """
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x, key_padding_mask)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(TSSA.forward, unknown)
         x, size = _maps.tokens("TSSA", x, self.dim, self.data_format)
         if size is not None:
             key_padding_mask = _maps.mask_of("TSSA", key_padding_mask, x, size)
-        projected = _heads.whole("TSSA", self.qkv(x), self.dim, _heads.SOFTMAX_OVER_HEADS)
+        projected = _heads.whole("TSSA", _linear.linear(self.qkv, x, self.backend), self.dim, _heads.SOFTMAX_OVER_HEADS)
         out = self._operator(
             _heads.split(projected, self.heads),
             self.temp,
@@ -252,4 +256,4 @@ class TSSA(nn.Module):
             key_padding_mask=key_padding_mask,
             backend=self.backend,
         )
-        return _maps.map_of(self.to_out(_heads.merge(out)), size)
+        return _maps.map_of(_linear.sequence(self.to_out, _heads.merge(out), self.backend), size)

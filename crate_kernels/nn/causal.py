@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.nn import _heads
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import _heads, _linear, _symbols
 from crate_kernels.ops.mssa import SubspaceCache, mssa
 from crate_kernels.ops.tssa import TokenStatsCache, tssa
 
@@ -53,8 +52,8 @@ class CausalMSSA(nn.Module):
         self.n_embd, self.n_head = n_embd, n_head
         self.scale = None if scale is None else checks.number("CausalMSSA", "scale", scale)
         self.backend = checks.backend("CausalMSSA", backend)
-        self.c_attn = Linear(n_embd, n_embd, bias=False, backend=backend)
-        self.c_proj = Linear(n_embd, n_embd, checks.flag("CausalMSSA", "bias", bias), backend=backend)
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
+        self.c_proj = nn.Linear(n_embd, n_embd, checks.flag("CausalMSSA", "bias", bias))
         self.attn_dropout = nn.Dropout(checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
 
@@ -85,10 +84,12 @@ class CausalMSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x, key_padding_mask, cache, cu_seqlens, max_seqlen)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CausalMSSA.forward, unknown)
         _heads.tokens("CausalMSSA", x, self.n_embd)
-        w = _heads.split_local("CausalMSSA", self.c_attn(x), self.n_embd // self.n_head)
+        w = _heads.split_local("CausalMSSA", _linear.linear(self.c_attn, x, self.backend), self.n_embd // self.n_head)
         out = _heads.attend(
             "CausalMSSA",
             self._operator,
@@ -102,7 +103,7 @@ class CausalMSSA(nn.Module):
             cache=cache,
             backend=self.backend,
         )
-        return self.resid_dropout(self.c_proj(_heads.merge(out)))
+        return self.resid_dropout(_linear.linear(self.c_proj, _heads.merge(out), self.backend))
 
 
 class CausalTSSA(nn.Module):
@@ -144,8 +145,8 @@ class CausalTSSA(nn.Module):
         self.n_embd, self.n_head = n_embd, n_head
         self.block_size = checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
         self.backend = checks.backend("CausalTSSA", backend)
-        self.c_attn = Linear(n_embd, n_embd, checks.flag("CausalTSSA", "bias", bias), backend=backend)
-        self.c_proj = Linear(n_embd, n_embd, bias, backend=backend)
+        self.c_attn = nn.Linear(n_embd, n_embd, checks.flag("CausalTSSA", "bias", bias))
+        self.c_proj = nn.Linear(n_embd, n_embd, bias)
         self.attn_dropout = nn.Dropout(checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
         self.temp = nn.Parameter(torch.ones(n_head, 1))
@@ -179,10 +180,14 @@ class CausalTSSA(nn.Module):
         Returns:
             (batch, seqlen, n_embd).
         """
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x, key_padding_mask, cache, cu_seqlens, max_seqlen)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CausalTSSA.forward, unknown)
         _heads.tokens("CausalTSSA", x, self.n_embd)
-        projected = _heads.whole("CausalTSSA", self.c_attn(x), self.n_embd, _heads.SOFTMAX_OVER_HEADS)
+        projected = _heads.whole(
+            "CausalTSSA", _linear.linear(self.c_attn, x, self.backend), self.n_embd, _heads.SOFTMAX_OVER_HEADS
+        )
         out = _heads.attend(
             "CausalTSSA",
             self._operator,
@@ -197,4 +202,4 @@ class CausalTSSA(nn.Module):
             cache=cache,
             backend=self.backend,
         )
-        return self.resid_dropout(self.c_proj(_heads.merge(out)))
+        return self.resid_dropout(_linear.linear(self.c_proj, _heads.merge(out), self.backend))

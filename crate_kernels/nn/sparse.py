@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks
-from crate_kernels.nn import _maps
+from crate_kernels.nn import _maps, _symbols
 from crate_kernels.ops.ista import ista, ista_overcomplete
 
 
@@ -67,6 +67,8 @@ class ISTA(nn.Module):
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the next code of ``x`` (..., dim), same shape; of maps with ``data_format="channels_first"``."""
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(ISTA.forward, unknown)
         if self.data_format == _maps.FIRST:
@@ -136,6 +138,8 @@ class OvercompleteISTA(nn.Module):
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
         """Return the decoded code of ``x`` (..., dim), same shape; of maps with ``data_format="channels_first"``."""
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(OvercompleteISTA.forward, unknown)
         size = None

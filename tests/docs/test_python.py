@@ -27,6 +27,7 @@ NEEDS = {  # page -> packages that it is about
     "docs/mssa.md": (),
     "docs/support.md": (),
     "docs/timm.md": ("timm", "torchvision"),
+    "docs/tools.md": (),
     "docs/tssa.md": (),
     "docs/transformers.md": ("transformers", "accelerate"),
     "docs/tutorials/block.md": (),

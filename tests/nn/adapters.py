@@ -7,8 +7,6 @@ import torch.ao.nn.quantized.dynamic as dynamic
 from torch import nn
 from torch.ao import quantization
 
-from crate_kernels.nn._linear import Linear
-
 
 class LowRank(nn.Module):
     """``base_layer(x) + B A x``, with the names that PEFT's have: ``weight`` is that of the base layer."""
@@ -58,4 +56,4 @@ def quantised(model):
     """Quantise the linear layers of a model as ``quantize_dynamic`` does where they are ``nn.Linear`` itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao is deprecated
-        return replaced(model, (nn.Linear, Linear), _quantised)
+        return replaced(model, nn.Linear, _quantised)

@@ -1,4 +1,4 @@
-"""Linear: the values and gradients of nn.Linear by another product, and nn.Linear itself where that has no say."""
+"""Linear layers by another product: the values and gradients of nn.Linear, and nn.Linear itself where a tool looks."""
 
 import copy
 
@@ -41,13 +41,22 @@ def no_half(monkeypatch):
     monkeypatch.setattr(products, "_slow", dict.fromkeys((torch.bfloat16, torch.float16), products.Detour(1, 1, 1)))
 
 
+class Applied(nn.Module):
+    """A linear layer as our modules apply it; as it is, for backend="reference"."""
+
+    def __init__(self, linear, backend):
+        super().__init__()
+        self.linear, self.backend = linear, backend
+
+    def forward(self, x):
+        return _linear.linear(self.linear, x, self.backend)
+
+
 def pair(bias=True, backend=None, dtype=torch.float32):
-    """Return our layer and nn.Linear with the same weights."""
+    """Return nn.Linear as our modules apply it, and as it is, with the same weights."""
     torch.manual_seed(0)
-    ours = _linear.Linear(IN, OUT, bias, backend=backend).to(dtype)
-    plain = nn.Linear(IN, OUT, bias, dtype=dtype)
-    plain.load_state_dict(ours.state_dict())
-    return ours, plain
+    linear = nn.Linear(IN, OUT, bias, dtype=dtype)
+    return Applied(linear, backend), Applied(copy.deepcopy(linear), "reference")
 
 
 def outcome(layer, x):
@@ -210,7 +219,7 @@ def test_a_bias_in_bfloat16_is_not_copied_first(taken, bias, monkeypatch):
     x = torch.randn(2, 65, IN, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     check(*pair(bias, dtype=torch.bfloat16), x)
     assert len(taken) == bias  # neither gradient has a bias
-    half, ones = pair(dtype=torch.bfloat16)[0].weight[:, ::2], torch.ones(OUT, dtype=torch.bfloat16)
+    half, ones = pair(dtype=torch.bfloat16)[0].linear.weight[:, ::2], torch.ones(OUT, dtype=torch.bfloat16)
     assert products.pays(x[..., ::2].contiguous(), half, ones)
     assert not products.pays(x[..., ::2], half, ones), "oneDNN would copy it"
 
@@ -235,7 +244,7 @@ def test_a_part_of_a_matrix_is_copied(taken):
 def test_linear_leaves_out_the_gradient_of_what_is_frozen(taken, frozen):
     ours, plain = pair()
     for layer in (ours, plain):
-        getattr(layer, frozen).requires_grad_(False)
+        getattr(layer.linear, frozen).requires_grad_(False)
     check(ours, plain, torch.randn(5, IN, generator=torch.Generator().manual_seed(1)))
     assert len(taken) == (2 if frozen == "weight" else 3)
 
@@ -311,7 +320,7 @@ def test_double_backward_and_mapped_gradients(taken):
     for layer in pair():
         leaf = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(layer(leaf).square().sum(), leaf, create_graph=True)
-        second = torch.autograd.grad(dx.square().sum(), [leaf, layer.weight])
+        second = torch.autograd.grad(dx.square().sum(), [leaf, layer.linear.weight])
         y, dy = layer(leaf), torch.ones(3, 5, OUT)
         mapped = torch.autograd.grad(y, leaf, dy, is_grads_batched=True, retain_graph=True)
         each = torch.func.vmap(lambda dy, y=y, x=leaf: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dy)
@@ -336,7 +345,7 @@ def test_errors_are_those_of_nn_linear(taken, shape, dtype):
     messages, x = [], torch.zeros(shape, dtype=dtype)
     for layer in pair(dtype=dtype):
         if shape == (3, IN):
-            layer.bias = nn.Parameter(layer.bias.detach().double())
+            layer.linear.bias = nn.Parameter(layer.linear.bias.detach().double())
         with pytest.raises(RuntimeError) as caught:
             layer(x)
         messages.append(str(caught.value))
@@ -373,7 +382,7 @@ def test_a_tensor_subclass_comes_to_nn_linear(taken, part, compiled):
     ours, plain = pair()
     x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1))
     if part == "weight":
-        ours.weight = nn.Parameter(TwoTensor(ours.weight.detach(), ours.weight.detach().clone()))
+        ours.linear.weight = nn.Parameter(TwoTensor(ours.linear.weight.detach(), ours.linear.weight.detach().clone()))
         given = x
     else:
         given = TwoTensor(x, x.clone())
@@ -390,3 +399,61 @@ def test_opcheck(taken):
     for needs in ((True, True, True), (True, False, False), (False, True, False)):
         args = (dy, x.detach(), weight, *needs)
         torch.library.opcheck(ops.linear_bwd.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def accelerated(linear):
+    given = linear.forward
+    linear.forward = lambda x: given(x) + 1
+
+
+def parametrized(linear):
+    nn.utils.parametrize.register_parametrization(linear, "bias", PlusOne())
+
+
+def pruned(linear):
+    linear.register_forward_pre_hook(lambda module, args: setattr(module.bias, "data", module.bias.data + 1))
+
+
+class PlusOne(nn.Module):
+    def forward(self, bias):
+        return bias + 1
+
+
+WATCHED = {"hook": hooked, "forward": accelerated, "parametrized": parametrized, "pre-hook": pruned}
+
+
+@pytest.mark.parametrize("watch", WATCHED.values(), ids=WATCHED)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "sequence"])
+def test_what_watches_or_changes_a_layer_runs(taken, watch, inside):
+    ours, plain = pair()
+    x = torch.randn(5, IN)
+    expected = plain(x) + 1
+    watch(ours.linear)
+    found = _linear.sequence(nn.Sequential(ours.linear, nn.Identity()), x, None) if inside else ours(x)
+    torch.testing.assert_close(found, expected)
+    assert not taken
+
+
+def test_global_hooks_run(taken):
+    ours, _ = pair()
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module))):
+        ours(torch.randn(5, IN))
+    assert nn.Linear in seen
+    assert not taken
+
+
+def test_a_sequence_is_its_layers_unless_it_is_watched(taken):
+    ours, plain = pair()
+    x = torch.randn(5, IN)
+    layers = nn.Sequential(ours.linear, nn.ReLU())
+    torch.testing.assert_close(_linear.sequence(layers, x, None), plain(x).relu())
+    assert len(taken) == 1
+    layers.register_forward_hook(lambda module, args, out: out + 1)
+    torch.testing.assert_close(_linear.sequence(layers, x, None), plain(x).relu() + 1)
+    torch.testing.assert_close(_linear.sequence(nn.Identity(), x, None), x)
+    assert len(taken) == 1

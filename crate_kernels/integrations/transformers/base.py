@@ -94,10 +94,7 @@ def _require_ours(owner: str, attention: Any) -> None:
 
 
 def _refuse_quantization(owner: str, given: Any) -> None:
-    """Refuse to quantise: several methods replace modules that are ``nn.Linear`` itself, and skip ours in silence.
-
-    Converting ours first would not do: a cache has the dtype of a weight, and dictionaries are in no linear layer.
-    """
+    """Refuse to quantise: no method of transformers has been tried, and dictionaries are in no linear layer."""
     if given is not None:
         raise NotImplementedError(f"{owner}: quantization_config cannot be given: these models are not quantised")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
+from crate_kernels.nn import _linear
 
 Model = Any  # a LanguageModel: its module imports this one
 
@@ -66,7 +67,7 @@ def generate(
         for longest in range(prompts.shape[1], text.shape[1]):
             if longest > model.config.block_size:
                 step = _Windowed(model)
-            logits = model.lm_head(step(text, longest, lengths))
+            logits = _linear.linear(model.lm_head, step(text, longest, lengths), model.config.backend)
             chosen = sampling.choose(logits)
             text.scatter_(1, lengths[:, None], chosen.to(text.dtype))
             lengths = lengths + 1

@@ -15,7 +15,7 @@ from crate_kernels._core import checks
 from crate_kernels.models._shared import fields
 from crate_kernels.models._shared import generate as _generate
 from crate_kernels.models._shared.base import ReferenceModel, run
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import _linear, _symbols
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LanguageModel(ReferenceModel):
         if final_norm is not None:
             parts["ln_f"] = final_norm
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, backend=config.backend)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             cast(nn.Embedding, parts["wte"]).weight = self.lm_head.weight
         self._initialise()
@@ -166,7 +166,7 @@ class LanguageModel(ReferenceModel):
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(LanguageModel.forward, unknown)
-        logits = self.lm_head(self.hidden(tokens))
+        logits = _linear.linear(self.lm_head, self.hidden(tokens), self.config.backend)
         if targets is None:
             return logits, None
         if targets.shape != tokens.shape:
@@ -214,6 +214,7 @@ class LanguageModel(ReferenceModel):
 
 def _check_tokens(owner: str, tokens: object) -> None:
     """Require (batch, seqlen) integers."""
+    _symbols.refuse(owner, tokens)
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{owner}: tokens must be a Tensor (batch, seqlen), got {type(tokens).__name__}")
     if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):

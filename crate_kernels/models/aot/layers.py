@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared.base import DropPath
 from crate_kernels.models.aot.mhsa import MHSA
-from crate_kernels.nn import MSSA, _heads
-from crate_kernels.nn._linear import Linear
+from crate_kernels.nn import MSSA, _heads, _linear
 
 _ATTENTIONS = ("mssa", "mhsa")
 
@@ -69,11 +68,11 @@ class Layer(nn.Module):
         else:
             self.attn = MHSA(dim, heads, dropout, causal=causal, bias_out=bias)
         self.drop_path = DropPath(checks.number("Layer", "drop_path", drop_path, minimum=0.0, below=1.0))
-        self.mlp = None
+        self.mlp, self.backend = None, backend
         if mlp:
             self.norm_2 = nn.LayerNorm(dim, bias=bias)
-            wide = Linear(dim, 4 * dim, bias, backend=backend)
-            narrow = Linear(4 * dim, dim, bias, backend=backend)
+            wide = nn.Linear(dim, 4 * dim, bias)
+            narrow = nn.Linear(4 * dim, dim, bias)
             self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(dropout))
 
     def forward(
@@ -97,7 +96,7 @@ class Layer(nn.Module):
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         update = self.attn(self.norm(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
         x = x + self.drop_path(update if self.eta == 1.0 else self.eta * update)
-        return x if self.mlp is None else x + self.drop_path(self.mlp(self.norm_2(x)))
+        return x if self.mlp is None else x + self.drop_path(_linear.sequence(self.mlp, self.norm_2(x), self.backend))
 
 
 def check_step(owner: str, config: Any) -> None:

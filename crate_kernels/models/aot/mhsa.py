@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels._core import checks
-from crate_kernels.nn import _heads
+from crate_kernels.nn import _heads, _symbols
 
 
 class KeyValueCache:
@@ -113,6 +113,8 @@ class MHSA(nn.Module):
             cu_seqlens, max_seqlen: offsets and the greatest length of sequences in one row, as in ``MSSA``, without a
                 mask and a cache; default none.
         """
+        if isinstance(x, _symbols.Proxy):
+            return _symbols.leaf(self, x, key_padding_mask, cache, cu_seqlens, max_seqlen)
         projected = _heads.whole("MHSA", self.qkv(x), 3 * x.shape[-1], _heads.THREE_PARTS)
         query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen: Tensor | None = None

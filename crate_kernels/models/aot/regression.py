@@ -20,6 +20,7 @@ from crate_kernels._core import checks
 from crate_kernels.models._shared import fields
 from crate_kernels.models._shared.base import ReferenceModel, run
 from crate_kernels.models.aot.layers import Layer, check_step, init_language
+from crate_kernels.nn import _symbols
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class AoTRegression(ReferenceModel):
         """
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(AoTRegression.forward, unknown)
+        _symbols.refuse("AoTRegression", xs, ys)
         c = self.config
         if xs.dim() != 3 or xs.shape[-1] != c.n_dims or 2 * xs.shape[1] > c.n_positions:
             wanted = f"(batch, examples <= {c.n_positions // 2}, n_dims={c.n_dims})"

@@ -1,0 +1,139 @@
+"""What PyTorch's tools make of our models: torch.fx, torch.jit.trace, quantize_dynamic, counters of FLOP, adapters."""
+
+import pytest
+import torch
+import torch.ao.nn.quantized.dynamic as dynamic
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from crate_kernels.models.crate import CRATE, CRATEConfig
+from tests.models.families import FAMILIES, build, drawn, inputs, output
+
+VISION = ("crate", "crate_alpha", "crate_mae_encoder", "tost", "aot_vision")
+CRATES = {
+    "tied": CRATE(CRATEConfig(24, 2, 3, 8, 8, 4, num_classes=5, attention="tied")),
+    "gradient": CRATE(CRATEConfig(24, 2, 3, 8, 8, 4, num_classes=5, attention="gradient")),
+}
+
+
+def model_of(family):
+    return drawn(CRATES[family] if family in CRATES else build(family)).eval()
+
+
+def given(family):
+    return (torch.randn(2, 3, 8, 8),) if family in CRATES else inputs(family)
+
+
+def linear_layers(model):
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", [*VISION, *CRATES])
+def test_a_graph_of_fx_computes_and_learns_the_same(family):
+    model, images = model_of(family), given(family)
+    graph = fx.symbolic_trace(model)
+    found, expected = graph(*images), model(*images)
+    torch.testing.assert_close(found, expected)  # ToST turns its images, where they are no symbols
+    assert graph(*(torch.cat([i, i]) for i in images)).shape[0] == 4
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = [torch.autograd.grad(out.sin().sum(), parameters, allow_unused=True) for out in (found, expected)]
+    torch.testing.assert_close(*grads)
+    kinds = {type(graph.get_submodule(node.target)) for node in graph.graph.nodes if node.op == "call_module"}
+    assert any(kind.__module__.startswith("crate_kernels.") for kind in kinds)
+
+
+def test_arguments_of_a_leaf_are_kept():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = build("crate").transformer.layers[0][0].fn
+
+        def forward(self, x, keep):
+            return self.attention(x, key_padding_mask=keep), self.attention(x, return_key=True)
+
+    masked, x = Masked().eval(), torch.randn(2, 5, 24)
+    keep = torch.tensor([[True, True, True, False, False], [True] * 5])
+    torch.testing.assert_close(fx.symbolic_trace(masked)(x, keep), masked(x, keep), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["crate_mae", "crate_lm", "tost_lm", "aot_lm", "aot_regression"])
+def test_a_model_that_fx_cannot_trace_says_what_to_do(family):
+    with pytest.raises(
+        TypeError, match=f"^{type(build(family)).__name__}: torch.fx cannot trace .* use torch.export, or"
+    ):
+        fx.symbolic_trace(build(family))
+
+
+def test_an_operator_in_a_module_of_ones_own_says_what_to_do():
+    from crate_kernels import mssa
+
+    with pytest.raises(TypeError, match=r"mssa: w must be a Tensor .*, got a symbol of torch.fx: make the module that"):
+        fx.symbolic_trace(lambda w: mssa(w))
+
+
+# PyTorch's, of its own tracer.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("family", [*VISION, "crate_lm", "tost_lm", "aot_lm"])
+def test_a_trace_has_the_gradients(family):
+    model, images = model_of(family), given(family)
+
+    class Logits(nn.Module):  # a trace cannot return the None that stands for no loss
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return output(family, self.model(x))
+
+    traced = torch.jit.trace(Logits(), images, check_trace=False)
+    more = tuple(torch.cat([i, i.flip(-1)]) for i in images)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found, expected = (
+        torch.autograd.grad(out.sin().sum(), parameters, allow_unused=True)
+        for out in (traced(*more), output(family, model(*more)))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("family", [*FAMILIES, *CRATES])
+def test_quantize_dynamic_takes_every_linear_layer(family):
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("needs a PyTorch with quantised products")
+    model, tokens = model_of(family), given(family)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    taken = [name for name, module in quantised.named_modules() if isinstance(module, dynamic.Linear)]
+    assert taken == [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert len(taken) == len(linear_layers(model)) > 0
+    with torch.no_grad():
+        found, expected = (output(family, each(*tokens)) for each in (quantised, model))
+    assert 0 < (found - expected).norm() / expected.norm() < 0.3  # 8 bits in and between a few layers
+
+
+def macs(model, images):
+    """The multiplications of linear layers, by their shapes."""
+    count, hooks = [], []
+    for layer in linear_layers(model):
+        hooks.append(layer.register_forward_hook(lambda m, args, out: count.append(out.numel() * m.in_features)))
+    model(*images)
+    for hook in hooks:
+        hook.remove()
+    return sum(count)
+
+
+@pytest.mark.parametrize("backend", ["composite", "cpp", "reference"])
+def test_pytorchs_counter_counts_what_ran(backend):
+    """Attention is two products of all pairs; a step two of all tokens, or one and W^T W; published, three."""
+    from crate_kernels._core import backends
+
+    if backend == "cpp" and backends.unavailable_reason("mssa", "cpp"):
+        pytest.skip("needs the C++ extension: python -m crate_kernels build")
+    model, (images,) = build("crate", backend=backend).eval(), inputs("crate")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    tokens, dim, inner, layers = 2 * 13, 24, 24, 2
+    pairs = 2 * 13 * 13 * inner
+    product, gram = 2 * tokens * dim * dim, 2 * dim**3
+    steps = 3 * product if backend == "reference" else min(2 * product, product + gram)
+    expected = 2 * macs(model, (images,)) + layers * (2 * 2 * pairs + steps)
+    assert counter.get_total_flops() == expected
