@@ -28,12 +28,15 @@ class Given {
   // `call` begins every message.
   Given(const char* call, const char* name, const Tensor& first) : call_(call) {
     if (!here(first)) refuse(name, "on cpu", first);
-    in_memory(name, first);
+    in_memory(name, first, view_of(first));
   }
 
   // A tensor that kernels read in any strides.
   void strided(const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes) const {
-    if (fits(t, sizes) && t.scalar_type() == dtype) return in_memory(name, t);
+    if (here(t) && t.scalar_type() == dtype) {
+      const View v = view_of(t);
+      if (v.dims == sizes.dims && std::equal(v.sizes, v.sizes + v.dims, sizes.at)) return in_memory(name, t, v);
+    }
     refuse(name, described(dtype_name(dtype), sizes.at, sizes.dims) + " on cpu", t);
   }
   void strided(const char* name, const std::optional<Tensor>& t, ScalarType dtype, const Sizes& sizes) const {
@@ -59,7 +62,7 @@ class Given {
   Operand elements(const char* name, const Tensor& t, int64_t numel) const {
     if (!here(t) || t.numel() != numel) refuse(name, std::to_string(numel) + " elements on cpu", t);
     check_contiguous(name, t);
-    in_memory(name, t);
+    in_memory(name, t, view_of(t));
     return {t.data_ptr(), dtype_of(t)};
   }
   Operand elements(const char* name, const std::optional<Tensor>& t, int64_t numel) const {
@@ -93,21 +96,25 @@ class Given {
 
   static bool here(const Tensor& t) { return type_of(t) == aoti_torch_device_type_cpu(); }
 
-  bool fits(const Tensor& t, const Sizes& sizes) const {
-    const auto found = t.sizes();
-    return here(t) && std::equal(found.begin(), found.end(), sizes.at, sizes.at + sizes.dims);
+  struct View {
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+  };
+
+  static View view_of(const Tensor& t) {
+    View v;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(t.get(), &v.dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &v.sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &v.strides));
+    return v;
   }
 
-  void in_memory(const char* name, const Tensor& t) const {
-    int64_t dims = 0, offset = 0, bytes = 0, *sizes = nullptr, *strides = nullptr;
+  void in_memory(const char* name, const Tensor& t, const View& v) const {
+    int64_t offset = 0, bytes = 0;
     int32_t dtype = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(t.get(), &dims));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &sizes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &strides));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
-    const int64_t reach = reach_of(dims, sizes, strides, offset, dtype);
+    const int64_t reach = reach_of(v.dims, v.sizes, v.strides, offset, dtype);
     if (reach <= bytes) return;
     fail(std::string(name) + " must have a storage of at least " + std::to_string(reach) + " bytes, got one of " +
          std::to_string(bytes) + ": it was freed or cut");

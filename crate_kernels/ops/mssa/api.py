@@ -120,6 +120,8 @@ def mssa(
     options = causal, scale, dropout_p, phi, threshold, key_padding_mask, cu_seqlens, max_seqlen, return_lse, backend
     seed = None
     if cache is not None:
+        if operator.autocast_is_on() and may_repeat(w):
+            w = _cast_by_autocast(w)
         if (result := repeat(w, cache, options)) is not None:
             return result
         key, taken = None, None

@@ -42,7 +42,8 @@ def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor 
         if w.is_cuda:
             out, lse = decode(w, data, lengths, call, last.backend)
         else:
-            out, lse = backends.attempt("mssa", "decode", *last.kernel, w, data, lengths, call)
+            with operator.without_autocast(w):
+                out, lse = backends.attempt("mssa", "decode", *last.kernel, w, data, lengths, call)
             torch.autograd.graph.increment_version((data, lengths))
     except backends.Refused:
         return None

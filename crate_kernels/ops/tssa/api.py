@@ -12,6 +12,7 @@ from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
 from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.repeat import remember, repeat
 
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
 _PACKED_LAYOUT = "(total, nheads, head_dim) with cu_seqlens"
@@ -103,8 +104,13 @@ def tssa(
     """
     if unknown:
         checks.no_keyword(tssa, unknown)
-    key = taken = seed = None
-    if cache is None:
+    key = taken = seed = step = None
+    if cache is not None:
+        if key_padding_mask is None:
+            step = causal, dropout_p, cu_seqlens, max_seqlen, return_membership, backend
+            if (found := repeat(w, temp, denom_bias, cache, step)) is not None:
+                return found if return_membership else found[0]
+    else:
         options = causal, dropout_p, max_seqlen, return_membership, backend, denom_bias is None
         key = _key(w, options, key_padding_mask, cu_seqlens)
         if key is not None and backend is None and measured.table(w):
@@ -116,6 +122,7 @@ def tssa(
             seed = known.draw_seed(key, w) if dropout_p else None
             if (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens, seed))) is not None:
                 return found
+    given = w, temp, denom_bias
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)
@@ -154,6 +161,8 @@ def tssa(
             membership = membership.to(operator.stat_dtype(w.dtype))
         else:
             out, membership = op.tssa_decode(w, temp, denom_bias, *state, key_padding_mask, named)
+            if step is not None:
+                remember(given, cache, named, step)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 

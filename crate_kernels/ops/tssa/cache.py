@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
 from crate_kernels.ops.tssa.call import State
+
+
+class Repeatable(NamedTuple):
+    """A step that succeeded, for repeat.py.
+
+    Attributes:
+        options: the arguments beside tensors and cache. The next step must have the same objects: equal ones may be of
+            a type that is refused, as 1 for True.
+        kinds: sizes, dtype and device of the tokens, the temperature and the bias.
+        state: the tensors of the cache; the next step must have the same objects.
+        backend: the op's argument of that name.
+    """
+
+    options: tuple[Any, ...]
+    kinds: tuple[Any, ...]
+    state: State
+    backend: str
 
 
 class TokenStatsCache:
@@ -60,6 +77,7 @@ class TokenStatsCache:
         self.weighted = torch.zeros_like(self.energy)
         self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
         self._bound = 0  # no sequence is longer
+        self._last: Repeatable | None = None  # the step before
 
     def _tensors(self) -> State:
         return State(self.energy, self.weighted, self.mass, self.lengths)
@@ -97,8 +115,12 @@ class TokenStatsCache:
         """Copy the sums and lengths."""
         copy = object.__new__(TokenStatsCache)
         copy.energy, copy.weighted, copy.mass, copy.lengths = (t.clone() for t in self._tensors())
-        copy._bound = self._bound
+        copy._bound, copy._last = self._bound, None
         return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to pickle or copy; a backend that was chosen here may be missing elsewhere."""
+        return {**self.__dict__, "_last": None}
 
     def _advance(self, new: int, ragged: bool) -> None:
         """Account for ``new`` tokens, of which a padding mask may have kept fewer."""

@@ -37,8 +37,6 @@ def _run_forward(
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     held = state or (*(statistics or (None, None)), None, None)
     library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *held)
-    if state is not None:
-        state.advance(w, call.key_padding_mask)
     return out, membership, *statistics
 
 

@@ -143,6 +143,22 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
   }
 }
 
+// Adds the tokens of a step, those that are kept, to the lengths of a cache.
+void advance(const TssaForwardArgs& t) {
+  int32_t* const lengths = static_cast<int32_t*>(t.lengths->data_ptr());
+  const int64_t batch = t.w.size(0), seqlen = t.w.size(2);
+  for (int64_t b = 0; b < batch; ++b) {
+    int64_t kept = seqlen;
+    if (t.call.key_padding_mask.has_value()) {
+      const Tensor& mask = *t.call.key_padding_mask;
+      const uint8_t* const row = static_cast<const uint8_t*>(mask.data_ptr()) + b * mask.stride(0);
+      kept = 0;
+      for (int64_t n = 0; n < seqlen; ++n) kept += row[n * mask.stride(1)] != 0;
+    }
+    lengths[b] += static_cast<int32_t>(kept);
+  }
+}
+
 void forward(const TssaForwardArgs& t) {
   check_tssa_forward(t);
   clear_uncovered(t.call.cu_seqlens, t.w.size(0), {&t.out, &t.membership});
@@ -157,6 +173,7 @@ void forward(const TssaForwardArgs& t) {
     s.state_mass = doubles(t.mass) + b * p.nheads;
   });
   run(p, sequences, t.causal ? kernels().causal_forward : kernels().forward);
+  if (t.lengths.has_value()) advance(t);
 }
 
 // Sums over sequences, in their order.

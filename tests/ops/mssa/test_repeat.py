@@ -162,6 +162,21 @@ def test_autocast_is_obeyed():
         mssa(token(dtype=torch.bfloat16), causal=True, cache=cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@EACH
+def test_a_repeated_step_is_cast_as_a_checked_one(monkeypatch, dtype, backend, device):
+    calls, steps = checked(monkeypatch), {}
+    for way in ("repeated", "first"):
+        cache, steps[way] = SubspaceCache(BATCH, HEADS, CAPACITY, HEAD_DIM, torch.bfloat16, device), []
+        for seed in range(CAPACITY):
+            cache._last = cache._last if way == "repeated" else None
+            with torch.autocast(device, torch.bfloat16):
+                out = mssa(token(seed, dtype=dtype, device=device), causal=True, cache=cache, backend=backend)
+            steps[way].append((out, cache.data.clone()))
+        assert len(calls) == (1 if way == "repeated" else 1 + CAPACITY)
+    torch.testing.assert_close(steps["repeated"], steps["first"], rtol=0, atol=0)
+
+
 def test_the_profiler_sees_every_step():
     cache = warm_cache()
     with torch.profiler.profile() as profile:

@@ -1,0 +1,60 @@
+"""A step with a cache that repeats the one before: its options, and tensors of the same kind, on the same cache.
+
+They were checked then, and a backend chosen: the op is called at once.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crate_kernels._core import operator
+from crate_kernels.ops.tssa.cache import Repeatable, TokenStatsCache
+from crate_kernels.ops.tssa.op import tssa_decode
+
+Given = tuple[Tensor, Tensor, Tensor | None]  # tokens, temperature, bias
+
+
+def remember(given: Given, cache: TokenStatsCache, backend: str, options: tuple[Any, ...]) -> None:
+    """Keep a step without a mask that succeeded: the values of a mask are checked each time."""
+    cache._last, state = None, cache._tensors()
+    if not torch.compiler.is_compiling() and _is_plain(given, state):
+        cache._last = Repeatable(options, _kinds(given), state, backend)
+
+
+def repeat(
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, cache: TokenStatsCache, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor] | None:
+    """Run a step that repeats the one before; None if this one does not, and then nothing has been done."""
+    # What torch.compile traces must not depend on what ran before.
+    if torch.compiler.is_compiling() or type(cache) is not TokenStatsCache or (last := cache._last) is None:
+        return None
+    given, state = (w, temp, denom_bias), cache._tensors()
+    if not (all(map(is_, options, last.options)) and all(map(is_, state, last.state)) and _is_plain(given, state)):
+        return None
+    if _kinds(given) != last.kinds:
+        return None
+    if temp.dim() == 2:
+        temp = temp.squeeze(1)
+    if denom_bias is not None:
+        if denom_bias.shape[1] < cache._bound + w.shape[2]:
+            return None
+        denom_bias = denom_bias.squeeze(2) if denom_bias.dim() == 3 else denom_bias
+    results = tssa_decode(w, temp, denom_bias, *state, None, last.backend)
+    cache._advance(w.shape[2], ragged=False)
+    return results
+
+
+def _kinds(given: Given) -> tuple[Any, ...]:
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in given])
+
+
+def _is_plain(given: Given, state: Any) -> bool:
+    """Return whether nothing but the kernel has to see a step: no mode, no subclass, no derivative."""
+    if not operator.is_short((*given, *state)) or operator.needs_grad(*given):
+        return False
+    nested = any([t is not None and t.is_nested for t in given])
+    return not nested and (not state.energy.is_inference() or torch.is_inference_mode_enabled())
