@@ -160,7 +160,8 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
     """Replace the published attention and ISTA modules of a model by fused ones, in place.
 
     Modules are recognised by structure, in any model: the attention of CRATE, CRATE-MAE, CRATE-alpha and causal CRATE
-    (MSSA), their ISTA, plain or overcomplete, and ToST's vision and causal attention (TSSA). The published names and
+    (MSSA), their ISTA, plain or overcomplete, with numbers or with a learned step size and threshold, and ToST's vision
+    and causal attention (TSSA). The published names and
     common other names are known. A module is replaced only if probes find equal outputs, gradients and places of
     dropout. Parameters are shared, and the projection still runs as a submodule. A call runs the published forward
     if any argument other than the tokens and a mask is not its default (``return_attention=True``), or while a

@@ -178,16 +178,20 @@ class Attention(Form):
 class Sparse(Form):
     """ISTA: plain for ``steps`` = 0, else overcomplete with ``steps`` steps, a number or an attribute's name.
 
-    ``transposed``: the module keeps the transpose of the operator's dictionary. ``deep``: inputs of four axes and more
-    are tokens too.
+    ``step``: the attributes with the step size and the threshold, numbers or tensors. ``transposed``: the module keeps
+    the transpose of the operator's dictionary. ``deep``: inputs of four axes and more are tokens too.
     """
 
+    step: tuple[str, str]
     transposed: bool
     steps: str | int
     deep: bool = True
 
     def live(self) -> set[str]:
         return super().live() | {str(self.steps)}
+
+    def parts(self) -> set[str]:
+        return super().parts() | set(self.step)
 
     def weight(self, module: nn.Module) -> Tensor:
         weight = tensor(module, self.tensors[0])
@@ -204,7 +208,7 @@ class Sparse(Form):
         if self.maps:
             tokens = replace(self, maps=False).run(module, x.flatten(2).mT, backend, options)
             return _maps.map_of(tokens, x.shape[2:])
-        step_size, lambd = (getattr(module, name) for name in self.numbers)
+        step_size, lambd = (getattr(module, name) for name in self.step)
         weights = [getattr(module, name) for name in self.tensors]
         if self.transposed:
             weights = [weight.t() for weight in weights]

@@ -31,7 +31,7 @@ STEP_SIZES = ("step_size", "eta")
 LAMBDAS = ("lambd", "lmbda", "lambda_", "lam")
 STEPS = ("steps", "num_steps", "n_steps")
 RELUS = ("relu", "act", "activation")
-TENSORS = frozenset((*TEMPS, "denom_bias", *(name for names in DICTIONARIES for name in names)))
+TENSORS = frozenset((*TEMPS, *STEP_SIZES, *LAMBDAS, "denom_bias", *(name for names in DICTIONARIES for name in names)))
 
 _ORDINARY = "has projections of its own for query, key and value, where mssa has one: not white-box"
 # Suffixes of the tensors from which pruning and weight normalisation compute the tensor before each call.
@@ -76,7 +76,7 @@ def _unexplained(module: nn.Module, form: Form) -> str | None:
     held = {**module._parameters, **module._modules}
     extra = sorted(name for name, part in held.items() if part is not None and name not in known)
     numbers = {"mssa": SCALES, "ista": (*STEP_SIZES, *LAMBDAS)}.get(form.op, ())
-    learned = [name for name in numbers if tensor(module, name) is not None]
+    learned = [name for name in numbers if tensor(module, name) is not None and name not in known]
     odd = [name for name, what in form.bypassed if what == "other"]
     if learned:
         return f"looks like {form.kind}, but its {learned[0]} is a tensor, and the operator takes a number"
@@ -154,17 +154,17 @@ def _ista_forms(module: nn.Module) -> tuple[list[Form], str | None]:
             found.append((names, *shape))
     if not found:
         return [], None
-    step_size = next((name for name in STEP_SIZES if number(module, name)), None)
-    lambd = next((name for name in LAMBDAS if number(module, name)), None)
-    if step_size is None or lambd is None:
-        lacking = STEP_SIZES if step_size is None else LAMBDAS
-        learned = next((name for name in lacking if tensor(module, name) is not None), None)
-        if learned is not None:
-            return [], f"looks like ista, but its {learned} is a tensor, and the operator takes a number"
+    given = [
+        [n for n in names if number(module, n) or tensor(module, n) is not None] for names in (STEP_SIZES, LAMBDAS)
+    ]
+    if not all(given):
+        lacking = LAMBDAS if given[0] else STEP_SIZES
         return [], f"looks like ista, but has no number {' or '.join(lacking)}"
+    terms = given[0][0], given[1][0]
     labels = {name: label(module._modules[name]) for name in RELUS if name in module._modules}
     common = {
-        "numbers": (step_size, lambd),
+        "numbers": tuple(name for name in terms if number(module, name)),
+        "step": terms,
         "bypassed": tuple((name, what if what == "relu" else "other") for name, what in labels.items()),
         "mask": None,
         "assumed": (),

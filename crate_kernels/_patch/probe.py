@@ -272,7 +272,7 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
         backends.resolve(form.op, backend, device, dtype)
     except NotImplementedError as error:
         return str(error)
-    threshold = abs(vars(module)[form.numbers[1]]) if isinstance(form, Sparse) else 0.0
+    threshold = _size(getattr(module, form.step[1])) if isinstance(form, Sparse) else 0.0
     shape = form.shape(module, 2, _short_seqlen(module))
     call = without_mask() if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
     try:
@@ -292,6 +292,11 @@ def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: ty
         rounding = 2.0**-10  # products run in TF32 if the user has set it
     reason = _difference(expected, actual, max(_SAME_FUNCTION, _ROUNDINGS * rounding))
     return reason and f"looks like {form.kind}, but its numbers differ: {reason}"
+
+
+def _size(value: Any) -> float:
+    """Return the size of a number, or of the largest of a tensor."""
+    return value.detach().abs().max().item() if isinstance(value, Tensor) else abs(value)
 
 
 def without_mask(**arguments: None) -> _Call:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,25 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.nn import _maps, _symbols
 from crate_kernels.ops.ista import ista, ista_overcomplete
+
+_LEARNED = ("step_size", "lambd", "bias")
+
+
+def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_channel: bool, **numbers: Any) -> None:
+    """Give a module its step size, threshold and bias: parameters if learned, of one number or of the width."""
+    if isinstance(learned, str):
+        raise TypeError(f"{owner}: learned must be a tuple of names, got the string {learned!r}")
+    learned = tuple(learned)
+    unknown = [name for name in learned if name not in _LEARNED]
+    if unknown:
+        raise ValueError(f"{owner}: learned must be among {', '.join(_LEARNED)}, got {unknown[0]!r}")
+    shape = (width,) if checks.flag(owner, "per_channel", per_channel) else ()
+    for name, value in {**numbers, "bias": 0.0}.items():
+        number = checks.number(owner, name, value)
+        if name in learned:
+            module.register_parameter(name, nn.Parameter(torch.full(shape, number)))
+        else:
+            setattr(module, name, None if name == "bias" else number)
 
 
 class ISTA(nn.Module):
@@ -22,7 +42,9 @@ class ISTA(nn.Module):
     - ``prox="mm"``, majorisation-minimisation: ``relu((1 + 4/(9(1+alpha))) D^T x - 4 lambd/(9 alpha))``
       (Eq. 92).
 
-    Parameters: ``weight`` (dim, dim). ``step_size`` and ``lambd`` are plain floats and not in checkpoints.
+    Parameters: ``weight`` (dim, dim). ``step_size`` and ``lambd`` are plain floats and not in checkpoints, unless
+    ``learned``. A learned ``bias`` is added before the threshold is applied. Then the step is composed from PyTorch's
+    operators. To keep a learned number positive, register a parametrization of ``torch.nn.utils.parametrize`` on it.
 
     Args:
         dim: width of a token.
@@ -30,10 +52,16 @@ class ISTA(nn.Module):
         lambd: weight of the l1 norm; default 0.1 (CRATE-MAE 0.5).
         prox: the kind of step; default ``"nonnegative"``.
         alpha: dim / (N eps^2) for ``"mm"``; default 1, which is eps^2 = dim / N.
+        learned: names among ``"step_size"``, ``"lambd"`` and ``"bias"`` that are parameters; default none.
+        per_channel: give them (dim,) numbers each, instead of one; default False.
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista``; default None, the best available.
     """
+
+    step_size: float | Tensor
+    lambd: float | Tensor
+    bias: Tensor | None
 
     @checks.closed
     def __init__(
@@ -44,6 +72,8 @@ class ISTA(nn.Module):
         lambd: float = 0.1,
         prox: str = "nonnegative",
         alpha: float = 1.0,
+        learned: Iterable[str] = (),
+        per_channel: bool = False,
         data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
@@ -55,13 +85,15 @@ class ISTA(nn.Module):
             raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
         if checks.number("ISTA", "alpha", alpha) <= 0:
             raise ValueError(f"ISTA: alpha must be > 0, got {alpha}")
-        self.step_size = checks.number("ISTA", "step_size", step_size)
-        self.lambd = checks.number("ISTA", "lambd", lambd)
         self.prox = prox
         self.alpha = float(alpha)
         self.data_format = _maps.check_format("ISTA", data_format)
         self.backend = checks.backend("ISTA", backend)
         checks.integer("ISTA", "dim", dim, minimum=1)
+        learned = learned if isinstance(learned, str) else tuple(learned)
+        if prox == "mm" and "step_size" in learned:
+            raise ValueError("ISTA: learned must not have 'step_size' with prox='mm', which has no step size")
+        _terms(self, "ISTA", dim, learned, per_channel, step_size=step_size, lambd=lambd)
         self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
 
     @checks.closed
@@ -79,8 +111,10 @@ class ISTA(nn.Module):
     def _step(self, x: Tensor) -> Tensor:
         if self.prox == "mm":
             grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
-            return torch.relu(grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha))
-        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
+            checks.tensor("ISTA", "x", x, None, "(..., dim)")
+            moved = grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha)
+            return torch.relu(moved if self.bias is None else moved + self.bias)
+        options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return ista(x, self.weight, nonnegative=self.prox == "nonnegative", **options)
 
 
@@ -90,7 +124,8 @@ class OvercompleteISTA(nn.Module):
     From ``z_0 = 0``, ``z <- relu(z + step_size D^T(x - D z) - step_size lambd)`` ``steps`` times, and the
     output is ``D1 z`` (CRATE-alpha, Yang et al. 2024, arXiv 2405.20299). The block adds the residual.
 
-    Parameters: ``D`` (dim, hidden) and, unless tied, the decoder ``D1`` (dim, hidden).
+    Parameters: ``D`` (dim, hidden) and, unless tied, the decoder ``D1`` (dim, hidden); ``step_size``, ``lambd`` and
+    ``bias`` if ``learned``, as in ``ISTA``, each for all steps.
 
     Args:
         dim: width of a token.
@@ -99,10 +134,16 @@ class OvercompleteISTA(nn.Module):
         tied: use ``D`` itself as the decoder; default False.
         step_size: default 0.1.
         lambd: default 0.1.
+        learned: names among ``"step_size"``, ``"lambd"`` and ``"bias"`` that are parameters; default none.
+        per_channel: give them (hidden,) numbers each, instead of one; default False.
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
     """
+
+    step_size: float | Tensor
+    lambd: float | Tensor
+    bias: Tensor | None
 
     @checks.closed
     def __init__(
@@ -114,6 +155,8 @@ class OvercompleteISTA(nn.Module):
         *,
         step_size: float = 0.1,
         lambd: float = 0.1,
+        learned: Iterable[str] = (),
+        per_channel: bool = False,
         data_format: str = "channels_last",
         backend: str | None = None,
         **unknown: NoReturn,
@@ -124,8 +167,7 @@ class OvercompleteISTA(nn.Module):
         checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
         atoms = checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
         self.steps = checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
-        self.step_size = checks.number("OvercompleteISTA", "step_size", step_size)
-        self.lambd = checks.number("OvercompleteISTA", "lambd", lambd)
+        _terms(self, "OvercompleteISTA", atoms, learned, per_channel, step_size=step_size, lambd=lambd)
         self.data_format = _maps.check_format("OvercompleteISTA", data_format)
         self.backend = checks.backend("OvercompleteISTA", backend)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
@@ -145,5 +187,5 @@ class OvercompleteISTA(nn.Module):
         size = None
         if self.data_format == _maps.FIRST:
             x, size = _maps.tokens_of("OvercompleteISTA", x, self.D.shape[0])
-        options = {"step_size": self.step_size, "lambd": self.lambd, "backend": self.backend}
+        options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return _maps.map_of(ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options), size)

@@ -57,7 +57,7 @@ WRONG = {
         x.int(), weight; x, weight.long(); x, weight > 0; x, weight.to(torch.complex64); x, weight.half(); x.half(),
         weight.bfloat16(); x, weight.double(); x, wide; x, weight[:8, :8]; x, weight[0]; x, weight[None]; x.sum(),
         weight; x[..., :8], weight; x, None; x.tolist(), weight; x, weight, lambd=-0.1; x, weight, lambd=math.nan; x,
-        weight, lambd=None; x, weight, lambd=torch.tensor(0.1); x, weight, step_size=-0.1; x, weight,
+        weight, lambd=None; x, weight, lambd=torch.tensor(1); x, weight, step_size=-0.1; x, weight,
         step_size=math.inf; x, weight, step_size='1'; x, weight, nonnegative=1; x, weight, nonnegative=None; x,
         weight, backend=5; x, weight, backend='amd'; x[..., :0], weight[:0, :0]
     """,

@@ -159,7 +159,11 @@ SPARSE = {
     "lambd-beyond": ({"lambd": 10**400}, ValueError, "lambd must be finite, got an int beyond the largest float"),
     "step-nan": ({"step_size": NAN}, ValueError, "step_size must be finite, got nan"),
     "step-negative": ({"step_size": -0.1}, ValueError, r"step_size must be >= 0.0, got -0.1"),
-    "step-tensor": ({"step_size": torch.tensor(0.1)}, TypeError, "step_size must be a number, got a Tensor"),
+    "step-tensor": (
+        {"step_size": torch.tensor(1)},
+        ValueError,
+        "step_size must have a floating dtype, got",
+    ),
     "lambd-inf": ({"lambd": INF}, ValueError, "lambd must be finite, got inf"),
     "lambd-negative": ({"lambd": -1}, ValueError, r"lambd must be >= 0.0, got -1.0"),
     "lambd-bool": ({"lambd": True}, TypeError, "lambd must be a number, got bool"),

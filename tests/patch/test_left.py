@@ -192,11 +192,23 @@ class Learned(Attention):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
 
-class LearnedISTA(FeedForward):
-    def __init__(self, name):
+class Bounded(FeedForward):
+    """Its threshold is learned, and never negative."""
+
+    def __init__(self):
         super().__init__()
-        delattr(self, name)
-        self.register_parameter(name, nn.Parameter(torch.tensor(0.1)))
+        del self.lambd
+        self.lambd = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x):
+        residual = x - F.linear(x, self.weight)
+        return F.relu(x + self.step_size * (F.linear(residual, self.weight.t()) - self.lambd.relu()))
+
+
+class TwoSteps(FeedForward):
+    def __init__(self):
+        super().__init__()
+        self.eta = nn.Parameter(torch.tensor(0.1))
 
 
 class Nameless(FeedForward):
@@ -305,8 +317,8 @@ LEFT = {
     "drops-scores": (DropsScores, "its dropout is not the operator's"),
     "drops-at-another-rate": (DropsHalfAsOften, "its dropout is not the operator's"),
     "learned-scale": (Learned, "its scale is a tensor, and the operator takes a number"),
-    "learned-step": (lambda: LearnedISTA("step_size"), "its step_size is a tensor"),
-    "learned-threshold": (lambda: LearnedISTA("lambd"), "its lambd is a tensor"),
+    "learned-and-bounded": (Bounded, "something else: output differs by"),
+    "learned-twice": (TwoSteps, "but its eta is a tensor, and the operator takes a number"),
     "no-step": (Nameless, "looks like ista, but has no number step_size or eta"),
     "no-heads": (Headless, "looks like mssa, but has no number of heads (heads, num_heads"),
     "heads-that-do-not-divide": (lambda: changed(Attention(), heads=5), "has no number of heads"),

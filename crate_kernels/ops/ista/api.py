@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crate_kernels._core import backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
-from crate_kernels.ops.ista import op, reference
+from crate_kernels.ops.ista import learned, op, reference
 from crate_kernels.ops.ista.call import Call, OvercompleteCall
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -20,8 +20,9 @@ def ista(
     x: Tensor,
     weight: Tensor,
     *,
-    step_size: float = 0.1,
-    lambd: float = 0.1,
+    step_size: float | Tensor = 0.1,
+    lambd: float | Tensor = 0.1,
+    bias: Tensor | None = None,
     nonnegative: bool = True,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -30,14 +31,16 @@ def ista(
 
     ``y = relu(x + step_size * (x W - x W^T W) - step_size * lambd)`` with tokens as rows: the ISTA block of
     CRATE (Yu et al., 2023), with its non-negative threshold. Differentiable once on every backend, in
-    any order on ``backend="reference"``.
+    any order on ``backend="reference"``. If the step size or the threshold is a tensor, or with a bias, the step is
+    composed from PyTorch's operators, and these have gradients too: the kernels take numbers.
 
     Args:
         x: tokens, (..., dim), floating.
         weight: dictionary, (dim, dim), x's dtype, or float32 beside half-precision ``x``; under autocast also half
             beside float32 or the other half, taken as float32.
-        step_size: step of the gradient descent, non-negative, 0.1 by default.
-        lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
+        step_size: step of the gradient descent, non-negative, 0.1 by default; or a tensor () or (dim,), of any sign.
+        lambd: weight of the sparsity penalty, non-negative, 0.1 by default; or a tensor () or (dim,), of any sign.
+        bias: () or (dim,), added before the threshold is applied; None (the default) adds nothing.
         nonnegative: True (the default) thresholds with ReLU; False with the two-sided soft threshold of CRATE
             Eq. 116-117, ``sign(v) max(|v| - step_size * lambd, 0)``.
         backend: None picks the best available one; a name is obeyed or refused.
@@ -56,7 +59,7 @@ def ista(
     if unknown:
         checks.no_keyword(ista, unknown)
     key = taken = None
-    if may_repeat(x):
+    if bias is None and may_repeat(x):
         options = step_size, lambd, nonnegative, backend
         taken = None if backend is not None else _taken("ista", x, weight)
         compute = _compute_dtype(x) if operator.autocast_is_on() else x.dtype
@@ -66,6 +69,10 @@ def ista(
     weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
+    if learned.are(step_size, lambd, bias):
+        checks.flag("ista", "nonnegative", nonnegative)
+        terms = learned.check("ista", x, ("dim", weight.shape[0]), learned.Terms(step_size, lambd, bias), backend)
+        return learned.ista(x, weight, terms, nonnegative, _compute_dtype(x), backend)
     step_size = checks.number("ista", "step_size", step_size, minimum=0.0, below=_beyond(x))
     lambd = checks.number("ista", "lambd", lambd, minimum=0.0)
     checks.flag("ista", "nonnegative", nonnegative)
@@ -87,8 +94,9 @@ def ista_overcomplete(
     weight: Tensor,
     decoder: Tensor | None = None,
     *,
-    step_size: float = 0.1,
-    lambd: float = 0.1,
+    step_size: float | Tensor = 0.1,
+    lambd: float | Tensor = 0.1,
+    bias: Tensor | None = None,
     steps: int = 2,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -103,8 +111,9 @@ def ista_overcomplete(
         weight: dictionary D, (dim, hidden), x's dtype, or float32 beside half-precision ``x``; under autocast also
             half beside float32 or the other half, taken as float32.
         decoder: D1, (dim, hidden), weight's dtype; None (the default) ties it to ``weight``.
-        step_size: step of the gradient descent, non-negative, 0.1 by default.
-        lambd: weight of the sparsity penalty, non-negative, 0.1 by default.
+        step_size: step of the gradient descent, non-negative, 0.1 by default; or a tensor () or (hidden,).
+        lambd: weight of the sparsity penalty, non-negative, 0.1 by default; or a tensor () or (hidden,).
+        bias: () or (hidden,), added before each threshold; None (the default) adds nothing.
         steps: number of proximal steps, at least 1, 2 by default.
         backend: None picks the best available one; a name is obeyed or refused.
 
@@ -121,7 +130,12 @@ def ista_overcomplete(
         checks.no_keyword(ista_overcomplete, unknown)
     key = taken = operand = None
     keep = False
-    if may_repeat(x) and isinstance(weight, Tensor) and (decoder is None or isinstance(decoder, Tensor)):
+    if (
+        bias is None
+        and may_repeat(x)
+        and isinstance(weight, Tensor)
+        and (decoder is None or isinstance(decoder, Tensor))
+    ):
         options = step_size, lambd, steps, backend
         taken = None if backend is not None else _taken("ista_overcomplete", x, weight, decoder)
         operand, keep = _operand(x), operator.needs_grad(x, weight, decoder)
@@ -138,9 +152,13 @@ def ista_overcomplete(
         if decoder.dtype != weight.dtype:
             raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
         decoder = decoder.to(dictionary.dtype)
+    checks.integer("ista_overcomplete", "steps", steps, minimum=1)
+    if learned.are(step_size, lambd, bias):
+        width, terms = ("hidden", weight.shape[1]), learned.Terms(step_size, lambd, bias)
+        terms = learned.check("ista_overcomplete", x, width, terms, backend)
+        return learned.ista_overcomplete(x, dictionary, decoder, terms, steps, _compute_dtype(x))
     step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0, below=_beyond(x))
     lambd = checks.number("ista_overcomplete", "lambd", lambd, minimum=0.0)
-    checks.integer("ista_overcomplete", "steps", steps, minimum=1)
     call = OvercompleteCall(step_size, lambd, steps)
     name = backends.resolve("ista", backend, x.device, x.dtype, "ista_overcomplete")
     if name == "reference":
