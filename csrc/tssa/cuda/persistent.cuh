@@ -3,8 +3,8 @@
 // bulk copies, those of the next sequence while one is computed if there is room for both.
 //
 // A thread has one vector of 8 channels, of every kGroups-th token of its block, in every pass. Its sums over tokens
-// stay in registers. Sums over channels are one number a vector, put down once and added up by the softmax over heads.
-// The order of every sum is fixed, and depends on the sizes alone.
+// stay in registers. Sums over channels are one number a vector, put down and added up by head for a few tokens at a
+// time. The order of every sum is fixed, and depends on the sizes alone.
 #pragma once
 
 #include "../../common/cuda/cluster.cuh"
@@ -27,6 +27,7 @@ struct TssaSizes {
                        kOfLane = HEADS / kLanes;              // of the softmax
   static constexpr int kSums = (kWidth + HEADS + 3) / 4 * 4;  // by channel, then by head
   static constexpr int kRow = kVectors + 4;                   // numbers of a token, one a vector
+  static constexpr int kSlice = 32;                           // tokens whose numbers are put down at a time
   static_assert(HEAD_DIM % 16 == 0 && THREADS % kVectors == 0 && THREADS % kWarp == 0 && kVectors >= kPerHead);
 };
 
@@ -36,17 +37,16 @@ struct TssaPersistentShared {
   static constexpr int kCopies = BACKWARD ? 2 : 1;
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kChannels = kSecond + S::kSums;
   static constexpr int kHeads = kChannels + kCopies * S::kWidth, kTokens = kHeads + (S::kHeads + 3) / 4 * 4;
-  int size, members, dlogit, keep, scratch, more;  // size: of a tensor's tokens; more: as `scratch`, of the backward
+  int size, members, dlogit, keep, scratch;  // size: of a tensor's tokens
 
   CRATE_DEVICE explicit TssaPersistentShared(int share) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
-    const int by_head = four(share * S::kHeads), rows = four(share * S::kRow), groups = S::kGroups * S::kSums;
+    const int by_head = four(share * S::kHeads);
     size = share * S::kWidth / 2;
     members = kTokens + S::kBuffers * kCopies * size;
     dlogit = members + (BACKWARD ? by_head : 0);
     keep = dlogit + by_head;
     scratch = keep + four(share);
-    more = scratch + (rows > groups ? rows : groups);
   }
 };
 
@@ -153,12 +153,12 @@ CRATE_DEVICE void each_sequence(const TssaProblem& p, const Fetch& fetch, Body b
 // A thread's vector of each of its tokens.
 struct TssaPlace {
   uint32_t address;
-  int step;  // bytes
+  int pitch, step;  // bytes from a token to the next one, and to the thread's next one
 };
 template <class S>
 CRATE_DEVICE TssaPlace place_of(const TssaVectorOf<S>& v, const TssaLayout<S>& layout, uint32_t tokens) {
   const int at = v.head * layout.head + v.channel + v.group * layout.token;
-  return {tokens + 2 * at, 2 * S::kGroups * layout.token};
+  return {tokens + 2 * at, 2 * layout.token, 2 * S::kGroups * layout.token};
 }
 template <class T>
 CRATE_DEVICE void load_vector(uint32_t address, float (&x)[8]) {
@@ -255,15 +255,23 @@ CRATE_DEVICE float inverse_of(float x) {
   return large ? inverse * kShift : inverse;
 }
 
-// Calls f(token, first head of the lane) by kLanes lanes for each token; whole warps take part, and those beyond the
-// last token get it again, with `own` false.
-template <class S, class F>
-CRATE_DEVICE void each_softmax(int rows, F f) {
-  const int lane = static_cast<int>(threadIdx.x) % S::kLanes, end = (rows * S::kLanes + 31) / 32 * 32;
+// Calls put(first, end) and then, behind a barrier, take(token, row, first head of the lane, own) for slices of the
+// block's tokens, with another barrier behind it. kLanes lanes take a token, whose numbers are in that row. Whole warps
+// take part, and those beyond the last token get it again, with `own` false.
+template <class S, class Put, class Take>
+CRATE_DEVICE void each_slice(int rows, Put put, Take take) {
+  const int lane = static_cast<int>(threadIdx.x) % S::kLanes;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < end; i += S::kThreads) {
-    const int slot = i / S::kLanes, n = min(slot, rows - 1);
-    f(n, lane * S::kOfLane, slot == n);
+  for (int first = 0; first < rows; first += S::kSlice) {
+    const int count = min(rows - first, S::kSlice);
+    put(first, first + count);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (count * S::kLanes + 31) / 32 * 32; i += S::kThreads) {
+      const int slot = i / S::kLanes, row = min(slot, count - 1);
+      take(first + row, row, lane * S::kOfLane, slot == row);
+    }
+    __syncthreads();
   }
 }
 template <class S>

@@ -15,34 +15,33 @@ CRATE_DEVICE void load_members(const TssaRows& stored, int rows, float* members)
   }
 }
 
-// Puts the gradient of the logits down: `moments` has the sums of w^2 dM by vector, `gates` those of g w A.
+// Puts the gradient of a token's logits down in the place of the sums of g w A; `moments` has those of w^2 dM by
+// vector.
 template <class S>
-CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* gates, const float* dmass,
-                                            const float* members, const float* keep, const TssaRows& dmembership,
-                                            int rows, float* dlogit) {
+CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* dmass, const float* members,
+                                            float counted, const TssaRows& dmembership, int n, int first, bool own,
+                                            float* dlogit) {
   constexpr int kOfLane = S::kOfLane;
-  each_softmax<S>(rows, [&](int n, int first, bool own) {
-    float d[kOfLane], member[kOfLane], mean[2] = {};
+  float d[kOfLane], member[kOfLane], mean[2] = {};
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) {
-      const int h = first + j, at = n * S::kRow + h * S::kPerHead;
-      member[j] = members[n * S::kHeads + h];
-      d[j] = (sum_of<S::kPerHead>(moments + at) + dmass[h]) * kept<S>(keep, n) - sum_of<S::kPerHead>(gates + at);
-      if (dmembership.data != nullptr) d[j] += dmembership(n, h);
-    }
-    // The mean is subtracted twice: see softmax_backward of heads.cuh.
+  for (int j = 0; j < kOfLane; ++j) {
+    const int h = first + j;
+    member[j] = members[n * S::kHeads + h];
+    d[j] = (sum_of<S::kPerHead>(moments + h * S::kPerHead) + dmass[h]) * counted - dlogit[n * S::kHeads + h];
+    if (dmembership.data != nullptr) d[j] += dmembership(n, h);
+  }
+  // The mean is subtracted twice: see softmax_backward of heads.cuh.
 #pragma unroll
-    for (int time = 0; time < 2; ++time) {
+  for (int time = 0; time < 2; ++time) {
 #pragma unroll
-      for (int j = 0; j < kOfLane; ++j) mean[time] += member[j] * d[j];
-      mean[time] = sum_of_lanes<S>(mean[time]);
+    for (int j = 0; j < kOfLane; ++j) mean[time] += member[j] * d[j];
+    mean[time] = sum_of_lanes<S>(mean[time]);
 #pragma unroll
-      for (int j = 0; j < kOfLane; ++j) d[j] -= mean[time];
-    }
-    if (!own) return;
+    for (int j = 0; j < kOfLane; ++j) d[j] -= mean[time];
+  }
+  if (!own) return;
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
-  });
+  for (int j = 0; j < kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
 }
 
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
@@ -56,8 +55,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const gates = memory + Shared::kChannels, *const dmoment = gates + S::kWidth,
                *const dmass = memory + Shared::kHeads, *const members = memory + at.members,
-               *const dlogit = memory + at.dlogit, *const keep = memory + at.keep, *const scratch = memory + at.scratch,
-               *const more = memory + at.more;
+               *const dlogit = memory + at.dlogit, *const keep = memory + at.keep, *const scratch = memory + at.scratch;
   const TssaVectorOf<S> v;
   const TssaLayout<S> w_layout(b.w, share), dout_layout(b.dout, share);
   const TssaFetch<S, true> fetch = {p, b.w, b.dout, w_layout, dout_layout, shared_address(memory), at.size};
@@ -82,24 +80,32 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     {
       float acc[8] = {}, gate[8], mass = 0.0f;
       get_vector(gates + v.column(), gate);
-      uint32_t from = w.address, from_g = dout.address;
-      float* to = more + place;
+      const auto products = [&](int first, int end) {
+        uint32_t from = w.address + first * w.pitch, from_g = dout.address + first * dout.pitch;
+        float* to = scratch + place;
 #pragma unroll 2
-      for (int n = v.group; n < rows; n += S::kGroups) {
-        float x[8], g[8], even = 0.0f, odd = 0.0f;
-        load_vector<T>(from, x);
-        load_vector<T>(from_g, g);
-        const float member = members[n * HEADS + v.head];
-        mass += member * kept<S>(keep, n);
+        for (int n = first + v.group; n < end; n += S::kGroups) {
+          float x[8], g[8], even = 0.0f, odd = 0.0f;
+          load_vector<T>(from, x);
+          load_vector<T>(from_g, g);
+          const float member = members[n * HEADS + v.head];
+          mass += member * kept<S>(keep, n);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float both = x[i] * g[i];
-          (i % 2 == 0 ? even : odd) += both * gate[i];
-          acc[i] += both * member;
+          for (int i = 0; i < 8; ++i) {
+            const float both = x[i] * g[i];
+            (i % 2 == 0 ? even : odd) += both * gate[i];
+            acc[i] += both * member;
+          }
+          *to = even + odd;
+          from += w.step, from_g += dout.step, to += S::kGroups * S::kRow;
         }
-        *to = even + odd;
-        from += w.step, from_g += dout.step, to += S::kGroups * S::kRow;
-      }
+      };
+      each_slice<S>(rows, products, [&](int n, int row, int head, bool own) {
+#pragma unroll
+        for (int j = 0; j < S::kOfLane && own; ++j) {
+          dlogit[n * HEADS + head + j] = sum_of<S::kPerHead>(scratch + row * S::kRow + (head + j) * S::kPerHead);
+        }
+      });
       put_vector(sums + v.column(), acc);
       if (v.channel == 0) sums[S::kWidth + v.head] = mass;
     }
@@ -121,25 +127,28 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     {
       float of[8];
       get_vector(dmoment + v.column(), of);
-      uint32_t from = w.address;
-      float* to = scratch + place;
+      const TssaRows dmembership = optional_rows_of(p, b.dmembership, s);
+      const auto gradients = [&](int first, int end) {
+        uint32_t from = w.address + first * w.pitch;
+        float* to = scratch + place;
 #pragma unroll 4
-      for (int n = v.group; n < rows; n += S::kGroups) {
-        float x[8], even = 0.0f, odd = 0.0f;
-        load_vector<T>(from, x);
+        for (int n = first + v.group; n < end; n += S::kGroups) {
+          float x[8], even = 0.0f, odd = 0.0f;
+          load_vector<T>(from, x);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          even += x[i] * x[i] * of[i];
-          odd += x[i + 1] * x[i + 1] * of[i + 1];
+          for (int i = 0; i < 8; i += 2) {
+            even += x[i] * x[i] * of[i];
+            odd += x[i + 1] * x[i + 1] * of[i + 1];
+          }
+          *to = even + odd;
+          from += w.step, to += S::kGroups * S::kRow;
         }
-        *to = even + odd;
-        from += w.step, to += S::kGroups * S::kRow;
-      }
+      };
+      each_slice<S>(rows, gradients, [&](int n, int row, int head, bool own) {
+        softmax_backward_of_heads<S>(scratch + row * S::kRow, dmass, members, kept<S>(keep, n), dmembership, n, head,
+                                     own, dlogit);
+      });
     }
-    __syncthreads();
-    softmax_backward_of_heads<S>(scratch, more, dmass, members, keep, optional_rows_of(p, b.dmembership, s), rows,
-                                 dlogit);
-    __syncthreads();
     {
       float acc[8] = {}, inverse[8];
       get_vector(energies + v.column(), inverse);

@@ -5,35 +5,33 @@
 
 namespace crate_kernels {
 
-// Puts the membership of the block's tokens down and writes it, from the sums of w^2 / c by vector at `rows_of`.
+// Puts the membership of a token down and writes it, from its sums of w^2 / c by vector.
 template <class S>
-CRATE_DEVICE void softmax_of_heads(const TssaRows& stored, const float* rows_of, const float (&temp)[S::kOfLane],
-                                   bool seen, int rows, float* members) {
+CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S::kOfLane], bool seen, int n, int first,
+                                   bool own, const TssaRows& stored, float* members) {
   constexpr int kOfLane = S::kOfLane;
-  each_softmax<S>(rows, [&](int n, int first, bool own) {
-    float power[kOfLane], largest = -INFINITY, sum = 0.0f;
+  float power[kOfLane], largest = -INFINITY, sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) {
-      power[j] = sum_of<S::kPerHead>(rows_of + n * S::kRow + (first + j) * S::kPerHead) * temp[j];
-      largest = fmaxf(largest, power[j]);
-    }
+  for (int j = 0; j < kOfLane; ++j) {
+    power[j] = sum_of<S::kPerHead>(by_vector + (first + j) * S::kPerHead) * temp[j];
+    largest = fmaxf(largest, power[j]);
+  }
 #pragma unroll
-    for (int step = 1; step < S::kLanes; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  for (int step = 1; step < S::kLanes; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) {
-      power[j] = exp2_fast(power[j] - largest);
-      sum += power[j];
-    }
+  for (int j = 0; j < kOfLane; ++j) {
+    power[j] = exp2_fast(power[j] - largest);
+    sum += power[j];
+  }
+  const float inverse = inverse_fast(sum_of_lanes<S>(sum));
+  if (!own) return;
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) {
     // Without a kept token, the membership is 0, and with it out and every gradient.
-    const float inverse = seen ? inverse_fast(sum_of_lanes<S>(sum)) : 0.0f;
-    if (!own) return;
-#pragma unroll
-    for (int j = 0; j < kOfLane; ++j) {
-      const float member = S::kMasked && !seen ? 0.0f : power[j] * inverse;
-      members[n * S::kHeads + first + j] = member;
-      stored(n, first + j) = member;
-    }
-  });
+    const float member = seen ? power[j] * inverse : 0.0f;
+    members[n * S::kHeads + first + j] = member;
+    stored(n, first + j) = member;
+  }
 }
 
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
@@ -96,23 +94,26 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
     {
       float inverse[8];
       get_vector(channels + v.column(), inverse);
-      float* to = scratch + v.group * S::kRow + v.vector;
-      uint32_t from = place.address;
+      const TssaRows stored = rows_of(p, f.membership, s);
+      const auto ratios = [&](int first, int end) {
+        float* to = scratch + v.group * S::kRow + v.vector;
+        uint32_t from = place.address + first * place.pitch;
 #pragma unroll 4
-      for (int n = v.group; n < rows; n += S::kGroups, from += place.step, to += S::kGroups * S::kRow) {
-        float x[8], even = 0.0f, odd = 0.0f;
-        load_vector<T>(from, x);
+        for (int n = first + v.group; n < end; n += S::kGroups, from += place.step, to += S::kGroups * S::kRow) {
+          float x[8], even = 0.0f, odd = 0.0f;
+          load_vector<T>(from, x);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          even += x[i] * x[i] * inverse[i];
-          odd += x[i + 1] * x[i + 1] * inverse[i + 1];
+          for (int i = 0; i < 8; i += 2) {
+            even += x[i] * x[i] * inverse[i];
+            odd += x[i + 1] * x[i + 1] * inverse[i + 1];
+          }
+          *to = even + odd;
         }
-        *to = even + odd;
-      }
+      };
+      each_slice<S>(rows, ratios, [&](int n, int row, int head, bool own) {
+        softmax_of_heads<S>(scratch + row * S::kRow, temp, seen, n, head, own, stored, members);
+      });
     }
-    __syncthreads();
-    softmax_of_heads<S>(rows_of(p, f.membership, s), scratch, temp, seen, rows, members);
-    __syncthreads();
     {
       float acc[8] = {}, mass = 0.0f;
       uint32_t from = place.address;

@@ -10,7 +10,7 @@ BROKEN = {
     "other-phase": ("(trip / S::kBuffers & 1)", "(trip & 1)", "196-tokens"),
     "not-waited-for": (
         "    if constexpr (MASKED) __syncthreads();\n    mbarrier_wait(fetch.barrier(buffer), phase);\n",
-        "    if constexpr (MASKED) __syncthreads();\n",
+        "    if constexpr (MASKED) __syncthreads();\n    mbarrier_wait(fetch.barrier(buffer), phase ^ 1);\n",
         "196-tokens",
     ),
     "no-fence-of-barriers": ("    mbarrier_init_fence();\n", "", "196-tokens"),
@@ -19,15 +19,26 @@ BROKEN = {
     "forward-cluster-not-waited-for": (_SECOND, _SECOND.replace("cluster_sync", "__syncthreads"), "196-tokens"),
     "backward-groups-not-waited-for": (_FIRST, _FIRST.replace("    __syncthreads();\n", ""), "196-tokens"),
     "backward-cluster-not-waited-for": (_FIRST, _FIRST.replace("cluster_sync", "__syncthreads"), "196-tokens"),
-    "cluster-ends-early": ("  cluster_sync();  // peers have read this block's sums\n", "", "196-tokens"),
     "softmax-of-some-lanes": (
         "step < S::kLanes; step *= 2) v +=",
         "step < S::kLanes / 2; step *= 2) v +=",
         "196-tokens",
     ),
-    "first-block-for-all": ("cut(s, cluster_rank(),", "cut(s, 0,", "196-tokens"),
+    "slice-taken-early": (
+        "    put(first, first + count);\n    __syncthreads();\n",
+        "    put(first, first + count);\n",
+        "196-tokens",
+    ),
+    "slice-put-early": ("    }\n    __syncthreads();\n  }\n}\n", "    }\n  }\n}\n", "196-tokens"),
+    "first-slice-for-all": ("+ first * place.pitch", "+ 0 * first * place.pitch", "196-tokens"),
+    "first-slice-of-dout-for-all": ("+ first * dout.pitch", "+ 0 * first * dout.pitch", "196-tokens"),
+    "first-block-for-all": ("cut(s, cluster_rank(), (s.count + S::k", "cut(s, 0, (s.count + S::k", "196-tokens"),
     "keep-not-waited-for": ("    if constexpr (MASKED) __syncthreads();\n", "", "padded-scattered"),
-    "masked-tokens-counted": ("x[i] * x[i] * counted : x[i] * x[i]", "x[i] * x[i] : x[i] * x[i]", "padded-scattered"),
+    "masked-tokens-counted": (
+        "MASKED ? x[i] * x[i] * counted",
+        "MASKED ? x[i] * x[i] + 0.0f * counted",
+        "padded-scattered",
+    ),
     "masked-tokens-weigh": (
         "const float weight = members[n * HEADS + v.head] * kept<S>(keep, n);\n        mass",
         "const float weight = members[n * HEADS + v.head];\n        mass",
@@ -37,5 +48,4 @@ BROKEN = {
     "membership-without-tokens": ("const bool seen = !MASKED ||", "const bool seen = true ||", "padded-row"),
     "dropout-without-factor": ("bits & 1 ? gate.x * p.keep_factor", "bits & 1 ? gate.x", "dropout"),
     "no-gradient-of-membership": ("if (dmembership.data != nullptr) d[j] +=", "if (false) d[j] +=", "196-tokens"),
-    "single-token": ("alone = above && s.count == 1;", "alone = above && s.count == 0;", "one-token"),
 }

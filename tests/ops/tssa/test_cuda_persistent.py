@@ -157,6 +157,16 @@ def test_sums_near_the_ends_of_fp32(times, backend, hopper):
     torch.testing.assert_close(membership.double(), exact, rtol=1e-4, atol=1e-6)
 
 
+def test_a_single_token_is_its_own_sum(backend, hopper):
+    """Its w^2 / c is 1 whatever w is: two terms of the size of 1 / w cancel exactly, not to their rounding."""
+    hopper(PAIRS)
+    w = 1e-8 * tokens(4, 3, 1, 16)
+    with taking(PAIRS):
+        dw = outputs_and_gradients(call(False, backend), w.bfloat16(), temps(3))[2]
+    exact = outputs_and_gradients(call(False, "reference"), w.bfloat16().double(), temps(3).double())[2]
+    assert (dw.double() - exact).abs().max() <= torch.finfo(torch.bfloat16).eps * exact.abs().max()
+
+
 def test_half_precision_survives_squares_that_overflow(backend, hopper):
     hopper(AHEAD)
     case = testing.Case("tssa", "persistent-overflow", (1, 8, 65, 48), {}, magnitude=200.0)

@@ -25,7 +25,7 @@ from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, i
 
 CAPABILITY = 90  # bulk copies and clusters: what other GPUs have of them, nothing has tried
 _MOST_OF_LANE, _MOST_THREADS = 8, 512  # heads of a lane in the softmax, which are in registers
-_VECTOR = 8  # channels
+_VECTOR, _SLICE = 8, 32  # channels; tokens whose sums by vector are put down at a time
 _NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0}
 # CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences that a cluster has room for. THREADS: of a block, at
 # least. Every other one is what a run of few candidates times.
@@ -77,8 +77,8 @@ def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config
     groups = threads_of(width, config["THREADS"]) // vectors
     fixed = 4 + 2 * sums + copies * width + _four(nheads)
     tokens = config["BUFFERS"] * copies * share * width // 2
-    rows, by_token = _four(share * (vectors + 4)), copies * _four(share * nheads) + _four(share)
-    return 4 * (fixed + tokens + by_token + max(rows, groups * sums) + (rows if backward else 0))
+    by_token = copies * _four(share * nheads) + _four(share)
+    return 4 * (fixed + tokens + by_token + max(min(share, _SLICE) * (vectors + 4), groups * sums))
 
 
 def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
