@@ -125,15 +125,17 @@ def warnings(family):
     return {"stack": max(kernel["spills"] for kernel in kernels)}
 
 
-def sanitize(op, backend):
-    """Run one small call under compute-sanitizer."""
+def sanitize(op, backend, what=None):
+    """Run one small call under compute-sanitizer; ``what``: of kernels that nothing takes by default."""
+    if what is not None and launch.arch(torch.device("cuda")) != "sm_90":
+        raise Skipped(f"{what} kernels are for sm_90a")
     reason = backends.unavailable_reason(op, backend, "cuda")
     if reason is not None:
         raise Skipped(reason)
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         raise Skipped("compute-sanitizer is not there")
-    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.smoke", "--call", op, backend]
+    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.smoke", "--call", what or op, backend]
     seconds = LIMIT - 10
     try:
         done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=seconds)
@@ -176,6 +178,7 @@ def items(dry_run):
     for op in backends.OPS:
         for backend in BACKENDS:
             found[f"sanitizer {backend} {op}"] = lambda op=op, backend=backend: sanitize(op, backend)
+    found["sanitizer cpp tssa persistent"] = lambda: sanitize("tssa", "cpp", "persistent")
     return found
 
 
@@ -206,6 +209,9 @@ def work(path, index, count, deadline, dry_run):
 
 def call(op, backend):
     """Make one small call, forward and backward."""
+    if op == "persistent":
+        persistent.Persistent("odd-heads").check(backend, torch.bfloat16, "cuda")
+        return
     case = next(case for case in forms() if testing.SPECS[case.op].room == op)
     testing.run(case, testing.make_inputs(case, torch.bfloat16, "cuda"), backend)
     torch.cuda.synchronize()

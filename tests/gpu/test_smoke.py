@@ -70,12 +70,19 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
     with pytest.raises(smoke.Skipped, match="compute-sanitizer is not there"):
         smoke.sanitize("mssa", "cpp")
     monkeypatch.setattr(smoke.shutil, "which", lambda name: "/bin/compute-sanitizer")
+    monkeypatch.setattr(smoke.launch, "arch", lambda device: "sm_80")
+    with pytest.raises(smoke.Skipped, match="persistent kernels are for sm_90a"):
+        smoke.sanitize("tssa", "cpp", "persistent")
     if status:
         with pytest.raises(AssertionError, match="ERROR SUMMARY"):
             smoke.sanitize("mssa", "cpp")
     else:
         assert smoke.sanitize("mssa", "cpp") == {"said": "ERROR SUMMARY"}
     assert commands[0][-3:] == ["--call", "mssa", "cpp"]
+    monkeypatch.setattr(smoke.launch, "arch", lambda device: "sm_90")
+    if not status:
+        smoke.sanitize("tssa", "cpp", "persistent")
+        assert commands[1][-3:] == ["--call", "persistent", "cpp"]
 
 
 def test_a_call_that_hangs_under_the_sanitizer_fails_with_words(monkeypatch):

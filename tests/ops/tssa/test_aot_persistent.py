@@ -73,7 +73,11 @@ def measured(name, compiler):
     threads = persistent.threads_of(nheads * head_dim, of.config["THREADS"])
     warps = REGISTERS // (-(-said.registers // 8) * 8 * 32)  # registers are given to warps in units of 256
     blocks = min(warps // (threads // 32), SHARED // (shared + RESERVED))
-    return said.spills, said.registers, len(function.instructions), shared, blocks
+    opcodes = [one.opcode for one in function.instructions]
+    # Tokens come by bulk copies, and are read and written by 16 bytes a thread.
+    assert {"LDS.128", "STG.E.128"} <= {*opcodes}
+    assert any(opcode.startswith("UBLKCP") for opcode in opcodes)
+    return said.spills, said.registers, len(opcodes), shared, blocks
 
 
 @pytest.mark.parametrize(

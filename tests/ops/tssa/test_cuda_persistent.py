@@ -211,7 +211,7 @@ def test_a_broken_kernel_is_found(change, broken, backend, hopper):
     """The emulator stops it, or its numbers are wrong, in one order of threads or the other."""
     before, after, name = BROKEN[change]
     broken("tssa/cuda", before, after)
-    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|result . of"):
         in_every_order(name, backend, hopper)
 
 
