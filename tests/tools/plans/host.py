@@ -44,46 +44,47 @@ class Layers(torch.nn.Module):
         return self.to_out(F.scaled_dot_product_attention(w, w, w).transpose(1, 2).flatten(2))
 
 
-def under_autocast(call):
+def under_autocast(call, device):
     """Return a call under autocast, whose context, which takes as long as some calls, a training enters once."""
 
     def cast(tokens):
-        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_enabled(device, True)
         try:
             return call(tokens)
         finally:
-            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_enabled(device, False)
 
     return cast
 
 
-def calls(dtype):
+def calls(dtype, shape=SHAPE, device="cpu", backend=None):
     """Return, by name, a function, its input, and a gradient of its output."""
-    batch, nheads, seqlen, head_dim = SHAPE
-    w = torch.randn(SHAPE, dtype=dtype)
-    dout = torch.randn(batch, seqlen, nheads, head_dim, dtype=dtype).transpose(1, 2)
-    temp = torch.ones(nheads, 1, dtype=dtype)
-    x, weight = torch.randn(1, 16, head_dim, dtype=dtype), torch.randn(head_dim, head_dim, dtype=dtype) / 4
-    rows = torch.randn(batch, seqlen, nheads * head_dim, dtype=dtype)
+    batch, nheads, seqlen, head_dim = shape
+    dim = nheads * head_dim
+    made, named = {"dtype": dtype, "device": device}, {"backend": backend}
+    w, temp = torch.randn(shape, **made), torch.ones(nheads, 1, **made)
+    dout = torch.randn(batch, seqlen, nheads, head_dim, **made).transpose(1, 2)
+    x, weight = torch.randn(1, 16, head_dim, **made), torch.randn(head_dim, head_dim, **made) / 4
+    rows = torch.randn(batch, seqlen, dim, **made)
     modules = {
-        LAYERS: Layers(nheads * head_dim, nheads),
-        "nn.MSSA": nn.MSSA(nheads * head_dim, nheads, head_dim),
-        "nn.TSSA": nn.TSSA(nheads * head_dim, nheads),
-        "nn.ISTA": nn.ISTA(nheads * head_dim),
+        LAYERS: Layers(dim, nheads),
+        "nn.MSSA": nn.MSSA(dim, nheads, head_dim, **named),
+        "nn.TSSA": nn.TSSA(dim, nheads, **named),
+        "nn.ISTA": nn.ISTA(dim, **named),
     }
     found = {
         SDPA: (lambda t: F.scaled_dot_product_attention(t, t, t), w, dout),
-        "mssa": (ck.mssa, w, dout),
-        "mssa causal": (lambda t: ck.mssa(t, causal=True), w, dout),
-        "tssa": (lambda t: ck.tssa(t, temp), w, dout),
-        "tssa causal": (lambda t: ck.tssa(t, temp, causal=True), w, dout),
-        "ista": (lambda t: ck.ista(t, weight), x, torch.randn_like(x)),
-        "ista_overcomplete": (lambda t: ck.ista_overcomplete(t, weight), x, torch.randn_like(x)),
+        "mssa": (lambda t: ck.mssa(t, **named), w, dout),
+        "mssa causal": (lambda t: ck.mssa(t, causal=True, **named), w, dout),
+        "tssa": (lambda t: ck.tssa(t, temp, **named), w, dout),
+        "tssa causal": (lambda t: ck.tssa(t, temp, causal=True, **named), w, dout),
+        "ista": (lambda t: ck.ista(t, weight, **named), x, torch.randn_like(x)),
+        "ista_overcomplete": (lambda t: ck.ista_overcomplete(t, weight, **named), x, torch.randn_like(x)),
     }
     for name in (SDPA, "mssa", "tssa", "ista"):
         call, tokens, gradient = found[name]
-        found[name + CAST] = under_autocast(call), tokens, gradient
-    return found | {name: (module.to(dtype), rows, torch.randn_like(rows)) for name, module in modules.items()}
+        found[name + CAST] = under_autocast(call, torch.device(device).type), tokens, gradient
+    return found | {name: (module.to(**made), rows, torch.randn_like(rows)) for name, module in modules.items()}
 
 
 def forms(call, leaf, dout):
