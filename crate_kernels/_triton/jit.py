@@ -5,8 +5,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Strided(NamedTuple):
+    """A tensor of tokens, (batch, nheads, seqlen, head_dim), or packed with stride_b = 0."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    stride_d: Any
 
 
 @triton.jit

@@ -37,7 +37,8 @@ def test_running_sums_need_no_exchange():
     for launch in harness.launches(causal(1024, 16, 64, bias=False), "sm_90"):
         if launch.arguments.get("TOTALS") or launch.arguments.get("DW"):
             ptx = harness.assemble(launch, "sm_90").compiled.asm["ptx"]
-            elements = launch.arguments["BLOCK_N"] * launch.arguments["BLOCK_H"] * launch.arguments["BLOCK_D"]
+            dims = launch.arguments["DIMS"]
+            elements = launch.arguments["BLOCK_N"] * dims.BLOCK_H * dims.BLOCK_D
             # One warp-wide scan would take two shuffles an element and more; reversed, ten more. There are four.
             assert ptx.count("shfl.sync") * 32 * launch.options["num_warps"] < 2 * elements, launch.arguments
 
@@ -65,7 +66,7 @@ def test_small_tokens_leave_no_thread_of_the_backward_without_an_element(form, k
         found = [launch for launch in launches if launch.function.__name__ == kernel]
         assert found
         for tile, threads in ((launch.arguments, lanes * launch.options["num_warps"]) for launch in found):
-            channels = tile["BLOCK_H"] * tile["BLOCK_D"]
+            channels = tile["DIMS"].BLOCK_H * tile["DIMS"].BLOCK_D
             assert tile["BLOCK_N"] * channels >= threads
             assert channels >= lanes or form is full
 
@@ -75,4 +76,5 @@ def test_tiles_of_wide_tokens_fit_shared_memory_in_any_dtype(target):
     for heads, head_dim in ((33, 100), (64, 256)):
         for launch in harness.launches(decode(3, heads, head_dim, torch.float32), target):
             tile = launch.arguments
-            assert tile["BLOCK_N"] == 1 or tile["BLOCK_N"] * tile["BLOCK_H"] * tile["BLOCK_D"] <= 8192
+            dims = tile["DIMS"]
+            assert tile["BLOCK_N"] == 1 or tile["BLOCK_N"] * dims.BLOCK_H * dims.BLOCK_D <= 8192

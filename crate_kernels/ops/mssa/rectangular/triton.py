@@ -26,7 +26,7 @@ from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.head import Scores, find_head, largest, tokens_of
-from crate_kernels.ops.mssa.triton.launch import Launch, strided
+from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
 from crate_kernels.ops.mssa.triton.rows import empty_state, finish, walk_keys
 from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
@@ -109,13 +109,13 @@ def _mssa_rectangular_bwd_kernel(
     tile.store(tokens_of(head, dw), acc, offs_j, offs_j < rows, FORM)
 
 
-def _sizes(columns: Tensor, mask: Tensor | None, call: Call, causal: bool) -> Launch:
+def _sizes(columns: Tensor, mask: Tensor | None, call: Call, causal: bool) -> HeadSizes:
     """Return the sizes of a call whose sequences are the columns."""
     options = whole.Call(mask, seed=call.seed, causal=causal, scale=call.scale, dropout_p=call.dropout_p)
-    return Launch(columns, options)
+    return HeadSizes(columns, options)
 
 
-def _arguments(sizes: Launch, rows: Tensor, call: Call) -> dict[str, Any]:
+def _arguments(sizes: HeadSizes, rows: Tensor, call: Call) -> dict[str, Any]:
     """Return what both kernels take: the sizes and the call."""
     return {
         "nheads": sizes.nheads,
@@ -180,7 +180,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
     if delta.numel() == 0:
         return delta
-    sizes = Launch(dout, whole.Call())
+    sizes = HeadSizes(dout, whole.Call())
     num_m = sizes.blocks(_DELTA_ROWS)
     with launch.guard(dout.device):
         launch.run(

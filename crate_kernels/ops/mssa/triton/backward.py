@@ -33,7 +33,7 @@ from crate_kernels.ops.mssa.triton import symmetric, tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
-from crate_kernels.ops.mssa.triton.launch import Launch, strided
+from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
 from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
 
 
@@ -162,7 +162,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     dw = operator.empty_out(w)
     if dw.numel() == 0:
         return dw.to(dtype)
-    sizes = Launch(w, call)
+    sizes = HeadSizes(w, call)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
     chosen = config.pop("DERIVED")

@@ -23,7 +23,7 @@ from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import Call, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import find_head, form_of, largest, scores_of, tokens_of
-from crate_kernels.ops.mssa.triton.launch import Launch, strided
+from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
 from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
 
 
@@ -85,7 +85,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     out, lse = operator.empty_out(w), empty_lse(w)
     if out.numel() == 0:
         return out, lse
-    sizes = Launch(w, call)
+    sizes = HeadSizes(w, call)
     config = dict(tables.FORWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     bounded = bool(config.pop("BOUNDED"))
     block_m, block_n = config.pop("BLOCK_M"), config.pop("BLOCK_N")

@@ -17,16 +17,6 @@ from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.tile import Tokens
 
 
-class Strided(NamedTuple):
-    """A tensor of tokens, (batch, nheads, seqlen, head_dim), or packed with stride_b = 0."""
-
-    ptr: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
-    stride_d: Any
-
-
 class Options(NamedTuple):
     """The options of a call that are not compiled in.
 

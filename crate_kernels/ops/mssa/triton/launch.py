@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from crate_kernels._triton import launch
+from crate_kernels._triton.jit import Strided
 from crate_kernels.ops.mssa.call import Call
 from crate_kernels.ops.mssa.splits import cdiv
-from crate_kernels.ops.mssa.triton.head import Form, Options, Strided, form_of
+from crate_kernels.ops.mssa.triton.head import Form, Options, form_of
 from crate_kernels.ops.mssa.triton.tile import split_dims
 
 
-class Launch:
+class HeadSizes:
     """The sizes of one call, padded or packed.
 
     Attributes:

@@ -26,10 +26,12 @@ Sums of squares, and what is divided by c, are in the scale in which their recip
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,7 +44,7 @@ from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, causal_tile, head_groups, power_of_two
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, causal_tile, head_groups, power_of_two
 from crate_kernels.ops.tssa.triton.scan import (
     add_tokens,
     after_chunk,
@@ -56,94 +58,56 @@ from crate_kernels.ops.tssa.triton.scan import (
     through_moment,
 )
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
+from crate_kernels.ops.tssa.triton.tile import Bias, Dims, Rows
+
+
+class BackwardSums(NamedTuple):
+    """Sums over the tokens of each chunk, and at the marks within chunks."""
+
+    totals_ptr: Any  # of Pi w^2, and of Pi
+    energies_ptr: Any  # of w^2
+    dmoments_ptr: Any  # of dM / s, and of V
+    denergies_ptr: Any  # of dc / temp, and dtemp
+    marks_ptr: Any
+
 
 _STEPS = ("TOTALS", "DMOMENT", "DMEMBERS", "DENERGY", "DW")
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _tssa_causal_bwd_kernel(
-    dout_ptr,
-    w_ptr,
-    temp_ptr,
-    bias_ptr,
-    membership_ptr,
-    mask_ptr,
-    cu_seqlens_ptr,
-    seed_ptr,
-    dw_ptr,
-    dlogit_ptr,
-    totals_ptr,
-    energies_ptr,
-    dmoments_ptr,
-    denergies_ptr,
-    marks_ptr,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_gd,
-    stride_wb,
-    stride_ws,
-    stride_wh,
-    stride_wd,
-    stride_bh,
-    stride_bs,
-    stride_mb,
-    stride_ms,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_pb,
-    stride_ph,
-    nsequences,
-    ngroups,
-    nchunks,
-    chunk_size,
-    seqlen,
-    total,
-    drop_last,
-    inverse_keep,
-    TOTALS: tl.constexpr,
-    DMOMENT: tl.constexpr,
-    DMEMBERS: tl.constexpr,
-    DENERGY: tl.constexpr,
-    DW: tl.constexpr,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    HEADS: tl.constexpr,
-    MARK: tl.constexpr,
-):
-    """Do one step on HEADS heads, of group ``pid % ngroups``, of a sequence's chunk ``pid // ngroups % nchunks``.
+    dout_tokens, w_tokens, dw_tokens, temp_ptr, bias, membership_ptr, dlogit_ptr, sums, masking, stride_mb,
+    stride_pb, stride_ph, nsequences, ngroups, nchunks, chunk_size, seqlen, total, drop_last,
+    TOTALS: tl.constexpr, DMOMENT: tl.constexpr, DMEMBERS: tl.constexpr, DENERGY: tl.constexpr,
+    DW: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr,
+):  # fmt: skip
+    """Do one step on the heads of DIMS, of group ``pid % ngroups``, of a sequence's chunk ``pid // ngroups % nchunks``.
 
-    ``totals_ptr`` has the sums of Pi w^2 and Pi, ``energies_ptr`` those of w^2, ``dmoments_ptr`` those of dM / s and
-    V, ``denergies_ptr`` those of dc / temp and dtemp. A step stores the sums of its chunk; later steps read those up to
-    the chunk or from it on. ``dlogit_ptr`` has dPi first, and the gradient of the logits after the softmax.
+    A step stores the sums of its chunk; later steps read those up to the chunk or from it on. ``dlogit_ptr`` has dPi
+    first, and the gradient of the logits after the softmax.
     """
-    DIMS: tl.constexpr = Dims(HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
-    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+    BLOCK_D: tl.constexpr = DIMS.BLOCK_D
+    PACKED: tl.constexpr = masking.cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     group = pid % ngroups
     index, chunk, origin, _count, first, last = tile.chunk_of(
-        pid // ngroups, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total
+        pid // ngroups, masking.cu_seqlens_ptr, nchunks, chunk_size, seqlen, total
     )
-    index64, head = index.to(tl.int64), group.to(tl.int64) * HEADS
-    dw_ptr += head * stride_oh
-    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws + head * stride_wh, stride_ws, stride_wh, stride_wd)
-    dout_at = Tokens(
-        dout_ptr + index64 * stride_gb + origin * stride_gs + head * stride_gh, stride_gs, stride_gh, stride_gd
-    )
-    dw_at = Tokens(dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    index64, head = index.to(tl.int64), group.to(tl.int64) * DIMS.NHEADS
+    w_at = tile.of_heads(tile.tokens_at(w_tokens, index64, origin), head)
+    dout_at = tile.of_heads(tile.tokens_at(dout_tokens, index64, origin), head)
+    dw_at = tile.of_heads(tile.tokens_at(dw_tokens, index64, origin), head)
     rows_at = index64 * stride_pb + origin + head * stride_ph
     membership_at, dlogit_at = Rows(membership_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
+    mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
 
-    moment, energy = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    moment, energy = (
+        tl.zeros((BLOCK_H, BLOCK_D), tl.float32),
+        tl.zeros((BLOCK_H, BLOCK_D), tl.float32),
+    )
     mass = tl.zeros((BLOCK_H,), tl.float32)
     dmoment, denergy, dtemp, dmass = moment, energy, energy, mass
 
@@ -152,64 +116,66 @@ def _tssa_causal_bwd_kernel(
 
     if TOTALS:
         moment, mass, energy = add_tokens(
-            (moment, mass, energy), w_at, membership_at, mask_ptr, stride_ms, first, last, BLOCK_N, DIMS, STAGES
+            (moment, mass, energy), w_at, membership_at, mask_ptr, masking.stride_ms, first, last, BLOCK_N, DIMS, STAGES
         )
-        tile.store_sums(totals_ptr, pid, moment, mass, DIMS)
-        tile.store_sums(energies_ptr, pid, energy, dmass, DIMS)
+        tile.store_sums(sums.totals_ptr, pid, moment, mass, DIMS)
+        tile.store_sums(sums.energies_ptr, pid, energy, dmass, DIMS)
 
     if DMOMENT:
-        before = all_before_chunk(totals_ptr, energies_ptr, pid, chunk, ngroups, DIMS)
+        before = all_before_chunk(sums.totals_ptr, sums.energies_ptr, pid, chunk, ngroups, DIMS)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             moment, mass, energy = tile.first_of(n == first, before, (moment, mass, energy))
             if n > first and (n - first) % MARK == 0:
-                store_mark(marks_ptr, first_mark + (n - first) // MARK, (moment, mass, energy), DIMS)
+                store_mark(sums.marks_ptr, first_mark + (n - first) // MARK, (moment, mass, energy), DIMS)
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
             g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)
-            if seed_ptr is not None:
-                g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index * ngroups + group, rows, DIMS)
+            if masking.seed_ptr is not None:
+                g = tile.dropped(
+                    g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
+                )
             members = tile.load_rows(membership_at, rows, last, DIMS)
-            keep = tile.kept(mask_ptr, rows, last, stride_ms)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             weights = tile.counted(members, keep, mask_ptr)
             _gate, _product, slope, dmasses, moment, mass = through_moment(w, g, members, weights, moment, mass, DIMS)
             energy += tl.sum(tile.counted(w * w * tile.SHIFT, keep, mask_ptr), 0)
             dmoment += tl.sum(slope, 0)
             dmass += tl.sum(dmasses, 0)
-        tile.store_sums(dmoments_ptr, pid, dmoment, dmass, DIMS)
+        tile.store_sums(sums.dmoments_ptr, pid, dmoment, dmass, DIMS)
 
     if DENERGY:
-        before_energy, _ = before_chunk(energies_ptr, pid, chunk, ngroups, DIMS)
+        before_energy, _ = before_chunk(sums.energies_ptr, pid, chunk, ngroups, DIMS)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
             squares = w * w
-            counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
+            counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
             energy = tile.pick(running, BLOCK_N - 1)
             floored = tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT)
             inverse = quotients.reciprocal(floored, DIMS)
             similarity = (dlogit * tile.SHIFT)[:, :, None] * (squares * inverse)
-            if bias_ptr is None:
+            if bias.ptr is None:
                 dtemp += tl.sum(similarity, 0)
             else:
                 # A bias may take back nearly all of a ratio: products of either that are rounded would not cancel.
                 heads = tile.heads_of(DIMS)
-                places = rows.to(tl.int64)[:, None] * stride_bs + (head + heads)[None, :] * stride_bh
-                there = (rows < last)[:, None] & (heads < HEADS)[None, :]
-                bias = tl.load(bias_ptr + places, mask=there, other=0.0).to(tl.float32)
+                places = rows.to(tl.int64)[:, None] * bias.stride_s + (head + heads)[None, :] * bias.stride_h
+                there = (rows < last)[:, None] & (heads < DIMS.NHEADS)[None, :]
+                terms = tl.load(bias.ptr + places, mask=there, other=0.0).to(tl.float32)
                 ratio = quotients.quotient_of(squares, floored, DIMS) * tile.SHIFT
-                dtemp += tl.sum(dlogit[:, :, None] * (ratio + bias[:, :, None]), 0)
+                dtemp += tl.sum(dlogit[:, :, None] * (ratio + terms[:, :, None]), 0)
             denergy += tl.sum(similarity * tl.where(running > tile.CAUSAL_FLOOR * tile.SHIFT, inverse, 0.0), 0)
-        if bias_ptr is not None:
-            dtemp = tl.where((tile.channels_of(DIMS) < HEAD_DIM)[None, :], dtemp, 0.0)  # padding has a bias too
-        tile.store_sums(denergies_ptr, pid, denergy, tl.sum(dtemp, 1), DIMS)
+        if bias.ptr is not None:
+            dtemp = tl.where((tile.channels_of(DIMS) < DIMS.HEAD_DIM)[None, :], dtemp, 0.0)  # padding has a bias too
+        tile.store_sums(sums.denergies_ptr, pid, denergy, tl.sum(dtemp, 1), DIMS)
 
     if DMEMBERS or DW:
-        after_moment, after_mass = after_chunk(dmoments_ptr, pid, chunk, nchunks, ngroups, DIMS)
+        after_moment, after_mass = after_chunk(sums.dmoments_ptr, pid, chunk, nchunks, ngroups, DIMS)
         after_energy = denergy
         if DW:
-            after_energy, _ = after_chunk(denergies_ptr, pid, chunk, nchunks, ngroups, DIMS)
+            after_energy, _ = after_chunk(sums.denergies_ptr, pid, chunk, nchunks, ngroups, DIMS)
         nmarks = tl.cdiv(tl.maximum(last - first, 0), MARK)
         for number in tl.range(0, nmarks):
             dmoment, dmass, denergy = tile.first_of(
@@ -219,10 +185,10 @@ def _tssa_causal_bwd_kernel(
             begin = first + mark * MARK
             end = tl.minimum(begin + MARK, last)
             if mark > 0:
-                marked = load_mark(marks_ptr, first_mark + mark, DIMS)
+                marked = load_mark(sums.marks_ptr, first_mark + mark, DIMS)
             else:
                 # Loaded here again: registers are what limits this loop.
-                marked = all_before_chunk(totals_ptr, energies_ptr, pid, chunk, ngroups, DIMS)
+                marked = all_before_chunk(sums.totals_ptr, sums.energies_ptr, pid, chunk, ngroups, DIMS)
             twice = 2.0 * tile.load_heads(temp_ptr + head, DIMS)  # here, so that it takes no registers from the start
             ntiles = tl.cdiv(end - begin, BLOCK_N)
             for back in tl.range(0, ntiles):
@@ -230,13 +196,15 @@ def _tssa_causal_bwd_kernel(
                 rows = n + tl.arange(0, BLOCK_N)
                 w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
                 g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)
-                if seed_ptr is not None:
-                    g = tile.dropped(g, seed_ptr, drop_last, inverse_keep, index * ngroups + group, rows, DIMS)
+                if masking.seed_ptr is not None:
+                    g = tile.dropped(
+                        g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
+                    )
                 members = tile.load_rows(membership_at, rows, last, DIMS)
-                keep = tile.kept(mask_ptr, rows, last, stride_ms)
+                keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
                 weights = tile.counted(members, keep, mask_ptr)
                 moment, mass, energy = add_tokens(
-                    marked, w_at, membership_at, mask_ptr, stride_ms, begin, n, BLOCK_N, DIMS, 1
+                    marked, w_at, membership_at, mask_ptr, masking.stride_ms, begin, n, BLOCK_N, DIMS, 1
                 )
                 gate, product, slope, dmasses, _, _ = through_moment(w, g, members, weights, moment, mass, DIMS)
                 dmoments = later_sums(dmoment, slope) + slope
@@ -268,8 +236,8 @@ def _tssa_causal_bwd_kernel(
                     dw += (twice[None, :, None] * w) * through_energy
                     tile.store_apart(dw_at, dw, n, last, BLOCK_N, DIMS)
     if PACKED and DW and chunk == 0:
-        dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
-        tile.clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+        dw_at = tile.of_heads(tile.tokens_at(dw_tokens, 0, 0), head)
+        tile.clear_uncovered(dw_at, None, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 @triton.jit(do_not_specialize=("stride_pb", "seqlen"))
@@ -308,7 +276,7 @@ def backward_causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
-    sizes = Launch(w, call)
+    sizes = TokenSizes(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut |= head_groups(CAUSAL_BACKWARD, sizes)
     cut["MARK"] = max(cut["BLOCK_N"], 8)
@@ -324,26 +292,17 @@ def backward_causal(
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
     # Of float32 tokens DENERGY takes the bias into dtemp; others have no digits that would tell.
     wide = w.dtype == torch.float32
-    bias_strides = denom_bias.stride() if wide and denom_bias is not None else (0, 0)
+    bias_strides = denom_bias.stride()[:2] if wide and denom_bias is not None else (0, 0)
     arguments = {
-        "dout_ptr": dout,
-        "w_ptr": w,
+        "dout_tokens": sizes.strided(dout),
+        "w_tokens": sizes.strided(w),
+        "dw_tokens": sizes.strided(dw),
         "temp_ptr": temp_,
-        "bias_ptr": denom_bias if wide else None,
-        "stride_bh": bias_strides[0],
-        "stride_bs": bias_strides[1],
+        "bias": Bias(denom_bias if wide else None, *bias_strides),
         "membership_ptr": membership,
-        "dw_ptr": dw,
         "dlogit_ptr": dlogit,
-        "totals_ptr": totals[0],
-        "energies_ptr": totals[1],
-        "dmoments_ptr": dmoments,
-        "denergies_ptr": denergies,
-        "marks_ptr": sizes.empty_sums(nchunks * marks, 2),
+        "sums": BackwardSums(totals[0], totals[1], dmoments, denergies, marks_ptr=sizes.empty_sums(nchunks * marks, 2)),
         **sizes.arguments(),
-        **sizes.strides("g", dout),
-        **sizes.strides("w", w),
-        **sizes.strides("o", dw, contiguous=True),
         **cut,
     }
     programs = sizes.nsequences * nchunks * cut["ngroups"]
@@ -357,8 +316,9 @@ def backward_causal(
             if step == "DMEMBERS":
                 _through_softmax(sizes, dlogit, membership, dmembership)
         # Behind the sums of each group's channels there is one of dtemp for each of its heads.
-        parts = denergies[:, 0].unflatten(1, (cut["ngroups"], cut["HEADS"] * (sizes.head_dim + 1)))
-        dtemp = parts[:, :, cut["HEADS"] * sizes.head_dim :].sum(0).flatten()
+        heads = cut["DIMS"].NHEADS
+        parts = denergies[:, 0].unflatten(1, (cut["ngroups"], heads * (sizes.head_dim + 1)))
+        dtemp = parts[:, :, heads * sizes.head_dim :].sum(0).flatten()
         if denom_bias is None:
             return dw, dtemp.to(temp.dtype), temp.new_empty(0)
         ddenom_bias, dtemp_of_bias = through_bias(sizes, dlogit, temp_, denom_bias)
@@ -367,7 +327,7 @@ def backward_causal(
     return dw, dtemp.to(temp.dtype), ddenom_bias
 
 
-def _through_softmax(sizes: Launch, dlogit: Tensor, membership: Tensor, dmembership: Tensor | None) -> None:
+def _through_softmax(sizes: TokenSizes, dlogit: Tensor, membership: Tensor, dmembership: Tensor | None) -> None:
     """Turn dPi into the gradient of the logits; packed sequences lie behind one another and go as one."""
     shared, rows = sizes.arguments(), 128
     seqlen = dlogit.shape[-1]

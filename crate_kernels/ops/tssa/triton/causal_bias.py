@@ -19,7 +19,7 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels._triton.jit import sequence_bounds
 from crate_kernels.ops.tssa.triton import tile
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, power_of_two
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, power_of_two
 from crate_kernels.ops.tssa.triton.tile import Dims, Rows
 
 
@@ -78,7 +78,7 @@ def _tssa_causal_dbias_kernel(
     tile.store_rows(Rows(dbias_ptr + part.to(tl.int64) * NHEADS * seqlen, seqlen), acc, rows, rows < seqlen, DIMS)
 
 
-def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
+def through_bias(sizes: TokenSizes, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the bias, and of ``temp`` through it."""
     block, heads, seqlen = 64, sizes.nheads, sizes.seqlen
     nblocks = max(1, -(-seqlen // block))
@@ -86,11 +86,13 @@ def through_bias(sizes: Launch, dlogit: Tensor, temp: Tensor, denom_bias: Tensor
     gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
     dtemps = denom_bias.new_empty(nblocks, heads, dtype=torch.float32)
     shared = sizes.arguments()
-    names = ("cu_seqlens_ptr", "stride_pb", "stride_ph", "nsequences", "seqlen", "total", "NHEADS", "HEAD_DIM")
+    cu_seqlens = sizes.call.cu_seqlens
+    names = ("stride_pb", "stride_ph", "nsequences", "seqlen", "total")
     arguments = {"dlogit_ptr": dlogit, "temp_ptr": temp, "dtemp_ptr": dtemps, "BLOCK_N": block, "num_warps": 4}
     arguments |= {"stride_bh": denom_bias.stride(0), "stride_bs": denom_bias.stride(1), "BLOCK_H": power_of_two(heads)}
     arguments |= {name: shared[name] for name in names}
-    arguments |= {"lengths_ptr": shared["cu_seqlens_ptr"], "nlengths": sizes.nsequences}
+    arguments |= {"cu_seqlens_ptr": cu_seqlens, "lengths_ptr": cu_seqlens, "nlengths": sizes.nsequences}
+    arguments |= {"NHEADS": heads, "HEAD_DIM": sizes.head_dim}
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)

@@ -13,7 +13,8 @@ from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call, State
 from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
-from crate_kernels.ops.tssa.triton.launch import Launch, run_causal
+from crate_kernels.ops.tssa.triton.launch import TokenSizes, run_causal
+from crate_kernels.ops.tssa.triton.tile import CacheState
 
 
 def decode(
@@ -29,10 +30,10 @@ def decode(
     which goes by chunks, are added to the state at the end.
     """
     given.decode(w, temp, denom_bias, state, key_padding_mask)
-    sizes, (energy, weighted, mass, lengths) = Launch(w, Call(key_padding_mask)), state
+    sizes, (energy, weighted, mass, lengths) = TokenSizes(w, Call(key_padding_mask)), state
     out, membership = operator.empty_out(w), sizes.empty_rows()
     arguments = causal_arguments(sizes, w, temp, denom_bias, out, membership)
-    arguments |= {"energy_ptr": energy, "weighted_ptr": weighted, "mass_ptr": mass, "lengths_ptr": lengths}
+    arguments["state"] = CacheState(energy, weighted, mass, lengths)
     added = run_causal(_tssa_causal_fwd_kernel, sizes, arguments)
     if added is not None:
         by_energy, by_moment = added

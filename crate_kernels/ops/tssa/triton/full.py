@@ -21,6 +21,7 @@ written and read back. There are no atomics: every sum has one order, whatever r
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from crate_kernels._triton.jit import keep_mask
 from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import quotients, tile
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
-from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
+from crate_kernels.ops.tssa.triton.tile import Rows
 
 
 @triton.jit
@@ -55,61 +56,27 @@ def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.cons
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _tssa_fwd_kernel(
-    w_ptr,
-    temp_ptr,
-    mask_ptr,
-    cu_seqlens_ptr,
-    seed_ptr,
-    out_ptr,
-    membership_ptr,
-    energy_ptr,
-    moment_ptr,
-    sums_1_ptr,
-    sums_2_ptr,
-    parts_ptr,
-    stride_wb,
-    stride_ws,
-    stride_wh,
-    stride_wd,
-    stride_mb,
-    stride_ms,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_pb,
-    stride_ph,
-    nsequences,
-    nchunks,
-    chunk_size,
-    seqlen,
-    total,
-    drop_last,
-    inverse_keep,
-    ENERGY: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    w_tokens, out_tokens, temp_ptr, membership_ptr, energy_ptr, moment_ptr, sums, masking, stride_mb, stride_pb,
+    stride_ph, nsequences, nchunks, chunk_size, seqlen, total, drop_last,
+    ENERGY: tl.constexpr, MEMBERS: tl.constexpr, OUTPUT: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Do the steps ENERGY, MEMBERS and OUTPUT, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum w^2 and the number of kept tokens, then
-    sum Pi w^2 and sum Pi. A step stores its chunk's to ``parts_ptr``; ``sums_1_ptr`` and ``sums_2_ptr`` have the
-    sequence's.
+    sum Pi w^2 and sum Pi. A step stores its chunk's; ``sums`` has the sequence's.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
-    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+    BLOCK_D: tl.constexpr = DIMS.BLOCK_D
+    PACKED: tl.constexpr = masking.cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, _count, first, last = tile.chunk_of(pid, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, _count, first, last = tile.chunk_of(
+        pid, masking.cu_seqlens_ptr, nchunks, chunk_size, seqlen, total
+    )
     index64 = index.to(tl.int64)
-    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    out_at = Tokens(out_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    w_at, out_at = tile.tokens_at(w_tokens, index64, origin), tile.tokens_at(out_tokens, index64, origin)
     membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
+    mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
 
@@ -119,20 +86,20 @@ def _tssa_fwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)
-            keep = tile.kept(mask_ptr, rows, last, stride_ms)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             acc += tile.counted(w * w, keep, mask_ptr)
             kept_tokens += keep
         energy = tl.sum(acc, 0)
         keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
         if not MEMBERS:
-            tile.store_sums(parts_ptr, pid, energy, keys, DIMS)
+            tile.store_sums(sums.parts_ptr, pid, energy, keys, DIMS)
 
     if MEMBERS:
         if not ENERGY:
-            energy, keys = tile.load_sums(sums_1_ptr, index, DIMS)
+            energy, keys = tile.load_sums(sums.first_ptr, index, DIMS)
         energy = tile.floored(energy, tile.FULL_FLOOR)
         if chunk == 0:
-            tile.store_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), energy, DIMS)
+            tile.store_channels(energy_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), energy, DIMS)
         inverse, rest = quotients.inverse_of(energy, DIMS)
         temp = tile.load_heads(temp_ptr, DIMS)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
@@ -148,21 +115,21 @@ def _tssa_fwd_kernel(
                 # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)
             tile.store_rows(membership_at, members, rows, rows < last, DIMS)
-            weights = tile.counted(members, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
+            weights = tile.counted(members, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             acc += weights[:, :, None] * squares
             masses += weights
         moment = tl.sum(acc, 0)
         mass = tl.sum(masses, 0)
         if not OUTPUT:
-            tile.store_sums(parts_ptr, pid, moment, mass, DIMS)
+            tile.store_sums(sums.parts_ptr, pid, moment, mass, DIMS)
 
     if OUTPUT:
         if not MEMBERS:
-            moment, mass = tile.load_sums(sums_2_ptr, index, DIMS)
+            moment, mass = tile.load_sums(sums.second_ptr, index, DIMS)
         moment = moment / (mass + tile.MASS_FLOOR)[:, None]
         if chunk == 0:
-            tile.store_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), moment, DIMS)
-        gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
+            tile.store_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), moment, DIMS)
+        gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)
         if MEMBERS:
             # Threads read back the membership that others stored.
             tl.debug_barrier()
@@ -172,9 +139,11 @@ def _tssa_fwd_kernel(
             members = tile.load_rows(membership_at, rows, last, DIMS)
             tile.store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
         if PACKED and chunk == 0:
-            out_at = Tokens(out_ptr, stride_os, stride_oh, 1)
+            out_at = tile.tokens_at(out_tokens, 0, 0)
             membership_at = Rows(membership_ptr, stride_ph)
-            tile.clear_uncovered(out_at, membership_at, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+            tile.clear_uncovered(
+                out_at, membership_at, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS
+            )
 
 
 def forward(
@@ -184,20 +153,18 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
     given.forward(w, temp, call)
-    sizes = Launch(w, call)
+    sizes = TokenSizes(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     energy = w.new_empty(sizes.nsequences, sizes.nheads, sizes.head_dim, dtype=torch.float32)
     moment = torch.empty_like(energy)
     arguments = {
-        "w_ptr": w,
+        "w_tokens": sizes.strided(w),
+        "out_tokens": sizes.strided(out),
         "temp_ptr": temp.contiguous(),
-        "out_ptr": out,
         "membership_ptr": membership,
         "energy_ptr": energy,
         "moment_ptr": moment,
         **sizes.arguments(),
-        **sizes.strides("w", w),
-        **sizes.strides("o", out, contiguous=True),
     }
     run_full(_tssa_fwd_kernel, FULL_FORWARD, ("ENERGY", "MEMBERS", "OUTPUT"), sizes, arguments)
     return out, membership, energy, moment

@@ -5,6 +5,7 @@ sum_d (sum_n dlogit w^2) / c, whose inner sum dc needs as well.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -19,63 +20,19 @@ from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
-from crate_kernels.ops.tssa.triton.launch import RUNTIME, Launch, run_full
+from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import Dims, Rows, Tokens
+from crate_kernels.ops.tssa.triton.tile import Rows
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _tssa_bwd_kernel(
-    dout_ptr,
-    dmembership_ptr,
-    w_ptr,
-    temp_ptr,
-    membership_ptr,
-    energy_ptr,
-    moment_ptr,
-    mask_ptr,
-    cu_seqlens_ptr,
-    seed_ptr,
-    dw_ptr,
-    dtemp_ptr,
-    dgate_ptr,
-    dlogit_ptr,
-    sums_1_ptr,
-    sums_2_ptr,
-    parts_ptr,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_gd,
-    stride_wb,
-    stride_ws,
-    stride_wh,
-    stride_wd,
-    stride_mb,
-    stride_ms,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_pb,
-    stride_ph,
-    nsequences,
-    nchunks,
-    chunk_size,
-    seqlen,
-    total,
-    drop_last,
-    inverse_keep,
-    DGATE: tl.constexpr,
-    DLOGIT: tl.constexpr,
-    DW: tl.constexpr,
-    NHEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    dout_tokens, dmembership_ptr, w_tokens, temp_ptr, membership_ptr, energy_ptr, moment_ptr, masking,
+    dw_tokens, dtemp_ptr, dgate_ptr, dlogit_ptr, sums, stride_mb, stride_pb, stride_ph,
+    nsequences, nchunks, chunk_size, seqlen, total, drop_last,
+    DGATE: tl.constexpr, DLOGIT: tl.constexpr, DW: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Do the steps DGATE, DLOGIT and DW, or one of them, on chunk ``pid % nchunks`` of a sequence.
 
     Sums are (NHEADS, HEAD_DIM) and (NHEADS,) behind them: first sum g w Pi and sum Pi, then sum dlogit w^2 and nothing.
@@ -83,26 +40,31 @@ def _tssa_bwd_kernel(
     its sums are in the head's own scale: w^2 times a small gradient underflows for channels which c itself still holds.
     Of float32 tokens it is w^2 / c that is summed, in no scale: exactly 1 where a token has all of c, it cancels.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, BLOCK_D, PTX, w_ptr.dtype.element_ty == tl.float32)
-    PACKED: tl.constexpr = cu_seqlens_ptr is not None
+    BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+    BLOCK_D: tl.constexpr = DIMS.BLOCK_D
+    PACKED: tl.constexpr = masking.cu_seqlens_ptr is not None
     pid = tl.program_id(0)
-    index, chunk, origin, count, first, last = tile.chunk_of(pid, cu_seqlens_ptr, nchunks, chunk_size, seqlen, total)
+    index, chunk, origin, count, first, last = tile.chunk_of(
+        pid, masking.cu_seqlens_ptr, nchunks, chunk_size, seqlen, total
+    )
     index64 = index.to(tl.int64)
-    w_at = Tokens(w_ptr + index64 * stride_wb + origin * stride_ws, stride_ws, stride_wh, stride_wd)
-    dout_at = Tokens(dout_ptr + index64 * stride_gb + origin * stride_gs, stride_gs, stride_gh, stride_gd)
-    dw_at = Tokens(dw_ptr + index64 * stride_ob + origin * stride_os, stride_os, stride_oh, 1)
+    w_at, dout_at = tile.tokens_at(w_tokens, index64, origin), tile.tokens_at(dout_tokens, index64, origin)
+    dw_at = tile.tokens_at(dw_tokens, index64, origin)
     rows_at = index64 * stride_pb + origin
     membership_at = Rows(membership_ptr + rows_at, stride_ph)
     dgate_at, dlogit_at = Rows(dgate_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
+    mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
-    energy = tile.floored(tile.load_channels(energy_ptr + index64 * (NHEADS * HEAD_DIM), DIMS), tile.FULL_FLOOR)
+    energy = tile.floored(
+        tile.load_channels(energy_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS), tile.FULL_FLOOR
+    )
     inverse, rest = quotients.inverse_of(energy, DIMS)
     scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
     if DIMS.WIDE:
         scale = tl.full((BLOCK_H,), 1.0, tl.float32)
-    moment = tile.load_channels(moment_ptr + index64 * (NHEADS * HEAD_DIM), DIMS)
-    gate = channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS)
+    moment = tile.load_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS)
+    gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)
 
     if DGATE:
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
@@ -113,12 +75,12 @@ def _tssa_bwd_kernel(
             members = tile.load_rows(membership_at, rows, last, DIMS)
             tile.store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
-            masses += tile.counted(members, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
+            masses += tile.counted(members, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
         by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
         if not DLOGIT:
-            tile.store_sums(parts_ptr, pid, by_channel, mass, DIMS)
+            tile.store_sums(sums.parts_ptr, pid, by_channel, mass, DIMS)
     if not DGATE:
-        by_channel, mass = tile.load_sums(sums_1_ptr, index, DIMS)
+        by_channel, mass = tile.load_sums(sums.first_ptr, index, DIMS)
 
     if DLOGIT or DW:
         dmoment = by_channel * gate / (1.0 + moment) / (mass + tile.MASS_FLOOR)[:, None]
@@ -133,7 +95,7 @@ def _tssa_bwd_kernel(
             w = tile.load_tokens(w_at, rows, last, DIMS)
             squares = w * w
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
-            dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, stride_ms), mask_ptr)
+            dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
                 dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
@@ -144,18 +106,18 @@ def _tssa_bwd_kernel(
             acc += dlogit[:, :, None] * squares
         denergy = tl.sum(acc, 0)
         if not DW:
-            tile.store_sums(parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
+            tile.store_sums(sums.parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
 
     if DW:
         if not DLOGIT:
-            denergy, _ = tile.load_sums(sums_2_ptr, index, DIMS)
+            denergy, _ = tile.load_sums(sums.second_ptr, index, DIMS)
         else:
             tl.debug_barrier()
         similarity = denergy
         if not DIMS.WIDE:
             similarity = denergy / energy
         if chunk == 0:
-            tile.store_heads(dtemp_ptr + index64 * NHEADS, tl.sum(similarity, 1) / scale, DIMS)
+            tile.store_heads(dtemp_ptr + index64 * DIMS.NHEADS, tl.sum(similarity, 1) / scale, DIMS)
         twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy / scale[:, None]
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
         above = energy > tile.FULL_FLOOR
@@ -166,15 +128,15 @@ def _tssa_bwd_kernel(
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             members = tile.load_rows(membership_at, rows, last, DIMS)
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
-            keep = tile.kept(mask_ptr, rows, last, stride_ms)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
             mean = tile.counted(tl.broadcast_to(similarity[None, :, :], w.shape), keep, mask_ptr)
             slope += (dlogit[:, :, None] - mean) * twice[None, :, :]
             dw = w * slope - g * members[:, :, None] * gate[None, :, :]
             tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:
-            dw_at = Tokens(dw_ptr, stride_os, stride_oh, 1)
-            tile.clear_uncovered(dw_at, None, cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
+            dw_at = tile.tokens_at(dw_tokens, 0, 0)
+            tile.clear_uncovered(dw_at, None, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
 def backward(
@@ -189,25 +151,22 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
     given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
-    sizes = Launch(w, call)
+    sizes = TokenSizes(w, call)
     dw, scratch = operator.empty_out(w), sizes.empty_rows(2)
     dtemp = w.new_empty(sizes.nsequences, sizes.nheads, dtype=torch.float32)
     arguments = {
-        "dout_ptr": dout,
+        "dout_tokens": sizes.strided(dout),
+        "w_tokens": sizes.strided(w),
+        "dw_tokens": sizes.strided(dw),
         "dmembership_ptr": None if dmembership is None else dmembership.contiguous(),
-        "w_ptr": w,
         "temp_ptr": temp.contiguous(),
         "membership_ptr": membership.contiguous(),
         "energy_ptr": energy.contiguous(),
         "moment_ptr": moment.contiguous(),
-        "dw_ptr": dw,
         "dtemp_ptr": dtemp,
         "dgate_ptr": scratch[0],
         "dlogit_ptr": scratch[1],
         **sizes.arguments(),
-        **sizes.strides("g", dout),
-        **sizes.strides("w", w),
-        **sizes.strides("o", dw, contiguous=True),
     }
     run_full(_tssa_bwd_kernel, FULL_BACKWARD, ("DGATE", "DLOGIT", "DW"), sizes, arguments)
     return dw, dtemp.sum(0).to(temp.dtype)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from crate_kernels._triton import launch
+from crate_kernels._triton.jit import Strided
 from crate_kernels._triton.table import Config, Table
 from crate_kernels.ops.tssa.call import Call
 from crate_kernels.ops.tssa.triton.scan import scan_chunks
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_FORWARD
+from crate_kernels.ops.tssa.triton.tile import ChunkSums, Dims, Masking
 
 # Sizes vary per call: do not specialise on them. Triton would compile variants for 1 and for multiples of 16.
 RUNTIME = (
@@ -29,7 +31,7 @@ RUNTIME = (
 )
 
 
-class Launch:
+class TokenSizes:
     """The sizes of one call, padded or packed, and the optional tensors that every kernel takes.
 
     Attributes:
@@ -60,32 +62,30 @@ class Launch:
         size = self.nheads * (self.head_dim + 1)
         return torch.empty(*leading, self.nsequences, nchunks, size, dtype=torch.float32, device=self.device)
 
-    def strides(self, letter: str, t: Tensor, contiguous: bool = False) -> dict[str, int]:
-        """Return the stride arguments of a tensor of tokens; those whose channels are contiguous have no ``d``."""
-        strides = (0, t.stride(1), t.stride(0), t.stride(2)) if self.call.packed else t.stride()
-        return {f"stride_{letter}{axis}": s for axis, s in zip("bhs" if contiguous else "bhsd", strides, strict=False)}
+    def strided(self, t: Tensor) -> Strided:
+        """Return a tensor of tokens with its strides."""
+        return Strided(t, *((0, t.stride(1), t.stride(0), t.stride(2)) if self.call.packed else t.stride()))
+
+    def dims(self, heads: int, block_heads: int, block_channels: int) -> Dims:
+        """Return the constants of kernels whose programs have ``heads`` heads of a token."""
+        ptx = launch.arch(self.device).startswith("sm_")
+        return Dims(heads, self.head_dim, block_heads, block_channels, ptx, self.dtype == torch.float32)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that every kernel takes, by name."""
         call = self.call
         mask_b, mask_s = (0, 0) if call.key_padding_mask is None else call.key_padding_mask.stride()
         rows_b, rows_h = (0, self.total) if call.packed else (self.nheads * self.seqlen, self.seqlen)
+        keep_factor = 1.0 / (1.0 - call.dropout_p)
         return {
-            "mask_ptr": call.key_padding_mask,
-            "cu_seqlens_ptr": call.cu_seqlens,
-            "seed_ptr": call.seed,
+            "masking": Masking(call.cu_seqlens, call.key_padding_mask, mask_s, call.seed, keep_factor),
             "stride_mb": mask_b,
-            "stride_ms": mask_s,
             "stride_pb": rows_b,
             "stride_ph": rows_h,
             "nsequences": self.nsequences,
             "seqlen": self.seqlen,
             "total": self.total,
             "drop_last": 0 if call.seed is None else launch.drop_last(call.dropout_p),
-            "inverse_keep": 1.0 / (1.0 - call.dropout_p),
-            "NHEADS": self.nheads,
-            "HEAD_DIM": self.head_dim,
-            "PTX": launch.arch(self.device).startswith("sm_"),
         }
 
 
@@ -94,7 +94,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _chunk_of_full(sizes: Launch, config: Config, tokens: int) -> int:
+def _chunk_of_full(sizes: TokenSizes, config: Config, tokens: int) -> int:
     """Return the tokens per program: all of a sequence, or as many as keep every multiprocessor busy."""
     size, device = sizes.seqlen * sizes.width * sizes.dtype.itemsize, launch.multiprocessors(sizes.device)
     if size <= 1024 * config["WHOLE"] or (size <= 1024 * config["CROWD"] and 2 * sizes.nsequences >= device):
@@ -104,23 +104,24 @@ def _chunk_of_full(sizes: Launch, config: Config, tokens: int) -> int:
 
 
 def _run_steps(
-    kernel: Any, steps: tuple[str, ...], sizes: Launch, arguments: dict[str, Any], add_up: Callable[[Tensor], Tensor]
+    kernel: Any,
+    steps: tuple[str, ...],
+    sizes: TokenSizes,
+    arguments: dict[str, Any],
+    add_up: Callable[[Tensor], Tensor],
 ) -> None:
     """Launch ``steps`` one after the other; each reads what ``add_up`` made of the chunks' sums of those before it."""
-    nchunks = arguments["nchunks"]
-    for number, step in enumerate(steps, 1):
+    nchunks, sums = arguments["nchunks"], ChunkSums()
+    for step in steps:
         parts = None if step == steps[-1] else sizes.empty_sums(nchunks)
-        launch.run(
-            kernel,
-            sizes.nsequences * nchunks,
-            **arguments | {"parts_ptr": parts},
-            **{name: name == step for name in steps},
-        )
+        arguments["sums"] = sums._replace(parts_ptr=parts)
+        launch.run(kernel, sizes.nsequences * nchunks, **arguments, **{name: name == step for name in steps})
         if parts is not None:
-            arguments[f"sums_{number}_ptr"] = add_up(parts)
+            added = add_up(parts)
+            sums = sums._replace(first_ptr=added) if step == steps[0] else sums._replace(second_ptr=added)
 
 
-def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, arguments: dict[str, Any]) -> None:
+def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: TokenSizes, arguments: dict[str, Any]) -> None:
     """Launch all ``steps`` at once where a program has a whole sequence, else one after the other."""
     config = table.config(sizes.device, sizes.width, sizes.seqlen, False, sizes.dtype)
     heads, channels = power_of_two(sizes.nheads), power_of_two(sizes.head_dim)
@@ -135,8 +136,8 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
     channels = max(channels, lanes // (tokens * heads))
     warps = min(warps, tokens * heads * channels // lanes)
     arguments |= {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"]}
-    arguments |= {"BLOCK_N": tokens, "BLOCK_H": heads, "BLOCK_D": channels, "num_warps": warps}
-    arguments |= {"sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
+    arguments |= {"BLOCK_N": tokens, "DIMS": sizes.dims(sizes.nheads, heads, channels), "num_warps": warps}
+    arguments["sums"] = ChunkSums()
     with launch.guard(sizes.device):
         if nchunks == 1:
             launch.run(kernel, sizes.nsequences, **arguments, **dict.fromkeys(steps, True))
@@ -144,12 +145,12 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: Launch, a
         _run_steps(kernel, steps, sizes, arguments, lambda parts: parts.sum(1))
 
 
-def lanes_of(sizes: Launch) -> int:
+def lanes_of(sizes: TokenSizes) -> int:
     """Return the threads of a warp."""
     return 64 if launch.arch(sizes.device).startswith("gfx") else 32
 
 
-def warps_of(sizes: Launch, lane: int) -> int:
+def warps_of(sizes: TokenSizes, lane: int) -> int:
     """Return the warps of a program that has all heads of a token, ``lane`` numbers of it in a thread.
 
     Few warps, of many numbers per thread: heads meet in the softmax, and within a warp that takes no barrier. Heads
@@ -160,7 +161,7 @@ def warps_of(sizes: Launch, lane: int) -> int:
     return min(power_of_two(-(-width // (lanes * lane))), 512 // lanes)
 
 
-def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
+def head_groups(table: Table, sizes: TokenSizes) -> dict[str, Any]:
     """Return the arguments that cut a token's heads into groups, a program each; no group has padding among its heads.
 
     A thread has 16 bytes of a token, and all tokens of a tile. Channels are padded until every lane of a warp has one:
@@ -174,15 +175,15 @@ def head_groups(table: Table, sizes: Launch) -> dict[str, int]:
     if heads > most:
         heads = next(h for h in (1 << k for k in range(30, -1, -1)) if h <= most and sizes.nheads % h == 0)
     warps, padded = power_of_two(-(-heads * channels * sizes.dtype.itemsize // (lanes * 16))), power_of_two(heads)
-    groups = {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "HEADS": heads, "BLOCK_H": padded}
-    return {**groups, "BLOCK_D": max(channels, lanes // padded), "num_warps": min(warps, 512 // lanes)}
+    dims = sizes.dims(heads, padded, max(channels, lanes // padded))
+    return {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "DIMS": dims, "num_warps": min(warps, 512 // lanes)}
 
 
 # Tokens that one program adds up one after the other: each addition rounds, and the error grows with their number.
 _LONGEST = 1024
 
 
-def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[str, int], int]:
+def causal_tile(table: Table, sizes: TokenSizes, alone: bool = False) -> tuple[dict[str, Any], int]:
     """Return the arguments that cut a sequence into tiles and chunks, and the number of its chunks.
 
     ``alone``: where there are enough sequences to fill the device, each is one chunk.
@@ -194,7 +195,8 @@ def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[
     if alone and sizes.nsequences * warps >= 16 * launch.multiprocessors(sizes.device):
         chunk = min(max(sizes.seqlen, 1), _LONGEST)
     nchunks = max(1, -(-sizes.seqlen // max(chunk, 1)))
-    tile = {"BLOCK_N": min(config["TOKENS"], power_of_two(sizes.seqlen)), "BLOCK_H": heads, "BLOCK_D": channels}
+    dims = sizes.dims(sizes.nheads, heads, channels)
+    tile = {"BLOCK_N": min(config["TOKENS"], power_of_two(sizes.seqlen)), "DIMS": dims}
     shared = {"nchunks": nchunks, "chunk_size": chunk, "STAGES": config["STAGES"], "num_warps": warps}
     return {**tile, **shared}, nchunks
 
@@ -203,15 +205,17 @@ def causal_tile(table: Table, sizes: Launch, alone: bool = False) -> tuple[dict[
 _LARGEST = 8192
 
 
-def run_causal(kernel: Any, sizes: Launch, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def run_causal(kernel: Any, sizes: TokenSizes, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Launch the forward in one go, or by chunks; return the sums over all of these."""
     tile, nchunks = causal_tile(CAUSAL_FORWARD, sizes, alone=True)
-    tile["BLOCK_N"] = min(tile["BLOCK_N"], max(_LARGEST // (tile["BLOCK_H"] * tile["BLOCK_D"]), 1))
-    arguments |= {**tile, "sums_1_ptr": None, "sums_2_ptr": None, "parts_ptr": None}
+    dims = tile["DIMS"]
+    tile["BLOCK_N"] = min(tile["BLOCK_N"], max(_LARGEST // (dims.BLOCK_H * dims.BLOCK_D), 1))
+    arguments |= {**tile, "sums": ChunkSums()}
     steps = ("ENERGY", "MEMBERS", "OUTPUT")
     with launch.guard(sizes.device):
         if nchunks == 1:
             launch.run(kernel, sizes.nsequences, **arguments, ENERGY=False, MEMBERS=True, OUTPUT=True)
             return None
         _run_steps(kernel, steps, sizes, arguments, scan_chunks)
-        return arguments["sums_1_ptr"][:, -1], arguments["sums_2_ptr"][:, -1]
+        sums = arguments["sums"]
+        return sums.first_ptr[:, -1], sums.second_ptr[:, -1]

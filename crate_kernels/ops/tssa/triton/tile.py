@@ -10,7 +10,7 @@ Padding is loaded as zero: beyond a tensor there are lanes, never bytes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -40,8 +40,43 @@ class Dims(NamedTuple):
     WIDE: bool = False
 
 
+class Masking(NamedTuple):
+    """What cuts, masks and drops tokens of a call, of what Triton may specialise on."""
+
+    cu_seqlens_ptr: Any
+    mask_ptr: Any
+    stride_ms: Any
+    seed_ptr: Any
+    inverse_keep: Any  # 1 / (1 - dropout_p)
+
+
+class Bias(NamedTuple):
+    """The bias of the causal denominator, (nheads, seqlen)."""
+
+    ptr: Any
+    stride_h: Any
+    stride_s: Any
+
+
+class CacheState(NamedTuple):
+    """The running sums of a cache, which a call advances; without one there are none."""
+
+    energy_ptr: Any = None
+    weighted_ptr: Any = None
+    mass_ptr: Any = None
+    lengths_ptr: Any = None
+
+
+class ChunkSums(NamedTuple):
+    """Sums over tokens: what the first and the second step left, added up, and where a step stores its chunk's."""
+
+    first_ptr: Any = None
+    second_ptr: Any = None
+    parts_ptr: Any = None
+
+
 class Tokens(NamedTuple):
-    """A tensor of tokens: a pointer to the first, and its strides."""
+    """A sequence's tokens: a pointer to the first, and strides."""
 
     ptr: tl.tensor
     stride_s: tl.tensor
@@ -54,6 +89,19 @@ class Rows(NamedTuple):
 
     ptr: tl.tensor
     stride_h: tl.tensor
+
+
+@triton.jit
+def tokens_at(tensor, index, origin):
+    """Return the tokens of sequence ``index``, whose first is row ``origin``; all of a packed tensor's for 0 and 0."""
+    first = tensor.ptr + index * tensor.stride_b + origin * tensor.stride_s
+    return Tokens(first, tensor.stride_s, tensor.stride_h, tensor.stride_d)
+
+
+@triton.jit
+def of_heads(at, head):
+    """Return tokens from head ``head`` on."""
+    return Tokens(at.ptr + head * at.stride_h, at.stride_s, at.stride_h, at.stride_d)
 
 
 @triton.jit
@@ -154,7 +202,9 @@ def load_apart(at, n, end, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
         for _level in tl.static_range(10):
             if len(parts) > 1:
                 parts = _join_halves(parts)
-        return tl.permute(tl.reshape(parts[0], (DIMS.BLOCK_H, DIMS.BLOCK_D, BLOCK_N)), (2, 0, 1))
+        BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+        BLOCK_D: tl.constexpr = DIMS.BLOCK_D
+        return tl.permute(tl.reshape(parts[0], (BLOCK_H, BLOCK_D, BLOCK_N)), (2, 0, 1))  # (BLOCK_N, BLOCK_H, BLOCK_D)
 
 
 @triton.jit
@@ -317,7 +367,8 @@ def sum_over_channels(x, DIMS: tl.constexpr):
         return tl.sum(x.to(tl.float64), 2)
     else:
         EIGHT: tl.constexpr = 8 if DIMS.BLOCK_D > 8 else DIMS.BLOCK_D
-        x = tl.reshape(x, (x.shape[0], DIMS.BLOCK_H, DIMS.BLOCK_D // EIGHT, EIGHT))
+        BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+        x = tl.reshape(x, (x.shape[0], BLOCK_H, x.shape[2] // EIGHT, EIGHT))
         return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
 
 
@@ -360,10 +411,12 @@ def clear_uncovered(
 
     ``tokens_at`` and ``rows_at``, which may be None, are the whole tensors. Mostly there is no such row.
     """
+    BLOCK_H: tl.constexpr = DIMS.BLOCK_H
+    BLOCK_D: tl.constexpr = DIMS.BLOCK_D
     lead, first, end = uncovered(cu_seqlens_ptr, index, nsequences, seqlen, total)
     for n in tl.range(tl.where(lead > 0, 0, first), end, BLOCK_N):
         rows = n + tl.arange(0, BLOCK_N)
         outside = (rows < end) & ((rows < lead) | (rows >= first))
-        store_tokens(tokens_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H, DIMS.BLOCK_D), tl.float32), rows, outside, DIMS)
+        store_tokens(tokens_at, tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32), rows, outside, DIMS)
         if rows_at is not None:
-            store_rows(rows_at, tl.zeros((BLOCK_N, DIMS.BLOCK_H), tl.float32), rows, outside, DIMS)
+            store_rows(rows_at, tl.zeros((BLOCK_N, BLOCK_H), tl.float32), rows, outside, DIMS)
