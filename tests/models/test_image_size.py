@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from crate_kernels import models
+from crate_kernels.analysis import layerwise
 from crate_kernels.models._shared import vision
 from tests.models.families import build, drawn, inputs
 
@@ -110,6 +111,15 @@ def test_keys_attention_and_layers_of_another_size(family):
     assert_close(model.get_last_key(img, None), keys[1])
 
 
+def test_the_layers_of_another_size_are_measured():
+    img, _ = larger("crate")
+    model = drawn(build("crate", dynamic_img_size=True))
+    resized = drawn(build("crate"))
+    resized.set_input_size(img.shape[2:])
+    for found, wanted in zip(layerwise(model, img), layerwise(resized, img), strict=True):
+        assert_close(vars(found), vars(wanted))
+
+
 def test_layers_without_weights_between_tokens_say_so():
     with pytest.raises(NotImplementedError, match="ToST: get_last_selfattention must be of a model with weights"):
         build("tost").get_last_selfattention(*inputs("tost"))
@@ -151,6 +161,14 @@ def test_a_compiled_model_takes_other_sizes():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for given in (img, inputs("crate")[0]):
         assert_close(compiled(given), model(given))
+
+
+def test_an_exported_model_takes_its_own_size_and_others():
+    model, (img, _) = drawn(build("crate", depth=1, dynamic_img_size=True)).eval(), larger("crate")
+    auto = torch.export.Dim.AUTO
+    exported = torch.export.export(model, (img,), dynamic_shapes={"img": {0: auto, 2: auto, 3: auto}}).module()
+    for given in (img, *inputs("crate", batch=3), img[:, :, :4, :8]):
+        assert_close(exported(given), model(given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
