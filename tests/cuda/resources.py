@@ -1,9 +1,12 @@
 """What kernels use of a GPU, as NVRTC's assembler reports it: ``python -m tests.cuda.resources`` records it.
 
+``--op`` and ``--arch`` record a part anew, and leave the rest as it is.
+
 ``resources.json`` has registers, spilled bytes and static shared memory, by kernel and architecture, for one version
 of NVRTC.
 """
 
+import argparse
 import json
 import re
 from importlib import import_module
@@ -40,10 +43,22 @@ def measured(compiler, op, capability):
     return found
 
 
-def main():
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda.resources", description=__doc__)
+    parser.add_argument("--op", action="append", choices=PLANNED, help="an operator (default: all)")
+    parser.add_argument("--arch", action="append", type=int, choices=CAPABILITIES, help="a GPU (default: all)")
+    args = parser.parse_args(argv)
+    ops, archs = args.op or PLANNED, args.arch or CAPABILITIES
     compiler = compilers.found()
-    made = {op: {f"sm_{arch}": measured(compiler, op, arch) for arch in CAPABILITIES} for op in PLANNED}
-    text = json.dumps({"nvrtc": "{}.{}".format(*compiler.version), "kernels": made}, indent=1)
+    if compiler is None:
+        parser.error("there is no NVRTC: pip install nvidia-cuda-nvrtc")
+    version, found = "{}.{}".format(*compiler.version), json.loads(RECORDED.read_text())
+    if found["nvrtc"] != version and (args.op or args.arch):
+        parser.error(f"the rest is recorded of NVRTC {found['nvrtc']}, and this is {version}: record all")
+    for op in ops:
+        for arch in archs:
+            found["kernels"].setdefault(op, {})[f"sm_{arch}"] = measured(compiler, op, arch)
+    text = json.dumps({"nvrtc": version, "kernels": found["kernels"]}, indent=1)
     RECORDED.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n")
 
 

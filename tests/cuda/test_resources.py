@@ -1,6 +1,7 @@
 """Every kernel that a planner launches is compiled by NVRTC, and takes no more registers than recorded."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,32 @@ def test_registers_and_spills_do_not_grow(op, capability):
         pytest.skip(f"needs NVRTC {RECORDED['nvrtc']}, of which registers are recorded")
     grown = {name: (recorded[name], now) for name, now in found.items() if any(map(int.__gt__, now, recorded[name]))}
     assert grown == {}
+
+
+def test_a_part_is_recorded_and_the_rest_is_left(tmp_path, monkeypatch):
+    path, asked = tmp_path / "resources.json", []
+    old = {"nvrtc": "9.9", "kernels": {"ista": {"sm_80": {"a": [1, 2, 3]}, "sm_90": {}}, "tssa": {"sm_90": {}}}}
+    path.write_text(json.dumps(old))
+    monkeypatch.setattr(resources, "RECORDED", path)
+    monkeypatch.setattr(compilers, "found", lambda: SimpleNamespace(version=(9, 9)))
+    monkeypatch.setattr(resources, "measured", lambda compiler, *of: (asked.append(of), {"b": [4, 5, 6]})[1])
+    resources.main(["--op", "ista", "--arch", "90"])
+    assert asked == [("ista", 90)]
+    made = json.loads(path.read_text())
+    assert made == {**old, "kernels": {**old["kernels"], "ista": {**old["kernels"]["ista"], "sm_90": {"b": [4, 5, 6]}}}}
+    assert '"a": [1, 2, 3]' in path.read_text()
+    monkeypatch.setattr(compilers, "found", lambda: SimpleNamespace(version=(9, 8)))
+    with pytest.raises(SystemExit):
+        resources.main(["--arch", "90"])
+    resources.main([])
+    assert json.loads(path.read_text())["nvrtc"] == "9.8"
+
+
+@pytest.mark.parametrize("arguments", [["--op", "nothing"], ["--arch", "70"], ["ista"]], ids=" ".join)
+def test_what_is_no_part_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        resources.main(arguments)
+    assert "error" in capsys.readouterr().err
 
 
 def test_what_is_recorded_fits_every_gpu():
