@@ -118,9 +118,8 @@ class ImageClassifier(base.Model):
         base.refuse_attentions(self, kwargs.pop("output_attentions", None))
         kwargs.pop("output_hidden_states", None)  # kept by the decorator
         base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index"))
-        logits = self.model(
-            pixel_values, bool(interpolate_pos_encoding)
-        )  # as a module, since accelerate moves its weights for a call
+        # As a module, since accelerate moves its weights for a call.
+        logits = self.model(pixel_values, bool(interpolate_pos_encoding))
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)
