@@ -1,23 +1,18 @@
-"""Weighted sums over tokens, as products of matrices, and the sums that a bias enters."""
+"""Weighted sums over tokens, and the sums that a bias enters."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# Tokens whose sum is one product: a library may add them one by one, and rounds at the size of the sum each time. The
-# relative error of 16,384 tokens' moments is 4e-6 in one product and 1.5e-7 by 128, in the same time.
-_GROUP = 128
-
 
 def rows_dot(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Return sum_n weights_hn tokens_hnd, (batch, nheads, head_dim)."""
-    groups, rest = divmod(tokens.shape[2], _GROUP)
-    if groups < 2:
-        return (weights.unsqueeze(-2) @ tokens).squeeze(-2)
-    cut = groups * _GROUP
-    by_group = weights[:, :, :cut].unflatten(2, (groups, 1, _GROUP)) @ tokens[:, :, :cut].unflatten(2, (groups, _GROUP))
-    total = by_group.sum(2).squeeze(-2)
-    return total + rows_dot(weights[:, :, cut:], tokens[:, :, cut:]) if rest else total
+    """Return sum_n weights_hn tokens_hnd, (batch, nheads, head_dim).
+
+    PyTorch's sum adds up in a tree, as eager form does. A product of matrices may add tokens one by one, which of 200
+    equal ones errs five times as much, and takes longer: of 8 x 8 x 197 x 48, laid out as by a projection, 97 us for 83
+    on one thread of a Zen 5.
+    """
+    return (weights.unsqueeze(-1) * tokens).sum(2)
 
 
 def causal_similarity(ratio: Tensor, bias: Tensor | None) -> Tensor:

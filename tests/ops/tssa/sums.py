@@ -69,6 +69,12 @@ def _short(seed):
     return {"w": w, "temp": _temperatures(3, seed, 0.3, 2.0)}, {}
 
 
+def _equal(seed):
+    """Tokens that are all one: each addition to a sum of them may round the same way."""
+    w = randn(1, 2, 1, 16, seed=seed).expand(1, 2, (64, 129, 197)[seed % 3], 16)
+    return {"w": w.contiguous(), "temp": _temperatures(2, seed, 0.3, 2.0)}, {}
+
+
 DRAWN = {
     "single": (_single, False),
     "causal-single": (_single, True),
@@ -76,6 +82,8 @@ DRAWN = {
     "causal-one-kept": (_one_kept, True),
     "short": (_short, False),
     "causal-short": (_short, True),
+    "equal": (_equal, False),
+    "causal-equal": (_equal, True),
     "decades": (_decades, False),
     "causal-decades": (_decades, True),
     "causal-growing-bias": (_growing_bias, True),
