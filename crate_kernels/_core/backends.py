@@ -205,7 +205,7 @@ def _is_auto(name: str) -> bool:
     return name.partition(":")[0] == AUTO
 
 
-def of_op(name: str, requested: str | None, taken: str | None = None) -> str:
+def to_op_arg(name: str, requested: str | None, taken: str | None = None) -> str:
     """Return the op's ``backend`` argument for a request that was resolved to ``name``; ``taken`` was the fastest."""
     if taken is not None:
         return f"{AUTO}:{taken}"
@@ -214,15 +214,15 @@ def of_op(name: str, requested: str | None, taken: str | None = None) -> str:
 
 # Takes the backends that serve a call for which none was named, the best in general first, and the arguments of the
 # kernel module's function; returns those to try, in order. A room states what it knows of its own kernels by one.
-Order = Callable[..., tuple[str, ...]]
+BackendOrder = Callable[..., tuple[str, ...]]
 
 
-def first(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+def prefer(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return ``names`` with ``name`` before the others, or as they are without it."""
     return (name, *(other for other in names if other != name)) if name in names else names
 
 
-def _usable(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+def _usable_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
     """List the backends that None may take for such tensors, the best in general first, and composite in the end."""
     found, device_type = [], type_of(device)
     for name in _PREFERENCE.get(device_type, ()):
@@ -250,16 +250,16 @@ def _public(op: str, function: str) -> str:
     return PUBLIC.get((op, function), op)
 
 
-def candidates(
-    op: str, function: str, backend: str, of: Tensor, *args: Any, order: Order | None = None
+def eligible_backends(
+    op: str, function: str, backend: str, dispatch_tensor: Tensor, *args: Any, order: BackendOrder | None = None
 ) -> Iterator[tuple[str, Callable]]:
     """Go through the backends that ``run`` tries, in turn: name, and function of the kernel module."""
-    kind, names = type_of(of.device), (backend,)
+    kind, names = type_of(dispatch_tensor.device), (backend,)
     if _is_auto(backend):
-        names = tuple(_usable(op, of.device, of.dtype))
+        names = tuple(_usable_backends(op, dispatch_tensor.device, dispatch_tensor.dtype))
         if order is not None:
             names = order(names, *args)
-        names = first(backend.partition(":")[2], names)
+        names = prefer(backend.partition(":")[2], names)
     for name in names:
         body = getattr(kernel(op, name, kind), function, None)
         if body is not None:
@@ -281,7 +281,9 @@ def attempt(op: str, function: str, name: str, body: Callable, *args: Any) -> An
         raise MemoryError(f"{_public(op, function)}: {short}") from error
 
 
-def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Order | None = None) -> Any:
+def run(
+    op: str, function: str, backend: str, dispatch_tensor: Tensor, *args: Any, order: BackendOrder | None = None
+) -> Any:
     """Call a function of the kernel module of ``backend``; without a named one, of the first that takes the case.
 
     ``order`` is asked only if none was named. What is tried last then is composite.
@@ -291,7 +293,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
         MemoryError: not enough memory for a kernel's workspace.
         RuntimeError: the call was traced without a named backend, and this device has no kernel.
     """
-    for name, body in candidates(op, function, backend, of, *args, order=order):
+    for name, body in eligible_backends(op, function, backend, dispatch_tensor, *args, order=order):
         try:
             return attempt(op, function, name, body, *args)
         except Refused as reason:
@@ -299,7 +301,7 @@ def run(op: str, function: str, backend: str, of: Tensor, *args: Any, order: Ord
                 raise NotImplementedError(
                     f"{_public(op, function)}: backend={name!r} {reason}; {_BACKENDS[name].remedy}"
                 ) from None
-    here = f"{type_of(of.device)} tensors of {of.dtype} here"
+    here = f"{type_of(dispatch_tensor.device)} tensors of {dispatch_tensor.dtype} here"
     raise RuntimeError(
         f"{_public(op, function)}: no kernel takes {here}; what is to run anywhere must name backend='composite'"
     )
@@ -336,7 +338,7 @@ def resolve(op: str, requested: str | None, device: torch.device, dtype: torch.d
         NotImplementedError: the backend does not support that dtype.
     """
     if requested is None:
-        return _usable(op, device, dtype)[0]
+        return _usable_backends(op, device, dtype)[0]
     function = function or op
     if not isinstance(requested, str):
         raise TypeError(f"{function}: backend must be None or a string, got {type(requested).__name__}")

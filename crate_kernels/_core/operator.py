@@ -51,7 +51,7 @@ def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
 
 
 def body(
-    op: str, function: str, record: Any, of: int, called: str = "", order: backends.Order | None = None
+    op: str, function: str, record: Any, of: int, called: str = "", order: backends.BackendOrder | None = None
 ) -> Callable:
     """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from crate_kernels import nn as fused
 from crate_kernels._core import backends, checks
 from crate_kernels._patch import probe
-from crate_kernels._patch.forms import Form
+from crate_kernels._patch.forms import ModuleForm
 from crate_kernels._patch.kinds import readings
 from crate_kernels._patch.obstacles import obstacle
 
@@ -60,7 +60,7 @@ class _Patch:
     """Record kept on the class of a patched module."""
 
     base: type[nn.Module]
-    form: Form
+    form: ModuleForm
     backend: str | None
 
 
@@ -88,7 +88,9 @@ def _refuse_script(self: nn.Module) -> nn.Module:
     )
 
 
-def _argument_reader(published: Callable, form: Form) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
+def _argument_reader(
+    published: Callable, form: ModuleForm
+) -> Callable[[tuple, dict[str, Any]], tuple[Tensor | None, Any]]:
     """Return a function that reads the tokens and the mask of a call.
 
     It returns None for the tokens where only ``published`` can answer the call. Every other argument must have its
@@ -249,7 +251,7 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
 
 
 def _plan(
-    module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[Form | None, str | None]]
+    module: nn.Module, backend: str | None, found: dict[tuple | None, tuple[ModuleForm | None, str | None]]
 ) -> tuple[_Patch | None, str | None]:
     """Return how to patch one module, or why not; neither if it is not like a published one.
 

@@ -24,7 +24,7 @@ _SOFTMAX: dict[int | None, str] = {-1: "softmax", 3: "softmax", 1: "softmax over
 
 
 @dataclass(frozen=True)
-class Form:
+class ModuleForm:
     """One reading of a module: the role of each attribute.
 
     Attributes:
@@ -47,7 +47,7 @@ class Form:
     assumed: tuple[tuple[str, type, Any], ...]
     maps: bool
 
-    def assuming(self, module: nn.Module) -> Form:
+    def assuming(self, module: nn.Module) -> ModuleForm:
         """Return the form with the present values of the attributes that are not read at each call."""
         read = {*self.live(), *vars(_EMPTY)}
         held = ((name, type(value), value) for name, value in vars(module).items() if name not in read)
@@ -100,7 +100,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Attention(Form):
+class Attention(ModuleForm):
     """Attention with one projection.
 
     Attributes:
@@ -175,7 +175,7 @@ class Attention(Form):
 
 
 @dataclass(frozen=True)
-class Sparse(Form):
+class Sparse(ModuleForm):
     """ISTA: plain for ``steps`` = 0, else overcomplete with ``steps`` steps, a number or an attribute's name.
 
     ``step``: the attributes with the step size and the threshold, numbers or tensors. ``transposed``: the module keeps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._patch import masks
-from crate_kernels._patch.forms import Attention, Form, Sparse, label, linear_sizes, number, tensor
+from crate_kernels._patch.forms import Attention, ModuleForm, Sparse, label, linear_sizes, number, tensor
 
 # Known names of each part.
 PROJECTIONS = ("qkv", "c_attn", "to_qkv")
@@ -38,7 +38,7 @@ _ORDINARY = "has projections of its own for query, key and value, where mssa has
 _COMPUTED_FROM = ("_orig", "_g", "_v")
 
 
-def readings(module: nn.Module) -> tuple[list[Form], str | None]:
+def readings(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
     """Return every form that a module's parts allow, likeliest first, or the reason why a look-alike has none.
 
     Return neither for a module that is not like a published one.
@@ -57,7 +57,7 @@ def readings(module: nn.Module) -> tuple[list[Form], str | None]:
     return whole, None if whole else next((misfit for _, misfit in misfits), reason)
 
 
-def with_dropout(module: nn.Module, form: Form) -> Iterator[Form]:
+def with_dropout(module: nn.Module, form: ModuleForm) -> Iterator[ModuleForm]:
     """Yield the form with each possible place of dropout, on the weights and on the output, likeliest first."""
     if not isinstance(form, Attention):
         yield form
@@ -69,7 +69,7 @@ def with_dropout(module: nn.Module, form: Form) -> Iterator[Form]:
             yield replace(form, dropout=dropout, after=form.after + last)
 
 
-def _unexplained(module: nn.Module, form: Form) -> str | None:
+def _unexplained(module: nn.Module, form: ModuleForm) -> str | None:
     """Name a part of the module that a form does not account for; None if there is none."""
     known = form.parts() | {"parametrizations"}
     known |= {name + suffix for name in form.tensors if name in vars(module) for suffix in _COMPUTED_FROM}
@@ -85,7 +85,7 @@ def _unexplained(module: nn.Module, form: Form) -> str | None:
     return f"looks like {form.kind}, but has another {', '.join(odd)}" if odd else None
 
 
-def _attention_forms(module: nn.Module, projection: str) -> tuple[list[Form], str | None]:
+def _attention_forms(module: nn.Module, projection: str) -> tuple[list[ModuleForm], str | None]:
     width, dim = linear_sizes(module._modules[projection])
     after = tuple(name for name in AFTER if module._modules.get(name) is not None)
     taken = (linear_sizes(part)[1] for name in after for part in module.get_submodule(name).modules())
@@ -102,7 +102,7 @@ def _attention_forms(module: nn.Module, projection: str) -> tuple[list[Form], st
     maps = isinstance(module._modules[projection], nn.Conv2d)
     mask = None if maps else mask
     common = {"numbers": (), "mask": mask, "assumed": (), "maps": maps, "projection": projection, "after": after}
-    forms: list[Form] = []
+    forms: list[ModuleForm] = []
     for name, n in heads.items():
         forms += _tssa_forms(module, n, labels, {**common, "heads": name})
         forms += _mssa_forms(module, labels, {**common, "heads": name})
@@ -142,7 +142,7 @@ def _bypassed(labels: dict[str, str], attends: tuple[str, ...]) -> tuple[tuple[s
     return tuple((name, what if fits[name] else "other") for name, what in labels.items())
 
 
-def _ista_forms(module: nn.Module) -> tuple[list[Form], str | None]:
+def _ista_forms(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
     both = (*STEP_SIZES, *LAMBDAS)
     if not any(number(module, name) or tensor(module, name) is not None for name in both):
         return [], None
@@ -171,7 +171,7 @@ def _ista_forms(module: nn.Module) -> tuple[list[Form], str | None]:
         "maps": False,
     }
     steps: str | int = next((name for name in STEPS if type(vars(module).get(name)) is int), 2)
-    forms: list[Form] = []
+    forms: list[ModuleForm] = []
     for names, rows, columns in found:
         for transposed in (False, True):
             if len(names) == 1 and rows == columns:

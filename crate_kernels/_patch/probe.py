@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from crate_kernels._core import backends
-from crate_kernels._patch.forms import PLAIN, Attention, Form, Sparse, number, tensor
+from crate_kernels._patch.forms import PLAIN, Attention, ModuleForm, Sparse, number, tensor
 from crate_kernels._patch.kinds import DROPOUTS, TENSORS, with_dropout
 from crate_kernels._patch.masks import CANDIDATES, Mask
 from crate_kernels._patch.shadow import KnownMasks, quiet, same_state, shadow_of
@@ -73,7 +73,7 @@ def signature(module: nn.Module) -> tuple | None:
     return type(module), *plain.items(), *map(type, plain.values()), *held
 
 
-def find(module: nn.Module, forms: list[Form]) -> tuple[Form | None, str | None]:
+def find(module: nn.Module, forms: list[ModuleForm]) -> tuple[ModuleForm | None, str | None]:
     """Return the first form that computes the same function as a module, or the reason why none does."""
     reasons: list[str] = []
     with quiet(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -99,7 +99,7 @@ class _Comparison:
         self.drawn: dict[int, Tensor] = {}
         self.tokens: dict[tuple[int, ...], Tensor] = {}
 
-    def proven(self, form: Form) -> Form:
+    def proven(self, form: ModuleForm) -> ModuleForm:
         """Return a form with the dropout and the masks that the probes found; raise if it is not the module's."""
         call = without_mask()
         if form.mask is not None:
@@ -121,7 +121,7 @@ class _Comparison:
             form = replace(form, deep=self.takes_any_rank(form, call))
         return self.place_dropout(form, call)
 
-    def compare(self, form: Form, call: _Call) -> None:
+    def compare(self, form: ModuleForm, call: _Call) -> None:
         """Raise _Difference unless a form and the module have equal outputs and gradients."""
         x = self.short_tokens(form)
         for training in (False, True):
@@ -140,7 +140,7 @@ class _Comparison:
             _require_same(*self.run_both(form, large, call, False), _SAME_LARGE, "output of large tokens")
             self.compare_long(form, call)
 
-    def compare_long(self, form: Form, call: _Call) -> None:
+    def compare_long(self, form: ModuleForm, call: _Call) -> None:
         """Compare the outputs of a long sequence, which show windows and tables of positions."""
         seqlen = _LONG_SPARSE
         if isinstance(form, Attention):
@@ -156,7 +156,7 @@ class _Comparison:
             else:
                 return _require_same(expected, actual, _SAME_FUNCTION, "output of a long sequence")
 
-    def takes_any_rank(self, form: Form, call: _Call) -> bool:
+    def takes_any_rank(self, form: ModuleForm, call: _Call) -> bool:
         """Say if the module takes four axes as tokens, not as a feature map."""
         x = self.drawn_tokens((1, 2, 3, form.token_dim(self.module)), _SIZE)
         try:
@@ -166,7 +166,7 @@ class _Comparison:
             return False
         return True
 
-    def place_dropout(self, form: Form, call: _Call) -> Form:
+    def place_dropout(self, form: ModuleForm, call: _Call) -> ModuleForm:
         """Return the form with dropout in the module's places; every mask is compared."""
         ways = list(with_dropout(self.module, form))
         if len(ways) == 1 and not any(isinstance(m, _DropoutNd) for m in self.module.modules()):
@@ -179,7 +179,7 @@ class _Comparison:
                 return way
         raise _Difference("its dropout is not the operator's")
 
-    def proven_masks(self, form: Form) -> Iterator[Mask]:
+    def proven_masks(self, form: ModuleForm) -> Iterator[Mask]:
         """Yield the meanings of a mask that agree with the module."""
         for mask in CANDIDATES:
             if mask.pairs and (form.op != "mssa" or (isinstance(form, Attention) and form.causal)):
@@ -194,7 +194,7 @@ class _Comparison:
                 yield mask
 
     def run_both(
-        self, form: Form, x: Tensor, call: _Call, training: bool, rates: tuple[float, float] = (0.0, 0.0)
+        self, form: ModuleForm, x: Tensor, call: _Call, training: bool, rates: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[Any, Tensor]:
         """Return the published output and the form's output."""
         arguments, options = call(*x.shape[:2])
@@ -234,10 +234,10 @@ class _Comparison:
 
         return draw
 
-    def short_tokens(self, form: Form) -> Tensor:
+    def short_tokens(self, form: ModuleForm) -> Tensor:
         return self.tokens_of(form, 2, _short_seqlen(self.module), _SIZE)
 
-    def tokens_of(self, form: Form, batch: int, seqlen: int, size: float) -> Tensor:
+    def tokens_of(self, form: ModuleForm, batch: int, seqlen: int, size: float) -> Tensor:
         """Return tokens, equal at each call."""
         return self.drawn_tokens(form.shape(self.module, batch, seqlen), size)
 
@@ -248,7 +248,7 @@ class _Comparison:
         return self.tokens[shape]
 
 
-def same_numbers(module: nn.Module, form: Form, backend: str | None, patched: type) -> str | None:
+def same_numbers(module: nn.Module, form: ModuleForm, backend: str | None, patched: type) -> str | None:
     """Return why the backend cannot replace a module with its parameters, dtype and device; None if it can."""
     weight = form.weight(module)
     device, dtype = weight.device, weight.dtype
@@ -304,7 +304,7 @@ def without_mask(**arguments: None) -> _Call:
     return lambda batch, seqlen: (arguments, {})
 
 
-def masked(form: Form, mask: Mask, empty: bool = False) -> _Call:
+def masked(form: ModuleForm, mask: Mask, empty: bool = False) -> _Call:
     """Return a call with a mask that drops some keys, or all keys of one sequence; a mask of pairs is causal."""
     assert form.mask is not None
     name = form.mask.name

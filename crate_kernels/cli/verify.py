@@ -17,7 +17,7 @@ from crate_kernels.cli import table
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """The worst output of one case on one backend: the largest share of its budget."""
 
     case: str
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in backends.names():
             print(f"verify: --backend must be one of {', '.join(backends.names())}, got {name!r}")
             return 2
-    rows: list[Row] = []
+    rows: list[VerifyRow] = []
     excluded: Counter[str] = Counter()
     for dtype in args.dtype or DTYPES:
         for case in testing.CASES:
@@ -83,7 +83,7 @@ def _backends(case: testing.Case, dtype: torch.dtype, device: str, only: list[st
 
 def _check(
     case: testing.Case, dtype_name: str, device: str, only: list[str] | None, excluded: Counter[str]
-) -> Iterator[Row]:
+) -> Iterator[VerifyRow]:
     """Yield a row for each backend that can run ``case`` in that dtype."""
     dtype = DTYPES[dtype_name]
     inputs = eager = oracle = None
@@ -102,15 +102,17 @@ def _check(
             excluded[str(refusal)] += 1
             continue
         except Exception as error:  # a crashed kernel is a failed row; go on with the others
-            yield Row(str(case), backend, dtype_name, "", float("nan"), None, 0.0, False, repr(error))
+            yield VerifyRow(str(case), backend, dtype_name, "", float("nan"), None, 0.0, False, repr(error))
             continue
         worst = max(results, key=lambda r: (not r.passed, r.error / r.budget if r.budget else r.error))
         ratio = worst.error / worst.eager_error if worst.eager_error else None
         note = "" if worst.finite else f"{worst.output} is not finite where float64 is"
-        yield Row(str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.budget, worst.passed, note)
+        yield VerifyRow(
+            str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.budget, worst.passed, note
+        )
 
 
-def _cells(rows: list[Row]) -> list[list[str]]:
+def _cells(rows: list[VerifyRow]) -> list[list[str]]:
     cells = []
     for row in rows:
         ratio = "-" if row.relative_to_eager is None else f"{row.relative_to_eager:.2f}"

@@ -128,10 +128,10 @@ def mssa(
         options = {"causal": causal, "scale": factor, "phi": phi, "threshold": threshold}
         options.update(return_lse=return_lse, backend=backend)
         mask = None if masks is None else where.join(masks, 1)
-        out, lse = heads.attend(w, heads.Call(ranks, where, mask, options, dropout_p, seed))
+        out, lse = heads.attend(w, heads.HeadsCall(ranks, where, mask, options, dropout_p, seed))
     else:
         attention = rectangular.Call(causal=causal, scale=factor, seed=seed, dropout_p=dropout_p)
-        call = rows.Call(ranks, where, form == "ring", masks, attention, name)
+        call = rows.RowsCall(ranks, where, form == "ring", masks, attention, name)
         out, lse = rows.Rows.apply(w, call)  # pyright: ignore
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
@@ -171,7 +171,7 @@ def _of_rows(w: Tensor, form: str, phi: str, backend: str | None) -> str:
             raise NotImplementedError(f"mssa: backend={backend!r} does not have form {form!r}; use form='heads'")
     name = backends.resolve(rectangular.PART, backend, w.device, w.dtype, "mssa")
     checks.transforms("mssa", name, w)
-    return backends.of_op(name, backend)
+    return backends.to_op_arg(name, backend)
 
 
 @overload
@@ -269,7 +269,7 @@ def tssa(
         if denom_bias is not None:
             denom_bias = _denom_bias(denom_bias, w, where.seqlen)[:, own.start : own.stop]
     seed = ranks.draw_seed(w.device) if dropout_p else None
-    call = token_stats.Call(ranks, key_padding_mask, seed, dropout_p, start)
+    call = token_stats.StatsCall(ranks, key_padding_mask, seed, dropout_p, start)
     if causal:
         out, membership = token_stats.Causal.apply(w, temp, denom_bias, call)  # pyright: ignore
     else:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crate_kernels._core import operator
 from crate_kernels.distributed import layout
-from crate_kernels.distributed.layout import Layout
+from crate_kernels.distributed.layout import SequenceLayout
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -94,7 +94,7 @@ class Ranks(NamedTuple):
         seed = operator.draw_seed(device)
         return self.sum_(seed if self.rank == 0 else torch.zeros_like(seed))
 
-    def layout(self, op: str, own: int, balanced: bool, seqlen: int | None, device: torch.device) -> Layout:
+    def layout(self, op: str, own: int, balanced: bool, seqlen: int | None, device: torch.device) -> SequenceLayout:
         """Return where the tokens of all ranks are, of which this one has ``own``.
 
         Args:
@@ -111,7 +111,7 @@ class Ranks(NamedTuple):
             if balanced and lengths != even.lengths:
                 wanted = f"{op}: with balanced=True ranks must have the tokens that shard gives them, {even.lengths}"
                 raise ValueError(f"{wanted}, got {lengths}")
-            return Layout(lengths, balanced)
+            return SequenceLayout(lengths, balanced)
         even = layout.split(seqlen, self.size, balanced)
         if own != even.lengths[self.rank]:
             wanted = f"{op}: w must have the tokens that shard gives rank {self.rank} of {self.size}, of {seqlen}"

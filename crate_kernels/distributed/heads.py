@@ -13,14 +13,14 @@ from torch import Tensor
 from crate_kernels._core import backends, operator
 from crate_kernels.distributed import rows
 from crate_kernels.distributed.collectives import Ranks
-from crate_kernels.distributed.layout import Layout
+from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.ops.mssa import mssa, op, rectangular, reference
 from crate_kernels.ops.mssa.call import Call as MSSACall
 
 _MAX_HEAD_DIM = 256  # of the kernels
 
 
-class Call(NamedTuple):
+class HeadsCall(NamedTuple):
     """Options of a call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """
 
     ranks: Ranks
-    where: Layout
+    where: SequenceLayout
     key_padding_mask: Tensor | None
     attention: dict[str, Any]
     dropout_p: float
@@ -44,7 +44,7 @@ class _ToHeads(torch.autograd.Function):
     """Tokens of this rank, all heads -> all tokens, heads of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, where: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, where: SequenceLayout) -> Tensor:
         ctx.rest = ranks, where
         batch, nheads, own, width = x.shape
         sent = x.unflatten(1, (ranks.size, -1)).permute(1, 3, 0, 2, 4)  # (ranks, own, batch, heads here, width)
@@ -63,7 +63,7 @@ class _ToTokens(torch.autograd.Function):
     """All tokens, heads of this rank -> tokens of this rank, all heads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, where: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, where: SequenceLayout) -> Tensor:
         ctx.rest = ranks, where
         sent = x.permute(2, 0, 1, 3)
         if where.balanced:
@@ -78,7 +78,7 @@ class _ToTokens(torch.autograd.Function):
         return _ToHeads.apply(dout, *ctx.rest), None, None
 
 
-def attend(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def attend(w: Tensor, call: HeadsCall) -> tuple[Tensor, Tensor | None]:
     """Return out of this rank's tokens, and lse where ``return_lse`` asks for it."""
     whole: Any = _ToHeads.apply(w, call.ranks, call.where)
     if call.seed is not None:
@@ -94,7 +94,7 @@ def attend(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     return own, own_lse.squeeze(-1)
 
 
-def _drop(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def _drop(w: Tensor, call: HeadsCall) -> tuple[Tensor, Tensor | None]:
     """Attend with the dropout masks that one process would draw for these heads."""
     options = call.attention
     requested, phi = options["backend"], options["phi"]
@@ -113,7 +113,7 @@ def _drop(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     return _drop_by_places(w, call) if name == "composite" else _drop_packed(w, call, name)
 
 
-def _drop_by_places(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _drop_by_places(w: Tensor, call: HeadsCall) -> tuple[Tensor, Tensor]:
     """Attend by the rectangular operator, which takes the number of the first head that is here."""
     alone = Ranks(call.ranks.group, 0, 1)
     here = w.shape[1]
@@ -126,12 +126,12 @@ def _drop_by_places(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         nheads=call.ranks.size * here,
     )
     masks = None if call.key_padding_mask is None else [call.key_padding_mask]
-    whole = Layout((w.shape[2],), False)
-    result: Any = rows.Rows.apply(w, rows.Call(alone, whole, True, masks, attention, "composite"))
+    whole = SequenceLayout((w.shape[2],), False)
+    result: Any = rows.Rows.apply(w, rows.RowsCall(alone, whole, True, masks, attention, "composite"))
     return result
 
 
-def _drop_packed(w: Tensor, call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+def _drop_packed(w: Tensor, call: HeadsCall, name: str) -> tuple[Tensor, Tensor | None]:
     """Attend by a kernel, to packed sequences.
 
     Dropout counts heads as sequence * nheads + head. Where sequence b * ranks + rank is the b-th one and all others are
@@ -154,6 +154,6 @@ def _drop_packed(w: Tensor, call: Call, name: str) -> tuple[Tensor, Tensor | Non
         plain = call.attention["phi"] if call.attention["phi"] in ("relu", "identity") else None
         out, lse = reference.forward(packed, options, plain)
     else:
-        out, lse = op.mssa(packed, options, backends.of_op(name, call.attention["backend"]))
+        out, lse = op.mssa(packed, options, backends.to_op_arg(name, call.attention["backend"]))
     out = out.unflatten(0, (batch, seqlen)).transpose(1, 2)
     return out, lse.unflatten(1, (batch, seqlen)).transpose(0, 1) if call.attention["return_lse"] else None

@@ -22,7 +22,7 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
-class Layout(NamedTuple):
+class SequenceLayout(NamedTuple):
     """How a sequence is cut over ranks.
 
     Attributes:
@@ -71,12 +71,12 @@ class Layout(NamedTuple):
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])], dim)
 
 
-def split(seqlen: int, ranks: int, balanced: bool) -> Layout:
+def split(seqlen: int, ranks: int, balanced: bool) -> SequenceLayout:
     """Cut a sequence as evenly as ``torch.tensor_split`` does, into one or two chunks per rank."""
     if not balanced:
-        return Layout(tuple(_even(seqlen, ranks)), False)
+        return SequenceLayout(tuple(_even(seqlen, ranks)), False)
     chunks = _even(seqlen, 2 * ranks)
-    return Layout(tuple(chunks[r] + chunks[-1 - r] for r in range(ranks)), True)
+    return SequenceLayout(tuple(chunks[r] + chunks[-1 - r] for r in range(ranks)), True)
 
 
 def _even(seqlen: int, parts: int) -> list[int]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.distributed.collectives import Ranks, without_autocast
-from crate_kernels.distributed.layout import Layout
+from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.rectangular import Tokens
 
 
-class Call(NamedTuple):
+class RowsCall(NamedTuple):
     """Options of a call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """
 
     ranks: Ranks
-    where: Layout
+    where: SequenceLayout
     ring: bool
     masks: list[Tensor] | None
     attention: rectangular.Call
@@ -65,7 +65,7 @@ class Call(NamedTuple):
                 yield place, rows, columns
 
 
-def _at_once(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
+def _at_once(ranks: Ranks, where: SequenceLayout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
     """Gather all ranks' tensors, then yield them."""
     gathered = [ranks.gather(t, where.lengths, dim=2) for t in own]
     for step in range(ranks.size):
@@ -73,7 +73,7 @@ def _at_once(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[t
         yield rank, [parts[rank] for parts in gathered]
 
 
-def _around(ranks: Ranks, where: Layout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
+def _around(ranks: Ranks, where: SequenceLayout, own: tuple[Tensor, ...]) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield one rank's tensors while they are sent on and the next ones arrive."""
     here = [t.contiguous() for t in own]
     for step in range(ranks.size):
@@ -95,7 +95,7 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, w: Tensor, call: RowsCall) -> tuple[Tensor, Tensor]:
         """Return out (batch, nheads, own, head_dim) and lse (batch, nheads, own)."""
         out = w.new_zeros(w.shape, dtype=operator.stat_dtype(w.dtype))
         lse = out.new_full(w.shape[:3], -torch.inf)
@@ -116,7 +116,7 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, complete."""
         w, out, lse, low = operator.saved_tensors("mssa", ctx)
-        call: Call = ctx.call
+        call: RowsCall = ctx.call
         numbers = lse, rectangular.delta(w, dout, out, lse, call.attention, call.backend, low), dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
         own = call.tokens(call.ranks.rank, w, dout, *numbers)

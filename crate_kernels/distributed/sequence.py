@@ -17,7 +17,7 @@ from crate_kernels._core import checks
 from crate_kernels.distributed import collectives, layout
 from crate_kernels.distributed.api import FORMS, mssa, tssa
 from crate_kernels.distributed.collectives import Group, Ranks
-from crate_kernels.distributed.layout import Layout
+from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.models._shared.base import ReferenceModel
 from crate_kernels.models._shared.language import LanguageModel
 from crate_kernels.models.aot.mhsa import MHSA
@@ -44,7 +44,7 @@ class Sequence:
 
     def __init__(self, ranks: Ranks, form: str | None, balanced: bool) -> None:
         self.ranks, self.form, self.balanced = ranks, form, balanced
-        self.where: Layout | None = None
+        self.where: SequenceLayout | None = None
 
     def options(self, cache: Any) -> dict[str, Any]:
         """Return what the operators are told besides a module's own options."""
@@ -52,7 +52,7 @@ class Sequence:
             _refuse_caches()
         return {"seqlen": None if self.where is None else self.where.seqlen}
 
-    def run(self, where: Layout | None, block: nn.Module, *args: Any) -> Tensor:
+    def run(self, where: SequenceLayout | None, block: nn.Module, *args: Any) -> Tensor:
         """Run a block on tokens of that layout: a backward that recomputes it may follow calls of other lengths."""
         latest, self.where = self.where, where
         try:

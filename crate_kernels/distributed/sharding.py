@@ -10,14 +10,14 @@ from torch import Tensor
 from crate_kernels._core import checks
 from crate_kernels.distributed import collectives, layout
 from crate_kernels.distributed.collectives import Group, Ranks
-from crate_kernels.distributed.layout import Layout
+from crate_kernels.distributed.layout import SequenceLayout
 
 
 class _Shard(torch.autograd.Function):
     """Cut; the gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Layout, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: SequenceLayout, ranks: Ranks, dim: int) -> Tensor:
         ctx.rest = where, ranks, dim
         return where.cut(x, ranks.rank, dim)
 
@@ -30,7 +30,7 @@ class _Unshard(torch.autograd.Function):
     """Gather; the gradient is cut."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Layout, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: SequenceLayout, ranks: Ranks, dim: int) -> Tensor:
         ctx.rest = where, ranks, dim
         return where.join(ranks.gather(x, where.lengths, dim), dim)
 

@@ -23,7 +23,7 @@ from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
 
-class Call(NamedTuple):
+class StatsCall(NamedTuple):
     """Options of a call.
 
     Attributes:
@@ -87,7 +87,7 @@ class Full(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, w: Tensor, temp: Tensor, call: StatsCall) -> tuple[Tensor, Tensor]:
         """Return out (batch, nheads, own, head_dim) and membership (batch, nheads, own)."""
         squares = _squares(w)
         energy, *kept = call.ranks.sum(call.counted(squares).sum(2), *call.kept(squares.dtype))
@@ -106,7 +106,7 @@ class Full(torch.autograd.Function):
         return operator.merged_layout(out.to(w.dtype)), membership
 
     @staticmethod
-    def attention(w: Tensor, moment: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def attention(w: Tensor, moment: Tensor, call: StatsCall) -> tuple[Tensor, Tensor]:
         """Return 1 / (1 + M) and minus its derivative, both after dropout, (batch, nheads, head_dim)."""
         attention = (1 + moment).reciprocal()
         factor = call.factor(w, torch.zeros(1, dtype=torch.int64, device=w.device), moment.dtype)
@@ -119,7 +119,7 @@ class Full(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw and this rank's part of dtemp."""
         w, temp, membership, energy, moment, mass = operator.saved_tensors("tssa", ctx)
-        call: Call = ctx.call
+        call: StatsCall = ctx.call
         given.backward(dout, dmembership, w, temp, membership, energy, moment, call.whole())
         _check_sums(w, {}, mass)
         squares = _squares(w)
@@ -156,7 +156,7 @@ class Causal(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, w: Tensor, temp: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, w: Tensor, temp: Tensor, bias: Tensor | None, call: StatsCall) -> tuple[Tensor, Tensor]:
         """Return out and membership; ``bias`` is (nheads, own)."""
         squares = _squares(w)
         counted = call.counted(squares)
@@ -188,7 +188,7 @@ class Causal(torch.autograd.Function):
         return ((weights.unsqueeze(-1) * squares).cumsum(2) + weighted.unsqueeze(2)) / total, total
 
     @staticmethod
-    def attention(w: Tensor, moment: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def attention(w: Tensor, moment: Tensor, call: StatsCall) -> tuple[Tensor, Tensor]:
         """Return 1 / (1 + M) and minus its derivative, both after dropout, in w's shape."""
         attention = (1 + moment).reciprocal()
         factor = call.factor(w, call.start + torch.arange(w.shape[2], device=w.device), moment.dtype)
@@ -201,7 +201,7 @@ class Causal(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, this rank's part of dtemp, and the gradient of its biases; scans are repeated, not saved."""
         w, temp, bias, membership, energy, *sums = operator.saved_tensors("tssa", ctx)
-        call: Call = ctx.call
+        call: StatsCall = ctx.call
         given.backward_causal(dout, dmembership, w, temp, bias, membership, call.whole())
         _check_sums(w, {"energy": energy, "moment": sums[0]}, sums[1])
         squares = _squares(w)

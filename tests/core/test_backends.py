@@ -91,7 +91,7 @@ def test_triton_takes_no_gpu_that_is_too_old(capabilities, hip, ready, device, e
     for op in backends.OPS:
         assert backends.resolve(op, None, device, w.dtype) == expected
     monkeypatch.setattr(backends, "kernel", lambda *names: types.SimpleNamespace(forward=print))
-    assert next(backends.candidates("mssa", "forward", backends.AUTO, w))[0] == expected
+    assert next(backends.eligible_backends("mssa", "forward", backends.AUTO, w))[0] == expected
     assert len(asked) <= 1, "a GPU is asked once"
     if expected != "triton":
         refusal = "^ista: backend='triton' is unavailable: Triton takes GPUs of .* 8.0 and later, this one has 7.5; use"
@@ -227,7 +227,7 @@ def test_where_none_is_named_backends_are_tried_in_order(refusing, first, asked,
 
     def order(names, *args):
         assert (names, args) == (("triton", "cpp", "composite"), ("tokens",))
-        return names if first is None else backends.first(first, names)
+        return names if first is None else backends.prefer(first, names)
 
     assert backends.run("tssa", "forward", backends.AUTO, ON_GPU, "tokens", order=order) == asked[-1]
     assert found == asked

@@ -81,7 +81,7 @@ def ista(
     if name == "reference":
         return reference.forward(*_promote(x, weight), call).to(x.dtype)
     checks.transforms("ista", name, x, weight)
-    named = backends.of_op(name, backend, taken)
+    named = backends.to_op_arg(name, backend, taken)
     y = op.ista(x, weight, call, named)
     if key is not None:
         op.shortcuts.remember(key, (x, weight), call, named)
@@ -164,7 +164,7 @@ def ista_overcomplete(
     if name == "reference":
         return reference.forward_overcomplete(*_promote(x, dictionary), decoder, call).to(x.dtype)
     checks.transforms("ista_overcomplete", name, x, dictionary, decoder)
-    operand, named = _operand(x) if operand is None else operand, backends.of_op(name, backend, taken)
+    operand, named = _operand(x) if operand is None else operand, backends.to_op_arg(name, backend, taken)
     out = op.ista_overcomplete(operand, dictionary, decoder, call, named)
     if key is not None and dictionary is weight:
         op.overcomplete_shortcuts.remember(key, (operand, weight, decoder), call, named, 1, keep)

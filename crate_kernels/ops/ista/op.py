@@ -72,7 +72,7 @@ def _takes_one(function: str, form: str, tensors: tuple[Tensor, ...], needs: tup
     *fields, backend = options
     call, (x, weight) = Call(*fields), tensors[-2:]
     order = _backward_order if function == "backward" else None
-    name, _ = next(backends.candidates("ista", function, backend, x, *tensors, call, order=order))
+    name, _ = next(backends.eligible_backends("ista", function, backend, x, *tensors, call, order=order))
     kernel = backends.kernel("ista", name, backends.type_of(x.device))
     at_once, of = getattr(kernel, "is_few", None), getattr(kernel, "engine", None)
     if at_once is not None and at_once(x, weight, call):

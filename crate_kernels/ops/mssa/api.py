@@ -169,7 +169,7 @@ def mssa(
         # Without a token there is nothing to append, and the plain call returns the same empty result.
         if w.shape[2] > 0:
             step = DecodeCall(key_padding_mask, cache._bound, cache._uniform, factor, return_lse)
-            named = backends.of_op(name, backend)
+            named = backends.to_op_arg(name, backend)
             result = _decode(w, cache, step, named)
             if name != "reference":
                 remember(w, cache, step, named, options)
@@ -188,7 +188,7 @@ def mssa(
         out, lse = reference.forward(w, call, plain)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        named = backends.of_op(name, backend, taken)
+        named = backends.to_op_arg(name, backend, taken)
         out, lse = op.mssa(w, call, named)
         if key is not None:
             op.shortcuts.remember(key, (w,), call, named, results=2 if return_lse else 1)

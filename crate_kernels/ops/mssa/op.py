@@ -47,7 +47,7 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     return product // 2 if call.causal else product
 
 
-def _body(function: str, of: int, order: backends.Order | None = None) -> Callable:
+def _body(function: str, of: int, order: backends.BackendOrder | None = None) -> Callable:
     """Return the body of an op, which fills in the default scale."""
     run = operator.body("mssa", function, Call, of=of, order=order)
 
@@ -64,7 +64,7 @@ _body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.
 
 def choose_decode(backend: str, w: Tensor, *args: Any) -> tuple[str, Callable]:
     """Return the first backend that a step with a cache tries, and its function."""
-    return next(backends.candidates("mssa", "decode", backend, w, w, *args, order=order.decode))
+    return next(backends.eligible_backends("mssa", "decode", backend, w, w, *args, order=order.decode))
 
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ def backward(
     """Order the backends of a backward. A threshold takes its forward's: both must select the same weights."""
     low, high = _WIDE_HEAD
     wide = low <= w.shape[-1] <= high and w.dtype in _HALF and dout is not None and call.threshold is None
-    return backends.first("cpp", names) if wide and launch.arch(w.device) == "sm_80" else names
+    return backends.prefer("cpp", names) if wide and launch.arch(w.device) == "sm_80" else names
 
 
 def taken(w: Tensor, causal: bool) -> str | None:

@@ -147,7 +147,7 @@ def tssa(
         seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = backends.resolve("tssa", backend, w.device, w.dtype)
-    named = backends.of_op(name, backend, taken)
+    named = backends.to_op_arg(name, backend, taken)
     if name != "reference":
         checks.transforms("tssa", name, w, temp, denom_bias)
     if cache is not None:

@@ -80,7 +80,7 @@ def attend_tiles(
             if MASKED:
                 p = tl.where(allowed(scores, offs_m[:, None], offs_n[None, :], FORM), p, 0.0)
             p = p.to(w_n[0].dtype)
-            l_i = _add_sums(l_i, p)
+            l_i = _add_sums(l_i, p)  # (BLOCK_M, SUMS)
         else:
             to_log2 = scores.call.qk_scale * LOG2_E
             if MASKED:
@@ -125,53 +125,53 @@ def norms(w, qk_scale):
 
 
 @triton.jit
-def finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, DIMS: tl.constexpr):
-    """Write out and lse of the rows of ``mask_m``; without a key they are 0 and -inf. ``unit`` is the maximum's."""
-    acc, m_i, l_i = state
+def finish(state, max_scale, out, lse_ptr, offs_m, mask_m, out_scale, DIMS: tl.constexpr):
+    """Write out and lse of the rows of ``mask_m``, 0 and -inf without a key; ``max_scale`` is the maximum's scale."""
+    acc, m_i, l_i = state  # (BLOCK_M, HEAD_DIM), (BLOCK_M,), (BLOCK_M,)
     empty = l_i == 0.0
     sums = tl.where(empty | (mask_m == 0), 1.0, l_i)  # a row outside the mask may have a sum too small to divide by
-    tile.store(out, tile.scale(acc, factor / sums), offs_m, mask_m, DIMS)
+    tile.store(out, tile.scale(acc, out_scale / sums), offs_m, mask_m, DIMS)
     if lse_ptr is not None:
         # The only key's score is lse, rounded as the backward rounds it. The sum of a row with an infinite one is NaN.
-        top = rounded_product(m_i, unit)
-        lse = tl.where(top == float("inf"), top, top + tl.log(sums))
+        row_max = rounded_product(m_i, max_scale)
+        lse = tl.where(row_max == float("inf"), row_max, row_max + tl.log(sums))
         tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), lse), mask=mask_m)
 
 
 @triton.jit
-def attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
-    """Attend with the rows [start_m, start_m + BLOCK_M) of a head; ``before`` is the largest n of keys they all see."""
+def attend_rows(w, out, lse_ptr, scores, start_m, max_norm, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+    """Attend with the rows [start_m, start_m + BLOCK_M) of a head; ``max_norm`` is the largest n of keys all see."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < scores.length
-    factor = scores.call.keep_factor
+    out_scale = scores.call.keep_factor
     w_m = tile.load(w, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-    unit = scores.call.qk_scale
+    max_scale = scores.call.qk_scale
     if FORM.SOFTMAX == "bounded":
-        n_m = norms(w_m, unit)
-        top = tl.zeros((BLOCK_M,), tl.float32) + before
+        n_m = norms(w_m, max_scale)  # (BLOCK_M,), as are the bound and the masks
+        row_bound = tl.zeros((BLOCK_M,), tl.float32) + max_norm
         if FORM.CAUSAL:
             # Over the block's own rows up to each: prefixes must not depend on later rows.
             own = tl.arange(0, BLOCK_M)
-            top = tl.maximum(top, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
+            row_bound = tl.maximum(row_bound, tl.max(tl.where(own[None, :] <= own[:, None], n_m[None, :], 0.0), 1))
         # A token alone has weight 1, and its score is lse: exactly in the online form.
-        far = mask_m & ((top - n_m > RANGE) | (top > HIGHEST) | (scores.length == 1))
-        near = mask_m & (far == 0)
+        needs_online = mask_m & ((row_bound - n_m > RANGE) | (row_bound > HIGHEST) | (scores.length == 1))
+        bounded_ok = mask_m & (needs_online == 0)
         # A whole number of powers of two is exact, and the scaling then one multiply-add.
-        shift = tl.ceil((n_m + top) * LOG2_E)
-        if tl.max(near.to(tl.int32), 0) > 0:
+        shift = tl.ceil((n_m + row_bound) * LOG2_E)
+        if tl.max(bounded_ok.to(tl.int32), 0) > 0:
             COLUMNS: tl.constexpr = 1 if w.ptr.dtype.element_ty == tl.float32 else SUMS
             acc, sums = tile.zeros(BLOCK_M, FORM), tl.zeros((BLOCK_M, COLUMNS), tl.float32)
             acc, _, sums = walk_keys((acc, shift, sums), w_m, w, scores, start_m, "bounded", BLOCK_M, FORM)
-            finish((acc, shift, tl.max(sums, 1)), LN_2, out, lse_ptr, offs_m, near, factor, FORM)
-        if tl.max(far.to(tl.int32), 0) > 0:
+            finish((acc, shift, tl.max(sums, 1)), LN_2, out, lse_ptr, offs_m, bounded_ok, out_scale, FORM)
+        if tl.max(needs_online.to(tl.int32), 0) > 0:
             state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-            finish(state, unit, out, lse_ptr, offs_m, far, factor, FORM)
+            finish(state, max_scale, out, lse_ptr, offs_m, needs_online, out_scale, FORM)
     elif FORM.SOFTMAX == "threshold":
         state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "statistics", BLOCK_M, FORM)
         acc, m_i, l_i = walk_keys(state, w_m, w, scores, start_m, "select", BLOCK_M, FORM)
         # finish() divides by l_i: multiply by it here, so that each selected weight ends as the threshold.
         state = (tile.scale(acc, l_i * scores.call.threshold), m_i, l_i)
-        finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, FORM)
+        finish(state, max_scale, out, lse_ptr, offs_m, mask_m, out_scale, FORM)
     else:
         state = walk_keys(empty_state(BLOCK_M, FORM), w_m, w, scores, start_m, "online", BLOCK_M, FORM)
-        finish(state, unit, out, lse_ptr, offs_m, mask_m, factor, FORM)
+        finish(state, max_scale, out, lse_ptr, offs_m, mask_m, out_scale, FORM)

@@ -149,52 +149,52 @@ def _add_tiles(
     FUSED: tl.constexpr = SHARED and KEY and QUERY and TERMS.PRODUCTS and not (TERMS.HAS_DLSE or FORM.DROPOUT)
     # Of own rows, where registers are left for what is subtracted; wider heads wait for their products anyway.
     FUSED_OWN: tl.constexpr = FUSED and FORM.HEAD_DIM <= 64
-    less_j = factor_j * own.delta[:, None] if FUSED_OWN else 0.0
+    weighted_delta_j = factor_j * own.delta[:, None] if FUSED_OWN else 0.0
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)
-        l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)
-        s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
-        a = tl.zeros_like(s)
+        w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
+        l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)  # (BLOCK_I,) each
+        scores_ij = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
+        dscores = tl.zeros_like(scores_ij)  # (BLOCK_J, BLOCK_I), as are exps, probs and dprobs
         if SHARED:
-            e = tl.exp2(s * (scores.call.qk_scale * LOG2_E))
+            exps = tl.exp2(scores_ij * (scores.call.qk_scale * LOG2_E))
         if KEY:
             if TERMS.SELECT:
-                p = _selected(s, inputs, offs_i, own.scores, key_i, key_j, MASKED, FORM)
+                probs = _selected(scores_ij, inputs, offs_i, own.scores, key_i, key_j, MASKED, FORM)
             elif SHARED:
-                p = e * l_i[None, :]
+                probs = exps * l_i[None, :]
             else:
-                p = _probabilities(s, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
+                probs = _probabilities(scores_ij, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
             if TERMS.VALUES:
-                g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)
-                weights = dropped(p, own.scores, key_i, key_j, FORM)
+                g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
+                weights = dropped(probs, own.scores, key_i, key_j, FORM)
                 acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
-            weight = (l_i * scale)[None, :] if SHARED else p * scale
+            weight = (l_i * scale)[None, :] if SHARED else probs * scale
             if FUSED:
-                a = tile.products(own.w, g_i, FORM) * weight - weight * delta_i[None, :]
+                dscores = tile.products(own.w, g_i, FORM) * weight - weight * delta_i[None, :]
             elif TERMS.PRODUCTS:
-                d = tile.products(own.w, g_i, FORM)
-                d = dropped(d, own.scores, key_i, key_j, FORM) - delta_i[None, :]
+                dprobs = tile.products(own.w, g_i, FORM)
+                dprobs = dropped(dprobs, own.scores, key_i, key_j, FORM) - delta_i[None, :]
                 # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
-                a = weight * (d + dlse_i[None, :] if TERMS.HAS_DLSE else d)
+                dscores = weight * (dprobs + dlse_i[None, :] if TERMS.HAS_DLSE else dprobs)
             elif TERMS.HAS_DLSE:
-                a = weight * dlse_i[None, :]
+                dscores = weight * dlse_i[None, :]
         if QUERY and TERMS.SCORES:
             if SHARED:
                 weight = factor_j
             else:
-                weight = _probabilities(s, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
+                weight = _probabilities(scores_ij, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
             if FUSED_OWN:
-                a += tile.products(own.g, w_i, FORM) * weight - less_j
+                dscores += tile.products(own.g, w_i, FORM) * weight - weighted_delta_j
             elif TERMS.PRODUCTS:
-                d = tile.products(own.g, w_i, FORM)
-                d = dropped(d, scores, key_j, key_i, FORM) - own.delta[:, None]
-                a += weight * (d + own.dlse[:, None] if TERMS.HAS_DLSE else d)
+                dprobs = tile.products(own.g, w_i, FORM)
+                dprobs = dropped(dprobs, scores, key_j, key_i, FORM) - own.delta[:, None]
+                dscores += weight * (dprobs + own.dlse[:, None] if TERMS.HAS_DLSE else dprobs)
             else:
-                a += weight * own.dlse[:, None]
+                dscores += weight * own.dlse[:, None]
         if TERMS.SCORES:
-            acc = tile.add_product(acc, (e * a if SHARED else a).to(w_i[0].dtype), w_i, FORM)
+            acc = tile.add_product(acc, (exps * dscores if SHARED else dscores).to(w_i[0].dtype), w_i, FORM)
     return acc
 
 
