@@ -65,6 +65,16 @@ TSSA = {
         },
         {"sum": 2, "add_": 1},
     ),
+    "causal-bias-fp32": (  # whose DENERGY takes the bias into dtemp
+        tssa.causal(1024, 12, 64, dtype=tssa.SINGLE),
+        {
+            "_tssa_causal_fwd_kernel": 3,
+            **CAUSAL_BACKWARD,
+            "_scan_chunks_kernel": 5,
+            "_tssa_causal_dbias_kernel": 2,
+        },
+        {"sum": 1},
+    ),
     "causal-short": (
         tssa.causal(32, 12, 64, bias=False),
         {"_tssa_causal_fwd_kernel": 1, **CAUSAL_BACKWARD},

@@ -321,9 +321,9 @@ def backward_causal(
         dtemp = parts[:, :, heads * sizes.head_dim :].sum(0).flatten()
         if denom_bias is None:
             return dw, dtemp.to(temp.dtype), temp.new_empty(0)
-        ddenom_bias, dtemp_of_bias = through_bias(sizes, dlogit, temp_, denom_bias)
-        if not wide:
-            dtemp += dtemp_of_bias
+        ddenom_bias, more = through_bias(sizes, dlogit, temp_, denom_bias, through_temp=not wide)
+        if more is not None:
+            dtemp += more
     return dw, dtemp.to(temp.dtype), ddenom_bias
 
 

@@ -46,10 +46,10 @@ def _tssa_causal_dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given a bias, make ddenom_bias and dtemp.
+    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given ``temp``, make ddenom_bias.
 
-    The bias is read as far as the longest of the ``nlengths`` sequences of ``lengths_ptr``: behind it, it may be -inf,
-    and no gradient times that is NaN.
+    Given the bias, make dtemp too. The bias is read as far as the longest of the ``nlengths`` sequences of
+    ``lengths_ptr``: behind it, it may be -inf, and no gradient times that is NaN.
     """
     DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
     nblocks = tl.maximum(tl.cdiv(seqlen, BLOCK_N), 1)
@@ -60,6 +60,8 @@ def _tssa_causal_dbias_kernel(
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
         acc += tile.load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
+    if temp_ptr is not None:
+        acc *= HEAD_DIM  # the bias enters the similarity once per channel
     if bias_ptr is not None:
         longest = tl.where(nlengths > 0, seqlen, 0)
         if lengths_ptr is not None:
@@ -71,42 +73,44 @@ def _tssa_causal_dbias_kernel(
         inside = (rows < longest)[:, None] & (heads < NHEADS)[None, :]
         places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
         bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        # The bias enters the similarity once per channel.
-        acc *= HEAD_DIM
         tile.store_heads(dtemp_ptr + block.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
+    if temp_ptr is not None:
         acc *= tile.load_heads(temp_ptr, DIMS)[None, :]
     tile.store_rows(Rows(dbias_ptr + part.to(tl.int64) * NHEADS * seqlen, seqlen), acc, rows, rows < seqlen, DIMS)
 
 
-def through_bias(sizes: TokenSizes, dlogit: Tensor, temp: Tensor, denom_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the bias, and of ``temp`` through it."""
+def through_bias(
+    sizes: TokenSizes, dlogit: Tensor, temp: Tensor, denom_bias: Tensor, through_temp: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of the bias and, if wanted, of ``temp`` through it."""
     block, heads, seqlen = 64, sizes.nheads, sizes.seqlen
     nblocks = max(1, -(-seqlen // block))
     nparts = max(1, min(-(-sizes.nsequences // 4), 4 * launch.multiprocessors(sizes.device) // nblocks))
     gradient = denom_bias.new_empty(denom_bias.shape, dtype=torch.float32)
-    dtemps = denom_bias.new_empty(nblocks, heads, dtype=torch.float32)
+    dtemps = denom_bias.new_empty(nblocks, heads, dtype=torch.float32) if through_temp else None
     shared = sizes.arguments()
     cu_seqlens = sizes.call.cu_seqlens
     names = ("stride_pb", "stride_ph", "nsequences", "seqlen", "total")
-    arguments = {"dlogit_ptr": dlogit, "temp_ptr": temp, "dtemp_ptr": dtemps, "BLOCK_N": block, "num_warps": 4}
-    arguments |= {"stride_bh": denom_bias.stride(0), "stride_bs": denom_bias.stride(1), "BLOCK_H": power_of_two(heads)}
+    strides = denom_bias.stride() if through_temp else (0, 0)
+    arguments = {"dlogit_ptr": dlogit, "BLOCK_N": block, "BLOCK_H": power_of_two(heads), "num_warps": 4}
+    arguments |= {"dtemp_ptr": dtemps, "stride_bh": strides[0], "stride_bs": strides[1]}
     arguments |= {name: shared[name] for name in names}
     arguments |= {"cu_seqlens_ptr": cu_seqlens, "lengths_ptr": cu_seqlens, "nlengths": sizes.nsequences}
     arguments |= {"NHEADS": heads, "HEAD_DIM": sizes.head_dim}
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)
-        launch.run(
-            _tssa_causal_dbias_kernel, nblocks * nparts, **arguments, bias_ptr=None, dbias_ptr=parts, share=share
-        )
+        given = {"temp_ptr": None, "bias_ptr": None, "dbias_ptr": parts, "share": share}
+        launch.run(_tssa_causal_dbias_kernel, nblocks * nparts, **arguments, **given)
         arguments |= {"dlogit_ptr": parts, "cu_seqlens_ptr": None, "nsequences": nparts}
         arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen}
     launch.run(
         _tssa_causal_dbias_kernel,
         nblocks,
         **arguments,
-        bias_ptr=denom_bias,
+        temp_ptr=temp,
+        bias_ptr=denom_bias if through_temp else None,
         dbias_ptr=gradient,
         share=arguments["nsequences"],
     )
-    return gradient.to(denom_bias.dtype), dtemps.sum(0)
+    return gradient.to(denom_bias.dtype), None if dtemps is None else dtemps.sum(0)
