@@ -149,6 +149,10 @@ CRATE_DEVICE void copy_async_16(uint32_t shared, const void* global, bool presen
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
                : "memory");
 }
+// 4 bytes in the same way.
+CRATE_DEVICE void copy_async_4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
 CRATE_DEVICE void copy_async_commit() {
   cp_async_commit();
 }

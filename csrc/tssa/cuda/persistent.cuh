@@ -21,10 +21,7 @@ struct TssaSizes {
   static constexpr bool kMasked = MASKED;
   static constexpr int kWidth = HEADS * HEAD_DIM, kVectors = kWidth / 8, kPerHead = HEAD_DIM / 8;
   static constexpr int kGroups = THREADS / kVectors;
-  static constexpr int kLanes = HEADS % 4 == 0   ? 4
-                                : HEADS % 2 == 0 ? 2
-                                                 : 1,
-                       kOfLane = HEADS / kLanes;              // of the softmax
+  static constexpr int kLanes = HEADS % 4 == 0 ? 4 : 2 - HEADS % 2, kOfLane = HEADS / kLanes;  // of the softmax
   static constexpr int kSums = (kWidth + HEADS + 3) / 4 * 4;  // by channel, then by head
   static constexpr int kRow = kVectors + 4;                   // numbers of a token, one a vector
   static constexpr int kSlice = 32;                           // tokens whose numbers are put down at a time
@@ -36,15 +33,16 @@ template <class S, bool BACKWARD>
 struct TssaPersistentShared {
   static constexpr int kCopies = BACKWARD ? 2 : 1;
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kChannels = kSecond + S::kSums;
-  static constexpr int kHeads = kChannels + kCopies * S::kWidth, kTokens = kHeads + (S::kHeads + 3) / 4 * 4;
-  int size, members, dlogit, keep, scratch;  // size: of a tensor's tokens
+  static constexpr int kHeads = kChannels + kCopies * S::kWidth, kStatistics = kHeads + (S::kHeads + 3) / 4 * 4;
+  static constexpr int kTokens = kStatistics + (BACKWARD ? 2 * S::kBuffers * S::kWidth : 0);
+  int size, by_head, members, dlogit, keep, scratch;  // size: of a tensor's tokens; by_head: of numbers by head
 
   CRATE_DEVICE explicit TssaPersistentShared(int share) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
-    const int by_head = four(share * S::kHeads);
+    by_head = four(share * S::kHeads);
     size = share * S::kWidth / 2;
     members = kTokens + S::kBuffers * kCopies * size;
-    dlogit = members + (BACKWARD ? by_head : 0);
+    dlogit = members + (BACKWARD ? S::kBuffers * by_head : 0);
     keep = dlogit + by_head;
     scratch = keep + four(share);
   }
@@ -103,32 +101,29 @@ CRATE_DEVICE void bulk_tokens(const TssaProblem& p, const TssaTokens& t, const T
   }
 }
 
-// Fetches a sequence's tokens into a buffer; all threads of the block call it.
-template <class S, bool BACKWARD>
+// Fetches a sequence's tokens into a buffer; all threads of the block call it, and then wait.
+template <class S>
 struct TssaFetch {
-  const TssaProblem& p;
-  const TssaTokens &w, &dout;
-  TssaLayout<S> w_layout, dout_layout;
+  using Shared = TssaPersistentShared<S, false>;
+  const TssaForward& f;
+  TssaLayout<S> layout;
   uint32_t base;  // of shared memory
   int size;
 
-  CRATE_DEVICE uint32_t tokens(int buffer, int copy) const {
-    using Shared = TssaPersistentShared<S, BACKWARD>;
-    return base + 4 * (Shared::kTokens + (buffer * Shared::kCopies + copy) * size);
-  }
+  CRATE_DEVICE uint32_t tokens(int buffer) const { return base + 4 * (Shared::kTokens + buffer * size); }
   CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
 
   CRATE_DEVICE void operator()(int index, int buffer) const {
-    if (index >= p.nsequences) return;
-    const TssaSpan s = span_of<S>(p, index);
-    if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), s.rows() * S::kWidth * (BACKWARD ? 4 : 2));
-    bulk_tokens<S>(p, w, s, w_layout, tokens(buffer, 0), barrier(buffer));
-    if constexpr (BACKWARD) bulk_tokens<S>(p, dout, s, dout_layout, tokens(buffer, 1), barrier(buffer));
+    if (index >= f.problem.nsequences) return;
+    const TssaSpan s = span_of<S>(f.problem, index);
+    if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), s.rows() * S::kWidth * 2);
+    bulk_tokens<S>(f.problem, f.w, s, layout, tokens(buffer), barrier(buffer));
   }
+  CRATE_DEVICE void wait(int buffer, uint32_t phase) const { mbarrier_wait(barrier(buffer), phase); }
 };
 
-// Calls body(index, buffer, trip) for each sequence of the cluster, with its tokens on the way. A body ends with all
-// reads of them done.
+// Calls body(index, buffer, phase) for each sequence of the cluster, with its tokens on the way to a buffer, whose
+// barrier ends this phase then.
 template <class S, class Fetch, class Body>
 CRATE_DEVICE void each_sequence(const TssaProblem& p, const Fetch& fetch, Body body) {
   const int clusters = static_cast<int>(gridDim.x) / S::kCluster;

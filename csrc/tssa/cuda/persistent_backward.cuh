@@ -6,14 +6,50 @@
 
 namespace crate_kernels {
 
-// Puts the membership of the block's tokens down.
+// As TssaFetch, of all that the backward reads: energies and moments by bulk copies too, and the membership number by
+// number, as a token's stand apart.
 template <class S>
-CRATE_DEVICE void load_members(const TssaRows& stored, int rows, float* members) {
-  for (int i = threadIdx.x; i < rows * S::kHeads; i += S::kThreads) {
-    const int h = i / rows, n = i - h * rows;
-    members[n * S::kHeads + h] = stored(n, h);
+struct TssaBackwardFetch {
+  using Shared = TssaPersistentShared<S, true>;
+  const TssaBackward& b;
+  TssaLayout<S> w_layout, dout_layout;
+  uint32_t base;  // of shared memory
+  Shared at;
+
+  CRATE_DEVICE uint32_t tokens(int buffer, int copy) const {
+    return base + 4 * (Shared::kTokens + (2 * buffer + copy) * at.size);
   }
-}
+  CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
+
+  CRATE_DEVICE void operator()(int index, int buffer) const {
+    constexpr int kBytes = 4 * S::kWidth;
+    if (index < b.problem.nsequences) {
+      const TssaSpan s = span_of<S>(b.problem, index);
+      const int rows = s.rows();
+      if (threadIdx.x == 0) {
+        const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
+        const uint32_t to = base + 4 * Shared::kStatistics + 2 * buffer * kBytes;
+        mbarrier_expect(barrier(buffer), rows * kBytes + 2 * kBytes);
+        bulk_load(to, b.energy + columns, kBytes, barrier(buffer));
+        bulk_load(to + kBytes, b.moment + columns, kBytes, barrier(buffer));
+      }
+      bulk_tokens<S>(b.problem, b.w, s, w_layout, tokens(buffer, 0), barrier(buffer));
+      bulk_tokens<S>(b.problem, b.dout, s, dout_layout, tokens(buffer, 1), barrier(buffer));
+      const TssaRows stored = rows_of(b.problem, b.membership, s);
+      const uint32_t members = base + 4 * (at.members + buffer * at.by_head);
+      for (int i = threadIdx.x; i < rows * S::kHeads; i += S::kThreads) {
+        const int h = i / rows, n = i - h * rows;
+        copy_async_4(members + 4 * (n * S::kHeads + h), &stored(n, h));
+      }
+    }
+    copy_async_commit();
+  }
+  // The membership is there for all threads behind a barrier of the block.
+  CRATE_DEVICE void wait(int buffer, uint32_t phase) const {
+    copy_async_wait<S::kBuffers - 1>();
+    mbarrier_wait(barrier(buffer), phase);
+  }
+};
 
 // Puts the gradient of a token's logits down in the place of the sums of g w A; `moments` has those of w^2 dM by
 // vector.
@@ -54,11 +90,11 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const gates = memory + Shared::kChannels, *const dmoment = gates + S::kWidth,
-               *const dmass = memory + Shared::kHeads, *const members = memory + at.members,
-               *const dlogit = memory + at.dlogit, *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+               *const dmass = memory + Shared::kHeads, *const dlogit = memory + at.dlogit,
+               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
   const TssaVectorOf<S> v;
   const TssaLayout<S> w_layout(b.w, share), dout_layout(b.dout, share);
-  const TssaFetch<S, true> fetch = {p, b.w, b.dout, w_layout, dout_layout, shared_address(memory), at.size};
+  const TssaBackwardFetch<S> fetch = {b, w_layout, dout_layout, shared_address(memory), at};
   float* const sums = scratch + v.group * S::kSums;  // of the thread's group
   const int place = v.group * S::kRow + v.vector;    // of the first sum over the vector's channels
 
@@ -67,16 +103,16 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     const int rows = s.rows();
     const TssaPlace w = place_of<S>(v, w_layout, fetch.tokens(buffer, 0)),
                     dout = place_of<S>(v, dout_layout, fetch.tokens(buffer, 1));
-    const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
-    const float *const energies = b.energy + columns, *const moments = b.moment + columns;
+    const float *const members = memory + at.members + buffer * at.by_head,
+                       *const energies = memory + Shared::kStatistics + 2 * buffer * S::kWidth,
+                       *const moments = energies + S::kWidth;
     put_keep<S>(p, s, keep);
-    load_members<S>(rows_of(p, b.membership, s), rows, members);
+    fetch.wait(buffer, phase);
     each_four<S, S::kWidth>([&](int column) {
       const int h = column / HEAD_DIM;
       put_four(gates + column, gates_of(p, four_at(moments + column), index, h, column - h * HEAD_DIM));
     });
     __syncthreads();
-    mbarrier_wait(fetch.barrier(buffer), phase);
     {
       float acc[8] = {}, gate[8], mass = 0.0f;
       get_vector(gates + v.column(), gate);
@@ -208,6 +244,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     }
     if (s.chunk == 0) clear_uncovered(p, TssaHalves{{p.dtype}}, b.dw, nullptr, s);
   });
+  copy_async_wait<0>();  // of no copies
 }
 
 }  // namespace crate_kernels

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
                *const keep = memory + at.keep, *const scratch = memory + at.scratch;
   const TssaVectorOf<S> v;
   const TssaLayout<S> layout(f.w, share);
-  const TssaFetch<S, false> fetch = {p, f.w, f.w, layout, layout, shared_address(memory), at.size};
+  const TssaFetch<S> fetch = {f, layout, shared_address(memory), at.size};
   float* const sums = scratch + v.group * S::kSums;  // of the thread's group
   float temp[S::kOfLane];                            // in bits
 #pragma unroll
@@ -57,11 +57,11 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
   each_sequence<S>(p, fetch, [&](int index, int buffer, uint32_t phase) {
     const TssaSpan s = span_of<S>(p, index);
     const int rows = s.rows();
-    const TssaPlace place = place_of<S>(v, layout, fetch.tokens(buffer, 0));
+    const TssaPlace place = place_of<S>(v, layout, fetch.tokens(buffer));
     const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
     put_keep<S>(p, s, keep);
     if constexpr (MASKED) __syncthreads();
-    mbarrier_wait(fetch.barrier(buffer), phase);
+    fetch.wait(buffer, phase);
     {
       float acc[8] = {};
       uint32_t from = place.address;

@@ -52,12 +52,12 @@ RECORDED = {
     "forward-512-channels": (80, 2596, 117088, 1),
     "forward-768-channels": (79, 2702, 97488, 2),
     "forward-768-channels-784-tokens": (79, 2749, 179424, 1),
-    "backward-384-channels": (79, 4125, 91520, 2),
-    "backward-384-channels-fp16": (79, 4125, 91520, 2),
-    "backward-384-channels-padded": (80, 4303, 91520, 2),
-    "backward-192-channels": (79, 4104, 163472, 1),
-    "backward-512-channels": (80, 4194, 68016, 3),
-    "backward-768-channels": (80, 4290, 181040, 1),
+    "backward-384-channels": (80, 4190, 94592, 2),
+    "backward-384-channels-fp16": (80, 4190, 94592, 2),
+    "backward-384-channels-padded": (80, 4376, 94592, 2),
+    "backward-192-channels": (77, 4150, 168112, 1),
+    "backward-512-channels": (79, 4414, 72112, 3),
+    "backward-768-channels": (79, 4358, 194528, 1),
 }
 EVERY_TIME = ("forward-384-channels", "backward-384-channels")
 

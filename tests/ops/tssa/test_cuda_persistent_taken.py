@@ -11,7 +11,7 @@ from crate_kernels import tssa
 from crate_kernels._triton import table, tune
 from crate_kernels._triton.table import Row
 from crate_kernels.cli.tune import judge
-from crate_kernels.ops.tssa import timed
+from crate_kernels.ops.tssa import op, timed
 from crate_kernels.ops.tssa.cuda import persistent
 from crate_kernels.ops.tssa.cuda import tune as persistent_tune
 from tests.ops.common import outputs_and_gradients
@@ -100,6 +100,18 @@ def test_a_gradient_that_is_expanded_is_left_to_other_kernels(hopper, backend):
         out, _ = call(False, backend)(w, temps(3))
         out.sum().backward()
     assert hopper() == {"fwd_persistent", "bwd_chunk"}
+
+
+def test_statistics_that_no_bulk_copy_brings_are_left_to_other_kernels(hopper, backend):
+    w, temp, options = halves(2, 3, 30, 16), temps(3), (None, None, 0, None, 0.0)
+    _, *saved = op.tssa_fwd(w, temp, *options, backend)
+    apart = torch.cat([saved[2].new_zeros(1), saved[2].flatten()])[1:].view_as(saved[2])
+    with taking(PAIRS):
+        expected = op.tssa_bwd(w, None, w, temp, *saved, *options, backend)
+        assert "bwd_persistent" in hopper()
+        found = op.tssa_bwd(w, None, w, temp, *saved[:2], apart, *options, backend)
+    assert "bwd_persistent" not in hopper()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])

@@ -57,8 +57,8 @@ void store(void* global, uint32_t shared, int bytes, bool adds);
 void store_commit();
 void store_wait(int groups);
 
-// 16 bytes by cp.async; null: zeros.
-void copy(uint32_t shared, const void* global);
+// 4 to 16 bytes by cp.async; null: zeros.
+void copy(uint32_t shared, const void* global, int bytes);
 void copy_commit();
 void copy_wait(int groups);
 

@@ -75,17 +75,17 @@ void store_wait(int groups) {
   step();
 }
 
-void copy(uint32_t shared, const void* global) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) fail("cp.async copies between multiples of its size");
-  Copy copy = {shared, false, {}};
-  if (global != nullptr) memcpy(copy.bytes.data(), global, 16);
-  wrote(shared, 16);
-  memset(at(shared, 16, 16), 0xff, 16);
+void copy(uint32_t shared, const void* global, int bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % bytes != 0) fail("cp.async copies between multiples of its size");
+  Copy copy = {shared, bytes, false, {}};
+  if (global != nullptr) memcpy(copy.bytes.data(), global, bytes);
+  wrote(shared, bytes);
+  memset(at(shared, bytes, bytes), 0xff, bytes);
   mine().copies.push_back(copy);
 }
 
 void copy_commit() {
-  mine().copies.push_back({0, true, {}});
+  mine().copies.push_back({0, 0, true, {}});
 }
 
 void copy_wait(int groups) {
@@ -98,8 +98,8 @@ void copy_wait(int groups) {
       --open;
       continue;
     }
-    memcpy(at(copy.to, 16, 16), copy.bytes.data(), 16);
-    for (int n = 0; n < 16; n += kGranule) granule(copy.to + n).writer = {me(), mine().clock.seen[me()]};
+    memcpy(at(copy.to, copy.size, copy.size), copy.bytes.data(), copy.size);
+    for (int n = 0; n < copy.size; n += kGranule) granule(copy.to + n).writer = {me(), mine().clock.seen[me()]};
   }
   step();
 }

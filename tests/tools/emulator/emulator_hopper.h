@@ -155,7 +155,10 @@ inline void store_shared(uint32_t address, float v) {
   emulated::store_as(address, v);
 }
 inline void copy_async_16(uint32_t shared, const void* global, bool present) {
-  emulator::async::copy(shared, present ? global : nullptr);
+  emulator::async::copy(shared, present ? global : nullptr, 16);
+}
+inline void copy_async_4(uint32_t shared, const void* global) {
+  emulator::async::copy(shared, global, 4);
 }
 inline void copy_async_commit() {
   emulator::async::copy_commit();

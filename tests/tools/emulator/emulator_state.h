@@ -64,6 +64,7 @@ struct Store {
 
 struct Copy {
   uint32_t to;
+  int size;
   bool ends;  // a group
   std::array<unsigned char, 16> bytes;
 };

@@ -174,14 +174,20 @@ def _causal_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
     return Form(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
-def _persistent_form(p: Problem, w: Tensor, dout: Tensor | None, call: Call, gpu: Gpu) -> Form | None:
+def _persistent_form(
+    p: Problem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: Call, gpu: Gpu
+) -> Form | None:
     """Return the form of a call that a persistent kernel takes."""
-    found = persistent.taken(p, w, dout, call, gpu)
+    found = persistent.taken(p, w, dout, statistics, call, gpu)
     return found and Form("", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found)
 
 
-def choose(w: Tensor, dout: Tensor | None, call: Call, causal: bool) -> tuple[Problem, Form]:
+def choose(
+    w: Tensor, dout: Tensor | None, call: Call, causal: bool, statistics: tuple[Tensor, ...] = ()
+) -> tuple[Problem, Form]:
     """Return the sizes of a call, cut into chunks, and its form; ``dout`` is None in a forward.
+
+    ``statistics``: the energies and moments that a backward of the full form reads.
 
     Raises:
         backends.Refused: tokens have no channels, or too many for the GPU's shared memory.
@@ -190,7 +196,7 @@ def choose(w: Tensor, dout: Tensor | None, call: Call, causal: bool) -> tuple[Pr
     if not w.shape[1] * w.shape[-1]:
         raise backends.Refused(f"takes tokens with channels, {got}")
     p, gpu = problem(w, call), launch.gpu(w.device)
-    form = None if causal else _persistent_form(p, w, dout, call, gpu)
+    form = None if causal else _persistent_form(p, w, dout, statistics, call, gpu)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:
         direction = "forward" if dout is None else "backward"

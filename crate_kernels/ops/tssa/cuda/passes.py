@@ -153,9 +153,11 @@ def backward(
     w, temp, denom_bias, membership, energy, moment = saved
     if energy is None or moment is None:
         given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+        statistics = ()
     else:
         given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
-    p, form = choose(w, dout, call, causal)
+        statistics = energy, moment
+    p, form = choose(w, dout, call, causal, statistics)
     dw = operator.empty_out(w)
     dlogit = call.empty_membership(w) if form.cuts or causal else None
     sums = [_empty_sums(w, p, form, by_channel=2 if causal else 1), _empty_sums(w, p, form)]

@@ -75,9 +75,10 @@ def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config
     width, share, copies = nheads * head_dim, -(-seqlen // config["CLUSTER"]), 2 if backward else 1
     vectors, sums = width // _VECTOR, _four(width + nheads)
     groups = threads_of(width, config["THREADS"]) // vectors
-    fixed = 4 + 2 * sums + copies * width + _four(nheads)
-    tokens = config["BUFFERS"] * copies * share * width // 2
-    by_token = copies * _four(share * nheads) + _four(share)
+    buffers = config["BUFFERS"]
+    fixed = 4 + 2 * sums + copies * width + _four(nheads) + (2 * buffers * width if backward else 0)
+    tokens = buffers * copies * share * width // 2
+    by_token = (1 + buffers if backward else 1) * _four(share * nheads) + _four(share)
     return 4 * (fixed + tokens + by_token + max(min(share, _SLICE) * (vectors + 4), groups * sums))
 
 
@@ -114,10 +115,12 @@ def serves(p: Problem, gpu: Gpu, *tensors: Tensor) -> bool:
     )
 
 
-def taken(p: Problem, w: Tensor, dout: Tensor | None, call: Call, gpu: Gpu) -> Persistent | None:
+def taken(
+    p: Problem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: Call, gpu: Gpu
+) -> Persistent | None:
     """Return how a call is launched if these kernels serve it and were chosen, else None."""
     backward = dout is not None
-    if not serves(p, gpu, w, *((dout,) if backward else ())):
+    if not serves(p, gpu, w, *((dout,) if backward else ())) or any(t.data_ptr() % 16 for t in statistics):
         return None
     config = (BACKWARD if backward else FORWARD).config(w.device, p.width, p.seqlen, False, w.dtype)
     if not config["CLUSTER"]:
