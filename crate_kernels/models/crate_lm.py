@@ -98,8 +98,9 @@ class TiedISTA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the decoded code of ``x`` (..., dim), same shape."""
-        if self.code._forward_hooks or self.code._forward_pre_hooks:
-            return self.code(self.encode(x)) @ self.weight
+        code = self.code
+        if code._forward_hooks or code._forward_pre_hooks or code._backward_hooks or code._backward_pre_hooks:
+            return code(self.encode(x)) @ self.weight
         options = {"step_size": self.step_size, "lambd": self.lambd, "steps": self.steps, "backend": self.backend}
         return ista_overcomplete(x, self.weight.T, **options)
 

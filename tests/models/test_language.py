@@ -204,6 +204,15 @@ def test_a_hook_on_the_code_changes_nothing_by_watching(steps):
     assert not module(x).any()
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_every_kind_of_hook_on_the_code_fires(kind):
+    torch.manual_seed(0)
+    module, seen = TiedISTA(6, 24, 2), []
+    getattr(module.code, f"register_{kind}_hook")(lambda *_: seen.append(kind))
+    module(torch.randn(2, 5, 6)).sum().backward()
+    assert seen == [kind]
+
+
 def test_a_channel_of_the_code_or_the_projection_can_be_overridden():
     model, (tokens,) = drawn(build("crate_lm_overcomplete").double()), inputs("crate_lm_overcomplete")
 

@@ -438,6 +438,16 @@ def test_what_watches_or_changes_a_layer_runs(taken, watch, inside):
     assert not taken
 
 
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_backward_hooks_run(taken, kind):
+    ours, _ = pair()
+    seen = []
+    getattr(ours.linear, f"register_{kind}_hook")(lambda *_: seen.append(kind))
+    ours(torch.randn(5, IN, requires_grad=True)).sum().backward()
+    assert seen == [kind]
+    assert not taken
+
+
 def test_global_hooks_run(taken):
     ours, _ = pair()
     seen = []
