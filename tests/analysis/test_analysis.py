@@ -219,10 +219,11 @@ def test_coherence_of_orthogonal_equal_nested_and_zero_heads():
     torch.testing.assert_close(analysis.subspace_coherence(weight, 5), torch.tensor(expected, dtype=F64))
 
 
+@pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**30], ids=["small", "unit", "large"])
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-def test_a_direction_counts_in_the_coherence_as_it_does_in_the_rank(dtype):
+def test_a_direction_counts_in_the_coherence_as_it_does_in_the_rank(dtype, size):
     """Just above and just below the tolerance of ``matrix_rank``; the second head has the same first direction."""
-    basis, tolerance = _orthogonal(8), 8 * torch.finfo(dtype).eps
+    basis, tolerance = size * _orthogonal(8), 8 * torch.finfo(dtype).eps
     for factor, rank in ((4.0, 2), (0.25, 1)):
         head = torch.stack([basis[0], factor * tolerance * basis[1]]).to(dtype)
         assert torch.linalg.matrix_rank(head) == rank

@@ -35,13 +35,22 @@ BODIES = {
     "addition": lambda a, b: torch.add(a, b, alpha=0.5),
     "addition-of-two-dtypes": lambda a, b: torch.add(a.bfloat16(), b, alpha=0.5),
     "difference-of-two-dtypes": lambda a, b: a - b.to(torch.float16),
-    "difference-in-place": lambda a, b: a.clone().sub_(b),
+    "addition-in-place": lambda a, b: a.clone().add_(b, alpha=0.5),
+    "difference": lambda a, b: torch.sub(a, b, alpha=0.5),
+    "difference-in-place": lambda a, b: a.clone().sub_(b, alpha=0.5),
     "product": lambda a, b: a @ b.t(),
+    "product-into-another": lambda a, b: torch.mm(a, b, out=a.new_empty(4, 4)),
     "scaled-product": lambda a, b: torch.addmm(a, b, b.t() @ a, beta=0.5, alpha=2),
+    "scaled-product-in-place": lambda a, b: a.clone().addmm_(b, b, beta=0.5, alpha=2),
+    "scaled-product-into-another": lambda a, b: torch.addmm(a, b, b, beta=0.5, alpha=2, out=a.new_empty(4, 4)),
+    "scaled": lambda a, b: (a + b) * 3,
     "scaled-in-place": lambda a, b: (a + b).mul_(3),
     "copy-in-another-dtype": lambda a, b: a.to(torch.bfloat16),
+    "copy-into-another": lambda a, b: a.new_empty(4, 4).copy_(b),
     "zeros": lambda a, b: a.new_zeros(3, 2),
+    "zeros-in-place": lambda a, b: (a + b).zero_(),
     "cat": lambda a, b: torch.cat((a, b), 1),
+    "cat-of-rows": lambda a, b: torch.cat((a, b[:3])),
     "views": lambda a, b: (a[1:] + b[:3], b.view(2, 8)[:, 3:].contiguous()),
     "view-of-a-sum": lambda a, b: torch.ops.aten.sum.dim_IntList(a, [1])[1:].to(torch.float16),
     "result-that-is-a-view": lambda a, b: (a + b).t(),
@@ -166,6 +175,14 @@ def test_plans_are_bounded():
     for number in range(10_000):
         ops().plan_store([torch.empty(1 + number)], NUMBER, words)
     assert 0 < plan.counts()[2] <= 4096
+
+
+def test_calls_that_lack_another_tensor_have_other_entries():
+    """Of two tensors that a call may leave out, both may be of one kind: masks of rows and of columns."""
+    planned, a, b = plan.Planned([0, 1, 2], 4, 1, lambda name, of: True), torch.zeros(2), torch.ones(2)
+    found = [planned.entry((a, *rest, "x"))[0] for rest in ((b, None), (None, b), (b, b), (None, None))]
+    assert len({entry.number for entry in found}) == 4
+    assert planned.entry((a, None, b, "x"))[0] is found[1]
 
 
 def test_entries_are_bounded():

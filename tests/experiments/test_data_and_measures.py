@@ -19,6 +19,7 @@ from crate_kernels.experiments.language.settings import PRESETS as LANGUAGE
 from crate_kernels.experiments.layers import watching
 from crate_kernels.experiments.mae import probe
 from crate_kernels.experiments.mae.settings import PRESETS as MAE
+from crate_kernels.experiments.redunet import digits as turned_digits
 from crate_kernels.experiments.redunet import gaussians
 from crate_kernels.experiments.redunet.settings import PRESETS as REDUNET
 from crate_kernels.models import CRATE, CRATEConfig
@@ -133,6 +134,14 @@ def test_gaussians_are_pulled_apart(monkeypatch):
     for column in range(3):  # R - Rc, R and Rc belong together
         assert math.isfinite(found.test_rates[-1, column])
     torch.testing.assert_close(found.train_rates[:, 0], found.train_rates[:, 1] - found.train_rates[:, 2])
+
+
+def test_a_turned_digit_is_what_it_was(small):
+    """A turn is a shift along the angles, on which neither the features nor the estimate depend."""
+    found = turned_digits.build(replace(REDUNET["quick"], tests=6, turns=4), CPU, lambda: None)
+    assert found.invariance < 1e-9
+    assert found.upright > 0.75
+    assert found.turned == pytest.approx(found.upright)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -77,6 +77,22 @@ def test_positions_may_be_given_where_they_are_the_models_own():
     assert torch.equal(greedy(model, prompts(), position_ids=torch.arange(5).expand(2, 5)), greedy(model, prompts()))
 
 
+@pytest.mark.parametrize("row", [0, 1], ids=["padded", "whole"])
+@pytest.mark.parametrize("new", [[[1], [1]], [[0, 1], [1, 1]]], ids=["a-step", "more-padding"])
+def test_other_positions_than_the_models_own_are_refused_after_a_cache(new, row):
+    _, model = pair("crate_lm")
+    mask, more = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), torch.tensor(new)
+    every, tokens = torch.cat((mask, more), 1), prompts(2, more.shape[1])
+    positions = every.cumsum(1)[:, 5:] - 1
+    with torch.no_grad():
+        cache = cache_of(model(prompts(), attention_mask=mask, use_cache=True))
+        positions[row, -1] += 1
+        with pytest.raises(NotImplementedError, match="position_ids must be those of attention_mask and the cache"):
+            model(tokens, attention_mask=every, cache=cache, position_ids=positions)
+        positions[row, -1] -= 1
+        model(tokens, attention_mask=every, cache=cache, position_ids=positions)
+
+
 def test_labels_may_be_shifted_already():
     _, model = pair("crate_lm")
     shifted = torch.nn.functional.pad(prompts()[:, 1:], (0, 1), value=-100)

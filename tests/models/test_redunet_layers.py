@@ -94,3 +94,16 @@ def test_the_rates_are_the_published_ones(kind):
 
     compressed = sum((y == j).sum().item() / len(y) * rate(v[y == j]) for j in range(3))
     assert mcr2(v, y, 0.1) == pytest.approx((rate(v) - compressed, rate(v), compressed), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_samples_in_single_precision_are_solved_in_double(kind):
+    x, y = samples(SHAPES[kind])
+    layer, wide = layer_for(kind), double(layer_for(kind))
+    v = layer.preprocess(x.float())
+    same = v.to(torch.promote_types(v.dtype, torch.float64))
+    layer.init(v, y)
+    wide.init(same, y)
+    for own, other in zip(layer.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(own, other.to(own.dtype))
+    assert mcr2(v, y, 1e-3) == mcr2(same, y, 1e-3)

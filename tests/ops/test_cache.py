@@ -59,6 +59,16 @@ def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
     assert [m for m in testing.measure(actual, eager, exact, dtype) if not m.passed] == []
 
 
+@pytest.mark.parametrize("channel", [0.0, 1e-8, 6e-7], ids=["zero", "below", "across"])
+@pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
+@pytest.mark.parametrize(("backend", "device"), backends("tssa"))
+def test_decoding_has_the_floor_of_the_full_forward(backend, device, blocks, channel):
+    w = tokens(device=device)
+    w[..., 5] *= channel
+    actual = decode("tssa", w, backend, new_cache("tssa", device=device), blocks)
+    torch.testing.assert_close(actual, attend("tssa", w, "reference"))
+
+
 @SUBSPACE
 @pytest.mark.parametrize("scale", [-0.4, 0.0])
 def test_decoding_takes_any_scale(backend, device, scale):

@@ -70,6 +70,21 @@ def test_a_hook_on_a_bypassed_child_brings_the_published_forward(child):
     assert len(seen) == 1
 
 
+HOOKS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("child", ["attend", "dropout"])
+def test_every_kind_of_hook_on_a_bypassed_child_fires(child, kind):
+    model, seen = Attention(dropout=0.5).eval(), []
+    patch(model)
+    handle = getattr(getattr(model, child), f"register_{kind}_hook")(lambda *_: seen.append(child))
+    for _ in range(2):
+        model(tokens().requires_grad_()).sum().backward()
+        assert seen == [child]
+        handle.remove()
+
+
 @pytest.mark.parametrize("make", [PrintedISTA, TiedOvercomplete], ids=["ista", "overcomplete"])
 def test_a_hook_on_the_code_sees_it(make):
     model, codes = make(), []

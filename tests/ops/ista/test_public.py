@@ -352,6 +352,7 @@ THRESHOLDS = {
     "near-half": (1e-5, 5e4),
     "tiny-step": (1e-30, 1.03e30),
     "no-step": (0.0, 1e6),
+    "beyond-float": (1e-39, 1.0033e39),
     "all-zero": (1e30, 1e30),
 }
 

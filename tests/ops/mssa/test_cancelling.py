@@ -34,6 +34,17 @@ def ones(tokens, head_dim):
     return draw
 
 
+def before(factor, draw):
+    """The last of the tokens is ``factor`` times as long: in the causal form no other attends to it."""
+
+    def drawn(generator):
+        w, g = draw(generator)
+        w[:, :, -1] *= factor
+        return w, g
+
+    return drawn
+
+
 # Draws whose gradients PyTorch's attention computes 1.1 to 195 budgets off, one of bf16 tokens and one of fp16 ones.
 CASES = {
     "two": (sink(2, 16, 10), {}, (7, 2)),
@@ -44,6 +55,7 @@ CASES = {
     "causal": (sink(8, 64, 30), {"causal": True}, (1, 7)),
     "more": (sink(33, 32, 100), {}, (3, 7)),
     "ones": (ones(197, 128), {}, (0, 1)),
+    "ones-before-a-tall-token": (before(30, ones(197, 128)), {"causal": True}, (6,)),
 }
 
 

@@ -107,3 +107,43 @@ def drawn_within_budget(draw, causal, backend, seeds):
         for name, value in testing.run(case, inputs, backend).items():
             budget.check_against(name, value, GRADIENT if name.startswith("d") else FORWARD, f"draw {seed}: ")
         budget.raise_if_over()
+
+
+DRAWS = range(4)
+
+
+def measured(causal, backend, device, *draws):
+    """Hold the gradients of ``out`` of three heads against float64.
+
+    Those of several (w, dout) are judged as one: in a few numbers eager can be lucky.
+    """
+
+    def gradients(name, dtype):
+        found = []
+        for w, dout in draws:
+            bias = (0.1 * randn(3, w.shape[2], seed=3, dtype=torch.float32),) * causal
+            tensors = w, torch.tensor([0.8, 1.0, 1.3]), *bias
+            leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+            options = {"denom_bias": leaves[2]} if causal else {}
+            out = tssa(*leaves[:2], causal=causal, backend=name, **options)
+            found.append(torch.autograd.grad(out, leaves, dout.to(device, dtype)))
+        return dict(zip(("dw", "dtemp", "ddenom_bias"), map(torch.stack, zip(*found, strict=True)), strict=False))
+
+    eager, exact = gradients("reference", torch.float32), gradients("reference", torch.float64)
+    return testing.measure(gradients(backend, torch.float32), eager, exact, torch.float32)
+
+
+FLOORS = {
+    "below": (False, 1e-13),
+    "above": (False, 3e-12),
+    "causal-below": (True, 1e-8),
+    "causal-across": (True, 6e-7),
+}
+
+
+def floored_within_budget(draw, causal, channel, backend, device="cpu"):
+    """Hold gradients to float64 where a channel is ``channel`` times as large as others; ``draw`` takes a seed."""
+    draws = [(draw(seed=n), draw(seed=n + 1)) for n in DRAWS]
+    for w, _ in draws:
+        w[..., 5] *= channel
+    assert [m for m in measured(causal, backend, device, *draws) if not m.passed] == []

@@ -1,6 +1,7 @@
 """tssa's CUDA kernels under the emulator: every form within the budget, and the order of sums."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 from crate_kernels import testing
 from crate_kernels.ops.tssa import op
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
-from tests.ops.tssa.cuda import FORMS, WAYS, bias, call, going, temps, tokens
-from tests.ops.tssa.sums import DRAWN, drawn_within_budget
+from tests.ops.tssa.cuda import DEVICES, FORMS, WAYS, bias, call, going, temps, tokens
+from tests.ops.tssa.sums import DRAWN, FLOORS, drawn_within_budget, floored_within_budget
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,6 +92,20 @@ def test_a_single_token_is_its_own_sum(causal, way, backend, device):
 @pytest.mark.parametrize(("draw", "causal"), DRAWN.values(), ids=DRAWN)
 def test_a_token_that_is_all_of_its_sums(draw, causal, backend):
     drawn_within_budget(draw, causal, backend, seeds=(*range(12), 31))
+
+
+FLOOR_WAYS = [
+    pytest.param(causal, way, channel, id=f"{name}-{way}")
+    for name, (causal, channel) in FLOORS.items()
+    for way in (["block"] if causal else DEVICES)
+]
+
+
+@pytest.mark.parametrize("seqlen", [1, 75])
+@pytest.mark.parametrize(("causal", "way", "channel"), FLOOR_WAYS)
+def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, way, channel, seqlen, backend, device):
+    going(device, way)
+    floored_within_budget(partial(tokens, 2, 3, seqlen, 16), causal, channel, backend)
 
 
 @FORMS

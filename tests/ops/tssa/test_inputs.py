@@ -1,11 +1,14 @@
 """Token statistics of odd inputs: heads that are switched off, strides of offsets and masks, channels below a floor."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, testing, tssa
+from crate_kernels import TokenStatsCache, tssa
 from crate_kernels.ops.tssa import op
 from tests.ops.common import backends, offsets, outputs_and_gradients, randn
+from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_budget, measured
 
 BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
 HEADS, SEQLEN, HEAD_DIM = 3, 21, 16
@@ -162,28 +165,6 @@ def test_autograd_sees_that_a_cache_has_changed(backend, device):
                 loss.backward()
 
 
-DRAWS = range(4)
-
-
-def measured(causal, backend, device, *draws):
-    """Hold the gradients of ``out`` against float64.
-
-    Those of several (w, dout) are judged as one: in a few numbers eager can be lucky.
-    """
-
-    def gradients(name, dtype):
-        found = []
-        for w, dout in draws:
-            bias = (biases(seqlen=w.shape[2]),) * causal
-            leaves = [t.to(device, dtype).requires_grad_() for t in (w, temps(), *bias)]
-            out, _ = call(causal, name)(*leaves)
-            found.append(torch.autograd.grad(out, leaves, dout.to(device, dtype)))
-        return dict(zip(("dw", "dtemp", "ddenom_bias"), map(torch.stack, zip(*found, strict=True)), strict=False))
-
-    eager, exact = gradients("reference", torch.float32), gradients("reference", torch.float64)
-    return testing.measure(gradients(backend, torch.float32), eager, exact, torch.float32)
-
-
 SMALL = {"tokens": (1e-14, 1.0), "gradients": (1e-11, 1e-13), "gradients-of-one-channel": (1.0, 1e-13)}
 
 
@@ -228,22 +209,11 @@ def test_what_all_heads_have_in_common_moves_nothing(causal, backend, device):
     torch.testing.assert_close(gradients(65536.0), gradients(0.0), rtol=1e-5, atol=1e-5)
 
 
-FLOORS = {
-    "below": (False, 1e-13),
-    "above": (False, 3e-12),
-    "causal-below": (True, 1e-8),
-    "causal-across": (True, 6e-7),
-}
-
-
 @EACH_FUSED
 @pytest.mark.parametrize("seqlen", [1, SEQLEN])
 @pytest.mark.parametrize(("causal", "channel"), FLOORS.values(), ids=FLOORS)
 def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, channel, seqlen, backend, device):
-    draws = [(tokens(seqlen=seqlen, seed=n), tokens(seqlen=seqlen, seed=n + 1)) for n in DRAWS]
-    for w, _ in draws:
-        w[..., 5] *= channel
-    assert [m for m in measured(causal, backend, device, *draws) if not m.passed] == []
+    floored_within_budget(partial(tokens, seqlen=seqlen), causal, channel, backend, device)
 
 
 @EACH_FUSED
