@@ -394,10 +394,10 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     """Return autocast's dtype if autocast is on for a tensor's device, else None. Meta tensors have no autocast."""
     if not autocast_is_on():  # takes a quarter of the time of the query for one device
         return None
-    device_type = t.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
+    kind = "cpu" if t.is_cpu else "cuda" if t.is_cuda else t.device.type  # a device's type is a new string each time
+    if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def without_autocast(t: Tensor) -> AbstractContextManager:
