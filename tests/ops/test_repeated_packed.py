@@ -92,6 +92,21 @@ def test_offsets_of_another_kind_are_refused_on_a_repeated_call(function, change
         function(*tokens(), cu_seqlens=change(offsets(0, 4, 9)), max_seqlen=LONGEST, backend="cpp")
 
 
+LENGTHS = {"text": "5", "bool": True, "number": 5.0, "none": None, "tensor": torch.tensor(5)}
+
+
+@pytest.mark.parametrize("value", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("bias", [None, torch.ones(2, 6)], ids=["plain", "bias"])
+@each
+def test_a_length_of_a_wrong_type_is_refused_on_a_repeated_call(function, bias, value):
+    more = {} if function is not FORMS["tssa-causal"] else {"denom_bias": bias}
+    options = {"cu_seqlens": offsets(0, 4, 9), "backend": "cpp", **more}
+    for seed in range(3):
+        function(*tokens(seed), max_seqlen=LONGEST, **options)
+    with pytest.raises(TypeError, match="max_seqlen must be an int with cu_seqlens"):
+        function(*tokens(), max_seqlen=value, **options)
+
+
 @each
 def test_offsets_that_lie_apart_repeat_as_another_kind(function):
     known(function)

@@ -200,7 +200,9 @@ def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, opti
     """Repeat a call that was checked before; None if there is none."""
     causal, _, max_seqlen, *_ = key
     _, packed, _ = options
-    if not (isinstance(causal, bool) and isinstance(temp, Tensor)) or (max_seqlen is None) != (packed is None):
+    if not (isinstance(causal, bool) and isinstance(temp, Tensor)):
+        return None
+    if type(max_seqlen) is not (type(None) if packed is None else int):
         return None
     if w.dim() != (4 if packed is None else 3):
         return None
