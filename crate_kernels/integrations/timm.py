@@ -107,7 +107,7 @@ def _fit(name: str, given: Collection[str], weights: Mapping[str, Any], model: A
     family, published = _SIZES[name]
     state = bare = official.unwrap(weights)
     for system in family.SYSTEMS.values():
-        implied = {name: value for name, value in system.implied(bare).items() if name not in given}
+        implied = {k: v for k, v in system.implied(bare).items() if k.endswith("eps") and k not in given}
         if implied:
             _set_eps(model, implied)
         state = system.weights(state)

@@ -52,7 +52,7 @@ def test_images_skip_a_branch(family):
 
 @pytest.mark.parametrize(("depth", "rates"), [(1, [0.0]), (3, [0.0, 0.1, 0.2])])
 def test_rates_grow_evenly(depth, rates):
-    assert_close(path_rates(0.2, depth), rates)
+    assert_close(list(path_rates(0.2, depth)), rates)
 
 
 def test_maps_and_keys_are_whole_in_training():

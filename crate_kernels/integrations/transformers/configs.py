@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
 
 from crate_kernels import models
 from crate_kernels._core import checks
@@ -85,12 +86,43 @@ class LanguageModelConfig(ModelConfig):
         """Accept our kinds of cache, of which transformers does not know."""
 
 
-class ImageModelConfig(ModelConfig):
-    """Config of an image model: the fields of ours; ``num_classes`` is ``num_labels``, 2 by default."""
+class ImageModelConfig(BackboneConfigMixin, ModelConfig):
+    """Config of an image model: the fields of ours; ``num_classes`` is ``num_labels``, 2 by default.
+
+    ``out_features`` or ``out_indices`` choose the maps of a backbone, of ``stage_names``; by default the last.
+    """
+
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Name what enters the first layer, and each layer."""
+        return ["stem", *(f"stage{index + 1}" for index in range(self.num_hidden_layers))]  # pyright: ignore
+
+    def __post_init__(self, **others: Any) -> None:
+        """Take the maps of a backbone beside the fields; a backbone checks them, once its layers are there.
+
+        A folder may come from anyone, and say any depth: no name of a layer is made before.
+        """
+        self._out_features, self._out_indices = (others.pop(name, None) for name in ("out_features", "out_indices"))
+        super().__post_init__(**others)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values, with the number of classes under our name too."""
-        return {**super().to_dict(), "num_classes": self.num_labels}
+        """Return all values, with the number of classes under our name too: 0 of a model without a classifier."""
+        return {**super().to_dict(), "num_classes": 0 if _is_headless(self.architectures) else self.num_labels}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config of a dict; what a model without a classifier wrote leaves the number of classes open."""
+        if _is_headless(config_dict.get("architectures")):
+            config_dict = {name: value for name, value in config_dict.items() if name != "num_classes"}
+        return super().from_dict(config_dict, **kwargs)
+
+
+def _is_headless(architectures: list[str] | None) -> bool:
+    """Say if a folder is of a model without a classifier."""
+    return any(name.endswith(("Model", "Backbone")) for name in architectures or ())
 
 
 def _derive(base: type[ModelConfig], family: Any, **extra: Any) -> Any:

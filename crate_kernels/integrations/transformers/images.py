@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.backbone_utils import BackboneMixin
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from crate_kernels.integrations.transformers import base, configs
 from crate_kernels.models import aot, crate, crate_alpha, crate_mae, tost
+from crate_kernels.models._shared import preparation
+from crate_kernels.models._shared.base import run
 
 _PREFIX = "model"
 
@@ -52,8 +59,8 @@ _LAYERS = {  # of ours, which transformers can recompute
 }
 
 
-class ImageClassifier(base.Model):
-    """A classifier of ours. Saved parameters have our names; in memory they have the prefix ``model.``.
+class ImageNetwork(base.Model):
+    """A network of ours. Saved parameters have our names; in memory they have the prefix ``model.``.
 
     Args:
         config: sizes and options; ``num_labels`` is the number of classes.
@@ -62,12 +69,11 @@ class ImageClassifier(base.Model):
     base_model_prefix = _PREFIX
     main_input_name = "pixel_values"
     input_modalities = ["image"]  # noqa: RUF012 (transformers declares it so)
-    accepts_loss_kwargs = False  # a mean over images needs no count of them
     _no_split_modules = ["CRATE", "CRATEAlpha", "ToST", "AoTVision", "CRATEMAEEncoder"]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model = base.network(config)
+        self.model = self._network(config)
         for module in self.model.modules():
             module.__class__ = _LAYERS.get(type(module), type(module))
         # As from_pretrained would leave it: transformers removes the prefix only from what it loaded itself.
@@ -76,6 +82,16 @@ class ImageClassifier(base.Model):
         lists = (self.model.layout.blocks, self.model.layout.after)
         held = [name for name in lists if name and len(self.model.get_submodule(name))]
         self._fsdp_plan = {f"{_PREFIX}.{name}.*": base.FREED for name in held}
+
+    def _network(self, config: Any) -> Any:
+        """Build our model, without values."""
+        return base.network(config)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does, with how to prepare images unless the folder says that already."""
+        result = super().save_pretrained(save_directory, *args, **kwargs)
+        preparation.write(Path(save_directory), self.model)
+        return result
 
     def _our_name(self, name: str) -> str:
         return name.removeprefix(f"{_PREFIX}.")
@@ -92,6 +108,18 @@ class ImageClassifier(base.Model):
         """Load weights under our names too, as a saved model has them: Trainer resumes so."""
         bare = {name.removeprefix(f"{_PREFIX}."): tensor for name, tensor in state_dict.items()}
         return super().load_state_dict({f"{_PREFIX}.{name}": t for name, t in bare.items()}, *args, **kwargs)
+
+    def _check(self, kwargs: dict[str, Any], loss: tuple[str, ...] = ()) -> None:
+        """Refuse arguments that nothing would read."""
+        base.refuse_attentions(self, kwargs.pop("output_attentions", None))
+        kwargs.pop("output_hidden_states", None)  # kept by the decorator
+        base.refuse_unknown(self, kwargs, loss)
+
+
+class ImageClassifier(ImageNetwork):
+    """A classifier of ours."""
+
+    accepts_loss_kwargs = False  # a mean over images needs no count of them
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -115,14 +143,109 @@ class ImageClassifier(base.Model):
             NotImplementedError: ``output_attentions``.
             TypeError: any other argument.
         """
-        base.refuse_attentions(self, kwargs.pop("output_attentions", None))
-        kwargs.pop("output_hidden_states", None)  # kept by the decorator
-        base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index"))
+        self._check(kwargs, loss=("num_items_in_batch", "ignore_index"))
         # As a module, since accelerate moves its weights for a call.
         logits = self.model(pixel_values, bool(interpolate_pos_encoding))
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+class _Features:
+    """Our model's forward, without a classifier; as a module's, since accelerate moves weights for a call."""
+
+    def forward(self: Any, img: Tensor, interpolate_pos_encoding: bool) -> tuple[Tensor, Tensor]:
+        """Return the tokens and what a classifier would get."""
+        tokens = self.forward_features(img, interpolate_pos_encoding)
+        return tokens, self.forward_head(tokens, pre_logits=True)
+
+
+class _Maps:
+    """Our model's forward, of a backbone."""
+
+    def forward(self: Any, img: Tensor, indices: list[int]) -> list[Tensor]:
+        """Return the patches (batch, dim, rows, columns) after some layers, normalised; 0 is what enters the first."""
+        tokens, kept, norm = self._embed(img), [], self.get_submodule(self.layout.norm)
+        for index, block in enumerate([None, *self._blocks()[: max(indices)]]):
+            tokens = tokens if block is None else run(self.config.grad_checkpointing, block, tokens)
+            if index in indices:
+                kept.append(norm(tokens)[:, self.layout.prefix_tokens :])
+        grid = [size // patch for size, patch in zip(img.shape[-2:], self._patch_size(), strict=True)]
+        return [patches.mT.unflatten(2, grid).contiguous() for patches in kept]
+
+
+@cache
+def _as(kind: type, network: type) -> Any:
+    """Return a class of our model, of the same name, with the forward of ``kind``."""
+    return type(network.__name__, (kind, network), {"__module__": __name__})
+
+
+class ImageModel(ImageNetwork):
+    """A network of ours without its classifier, whose weights in a folder are left out."""
+
+    _kind: type = _Features
+
+    def _network(self, config: Any) -> Any:
+        network = base.undrawn(lambda: config.model_class(replace(config.ours(), num_classes=0)))
+        network.__class__ = _as(self._kind, type(network))
+        left_out = rf"\b{re.escape(network.layout.classifier)}\."
+        self._keys_to_ignore_on_load_unexpected = [*(self._keys_to_ignore_on_load_unexpected or []), left_out]
+        return network
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        """Return the features of images.
+
+        Args:
+            pixel_values: (batch, channels, height, width).
+            interpolate_pos_encoding: resize learned positions to images of another size; default False.
+            **kwargs: ``output_hidden_states`` as in the classifier.
+
+        Returns:
+            ``last_hidden_state``, the tokens of ``forward_features``, and ``pooler_output``, what a classifier gets.
+
+        Raises:
+            NotImplementedError: ``output_attentions``.
+            TypeError: any other argument.
+        """
+        self._check(kwargs)
+        tokens, pooled = self.model(pixel_values, bool(interpolate_pos_encoding))
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=pooled)
+
+
+class ImageBackbone(BackboneMixin, ImageModel):
+    """A network of ours as the backbone of another model: maps after the layers in the config's ``out_features``.
+
+    They are normalised as the classifier's input is, as those of transformers' own ViTs are.
+    """
+
+    _kind = _Maps
+    has_attentions = False
+
+    def _network(self, config: Any) -> Any:
+        network = super()._network(config)
+        config.set_output_features_output_indices(config._out_features, config._out_indices)
+        return network
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * len(config.stage_names)
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:  # pyright: ignore
+        """Return the maps of images.
+
+        Args:
+            pixel_values: (batch, channels, height, width).
+            **kwargs: ``output_hidden_states`` as in the classifier.
+
+        Returns:
+            ``feature_maps``, a tuple of (batch, hidden_size, rows, columns).
+        """
+        self._check(kwargs)
+        return BackboneOutput(feature_maps=tuple(self.model(pixel_values, self.out_indices)))
 
 
 class CRATEForImageClassification(ImageClassifier):
@@ -161,6 +284,33 @@ class CRATEMAEEncoderForImageClassification(ImageClassifier):
     # decoder_pos_embed among them: the whole has its fixed positions twice.
     _keys_to_ignore_on_load_unexpected = [r"\bdecoder_", r"\bmask_token$"]  # noqa: RUF012
 
+
+def _derive(parent: type[ImageNetwork], classifier: type[ImageNetwork], end: str) -> Any:
+    """Return the model of a family without its classifier."""
+    name = classifier.__name__.replace("ForImageClassification", end)
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{classifier.__doc__} Without its classifier.",
+        "config_class": classifier.config_class,
+        "_can_record_outputs": classifier._can_record_outputs,
+        "_keys_to_ignore_on_load_unexpected": classifier._keys_to_ignore_on_load_unexpected,
+    }
+    return type(name, (parent,), body)
+
+
+CLASSIFIERS = (
+    CRATEForImageClassification,
+    CRATEAlphaForImageClassification,
+    ToSTForImageClassification,
+    AoTVisionForImageClassification,
+    CRATEMAEEncoderForImageClassification,
+)
+MODELS = CRATEModel, CRATEAlphaModel, ToSTModel, AoTVisionModel, CRATEMAEEncoderModel = (
+    *(_derive(ImageModel, each, "Model") for each in CLASSIFIERS),
+)
+BACKBONES = CRATEBackbone, CRATEAlphaBackbone, ToSTBackbone, AoTVisionBackbone, CRATEMAEEncoderBackbone = (
+    *(_derive(ImageBackbone, each, "Backbone") for each in CLASSIFIERS),
+)
 
 for _config in (
     configs.CRATEConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -145,9 +145,9 @@ class DropPath(nn.Module):
         return x * (kept / (1 - self.rate))
 
 
-def path_rates(rate: float, depth: int) -> list[float]:
-    """Return each layer's rate of dropped branches: from 0 to ``rate``."""
-    return [rate * index / max(1, depth - 1) for index in range(depth)]
+def path_rates(rate: float, depth: int) -> Iterator[float]:
+    """Return each layer's rate of dropped branches: from 0 to ``rate``; one by one, since a file may say any depth."""
+    return (rate * index / max(1, depth - 1) for index in range(depth))
 
 
 class PreNorm(nn.Module):

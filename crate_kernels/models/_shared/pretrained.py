@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks, files
-from crate_kernels.models._shared import official, reading, skeleton
+from crate_kernels.models._shared import official, preparation, reading, skeleton
 from crate_kernels.nn import _heads
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -86,6 +86,7 @@ def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | Non
     classes = {_ARCHITECTURES: [model._name + model.task]} if model.task else {}
     text = json.dumps({_TYPE: model._name, **classes, **config}, indent=2) + "\n"
     files.put(folder / CONFIG, text.encode())
+    preparation.write(folder, model)
     return folder
 
 
