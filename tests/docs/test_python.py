@@ -27,7 +27,7 @@ NEEDS = {  # page -> packages that it is about
     "docs/mssa.md": (),
     "docs/support.md": (),
     "docs/timm.md": ("timm", "torchvision"),
-    "docs/tools.md": (),
+    "docs/tools.md": ("onnxscript", "onnxruntime"),
     "docs/tssa.md": (),
     "docs/transformers.md": ("transformers", "accelerate"),
     "docs/tutorials/block.md": (),
@@ -40,7 +40,11 @@ LEAST_ASSERTED |= dict.fromkeys([page for page in NEEDS if "tutorials" in page],
 DOCSTRINGS = {"crate_kernels/models/_shared/base.py: save_pretrained"}
 
 
-@pytest.mark.parametrize("page", NEEDS)
+# PyTorch's exporter to ONNX warns, of itself.
+EXPORTS = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User")]
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=EXPORTS if "onnxscript" in NEEDS[p] else ()) for p in NEEDS])
 def test_every_python_block_runs(page, tmp_path, monkeypatch):
     for package in NEEDS[page]:
         pytest.importorskip(package, reason=f"needs {package}")

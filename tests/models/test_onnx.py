@@ -1,0 +1,30 @@
+"""Our models in ONNX Runtime, exported with ``backend="reference"``: equal numbers for any batch and length."""
+
+import pytest
+import torch
+
+from tests.models.families import build, drawn, inputs, output
+
+# PyTorch's exporter, of itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SIZES = {"crate": ("batch",), "tost": ("batch",), "crate_lm": ("batch", "seqlen")}
+
+
+# tests/integrations/test_export.py has CRATE, as a model of transformers.
+@pytest.mark.parametrize("family", [pytest.param("crate", marks=pytest.mark.exhaustive), "tost", "crate_lm"])
+def test_onnx_runtime_computes_the_same(family, tmp_path):
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")
+    model, (example,) = drawn(build(family, backend="reference")).eval(), inputs(family)
+    limits = {"seqlen": torch.export.Dim("seqlen", max=getattr(model.config, "block_size", 1))}
+    shapes = ({index: limits.get(size, torch.export.Dim.AUTO) for index, size in enumerate(SIZES[family])},)
+    program = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (slot,) = session.get_inputs()
+    others = torch.cat([example, example.flip(-1)])
+    for given in (example, others[:, :5] if family == "crate_lm" else others):
+        (found,) = session.run(None, {slot.name: given.numpy()})
+        with torch.no_grad():
+            expected = output(family, model(given))
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-5)
