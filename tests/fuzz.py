@@ -29,7 +29,7 @@ from tests.apart import judge as calls
 from tests.apart.draw import OPERATORS, draw, seeds_of
 from tests.apart.machines import quiet, ready
 from tests.loaders import folders
-from tests.loaders import judge as spoilt
+from tests.loaders import judge as corrupted
 from tests.tools import bound
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def judging(backend):
             every = folders.write(sound)
 
             def folder(seed):
-                verdict = spoilt.judge(seed, every, Path(scratch))
+                verdict = corrupted.judge(seed, every, Path(scratch))
                 return {"kind": "folder", **verdict._asdict(), "ratio": 0.0}, verdict.why
 
             yield folder

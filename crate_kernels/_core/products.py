@@ -1,24 +1,9 @@
 """Matrix products on CPUs: by which of PyTorch's libraries, and in which dtype. Most of a model's time are products.
 
-PyTorch multiplies float32 by its BLAS, MKL in its builds for x86, which leaves half of the width of an AMD Zen 5 with
-AVX-512 unused, and a little of a Zen 4; oneDNN does not, and is slower elsewhere. It wants rows on the left, which a
-sum over tokens does not have there: PyTorch then copies by one thread, 8 GB/s on a Zen 4, and the extension transposes
-at 28 GB/s. In 16 bits, where the processor has no arithmetic for them, PyTorch multiplies number by number, and it pays
-to convert. So it does, by less, on an Intel processor that has AVX512-BF16 and not AMX: a dot product of bfloat16 pairs
-starts every second clock there, and two float32 multiply-adds start in each. A bias in bfloat16 PyTorch copies to every
-row of the result, to which the product is added: 2 to 10% of its time on a Zen 4, where oneDNN by itself gives the same
-bits. GFLOP/s of a product of (384, 384) matrices by one thread, and of two threads for 16 bits:
-
-============================= ==== ======= ==================== ========================
-processor                     MKL  oneDNN  bfloat16, by PyTorch bfloat16, via float32
-============================= ==== ======= ==================== ========================
-AMD Zen 5 (AVX512-BF16)       101  226     940-955              not taken: 220-440
-AMD Zen 4 (AVX512-BF16)       104  112     420-440              not taken
-AMD Zen 3 (AVX2)              68   51-60   2-23                 70-104
-Intel Emerald Rapids, no AMX  160  not     165                  180-310
-                                   taken
-Intel Granite Rapids (AMX)    197  164-194 1310-1420            not taken
-============================= ==== ======= ==================== ========================
+PyTorch multiplies float32 by MKL, which leaves half of AVX-512 unused on AMD; oneDNN does not, and is slower elsewhere.
+PyTorch takes MKL for float32, which leaves half of AVX-512 unused on AMD; oneDNN does not, but is slower elsewhere.
+bits, where the processor has no arithmetic for them or at half of float32's rate, products are taken in float32 and
+rounded once. A bias in bfloat16 oneDNN adds itself, to the bits of PyTorch's copy. docs/cpu.md has the rates.
 """
 
 from __future__ import annotations
@@ -37,16 +22,16 @@ from torch import Tensor
 from crate_kernels._native import extension
 
 
-class Detour(NamedTuple):
+class Fp32Fallback(NamedTuple):
     """Rows of tokens from which products of 16 bits are faster in float32, conversions included."""
 
-    rows: int  # of one product
-    rows_of_large: int  # of one with a matrix that has to be fetched from the system
-    rows_of_pass: int  # of an operator that converts once for several products
+    min_rows: int  # of one product
+    min_rows_large: int  # of one with a matrix that has to be fetched from the system
+    min_rows_pass: int  # of an operator that converts once for several products
 
 
 _ZEN_4 = 25  # AMD's family of Zen 3 and Zen 4, the latter if it has AVX-512
-NUMBER_BY_NUMBER, HALF_RATE = Detour(8, 32, 1), Detour(64, 64, 64)
+NUMBER_BY_NUMBER, HALF_RATE = Fp32Fallback(8, 32, 1), Fp32Fallback(64, 64, 64)
 
 
 @cache
@@ -70,7 +55,7 @@ def _family() -> int:
     return int(found[1]) if found else 0
 
 
-def _detours() -> dict[torch.dtype, Detour]:
+def _fallbacks() -> dict[torch.dtype, Fp32Fallback]:
     """Return the dtypes of 16 bits that this processor multiplies more slowly than float32."""
     found = {}
     dots_alone = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
@@ -86,7 +71,7 @@ def _detours() -> dict[torch.dtype, Detour]:
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _FASTER = _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_made_by("AuthenticAMD")
 _library = torch.ops.mkldnn._linear_pointwise.default if _FASTER else None
-_slow = _detours()
+_slow = _fallbacks()
 # Multiplications of a product below which oneDNN costs more than it spares: 12 us per call and, between others' work,
 # a start with cold caches. On a Zen 4, where it spares little, `ista` of 197 tokens of 384 channels took 1.12 to
 # 1.29 ms by it and 1.01 to 1.07 by MKL.
@@ -97,27 +82,29 @@ _AT_ONCE = 1024  # rows that are converted at a time: more leave the caches befo
 
 def fast_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
     """Return the dtype in which this processor best multiplies ``rows`` of ``dtype``: itself, or float32."""
-    detour = _slow.get(dtype)
-    return dtype if detour is None or rows < detour.rows_of_pass else torch.float32
+    fallback = _slow.get(dtype)
+    return dtype if fallback is None or rows < fallback.min_rows_pass else torch.float32
 
 
-def may_pay(dtype: torch.dtype) -> bool:
+def may_reroute(dtype: torch.dtype) -> bool:
     """Tell whether ``product`` has another way for this dtype than ``F.linear``, whatever the bias."""
     return dtype in _slow or (dtype == torch.float32 and _library is not None)
 
 
 def is_small(left: Tensor, columns: int) -> bool:
-    """Tell at once that no product of ``left`` with a matrix of so many columns pays; ``pays`` says the rest."""
+    """Tell at once that no product of ``left`` with so many columns pays; ``should_reroute`` says the rest."""
     return left.dtype not in _slow and (_library is None or left.numel() * columns < _LEAST_WORK)
 
 
-def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+def should_reroute(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
     """Tell whether ``product`` is faster than ``F.linear``, which refuses what differs in dtype."""
     if left.dtype != right.dtype or (bias is not None and bias.dtype != left.dtype):
         return False
-    detour = _slow.get(left.dtype)
-    if detour is not None:
-        return left.numel() >= right.shape[1] * (detour.rows if right.numel() < _LARGE else detour.rows_of_large)
+    fallback = _slow.get(left.dtype)
+    if fallback is not None:
+        return left.numel() >= right.shape[1] * (
+            fallback.min_rows if right.numel() < _LARGE else fallback.min_rows_large
+        )
     if _library is None or left.numel() * right.shape[0] < _LEAST_WORK:
         return False
     enabled = bool(torch.backends.mkldnn.enabled)  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,14 +114,14 @@ def pays(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left @ right^T + bias, for ``left`` (..., k) and ``right`` (n, k), rounded once."""
-    if not pays(left, right, bias):
+    if not should_reroute(left, right, bias):
         return F.linear(left, right, bias)
     if left.dtype in _slow:
         return _in_float32(left, right.float(), None if bias is None else bias.float())
     if not (right.is_contiguous() or right.t().is_contiguous()):
         right = right.contiguous()  # oneDNN takes a hundred times as long for a part of a matrix
     assert _library is not None
-    if bias is None and _is_transposed(left) and _is_transposed(right) and _spares(left, right):
+    if bias is None and _is_transposed(left) and _is_transposed(right) and _transposes_less(left, right):
         return _transposed(_library(_transposed(right.t()), left, None, "none", [], ""))
     return _library(_transposed(left.t()) if _is_transposed(left) else left, right, bias, "none", [], "")
 
@@ -153,7 +140,7 @@ def _transposed(rows: Tensor) -> Tensor:
     return out
 
 
-def _spares(left: Tensor, right: Tensor) -> bool:
+def _transposes_less(left: Tensor, right: Tensor) -> bool:
     """Tell whether to transpose ``right`` and the result is less work than to transpose ``left``."""
     (m, k), n = left.shape, right.shape[0]
     return n * (k + m) < m * k

@@ -249,11 +249,11 @@ class Spec:
 
     Attributes:
         op: the public function.
-        room: the folder of the operator's kernels in ``ops/``; its name in ``backends``.
+        package: the folder of the operator's kernels in ``ops/``; its name in ``backends``.
         outputs: names of the outputs.
         cases: the cases compared with float64.
         draw: returns the tensors of a case in a dtype on a device, drawn by a generator.
-        published: returns the published form of a case: the eager PyTorch that users run today.
+        published: returns the reference implementation of a case: the eager PyTorch that users run today.
         work: returns the least work of a case.
         tiny: returns calls on tiny tensors, of the op itself and of the public function: (device, tracked, backend).
         timed: the timed cases.
@@ -266,7 +266,7 @@ class Spec:
     """
 
     op: str
-    room: str
+    package: str
     outputs: tuple[str, ...]
     cases: tuple[Case, ...]
     draw: Callable[[Case, torch.dtype, torch.device, torch.Generator], Inputs]

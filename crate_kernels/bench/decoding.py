@@ -109,7 +109,7 @@ def blank_text(text: Text, provider: str) -> Row:
 def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Timer) -> Row:
     """Time the generation of a text. Each token must be the likeliest in float64, up to rounding.
 
-    "recomputing" is the published code: the published form on the whole window for every token.
+    "recomputing" is the published code: the reference implementation on the whole window for every token.
     """
     dtype, provider = DTYPES[row.dtype], row.provider
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ _STYLES = {
     "triton": (GREEN, "P"),
 }
 _LABELS = {
-    "eager": "published form, eager",
+    "eager": "reference implementation, eager",
     "compile": "torch.compile of it",
     "sdpa": "SDPA(w, w, w)",
     "flex": "FlexAttention",

@@ -1,4 +1,4 @@
-"""Times whole models: forward passes and training steps, against the same model on the published forms."""
+"""Times whole models: forward passes and training steps, against the same model on the reference implementations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NETWORKS = (
 
 
 class _Plain(nn.Module):
-    """A module of the library in its published form: the same parameters, eager PyTorch."""
+    """A module of the library in its reference implementation: the same parameters, eager PyTorch."""
 
     def __init__(self, source: nn.Module, form: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ _FORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 def published_form(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with every operator in its published form."""
+    """Return a copy of a model with every operator in its reference implementation."""
     plain = copy.deepcopy(model)
     for parent in list(plain.modules()):
         for name, child in list(parent.named_children()):
@@ -173,7 +173,7 @@ _last: dict[tuple[Network, torch.dtype, torch.device], dict[int, _Outcomes]] = {
 
 
 def _exact_and_eager(network: Network, dtype: torch.dtype, device: torch.device, draw: int) -> _Outcomes:
-    """Return the published form's outcomes in float64 and in ``dtype``; the last are kept, for all providers."""
+    """Return the reference implementation's outcomes in float64 and in ``dtype``; the last are kept for all."""
     key = network, dtype, device
     if key not in _last:
         _last.clear()
@@ -198,7 +198,7 @@ _DRAWS = 5
 
 
 def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Compare a model with the published form in float64: on two samples and, if these do not pass, by the median draw.
+    """Compare a model with the reference implementation in float64: on two samples, and else by the median draw.
 
     A rounding that opens or shuts a gate of sparse coding makes a gradient jump: by 30 times its other error in one
     draw of four, in eager form too.
@@ -211,7 +211,7 @@ def _verdict(network: Network, model: nn.Module, dtype: torch.dtype, device: tor
 
 
 def _verdict_on(draw: int, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Compare logits and gradients of two samples with the published form in float64, by norm."""
+    """Compare logits and gradients of two samples with the reference implementation in float64, by norm."""
     exact, eager = _exact_and_eager(network, dtype, device, draw)
     actual = _logits_and_gradients(model, *_two_samples(network, dtype, device, draw))
     found = []

@@ -22,7 +22,7 @@ def _call(op: str, provider: str, device: torch.device) -> Callable[[], Any]:
     if spec.tiny is None:
         raise ValueError(f"{op} has no tiny call")
     tracked = provider.endswith("gradient")
-    calls = spec.tiny(device, tracked, backends.resolve(spec.room, None, device, torch.float32))
+    calls = spec.tiny(device, tracked, backends.resolve(spec.package, None, device, torch.float32))
     return calls[provider.removesuffix(" with gradient")]
 
 

@@ -1,4 +1,4 @@
-"""Lists the providers of a case: the published form, others from the operator's spec, and our backends.
+"""Lists the providers of a case: the reference implementation, others from the operator's spec, and our backends.
 
 ``"default"`` is ``backend=None``, which may take one backend forward and another backward; a named one is obeyed.
 """
@@ -21,7 +21,7 @@ OURS = ("composite", "cpp", "triton")
 
 
 def eager(case: Case) -> Function:
-    """Return the published form of a case."""
+    """Return the reference implementation of a case."""
     return SPECS[case.op].published(case)
 
 
@@ -46,7 +46,7 @@ def unavailable_reason(op: str, dtype: torch.dtype, device: torch.device, backen
     if backend == "triton" and device.type == "cpu":
         return "Triton's kernels are for GPUs; its interpreter is not worth timing"
     try:
-        backends.resolve(SPECS[op].room, backend, device, dtype)
+        backends.resolve(SPECS[op].package, backend, device, dtype)
     except (RuntimeError, NotImplementedError) as error:
         return str(error)
     return None

@@ -47,7 +47,7 @@ def crowded(count: int) -> Iterator[None]:
 
 
 def measure(rows: list[Row], threads: int, others: int, seconds: float) -> None:
-    """Time a training step of each provider in turn: "eager", the published form, and "default"."""
+    """Time a training step of each provider in turn: "eager", the reference implementation, and "default"."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile, before one times")
-    parser.add_argument("--log", type=Path, help="file of all timings; run again with it, tune goes on")
+    parser.add_argument("--log", type=Path, help="file of all timings; run again with it, tune resumes")
     parser.add_argument("--table", type=Path, help="file to which the rows found are copied as they come")
     parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
 

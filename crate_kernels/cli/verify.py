@@ -76,7 +76,7 @@ def _backends(case: testing.Case, dtype: torch.dtype, device: str, only: list[st
         if name == "reference":
             continue
         try:
-            yield backends.resolve(testing.SPECS[case.op].room, name, torch.device(device), dtype)
+            yield backends.resolve(testing.SPECS[case.op].package, name, torch.device(device), dtype)
         except (RuntimeError, NotImplementedError):
             continue  # unavailable, or not on this device or in this dtype
 

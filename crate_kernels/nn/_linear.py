@@ -147,5 +147,5 @@ def _pays(layer: nn.Linear, x: Tensor, backend: str | None) -> bool:
         return False
     if compiling:
         seen = torch.is_autocast_enabled("cpu") or operator.is_wrapper(x) or operator.is_wrapper(weight)
-        return products.may_pay(x.dtype) and not seen
-    return products.pays(x, weight, layer.bias) and operator.is_plain(x, weight)
+        return products.may_reroute(x.dtype) and not seen
+    return products.should_reroute(x, weight, layer.bias) and operator.is_plain(x, weight)

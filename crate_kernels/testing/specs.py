@@ -19,7 +19,7 @@ TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
 @checks.suggesting
 def cases(room: str) -> tuple[Case, ...]:
     """Return the cases of the operators in one folder of ``ops/``."""
-    return tuple(case for case in CASES if SPECS[case.op].room == room)
+    return tuple(case for case in CASES if SPECS[case.op].package == room)
 
 
 @checks.suggesting

@@ -62,7 +62,7 @@ class Metrics:
     """A line of JSON per step, in one file; other processes than the first write nothing.
 
     Args:
-        path: the file. A run that goes on drops the lines of steps that it takes again.
+        path: the file. A run that resumes drops the lines of steps that it takes again.
         done: steps that the checkpoint has.
     """
 

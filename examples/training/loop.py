@@ -1,4 +1,4 @@
-"""The loop of a training run: schedule, steps, metrics, checkpoints, and where a stopped run goes on."""
+"""The loop of a training run: schedule, steps, metrics, checkpoints, and where a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Task(NamedTuple):
         evaluate: named measures of the model, the same in all processes; none if {}.
         unit, per_step: what a batch has, and how many of all processes.
         flops: operations per unit of a training step.
-        settings: what decides the losses; a run goes on only with the same.
+        settings: what decides the losses; a run resumes only with the same.
     """
 
     model: Any
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace, task: Task, ended: Callable[[], bool]) -> Non
     peak = _begin(args, task, done)
     if done:
         checkpoints.load(args.out, done, task.model, optimiser)
-        _say(f"goes on after step {done}, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
+        _say(f"resumes after step {done}, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
     with folder.together(args.out):
         metrics = figures.Metrics(args.out / "metrics.jsonl", done) if is_first() else None
     batches = task.batches(done)
@@ -132,7 +132,7 @@ def _run(args: argparse.Namespace, task: Task, ended: Callable[[], bool]) -> Non
             checkpoints.save(args.out, task.model, optimiser, step + 1, args.keep)
             clock = time.perf_counter()
         if state == _ENDS and step + 1 < args.steps:
-            _say(f"SIGTERM: step {step + 1} is saved; the same command goes on")
+            _say(f"SIGTERM: step {step + 1} is saved; the same command resumes")
             raise SystemExit(TERMINATED)
     checkpoints.export(args.out / "model", task.model)
 
@@ -155,7 +155,7 @@ def _step(
 
 
 def _begin(args: argparse.Namespace, task: Task, done: int) -> float:
-    """Write run.json, or hold the settings against those of the run that goes on; return the peak of all devices."""
+    """Write run.json, or hold the settings against those of the run that resumes; return the peak of all devices."""
     path, size = args.out / "run.json", dist.get_world_size()
     settings = json.loads(json.dumps(task.settings))  # tuples become lists, as in the file
     if done and path.exists():

@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer that may be stopped: a folder has one at a time, and the same command goes on."""
+"""Runs of transformers' Trainer that may be stopped: a folder has one at a time, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def train(trainer: Trainer) -> None:
     step = trainer.state.global_step
     if step < trainer.state.max_steps:
         if trainer.is_world_process_zero():
-            print(f"SIGTERM: step {step} is saved; the same command goes on", flush=True)
+            print(f"SIGTERM: step {step} is saved; the same command resumes", flush=True)
         raise SystemExit(TERMINATED)

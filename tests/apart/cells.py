@@ -1,8 +1,8 @@
-"""Time what a user calls beside the faster of SDPA and the published form, cell by cell, and print the worst.
+"""Time what a user calls beside the faster of SDPA and the reference implementation, cell by cell, and print the worst.
 
 A cell is an operator, its sizes, a number of threads, a dtype and a direction. Providers are called in turn, each in an
 order of its own every round, and the least time of each counts: what others do on the machine adds. A cell in which
-ours is more than a tenth slower is timed again. Tokens lie as a projection leaves them. The same command goes on where
+ours is more than a tenth slower is timed again. Tokens lie as a projection leaves them. The same command resumes where
 it was stopped.
 """
 
@@ -115,7 +115,7 @@ def providers(cell):
 def calls(cell):
     """Return a function without arguments per provider: a forward without gradient, or both passes.
 
-    And what is right: the published form of the same numbers in float32.
+    And what is right: the reference implementation of the same numbers in float32.
     """
     tensors, functions = providers(cell)
     if cell.direction == FORWARD:
@@ -164,7 +164,7 @@ def run(wanted, log, seconds, minutes=None):
     with log.open("a") as file:
         for number, cell in enumerate(wanted):
             if time.monotonic() > stop:
-                print(f"Time is up after {number} of {len(wanted)} cells; the same command goes on.")
+                print(f"Time is up after {number} of {len(wanted)} cells; the same command resumes.")
                 break
             if cell in found:
                 continue
@@ -204,7 +204,7 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=0.1, help="for each cell, times of which are two (%(default)s)"
     )
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command resumes")
     parser.add_argument("--worst", type=int, default=40, help="cells to print (default %(default)s)")
     parser.add_argument(
         "--log", type=Path, help=f"log of the cells (default {OUTPUT}/cells-<hash of the sources>.jsonl)"

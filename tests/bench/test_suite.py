@@ -1,4 +1,4 @@
-"""The benchmark suite itself: what it collects, what it writes, how it goes on."""
+"""The benchmark suite itself: what it collects, what it writes, how it resumes."""
 
 import json
 import os
@@ -51,11 +51,11 @@ def test_rows_are_kept_where_no_file_is_named(tmp_path):
     for _ in range(2):  # the second run begins anew
         done = suite(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "rows: bench-output/results.json; --results bench-output/results.json goes on" in done.stdout
+        assert "rows: bench-output/results.json; --results bench-output/results.json resumes" in done.stdout
         assert [row.provider for row in rows.read(file).rows] == ["public", "public with gradient"]
     assert "SKIPPED [2]" in suite(*arguments, "-rs", "--results", file, folder=tmp_path).stdout
     late = suite(*arguments, "-rs", "--minutes", "1e-9", folder=tmp_path).stdout
-    assert "time is up: --results bench-output/results.json goes on" in late
+    assert "time is up: --results bench-output/results.json resumes" in late
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Compiled kernels in the user's cache: one process compiles, spoilt files do not count, and no cache is no error."""
+"""Compiled kernels in the user's cache: one process compiles, corrupted files do not count, no cache is no error."""
 
 import multiprocessing
 import os
@@ -100,11 +100,11 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_file_is_compiled_again(spoil, cache, compiler):
+@pytest.mark.parametrize("corrupt", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_file_is_compiled_again(corrupt, cache, compiler):
     expected = compiled(compiler)
     (path,) = cache.iterdir()
-    path.write_bytes(spoil(path.read_bytes()))
+    path.write_bytes(corrupt(path.read_bytes()))
     assert compiled(compiler) == expected
     assert compiled(compiler) == expected
     assert compiler.count() == 2

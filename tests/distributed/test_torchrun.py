@@ -59,7 +59,7 @@ def test_several_processes_go_on_and_learn_as_one(model, tmp_path):
     assert [line["step"] for line in alone] == [0, 1, 2, 3]
     train(tmp_path / "two", 2, "--steps", "2", "--sequence", "2", *options)
     together, told = train(tmp_path / "two", 2, "--steps", "4", "--recompute", "--tensor", "2", *options)
-    assert "goes on after step 2" in told
+    assert "resumes after step 2" in told
     for one, two in zip(alone, together, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-10)
         assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-9)
@@ -89,7 +89,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path):
     finally:
         running.kill()
     assert before < 40
-    after = re.search(r"goes on after step (\d+), restart 1", told)
+    after = re.search(r"resumes after step (\d+), restart 1", told)
     assert after is not None, told
     assert 10 <= int(after[1]) <= before
     assert [line["step"] for line in lines(folder)] == list(range(40))
@@ -120,7 +120,7 @@ def test_after_a_kill_of_torchrun_one_run_goes_on(tmp_path):
     finally:
         first.kill()
         first.communicate()
-    assert "goes on after step" in told
+    assert "resumes after step" in told
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert [line["step"] for line in lines(tmp_path)] == list(range(600))
 
@@ -140,7 +140,7 @@ def test_a_run_that_is_terminated_saves_its_step(processes, tmp_path):
     assert len(lines(tmp_path)) == int(step)
     assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{step}"]
     _, told = train(tmp_path, processes, *options, "--steps", str(int(step) + 5))
-    assert f"goes on after step {step}, " in told
+    assert f"resumes after step {step}, " in told
     assert [line["step"] for line in lines(tmp_path)] == list(range(int(step) + 5))
 
 
@@ -179,7 +179,7 @@ def test_images_of_a_folder(tmp_path):
 
 
 def test_the_line_of_the_readme(tmp_path):
-    """A model of the published form trains by it: here in short texts, and not for long."""
+    """A model of the reference implementation trains by it: here in short texts, and not for long."""
     (line,) = re.findall(r"^torchrun (.* examples/train_language\.py .*)$", (ROOT / "README.md").read_text(), re.M)
     text = tmp_path / "book.txt"
     text.write_text("".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))

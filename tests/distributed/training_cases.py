@@ -201,7 +201,7 @@ def interrupted(folder, args, call, act):
 
 
 def stopped(group):
-    """After a SIGTERM to any process, all save the step that they are at, and the run goes on from there."""
+    """After a SIGTERM to any process, all save the step that they are at, and the run resumes."""
     args = options(train_language, "--save-every=100")
     before = signal.getsignal(signal.SIGTERM)
     with shared_folder() as folder:
@@ -242,7 +242,7 @@ def full(group):
             args = options(train_language, "--save-every=1", f"--keep={keep}")
             code = interrupted(folder, args, 4 if keep == 3 else 1, disk.act)
             if first:
-                assert re.fullmatch(rf"{re.escape(words)}\d+ MiB are free; the same command goes on, .*", code), code
+                assert re.fullmatch(rf"{re.escape(words)}\d+ MiB are free; the same command resumes, .*", code), code
             else:
                 assert code == 1
             dist.barrier()  # the first process clears up

@@ -184,10 +184,10 @@ def changed(group):
             with pytest.raises(ValueError, match=refusal):
                 out.sum().backward()
         mask = torch.ones(BATCH, w.shape[2], dtype=torch.bool)
-        for spoilt in (mask[:1], mask[:, :1], mask.float()):
+        for corrupted in (mask[:1], mask[:, :1], mask.float()):
             given = mask.clone()
             out = distributed.tssa(w, temp, group, key_padding_mask=given, **options)
-            given.data = spoilt
+            given.data = corrupted
             with pytest.raises(ValueError, match=refusal):
                 out.sum().backward()
 

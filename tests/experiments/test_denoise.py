@@ -83,14 +83,14 @@ def test_not_a_number_fails_the_experiment(run, metrics, monkeypatch):
     """One cluster of one layer of one draw; the departure of the first layer is 0 whatever happens."""
     inner, calls = job.denoise, []
 
-    def spoilt(m, seed, device, backend, dtype):
+    def corrupted(m, seed, device, backend, dtype):
         ratios = inner(m, seed, device, backend, dtype)
         if not calls:
             ratios[m.exact, 0] = torch.nan
         calls.append(seed)
         return ratios
 
-    monkeypatch.setattr(job, "denoise", spoilt)
+    monkeypatch.setattr(job, "denoise", corrupted)
     status, printed, folder = run("denoise")
     assert status == 1
     assert "Theorem 3.1 is NOT followed to rounding" in printed

@@ -57,7 +57,7 @@ def test_an_interrupted_training_goes_on(verb, run, monkeypatch, metrics):
     monkeypatch.setattr(Fit, "step", interrupted)
     status, printed, folder = run(verb)
     assert status == 130
-    assert "Interrupted. The same command goes on from" in printed
+    assert "Interrupted. The same command resumes from" in printed
     assert not (folder / "metrics.json").exists()
     status, printed, folder = run(verb)
     assert status == 0

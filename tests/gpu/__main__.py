@@ -3,7 +3,7 @@
 It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
 and no network. Five parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
 side by side, the host's time, tuning, and with what time is left the benchmarks in order of worth. Results are in
-FOLDER as soon as they are known. Started again with the same folder, the run goes on where it ended: minutes that a
+FOLDER as soon as they are known. Started again with the same folder, the run resumes where it ended: minutes that a
 part has had are counted in ``progress.json``.
 """
 

@@ -1,4 +1,4 @@
-"""Runs processes side by side until a deadline; one that dies is started again and goes on after what killed it."""
+"""Runs processes side by side until a deadline; one that dies is started again and resumes after what killed it."""
 
 import os
 import signal

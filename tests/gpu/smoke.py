@@ -48,7 +48,7 @@ def forms():
 def classes():
     """Return a call of each class in which this GPU takes another backend than the usual one, and its dtype."""
     for op, dtype, sizes, length, causal in measured.read(measured.gpu_name(torch.device("cuda"))):
-        few = (1,) if testing.SPECS[op].room == "ista" else (1, 1)
+        few = (1,) if testing.SPECS[op].package == "ista" else (1, 1)
         yield testing.Case(op, f"timed-{length}", (*few, length, *sizes), {"causal": True} if causal else {}), dtype
 
 
@@ -69,7 +69,7 @@ def describe():
 def check(case, backend, dtype, device):
     """Hold one call to the error budget, of a backend or of what None takes; return its worst share of it."""
     if backend is not None:
-        reason = backends.unavailable_reason(testing.SPECS[case.op].room, backend, torch.device(device))
+        reason = backends.unavailable_reason(testing.SPECS[case.op].package, backend, torch.device(device))
         reason = reason or testing.excluded(case, backend, dtype, device)
         if reason is not None:
             raise Skipped(reason)
@@ -212,7 +212,7 @@ def call(op, backend):
     if op == "persistent":
         persistent.Persistent("odd-heads").check(backend, torch.bfloat16, "cuda")
         return
-    case = next(case for case in forms() if testing.SPECS[case.op].room == op)
+    case = next(case for case in forms() if testing.SPECS[case.op].package == op)
     testing.run(case, testing.make_inputs(case, torch.bfloat16, "cuda"), backend)
     torch.cuda.synchronize()
 

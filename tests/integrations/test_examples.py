@@ -93,7 +93,7 @@ def test_a_terminated_run_saves_its_step_and_goes_on(text, tmp_path, monkeypatch
     assert signal.getsignal(signal.SIGTERM) == handler
     (step,) = states(tmp_path / "broken")
     assert 6 < step < steps
-    assert f"SIGTERM: step {step} is saved; the same command goes on" in capsys.readouterr().out
+    assert f"SIGTERM: step {step} is saved; the same command resumes" in capsys.readouterr().out
     assert not (tmp_path / "broken" / "config.json").exists()
     run("broken")
     assert states(tmp_path / "broken") == [steps]

@@ -165,10 +165,10 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "error", "message"), BROKEN.values(), ids=BROKEN)
-def test_broken_shards(spoil, error, message, tmp_path):
+@pytest.mark.parametrize(("corrupt", "error", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_shards(corrupt, error, message, tmp_path):
     language.pair("crate_lm")[1].save_pretrained(tmp_path, max_shard_size="8KB")
-    spoil(tmp_path, json.loads((tmp_path / "model.safetensors.index.json").read_text()))
+    corrupt(tmp_path, json.loads((tmp_path / "model.safetensors.index.json").read_text()))
     with pytest.raises(error, match=message):
         models.from_pretrained(tmp_path)
 
@@ -179,8 +179,8 @@ def test_transformers_does_not_leave_the_folder_either(tmp_path):
     pair.save_pretrained(tmp_path / "model", max_shard_size="8KB")
     index = tmp_path / "model" / "model.safetensors.index.json"
     sound = json.loads(index.read_text())
-    spoilt = {name: f"../model/{shard}" for name, shard in sound["weight_map"].items()}
-    index.write_text(json.dumps({**sound, "weight_map": spoilt}))
+    corrupted = {name: f"../model/{shard}" for name, shard in sound["weight_map"].items()}
+    index.write_text(json.dumps({**sound, "weight_map": corrupted}))
     with pytest.raises(ValueError, match="weight_map must name safetensors files of the folder"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     index.write_text(json.dumps(sound))

@@ -1,4 +1,4 @@
-"""The command of tuning: what it times, writes, logs and goes on from, and what it says where it cannot."""
+"""The command of tuning: what it times, writes, logs and resumes from, and what it says where it cannot."""
 
 import json
 import threading

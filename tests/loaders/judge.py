@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 def judge(seed, folders, scratch):
     """Spoil a copy of one of the folders, the last of which is a checkpoint, and load it."""
     rng = random.Random(seed)
-    folder, done = spoilt(rng, folders, scratch / "drawn" / "folder")
+    folder, done = corrupted(rng, folders, scratch / "drawn" / "folder")
     load = _resume if folder.name == "checkpoint" else _from_pretrained
     try:
         with _bounded():
@@ -49,8 +49,8 @@ def judge(seed, folders, scratch):
     return Verdict("loaded", f"{folder.name} {done}")
 
 
-def spoilt(rng, folders, place):
-    """Copy one of the folders to ``place`` and spoil it; return the original, and what was done."""
+def corrupted(rng, folders, place):
+    """Copy one of the folders to ``place`` and corrupt it; return the original, and what was done."""
     folder = rng.choice(folders)
     shutil.rmtree(place.parent, ignore_errors=True)
     shutil.copytree(folder, place)

@@ -1,4 +1,4 @@
-"""Ways to spoil the files of a model folder; each takes a random generator and a path."""
+"""Ways to corrupt the files of a model folder; each takes a random generator and a path."""
 
 import json
 import os

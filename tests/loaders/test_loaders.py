@@ -39,11 +39,11 @@ def test_sound_folders_load(sound):
 def config(**changes):
     """Return a function that changes fields of a folder's config."""
 
-    def spoil(folder):
+    def corrupt(folder):
         found = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**found, **changes}))
 
-    return spoil
+    return corrupt
 
 
 def text(content):
@@ -53,19 +53,19 @@ def text(content):
 def outside(name):
     """Return a function that puts a link out of the folder in the place of a file."""
 
-    def spoil(folder):
+    def corrupt(folder):
         shutil.move(folder / name, folder.parent / "elsewhere")
         (folder / name).symlink_to(folder.parent / "elsewhere")
 
-    return spoil
+    return corrupt
 
 
 def pipe(name):
-    def spoil(folder):
+    def corrupt(folder):
         (folder / name).unlink()
         os.mkfifo(folder / name)
 
-    return spoil
+    return corrupt
 
 
 def circle(folder):
@@ -76,22 +76,22 @@ def circle(folder):
 def index(content):
     """Return a function that makes a folder's weights one shard, which the index names as given."""
 
-    def spoil(folder):
+    def corrupt(folder):
         (folder / "model.safetensors").rename(folder / "one.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
-    return spoil
+    return corrupt
 
 
 def header(change):
-    def spoil(folder):
+    def corrupt(folder):
         path = folder / "model.safetensors"
         content = path.read_bytes()
         size = int.from_bytes(content[:8], "little")
         new = change(content[8 : 8 + size])
         path.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + size :])
 
-    return spoil
+    return corrupt
 
 
 def two_shards(folder):
@@ -134,10 +134,10 @@ FOLDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "message"), FOLDERS.values(), ids=FOLDERS)
-def test_what_is_refused(spoil, message, tmp_path):
+@pytest.mark.parametrize(("corrupt", "message"), FOLDERS.values(), ids=FOLDERS)
+def test_what_is_refused(corrupt, message, tmp_path):
     folder = build("crate").save_pretrained(tmp_path / "model")
-    spoil(folder)
+    corrupt(folder)
     with pytest.raises(ValueError, match=f"from_pretrained: .*{message}"):
         models.from_pretrained(folder)
 
@@ -159,7 +159,7 @@ def test_a_snapshot_of_a_hubs_cache_has_links_to_its_blobs(tmp_path):
 def checkpoint(**changes):
     """Return a function that changes tensors of a checkpoint."""
 
-    def spoil(path):
+    def corrupt(path):
         path.write_bytes(path.read_bytes())
         fitted = training()
         fit.resume(fitted, path.parent)
@@ -167,7 +167,7 @@ def checkpoint(**changes):
         state = {name: t for name, t in {**state, **changes}.items() if t is not ...}
         save_file(state, path, {"run": json.dumps(fitted.identity)})
 
-    return spoil
+    return corrupt
 
 
 CHECKPOINTS = {
@@ -185,10 +185,10 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit(spoil, message, sound, tmp_path):
+@pytest.mark.parametrize(("corrupt", "message"), CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit(corrupt, message, sound, tmp_path):
     path = shutil.copytree(sound[-1], tmp_path / "checkpoint") / "small.checkpoint"
-    spoil(path)
+    corrupt(path)
     resumed = training()
     before = {name: tensor.clone() for name, tensor in resumed.model.state_dict().items()}
     with pytest.raises(fit.Unusable, match=f"small.checkpoint cannot be read .*{message}"):

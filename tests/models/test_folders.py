@@ -1,4 +1,4 @@
-"""Folders and weights of every family: saved, read back, spoilt, published."""
+"""Folders and weights of every family: saved, read back, corrupted, published."""
 
 import json
 from dataclasses import asdict
@@ -45,7 +45,7 @@ def test_a_tied_head_is_saved_once(tmp_path):
     assert again.lm_head.weight is again.transformer["wte"].weight
 
 
-def spoil(folder, **changes):
+def corrupt(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     config = {name: value for name, value in {**config, **changes}.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
@@ -58,18 +58,26 @@ def cut(folder, size):
 
 FOLDERS = {
     "not-json": (lambda f: (f / "config.json").write_text("{"), ValueError, r"config.json must be JSON"),
-    "no-type": (lambda f: spoil(f, model_type=...), ValueError, "must be an object with a 'model_type'"),
-    "other-type": (lambda f: spoil(f, model_type="ViT"), ValueError, "model_type must be one of CRATE, .*, got 'ViT'"),
-    "unknown-field": (lambda f: spoil(f, mlp=4), ValueError, "config.json: arguments must be among .*; got mlp"),
-    "lacking-field": (lambda f: spoil(f, depth=...), ValueError, "config.json: config must give depth"),
-    "bad-field": (lambda f: spoil(f, depth=0), ValueError, r"config.json: CRATE: depth must be >= 1, got 0"),
-    "text-field": (lambda f: spoil(f, depth="2"), TypeError, r"config.json: CRATE: depth must be an int, got str"),
-    "null-field": (lambda f: spoil(f, ista=None), TypeError, r"config.json: CRATE: ista must be a number, got NoneTy"),
+    "no-type": (lambda f: corrupt(f, model_type=...), ValueError, "must be an object with a 'model_type'"),
+    "other-type": (
+        lambda f: corrupt(f, model_type="ViT"),
+        ValueError,
+        "model_type must be one of CRATE, .*, got 'ViT'",
+    ),
+    "unknown-field": (lambda f: corrupt(f, mlp=4), ValueError, "config.json: arguments must be among .*; got mlp"),
+    "lacking-field": (lambda f: corrupt(f, depth=...), ValueError, "config.json: config must give depth"),
+    "bad-field": (lambda f: corrupt(f, depth=0), ValueError, r"config.json: CRATE: depth must be >= 1, got 0"),
+    "text-field": (lambda f: corrupt(f, depth="2"), TypeError, r"config.json: CRATE: depth must be an int, got str"),
+    "null-field": (
+        lambda f: corrupt(f, ista=None),
+        TypeError,
+        r"config.json: CRATE: ista must be a number, got NoneTy",
+    ),
     "cut-header": (lambda f: cut(f, 40), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetenso"),
     "cut-data": (lambda f: cut(f, -4), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetensors"),
     "empty": (lambda f: cut(f, 0), ValueError, r"from_pretrained: .*model.safetensors must be a whole safetensors fil"),
     "other-shape": (
-        lambda f: spoil(f, num_classes=7),
+        lambda f: corrupt(f, num_classes=7),
         ValueError,
         "from_pretrained: .*: state_dict does not fit the CRATE",
     ),

@@ -38,7 +38,9 @@ def taken(monkeypatch):
 @pytest.fixture
 def no_half(monkeypatch):
     """Take the way of a processor without arithmetic in 16 bits, for matrices of any size."""
-    monkeypatch.setattr(products, "_slow", dict.fromkeys((torch.bfloat16, torch.float16), products.Detour(1, 1, 1)))
+    monkeypatch.setattr(
+        products, "_slow", dict.fromkeys((torch.bfloat16, torch.float16), products.Fp32Fallback(1, 1, 1))
+    )
 
 
 class Applied(nn.Module):
@@ -104,28 +106,28 @@ def test_16_bits_are_multiplied_in_float32_and_rounded_once(no_half, shape, bias
 
 
 @pytest.mark.parametrize(
-    ("detour", "rows", "rows_of_large"),
+    ("fallback", "rows", "min_rows_large"),
     [(products.NUMBER_BY_NUMBER, 8, 32), (products.HALF_RATE, 64, 64)],
     ids=["number-by-number", "half-rate"],
 )
-def test_few_rows_of_16_bits_are_not_converted(detour, rows, rows_of_large, monkeypatch):
-    monkeypatch.setattr(products, "_slow", {torch.bfloat16: detour})
+def test_few_rows_of_16_bits_are_not_converted(fallback, rows, min_rows_large, monkeypatch):
+    monkeypatch.setattr(products, "_slow", {torch.bfloat16: fallback})
     right, tokens = torch.randn(OUT, IN, dtype=torch.bfloat16), torch.randn(64, IN, dtype=torch.bfloat16)
-    assert not products.pays(tokens[: rows - 1], right)
-    assert products.pays(tokens[:rows], right)
-    assert not products.pays(tokens[:rows], right.float())
+    assert not products.should_reroute(tokens[: rows - 1], right)
+    assert products.should_reroute(tokens[:rows], right)
+    assert not products.should_reroute(tokens[:rows], right.float())
     monkeypatch.setattr(products, "_LARGE", OUT * IN)
-    assert not products.pays(tokens[: rows_of_large - 1], right)
-    assert products.pays(tokens[:rows_of_large], right)
+    assert not products.should_reroute(tokens[: min_rows_large - 1], right)
+    assert products.should_reroute(tokens[:min_rows_large], right)
 
 
 @pytest.mark.parametrize(
-    ("detour", "rows"),
+    ("fallback", "rows"),
     [(products.NUMBER_BY_NUMBER, 1), (products.HALF_RATE, 64)],
     ids=["number-by-number", "half-rate"],
 )
-def test_an_operator_converts_from_its_own_number_of_rows(detour, rows, monkeypatch):
-    monkeypatch.setattr(products, "_slow", {torch.bfloat16: detour})
+def test_an_operator_converts_from_its_own_number_of_rows(fallback, rows, monkeypatch):
+    monkeypatch.setattr(products, "_slow", {torch.bfloat16: fallback})
     assert products.fast_dtype(torch.bfloat16, rows) == torch.float32
     assert products.fast_dtype(torch.bfloat16, rows - 1) == torch.bfloat16
     assert products.fast_dtype(torch.float16, rows) == torch.float16
@@ -198,7 +200,7 @@ def test_bfloat16_takes_the_detour_on_intel_without_amx(vendor, amx, monkeypatch
         monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: True)
-    assert products._detours() == (
+    assert products._fallbacks() == (
         {torch.bfloat16: products.HALF_RATE} if vendor == VENDORS["intel"] and not amx else {}
     )
 
@@ -220,8 +222,8 @@ def test_a_bias_in_bfloat16_is_not_copied_first(taken, bias, monkeypatch):
     check(*pair(bias, dtype=torch.bfloat16), x)
     assert len(taken) == bias  # neither gradient has a bias
     half, ones = pair(dtype=torch.bfloat16)[0].linear.weight[:, ::2], torch.ones(OUT, dtype=torch.bfloat16)
-    assert products.pays(x[..., ::2].contiguous(), half, ones)
-    assert not products.pays(x[..., ::2], half, ones), "oneDNN would copy it"
+    assert products.should_reroute(x[..., ::2].contiguous(), half, ones)
+    assert not products.should_reroute(x[..., ::2], half, ones), "oneDNN would copy it"
 
 
 @pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded"])

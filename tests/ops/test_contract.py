@@ -18,7 +18,9 @@ from tests.ops.common import EMULATED, KERNELS, VARIATION, home, kernels, leaves
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 # The plain backend shows that a kernel file is enough for mssa, whose composite stays outside the op.
-BACKENDS = {op: ["plain" if op == "mssa" else "composite", *kernels(spec.room)] for op, spec in testing.SPECS.items()}
+BACKENDS = {
+    op: ["plain" if op == "mssa" else "composite", *kernels(spec.package)] for op, spec in testing.SPECS.items()
+}
 # Cases that are compiled differently; all of an operator that is not listed.
 NAMES = {
     "mssa": ["n65", "causal-n65", "pad-row", "causal-packed", "dropout", "strided", "empty-batch", "n1"],
@@ -273,7 +275,7 @@ def test_flops_are_counted(shape, options, product, backend):
 
 @pytest.mark.parametrize("backend", ["composite", "reference"])
 def test_flops_of_composite_are_those_of_its_products(backend):
-    """As PyTorch counts its attention on GPUs: masked scores too. The published form's backward is of two less."""
+    """As PyTorch counts its attention on GPUs: masked scores too. The eager backward is of two less."""
     w = torch.randn(2, 3, 64, 16, requires_grad=True)
     product = 2 * 2 * 3 * 64 * 64 * 16
     with FlopCounterMode(display=False) as forward:

@@ -22,7 +22,7 @@ repeats = pytest.mark.skipif(
 chosen = test_given.chosen
 
 
-def spoil(t, how):
+def corrupt(t, how):
     """Free the storage of a tensor, or cut it within its last element."""
     storage = t.untyped_storage()
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -36,7 +36,7 @@ def test_a_call_refuses_each_input_by_name(name, chosen, how):
     function, inputs = test_given.CALLS[name]
     for i in range(len(inputs)):
         given = [t.clone() for t in inputs]
-        spoil(given[i], how)
+        corrupt(given[i], how)
         with pytest.raises(ValueError, match=f"^{name.partition('-')[0]}: .*{REFUSAL}"):
             function(*given, backend=chosen)
 
@@ -47,7 +47,7 @@ def accepted(function, schema, values):
     for argument in schema.arguments:
         if isinstance(values.get(argument.name), torch.Tensor):
             given = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
-            spoil(given[argument.name], "freed")
+            corrupt(given[argument.name], "freed")
             error = test_given.refusal(function, (given.get(a.name) for a in schema.arguments))
             if not re.search(REFUSAL, str(error)):
                 found.append(f"{argument.name}: {error!r}")
@@ -93,7 +93,7 @@ def test_what_reaches_the_last_byte_of_a_storage_is_taken(layout, chosen):
     for _ in range(3):
         expected = ck.tssa(w.contiguous(), temp, backend="reference")
         torch.testing.assert_close(ck.tssa(w, temp, backend=chosen), expected)
-    spoil(w, "cut")
+    corrupt(w, "cut")
     with pytest.raises(ValueError, match=f"tssa: w {REFUSAL}"):
         ck.tssa(w, temp, backend=chosen)
 
@@ -112,7 +112,7 @@ def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
     for i in range(len(make())):
         with torch.no_grad():
             given = list(make())
-            spoil(given[i], how)
+            corrupt(given[i], how)
             with pytest.raises(ValueError, match=REFUSAL):
                 call(*given)
         for of in ("input", "gradient"):
@@ -120,7 +120,7 @@ def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
             out = call(*given)
             out = out[0] if isinstance(out, tuple) else out
             dout = torch.ones_like(out)
-            spoil(given[i].detach() if of == "input" else dout, how)
+            corrupt(given[i].detach() if of == "input" else dout, how)
             with pytest.raises(ValueError, match=REFUSAL):
                 out.backward(dout)
 

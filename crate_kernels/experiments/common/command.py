@@ -109,6 +109,6 @@ class Experiment:
             return refuse(self.name, str(error))
         except KeyboardInterrupt:
             saved, again = any(args.output.glob("*checkpoint*")), " without --fresh" if args.fresh else ""
-            went_on = f" The same command{again} goes on from {args.output}." if saved else ""
+            went_on = f" The same command{again} resumes from {args.output}." if saved else ""
             print(f"\nInterrupted.{went_on}")
             return INTERRUPTED

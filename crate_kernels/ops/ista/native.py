@@ -103,7 +103,7 @@ class _Cpu(steps.Engine):
         return dweight
 
     def mm(self, left, right, out=None):
-        if products.pays(left, right.t()):  # which has no `out`
+        if products.should_reroute(left, right.t()):  # which has no `out`
             return products.product(left, right.t())
         return torch.mm(left, right, out=out)
 

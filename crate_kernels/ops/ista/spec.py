@@ -151,7 +151,7 @@ def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callab
 SPECS = (
     Spec(
         "ista",
-        room="ista",
+        package="ista",
         outputs=("out",),
         cases=_CASES,
         draw=_draw,
@@ -169,7 +169,7 @@ SPECS = (
     ),
     Spec(
         "ista_overcomplete",
-        room="ista",
+        package="ista",
         outputs=("out",),
         cases=_OVERCOMPLETE_CASES,
         draw=_draw,

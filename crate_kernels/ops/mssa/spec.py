@@ -159,7 +159,7 @@ def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callab
 SPECS = (
     Spec(
         "mssa",
-        room="mssa",
+        package="mssa",
         outputs=("out", "lse"),
         cases=_CASES,
         draw=_draw,

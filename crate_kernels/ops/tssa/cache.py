@@ -35,7 +35,7 @@ class TokenStatsCache:
     other. Inference only.
 
     Sums are float64, whatever the tokens are: in float32 every step would round them, which after thousands of steps is
-    more than all other rounding. A cache with float32 sums, as earlier versions have saved, goes on in float32.
+    more than all other rounding. A cache with float32 sums, as earlier versions have saved, resumes in float32.
 
     Args:
         batch: number of sequences.

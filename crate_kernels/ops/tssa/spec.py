@@ -138,7 +138,7 @@ def _stats_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper
 SPECS = (
     Spec(
         "tssa",
-        room="tssa",
+        package="tssa",
         outputs=("out", "membership"),
         cases=_CASES,
         draw=_draw,

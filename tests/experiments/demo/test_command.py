@@ -103,7 +103,7 @@ def test_an_interrupted_demo_goes_on(demo, monkeypatch):
     monkeypatch.setattr(Training, "step", interrupted)
     status, out, _, folder = demo()
     assert status == 130
-    assert "The same command goes on from" in out
+    assert "The same command resumes from" in out
     assert not (folder / "report.html").exists()
     monkeypatch.setattr(Training, "step", steps)
     status, out, _, folder = demo()

@@ -33,7 +33,7 @@ def processor(request, monkeypatch):
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("needs a PyTorch with oneDNN")
     monkeypatch.setattr(products, "_library", torch.ops.mkldnn._linear_pointwise.default if onednn else None)
-    monkeypatch.setattr(products, "_slow", dict.fromkeys(slow, products.Detour(1, 1, 1)))
+    monkeypatch.setattr(products, "_slow", dict.fromkeys(slow, products.Fp32Fallback(1, 1, 1)))
     monkeypatch.setattr(products, "_LEAST_WORK", 1)
 
 

@@ -142,7 +142,7 @@ def compile_all(target: str, draws: int, part: str, path: Path, until: float) ->
 
 
 def run(target: str, draws: int, part: str, path: Path, until: float, work=compile_all) -> None:
-    """Compile in child processes: the kernel at which one ends has that as its fault, and another goes on."""
+    """Compile in child processes: the kernel at which one ends has that as its fault, and another resumes."""
     while True:
         child = multiprocessing.get_context("spawn").Process(target=work, args=(target, draws, part, path, until))
         child.start()
