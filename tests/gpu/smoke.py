@@ -161,6 +161,7 @@ def items(dry_run):
     every = (
         ("heads backward", heads.Heads, heads.CASES),
         ("heads forward", heads.Heads, {**heads.CASES, **heads.FORWARD_CASES}),
+        ("rows backward", heads.LongRows, heads.LONG_CASES),
         ("rows forward", heads.LongRows, heads.LONG_CASES),
     )
     for (name, kind, cases), dtype in itertools.product(every, (torch.bfloat16, torch.float16)):

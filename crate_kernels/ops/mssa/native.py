@@ -68,8 +68,9 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         fields = problem.of_backward(dout, dlse, w, out, lse, call, dw, scratch)
         if tensor_cores.take(w) and not tensor_cores.round_gradients(w, call, bool(fields["scores"])):
             left = None
-            if dout is not None and heads.take_backward(w, dout, out, call):
-                left = heads.backward(dout, dlse, w, out, lse, call, dw)
+            taking = next((one for one in (heads, long_rows) if one.take_backward(w, dout, out, call)), None)
+            if dout is not None and taking is not None:
+                left = taking.backward(dout, dlse, w, out, lse, call, dw)
             tensor_cores.backward(fields, w, call, left)
         else:
             plain.backward(fields, w)

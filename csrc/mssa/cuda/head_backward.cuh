@@ -3,7 +3,7 @@
 #pragma once
 
 #include "head_gradient.cuh"
-#include "rounding.cuh"
+#include "scaled_row.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -16,7 +16,7 @@ CRATE_DEVICE void load_head(const HeadCall& call, int index, uint32_t stage) {
   if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.keep(call));
 }
 
-// The factor, a power of two, that makes the largest |g| of a head kLargest; 1 if there is none.
+// The factor of a head's g.
 template <class S>
 CRATE_DEVICE float gradient_unit(const HeadPlace& place, uint32_t g) {
   using T = typename S::T;
@@ -36,19 +36,15 @@ CRATE_DEVICE float gradient_unit(const HeadPlace& place, uint32_t g) {
   barrier_sync(kAllThreads, S::kThreads);
 #pragma unroll
   for (int n = 0; n < S::kThreads / 32; ++n) most = fmaxf(most, load_shared(place.base + S::kNumbers + 128 + 4 * n));
-  const uint32_t exponent = __float_as_uint(most) & 0x7f800000u;
-  if (most == 0.0f || exponent == 0x7f800000u) return 1.0f;
-  return S::kLargest * __uint_as_float(0x7f000000u - exponent);
+  return BackwardRange<T>::unit(most);
 }
 
 // g becomes g^ in place, and d^ and what says whether a row is a key are written. Returns whether the rounding of out
-// would show in dw, in some row: mma_shift.cuh has the measure of it. A row whose own weight is nearly all has its
-// token as out, with nothing rounded.
+// would show in dw, in some row.
 template <class S>
 CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head, const HeadPlace& place, uint32_t w,
                                   float c, float unit) {
   using T = typename S::T;
-  constexpr float kEps = S::kHalf ? 0x1p-10f : 0x1p-7f;
   const uint32_t g = w + S::kTokens;
   const int id = fresh(threadIdx.x), chunk = id & 7;
   const T* const out = head.of<const T>(call, call.out);
@@ -58,7 +54,8 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head
   for (int first = 0; first < S::kRows; first += S::kThreads / 8) {
     const int row = first + (id >> 3);
     const bool there = row < head.length;
-    float inverse = 0.0f, sum = 0.0f, squares = 0.0f, own = 0.0f, most_out = 0.0f, most_g = 0.0f;
+    ScaledRow<T> scaled;
+    float inverse = 0.0f;
     const float lse = there ? call.lse[head.numbers + row] : -INFINITY;
     if (lse != -INFINITY) inverse = exp2_fast(c - lse * kLog2E) * unit;
     if (row < S::kRows) {
@@ -66,46 +63,18 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head
       for (int panel = 0; panel < S::kPanels; ++panel) {
         const int channel = 64 * panel + 8 * chunk;
         const uint32_t at = g + panel * S::kPanel + chunk_at(row, chunk);
-        uint4 bits = load_shared_4(at), outs = {0, 0, 0, 0};
+        uint4 outs = {0, 0, 0, 0};
         if (there && channel < call.head_dim) {
           outs = *reinterpret_cast<const uint4*>(out + row * call.out.row + channel);
         }
-        uint32_t* const pairs[4] = {&bits.x, &bits.y, &bits.z, &bits.w};
-        const uint4 token = load_shared_4(at - S::kTokens);
-        const uint32_t of_out[4] = {outs.x, outs.y, outs.z, outs.w};
-        const uint32_t of_w[4] = {token.x, token.y, token.z, token.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack_pair<T>(of_w[i]);
-          own += x.x * x.x + x.y * x.y;
-          const float2 before = unpack_pair<T>(*pairs[i]), o = unpack_pair<T>(of_out[i]);
-          *pairs[i] = pack_pair<T>(before.x * inverse, before.y * inverse);
-          const float2 after = unpack_pair<T>(*pairs[i]);
-          sum += after.x * o.x + after.y * o.y;
-          squares += before.x * o.x * (before.x * o.x) + before.y * o.y * (before.y * o.y);
-          most_out = fmaxf(most_out, fmaxf(fabsf(o.x), fabsf(o.y)));
-          most_g = fmaxf(most_g, fmaxf(fabsf(before.x), fabsf(before.y)));
-        }
-        store_shared_4(at, bits);
+        store_shared_4(at, scaled.add(load_shared_4(at), outs, load_shared_4(at - S::kTokens), inverse));
       }
     }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, step);
-      squares += __shfl_xor_sync(kAllLanes, squares, step);
-      own += __shfl_xor_sync(kAllLanes, own, step);
-      most_out = fmaxf(most_out, __shfl_xor_sync(kAllLanes, most_out, step));
-    }
-    most_g = warp_max(most_g);
-    const float reach = fabsf(call.scale) * most_out * sqrtf(squares), most = kMostRounding * most_g;
-    if (reach > most) {
-      const float rest = fmaxf(lse - call.scale * own, 0.0f) + 0x1p-23f * fabsf(lse);
-      const bool is_key = !S::kMasked || (there && keep[row]);
-      shows |= !is_key || 2.0f * rest * reach > kDeviation * kEps * most;
-    }
+    scaled.finish();
+    shows |= scaled.shows(call.scale, lse, !S::kMasked || (there && keep[row]));
     if (chunk == 0 && row < S::kRows) {
-      if (call.dlse != nullptr && there) sum -= call.dlse[head.numbers + row] * inverse;
-      store_shared(place.base + S::kDeltas + 4 * row, sum);
+      if (call.dlse != nullptr && there) scaled.delta -= call.dlse[head.numbers + row] * inverse;
+      store_shared(place.base + S::kDeltas + 4 * row, scaled.delta);
       if constexpr (S::kMasked) store_shared(place.base + S::kKeeps + 4 * row, there && keep[row] ? 1.0f : 0.0f);
     }
   }

@@ -52,10 +52,8 @@ struct HeadShape {
   static constexpr uint32_t kKeeps = kDeltas + 1024, kNumbers = kKeeps + 1024;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
   static_assert(kBytes <= kMostBytes, "more than a block can have");
-  // The range of E and of g^: E is at most 2^kTop, and lse spreads by at most kSpread bits.
-  static constexpr bool kHalf = sizeof(T) == 2 && !std::is_same_v<T, bf16>;
-  static constexpr float kTop = kHalf ? 10.0f : 60.0f, kSpread = kHalf ? 20.0f : 150.0f;
-  static constexpr float kLargest = 16.0f;  // |g| in fp16, by a power of two for each head
+  static constexpr bool kHalf = BackwardRange<T>::kHalf;
+  static constexpr float kTop = BackwardRange<T>::kTop, kSpread = BackwardRange<T>::kSpread;
 };
 
 // Where the columns of a tile are, of 64 rows: anywhere if attention is full; else before, around or behind the

@@ -33,6 +33,21 @@ struct ForwardRange {
   static constexpr float kTop = kHalf ? 14.0f : 40.0f, kLeast = kHalf ? 0x1p-3f : 0x1p-80f;
 };
 
+// The range of a symmetric backward (head_gradient.cuh): E is at most 2^kTop, lse spreads by at most kSpread bits, and
+// |g| in fp16 is kLargest at most, by a power of two for each head.
+template <class T>
+struct BackwardRange {
+  static constexpr bool kHalf = std::is_same_v<T, fp16>;
+  static constexpr float kTop = kHalf ? 10.0f : 60.0f, kSpread = kHalf ? 20.0f : 150.0f, kLargest = 16.0f;
+
+  // The factor, a power of two, that makes `most` about kLargest; 1 if it is 0 or not finite.
+  static CRATE_DEVICE float unit(float most) {
+    const uint32_t exponent = __float_as_uint(most) & 0x7f800000u;
+    if (most == 0.0f || exponent == 0x7f800000u) return 1.0f;
+    return kLargest * __uint_as_float(0x7f000000u - exponent);
+  }
+};
+
 // The bits of 32 tokens up to one of them.
 CRATE_DEVICE uint32_t bits_up_to(int token) {
   return token < 0 ? 0 : token > 31 ? ~0u : 2 * (1u << token) - 1;

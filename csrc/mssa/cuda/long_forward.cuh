@@ -73,14 +73,6 @@ struct LongForwardShape {
   static_assert(kDim % 64 == 0 && kDim <= 128 && kBytes <= 232448);
 };
 
-// What load_tokens copies: a tile, and a warp group's own rows.
-template <class S, int ROWS, uint32_t PANEL>
-struct Copied {
-  using T = typename S::T;
-  static constexpr int kRows = ROWS, kThreads = 128, kPanels = S::kPanels;
-  static constexpr uint32_t kPanel = PANEL;
-};
-
 template <class S>
 struct LongOutput {
   using T = typename S::T;

@@ -11,9 +11,19 @@ namespace crate_kernels::mssa {
 constexpr int kLongTile = 128;  // tokens that are measured together
 
 struct LongCall : HeadCall {
-  float2* numbers;  // two of every token, as lse has one; the measuring kernels write them
-  float* most;      // (heads, tiles of 128 tokens): the largest of a tile
-  int32_t blocks;   // of rows, per head
+  HeadTokens scaled;  // g^, of the backward
+  float2* numbers;    // two of every token, as lse has one; the measuring kernels write them
+  float2* of_head;    // (heads,): c, and what undoes the factor of g
+  float* most;        // what is measured of each tile of 128 tokens
+  int32_t blocks;     // of rows, per head
+};
+
+// What load_tokens copies for a warp group: rows of the shape's tokens.
+template <class S, int ROWS, uint32_t PANEL>
+struct Copied {
+  using T = typename S::T;
+  static constexpr int kRows = ROWS, kThreads = 128, kPanels = S::kPanels;
+  static constexpr uint32_t kPanel = PANEL;
 };
 
 // A block's warp groups are told apart, and their warps, without a branch for each lane.

@@ -44,19 +44,19 @@ FORWARD_CASES = {
 # Of long rows. A block has 192 rows of 64 channels or 128 of 128; a tile has 128 tokens, and four are on their way.
 LONG_CASES = {
     "257-tokens": (64, 257, {}),
-    "many-tiles": (64, 700, {"drawn": "short"}),
-    "packed": (64, 300, {"lengths": (300, 1, 129, 0, 17)}),
+    "many-tiles": (64, 700, {"drawn": "short", "lse": True}),
+    "packed": (64, 300, {"lengths": (300, 1, 129, 0, 17), "lse": True}),
     "padded": (64, 385, {"kept": (385, 200, 0)}),
     "holes": (64, 300, {"kept": "holes"}),
     "40-channels": (40, 260, {}),
-    "128-channels": (128, 333, {}),
+    "128-channels": (128, 333, {"lse": True}),
     "128-channels-many-tiles": (128, 650, {"drawn": "short"}),
     "72-channels": (72, 270, {"kept": (270, 130)}),
-    "causal": (64, 400, CAUSAL),
+    "causal": (64, 400, {**CAUSAL, "lse": True}),
     "causal-packed": (64, 300, {**CAUSAL, "lengths": (300, 1, 129, 0, 17)}),
     "causal-padded": (64, 385, {**CAUSAL, "kept": (385, 200, 0)}),
     "causal-holes": (64, 300, {**CAUSAL, "kept": "holes"}),
-    "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike"}),
+    "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike", "lse": True}),
     "causal-128-channels": (128, 390, CAUSAL),
 }
 
@@ -83,7 +83,8 @@ class Heads:
         elif "kept" in given:
             self.keep = (torch.arange(self.seqlen) < torch.tensor(given["kept"])[:, None]).to(device)
         if given.get("lse"):
-            self.dlse = randn(*shape[:-1], seed=3).to(device)
+            numbers = shape[:-1] if self.lengths is None else shape[1::-1]
+            self.dlse = randn(*numbers, seed=3).to(device)
         self.options = {"key_padding_mask": self.keep, "causal": given.get("causal", False)}
         if self.lengths is not None:
             bounds = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)

@@ -33,7 +33,7 @@ BROKEN = {
     "rows-not-kept": ("      keep_rows<kWidth, kSide>(sums.s, behind);\n", "", "padded"),
     "columns-not-kept": ("        weigh_columns<COLUMN, kWidth, kSide>(columns, behind);\n", "", "holes"),
     "keys-not-masked": ("kKept = S::kMasked ? 2 * S::kTokens : 0;", "kKept = 0;", "padded"),
-    "no-lse": ("      if (call.dlse != nullptr && there) sum -=", "      if (false) sum -=", "lse"),
+    "no-lse": ("      if (call.dlse != nullptr && there) scaled.delta -=", "      if (false) scaled.delta -=", "lse"),
     "no-start": (_OFFSET, _OFFSET.replace("start * tokens.row", "0"), "packed"),
     "channels-beyond": (_LOADED, _LOADED.replace(" && 64 * panel + 8 * chunk < call.head_dim", ""), "40-channels"),
     "rows-beyond": (_LOADED, _LOADED.replace("row < head.length && ", ""), "packed"),
@@ -158,4 +158,51 @@ BROKEN_LONG_FORWARD = {
         "inverse[1], lane);\n    store_rows<S>(call, head.of",
         "257-tokens",
     ),
+}
+
+_WEIGHED = "      weigh<WALK>(s, n);\n      wgmma_wait<1>();\n"
+_BOUNDED = "s[i] = fminf(s[i], BackwardRange<T>::kTop);"
+_LOADED_TILE = "    copy_async_wait<0>();\n    fence_async_shared();\n    __syncthreads();\n    float s["
+
+# Of csrc/mssa/cuda/long_backward.cuh, long_scale.cuh and long_delta.cuh.
+BROKEN_LONG_BACKWARD = {
+    "no-wait-for-a-tile": ("      stages.wait_full(n);\n      start<WALK>", "      start<WALK>", "257-tokens"),
+    "no-wait-for-scores": ("      wgmma_wait<2>();\n", "", "257-tokens"),
+    "no-wait-for-a": (_WEIGHED, _WEIGHED.replace("      wgmma_wait<1>();\n", ""), "257-tokens"),
+    "no-wait-for-sums": ("(s, t);\n      wait_for_sums();\n", "(s, t);\n", "257-tokens"),
+    "own-tile-released": ("if (!again) stages.release", "if (!again || to > 0) stages.release", "causal"),
+    "own-tile-kept": ("if (!again) stages.release", "if (!again && to < 0) stages.release", "padded"),
+    "keys-behind-rows": ("WALK == Walk::kKeys ? by < 0 : by > 0", "WALK == Walk::kKeys ? by < -63 : by > 0", "causal"),
+    "queries-before-keys": ("WALK == Walk::kKeys ? by < 0 : by > 0", "WALK == Walk::kKeys && by < 0", "causal"),
+    "itself-as-key-alone": ("? by < 0 : by > 0", "? by < 0 : by >= 0", "causal"),
+    "no-queries": ("causal ? place : count, causal ? count : 2 * count", "0, 0", "padded"),
+    "keys-not-masked": ("(i % 2 == 0 ? of.y : of.w) : keep[i / 2]", "fmaxf(of.y, 1.0f) : keep[i / 2]", "padded"),
+    "rows-not-masked": ("(i % 2 == 0 ? of.y : of.w) : keep[i / 2]", "(i % 2 == 0 ? of.y : of.w) : 1.0f", "padded"),
+    "deltas-swapped": ("(i % 2 == 0 ? of.x : of.z)", "(i % 2 != 0 ? of.x : of.z)", "257-tokens"),
+    "no-delta-of-rows": ("t[i] -= delta[i % 4 / 2];", "t[i] -= 0.0f;", "causal"),
+    "rows-beyond": (
+        "const float2 numbers = token < head.length ? call",
+        "const float2 numbers = token < 9999 ? call",
+        "packed",
+    ),
+    "rows-of-the-first-group": (
+        "S::kOwnAt + 64 * at.group * kRowBytes, w = stage(n)",
+        "S::kOwnAt, w = stage(n)",
+        "causal",
+    ),
+    "one-panel": (
+        "w + S::kTokens, S::kOwnPanel, S::kPanel, true",
+        "w + S::kTokens, 0, S::kPanel, true",
+        "128-channels",
+    ),
+    "no-lse": (
+        "if (call.dlse != nullptr) scaled.delta -=",
+        "if (call.dlse != nullptr && call.head_dim == 0) scaled.delta -=",
+        "causal",
+    ),
+    "no-lse-of-sums": ("    if (call.dlse != nullptr) {", "    if (call.dlse == nullptr) {", "causal-alike"),
+    "sums-of-w": ("(t, base + S::kTokens, tile", "(t, base, tile", "causal-alike"),
+    "no-fence-behind-a-tile": (_LOADED_TILE, _LOADED_TILE.replace("    fence_async_shared();\n", ""), "causal-alike"),
+    "no-barrier-behind-a-tile": (_LOADED_TILE, _LOADED_TILE.replace("    __syncthreads();\n", ""), "causal-alike"),
+    "no-barrier-before-a-tile": ("    __syncthreads();  // the tile before has been read\n", "", "causal-alike"),
 }

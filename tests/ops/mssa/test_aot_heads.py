@@ -30,6 +30,14 @@ LONG = {
     "forward_kernel<bf16, 128, true>": (2093, 48),
 }
 
+# Of the backward, by whether keys and queries have a walk each.
+LONG_BACKWARD = {
+    "backward_kernel<bf16, 64, false>": (1520, 40),
+    "backward_kernel<bf16, 64, true>": (2424, 56),
+    "backward_kernel<bf16, 128, false>": (1800, 64),
+    "backward_kernel<bf16, 128, true>": (2768, 88),
+}
+
 
 def read(kernel, compiler):
     """Return a kernel's opcodes in their order, and what the assembler says of it."""
@@ -53,18 +61,32 @@ def test_a_kernel_is_no_longer_and_its_products_and_powers_take_turns(name):
         assert sum(a != b for a, b in pairwise(turns)) >= least
 
 
+def kinds_of(name, header, recorded, powers):
+    """Return the order of products, powers and waits of a kernel of long rows, and hold their numbers."""
+    compiler = compilers.needed()
+    opcodes, said = read(long_rows.Kernel(header, f"mssa::long_{name}"), compiler)
+    kinds = [one for opcode in opcodes for one in (PRODUCT, POWER, WAIT) if opcode.startswith(one)]
+    assert kinds.count(POWER) == powers
+    assert said.spills == 0
+    if compiler.version == (13, 0):
+        most, products = recorded
+        assert len(opcodes) <= most
+        assert kinds.count(PRODUCT) == products
+    return [kind for kind, _ in groupby(kinds)]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LONG)
 def test_the_powers_of_long_rows_run_beside_products(name):
     """Those of a tile lie between the wait for its scores and that for the sums of the tile before."""
-    compiler = compilers.needed()
-    opcodes, said = read(long_rows.Kernel(long_rows._FORWARD_HEADER, f"mssa::long_{name}"), compiler)
-    kinds = [one for opcode in opcodes for one in (PRODUCT, POWER, WAIT) if opcode.startswith(one)]
     first_tile, tile, end = (PRODUCT, WAIT, POWER), (PRODUCT, WAIT, POWER, WAIT), (PRODUCT, WAIT)
-    assert [kind for kind, _ in groupby(kinds)] == [*first_tile, *tile, *end]
-    assert kinds.count(POWER) == 128
-    assert said.spills == 0
-    if compiler.version == (13, 0):
-        most, products = LONG[name]
-        assert len(opcodes) <= most
-        assert kinds.count(PRODUCT) == products
+    order = kinds_of(name, long_rows._FORWARD_HEADER, LONG[name], 128)
+    assert order == [*first_tile, *tile, *end]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LONG_BACKWARD)
+def test_the_powers_of_their_backward_do_too(name):
+    walks = 2 if name.endswith("true>") else 1
+    order = kinds_of(name, long_rows._BACKWARD_HEADER, LONG_BACKWARD[name], 64 * walks)
+    assert order == [*(PRODUCT, WAIT, POWER, WAIT) * 2, PRODUCT, WAIT] * walks

@@ -202,8 +202,8 @@ def test_tuning_times_them(causal, gradient, hopper, monkeypatch):
 def test_only_a_gpu_that_has_them_times_them(monkeypatch):
     assert heads_tune.workloads() == []
     monkeypatch.setattr(heads_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 16), (100, 0)):
+    for capability, count in ((80, 0), (90, 24), (100, 0)):
         monkeypatch.setattr(heads_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
         every = heads_tune.workloads()
         assert len({str(one) for one in every}) == len(every) == count
-        assert all(one.table in (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD) for one in every)
+        assert all(one.table in (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_rows.BACKWARD) for one in every)

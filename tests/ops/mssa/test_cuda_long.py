@@ -1,4 +1,4 @@
-"""The kernels of long rows on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
+"""The forward of long rows on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
 
 import pytest
 import torch
@@ -8,15 +8,15 @@ from crate_kernels.ops.mssa.cuda import long_rows
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
 from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD
-from tests.ops.mssa.test_cuda_heads import DTYPES, HOPPER, SPREADS
+from tests.ops.mssa.test_cuda_heads import (
+    DTYPES,
+    HOPPER,
+    SPREADS,
+    in_every_order,
+    run_and_check_forward,
+)
 
 BOTH = ("many-tiles", "causal-holes")
-
-
-def run_and_check_forward(case):
-    out, lse, left = case.run_forward()
-    assert not any(left)
-    case.check_forward(out, lse)
 
 
 @pytest.mark.parametrize(
@@ -133,21 +133,14 @@ def test_other_calls_are_left_to_other_kernels(change, device):
     assert not long_rows.serves_forward(w, w, Call(**given.get(change, {})))
 
 
-def in_every_order(device, case):
-    for early in (False, True):
-        for descending in (False, True):
-            device(**HOPPER, early=early, descending=descending)
-            run_and_check_forward(LongRows(case, torch.bfloat16))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("change", BROKEN_LONG_FORWARD.values(), ids=BROKEN_LONG_FORWARD)
 def test_a_broken_kernel_is_found(change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken("mssa/cuda", before, after)
+    broken("mssa/cuda", before, after, ("long_forward", "long_rows"))
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
-        in_every_order(device, case)
+        in_every_order(device, run_and_check_forward, case, LongRows)
 
 
 # Registers of a thread, by NVRTC 13.0 for sm_90a, before warp groups exchange them. They may not rise.

@@ -17,12 +17,16 @@ from tests.ops.mssa.test_cuda_heads_taken import DTYPES, both_ways, hopper  # no
 from tests.tools.emulator import emulated
 
 FORWARD = ["long_measure_kernel", "long_forward_kernel", "mma_left_forward_kernel"]
+BACKWARD = [
+    *("long_range_kernel", "long_scale_kernel", "long_delta_kernel", "long_backward_kernel"),
+    *("mma_left_shift_kernel", "mma_left_backward_kernel"),
+]
 
 
 @contextmanager
 def taking():
-    """Have long rows taken, as tuning may find."""
-    with table.forced(long_rows.FORWARD, {"LONG": 1}):
+    """Have long rows taken in both directions, as tuning may find."""
+    with table.forced(long_rows.FORWARD, {"LONG": 1}), table.forced(long_rows.BACKWARD, {"LONG": 1}):
         yield
 
 
@@ -42,7 +46,7 @@ def test_nothing_takes_them_by_default(hopper, backend):  # noqa: F811
 def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backend, repeated_calls):
     given = LongRows(case, torch.bfloat16)
     out, lse, dw = both_ways(given, backend)
-    assert [*dict.fromkeys(taken())][:3] == FORWARD
+    assert [*dict.fromkeys(taken())] == FORWARD + BACKWARD
     given.check_forward(out, lse)
     given.check(dw)
     if repeated_calls is None:
@@ -54,7 +58,7 @@ def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backe
 def test_short_rows_are_those_of_whole_heads(taken, backend):
     given = Heads("197-tokens", torch.bfloat16)
     both_ways(given, backend)
-    assert "long_forward_kernel" not in taken()
+    assert {*taken()}.isdisjoint(FORWARD + BACKWARD)
     with table.forced(heads.FORWARD, {"WHOLE": 1}):
         both_ways(given, backend)
         assert "head_forward_kernel" in taken()
@@ -80,6 +84,9 @@ def test_heads_out_of_range_are_those_of_the_other_kernels(name, first, dtype, h
         assert torch.equal(result[0, 1, first:], other[0, 1, first:])
         assert torch.equal(result[:, 1, : min(first, 300)], own[:, 1, : min(first, 300)])
     mixed.check_forward(*found[:2])
+    mixed.check(found[2])
+    if first == 0:
+        assert torch.equal(found[2][0, 1], others[2][0, 1])
 
 
 @pytest.mark.parametrize("offsets", test_uncovered.OFFSETS.values(), ids=test_uncovered.OFFSETS)
@@ -105,19 +112,20 @@ def test_what_is_no_number_stays_in_its_sequence(taken, backend):
         assert not result[same].isfinite().all()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_tuning_times_them(causal, hopper, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+def test_tuning_times_them(gradient, hopper, monkeypatch):  # noqa: F811
     monkeypatch.setattr(timed, "_TOKENS", 12 * 20)
-    make = timed.dense(emulated.on_cuda("mssa"), 260, 64, causal, False, "cpu")
+    causal, table_of = gradient, long_rows.BACKWARD if gradient else long_rows.FORWARD
+    make = timed.dense(emulated.on_cuda("mssa"), 260, 64, causal, gradient, "cpu")
     kernels = []
 
     def clock(call):
         hopper()
         call()
-        kernels.append("long_forward_kernel" in hopper())
+        kernels.append(("long_backward_kernel" if gradient else "long_forward_kernel") in hopper())
         return 1.0 / len(kernels)
 
-    workload = tune.Workload(long_rows.FORWARD, Row({}, 64, 512, causal, half=True), make)
-    shipped = long_rows.FORWARD.shipped(torch.device("cpu"), 64, 512, causal, torch.float16)
+    workload = tune.Workload(table_of, Row({}, 64, 512, causal, half=True), make)
+    shipped = table_of.shipped(torch.device("cpu"), 64, 512, causal, torch.float16)
     found = tune.search(workload, shipped, clock, judge)
     assert (found.config, kernels) == ({"LONG": 1}, [False, True])

@@ -48,12 +48,13 @@ def device(library):
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch, device):
-    """Return a function that changes one place of a folder of the sources, which kernels are compiled from then on."""
+    """Return a function that changes one place of files of a folder, which kernels are compiled from then on."""
 
-    def change(folder, before, after):
+    def change(folder, before, after, names=("*",)):
         for part in ("csrc", "tests/tools/emulator"):
             shutil.copytree(ROOT / part, tmp_path / part)
-        found = [path for path in (tmp_path / "csrc" / folder).glob("*.cuh") if before in path.read_text()]
+        paths = [path for name in names for path in (tmp_path / "csrc" / folder).glob(f"{name}.cuh")]
+        found = [path for path in paths if before in path.read_text()]
         assert len(found) == 1
         found[0].write_text(found[0].read_text().replace(before, after, 1))
         monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")

@@ -1,4 +1,4 @@
-"""Plans the kernels of long rows on Hopper GPUs: csrc/mssa/cuda/long_forward.cuh.
+"""Plans the kernels of long rows on Hopper GPUs: csrc/mssa/cuda/long_forward.cuh, long_backward.cuh.
 
 A block owns some rows of a head, and walks over its tokens: sequences longer than those of heads.py. What is out of
 range is left to others.
@@ -20,20 +20,28 @@ from crate_kernels.ops.mssa.cuda.problem import is_wide
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 from crate_kernels.ops.mssa.splits import cdiv
 
-_FORWARD_HEADER = "mssa/cuda/long_forward.cuh"
+_FORWARD_HEADER, _BACKWARD_HEADER = "mssa/cuda/long_forward.cuh", "mssa/cuda/long_backward.cuh"
 _TILE = 128  # tokens; kLongTile
 _ROW = 128  # bytes of 64 channels
 _GROUPS = {64: 3, 128: 2}  # warp groups that own 64 rows each, by channels; one more loads
 _STAGES = 4
+_BACKWARD_TILE, _BACKWARD_STAGES = 64, 3
+_RANGE_NUMBERS = 4  # kRangeNumbers
 
-FORWARD = hopper.table("mssa_long_forward", "LONG")
+FORWARD, BACKWARD = (hopper.table(f"mssa_long_{direction}", "LONG") for direction in ("forward", "backward"))
 
 
 class LongCall(hopper.HeadCall):
     """The same, and what the measuring kernels write."""
 
     cpp = "mssa::LongCall"
-    _fields_ = (("numbers", POINTER), ("most", POINTER), ("blocks", ctypes.c_int32))
+    _fields_ = (
+        ("scaled", hopper.HeadTokens),
+        ("numbers", POINTER),
+        ("of_head", POINTER),
+        ("most", POINTER),
+        ("blocks", ctypes.c_int32),
+    )
 
 
 def _dim_of(w: Tensor) -> int:
@@ -49,6 +57,14 @@ def _forward_kernel(dtype: torch.dtype, dim: int, causal: bool) -> Kernel:
     return Kernel(_FORWARD_HEADER, f"mssa::long_forward_kernel<{TYPES[dtype]}, {dim}, {str(causal).lower()}>")
 
 
+def _prepare_kernel(name: str, dtype: torch.dtype, dim: int) -> Kernel:
+    return Kernel(_BACKWARD_HEADER, f"mssa::long_{name}_kernel<{TYPES[dtype]}, {dim}>")
+
+
+def _backward_kernel(dtype: torch.dtype, dim: int, apart: bool) -> Kernel:
+    return Kernel(_BACKWARD_HEADER, f"mssa::long_backward_kernel<{TYPES[dtype]}, {dim}, {str(apart).lower()}>")
+
+
 def forward_shared_bytes(dim: int) -> int:
     """Return what a block of the forward takes of shared memory, as LongForwardShape does."""
     panels = dim // 64
@@ -56,14 +72,36 @@ def forward_shared_bytes(dim: int) -> int:
     return _STAGES * panels * _TILE * _ROW + 2 * own + 256 + _STAGES * (_TILE // 8 + 16)
 
 
+def delta_shared_bytes(dim: int) -> int:
+    """Return what a block of 64 rows takes of shared memory, as LongDeltaShape does."""
+    return 3 * dim // 64 * _BACKWARD_TILE * _ROW + 16
+
+
+def backward_shared_bytes(dim: int) -> int:
+    """Return what a block of the backward takes of shared memory, as LongBackwardShape does."""
+    panels = dim // 64
+    own = panels * 64 * _GROUPS[dim] * _ROW
+    return _BACKWARD_STAGES * (2 * panels * _BACKWARD_TILE * _ROW + 8 * _BACKWARD_TILE + 16) + 3 * own
+
+
 def serves_forward(w: Tensor, out: Tensor, call: Call) -> bool:
     """Return whether the kernels of the forward serve a call."""
     return hopper.serves(w, call) and hopper.seqlen_of(w, call) > heads.MOST_ROWS and all(map(is_wide, (w, out)))
 
 
+def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+    """Return whether the kernels of the backward serve a call."""
+    return dout is not None and serves_forward(w, out, call) and is_wide(dout)
+
+
 def take_forward(w: Tensor, out: Tensor, call: Call) -> bool:
     """Return whether long rows take a forward: they serve it, and were chosen."""
     return serves_forward(w, out, call) and hopper.chosen(FORWARD, w, call)
+
+
+def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+    """Return whether long rows take a backward."""
+    return serves_backward(w, dout, out, call) and hopper.chosen(BACKWARD, w, call)
 
 
 def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
@@ -84,9 +122,43 @@ def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
     return left
 
 
+def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call, dw: Tensor) -> Tensor:
+    """Write the gradient of ``w`` to ``dw``, and return how many tokens of each head are left, all or none.
+
+    ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
+    """
+    dim, seqlen = _dim_of(w), hopper.seqlen_of(w, call)
+    parameters, left = hopper.parameters(LongCall, w, call, lse)
+    tiles, groups = cdiv(seqlen, _TILE), _GROUPS[dim]
+    scaled = w.new_empty(*lse.shape, w.shape[-1])  # (batch, heads, rows, channels), packed (heads, rows, channels)
+    parameters.g, parameters.out = hopper.tokens(dout, call), hopper.tokens(out, call)
+    parameters.dw = hopper.tokens(dw, call)
+    parameters.scaled = hopper.tokens(scaled.transpose(0, 1) if call.packed else scaled, call)
+    parameters.dlse = dlse
+    parameters.numbers = lse.new_empty(*lse.shape, 2)
+    parameters.of_head = lse.new_empty(len(left), 2)
+    parameters.most = lse.new_empty(len(left), tiles, _RANGE_NUMBERS)
+    parameters.blocks = cdiv(seqlen, 64 * groups)
+    for name in ("range", "scale"):
+        launch.run(_prepare_kernel(name, w.dtype, dim), Shape(len(left) * tiles, _TILE), [parameters], w.device)
+    given = [parameters, ctypes.c_int32(call.causal)]
+    shape = Shape(2 * len(left) * tiles, 128, delta_shared_bytes(dim))
+    launch.run(_prepare_kernel("delta", w.dtype, dim), shape, given, w.device)
+    shape = Shape(len(left) * parameters.blocks, 128 * (groups + 1), backward_shared_bytes(dim))
+    launch.run(_backward_kernel(w.dtype, dim, call.causal or call.padded), shape, given, w.device)
+    return left
+
+
 def kernels() -> list[Kernel]:
     """List every kernel that calls launch."""
     return [
         *(_measure_kernel(dtype, dim) for dtype in TYPES for dim in _GROUPS),
         *(_forward_kernel(dtype, dim, causal) for dtype in TYPES for dim in _GROUPS for causal in (False, True)),
+        *(
+            _prepare_kernel(name, dtype, dim)
+            for name in ("range", "scale", "delta")
+            for dtype in TYPES
+            for dim in _GROUPS
+        ),
+        *(_backward_kernel(dtype, dim, apart) for dtype in TYPES for dim in _GROUPS for apart in (False, True)),
     ]

@@ -25,11 +25,10 @@ def workloads() -> list[Workload]:
     if launch.gpu(device).capability != hopper.CAPABILITY:
         return []
     found = []
-    for causal, head_dim, gradient in itertools.product((False, True), (64, 128), (True, False)):
-        row = Row({}, head_dim, 256, causal, half=True)
-        table = heads.BACKWARD if gradient else heads.FORWARD
-        found.append(Workload(table, row, timed.dense(native, _IMAGE, head_dim, causal, gradient)))
-    for causal, head_dim, (seqlen, bucket) in itertools.product((False, True), (64, 128), _LONG):
+    every = [(heads, _IMAGE, 256), *((long_rows, *one) for one in _LONG)]
+    for (kernels, seqlen, bucket), causal, head_dim in itertools.product(every, (False, True), (64, 128)):
         row = Row({}, head_dim, bucket, causal, half=True)
-        found.append(Workload(long_rows.FORWARD, row, timed.dense(native, seqlen, head_dim, causal, gradient=False)))
+        for table in (kernels.FORWARD, kernels.BACKWARD):
+            gradient = table is kernels.BACKWARD
+            found.append(Workload(table, row, timed.dense(native, seqlen, head_dim, causal, gradient)))
     return found

@@ -1,0 +1,115 @@
+// What the backward of long rows is made of: g^, d^ and c, and which heads it leaves.
+#pragma once
+
+#include "long_rows.cuh"
+#include "scaled_row.cuh"
+
+namespace crate_kernels::mssa {
+
+// Of a tile: the largest and the smallest lse, in bits; the largest |g|; and 1 or 2, or both, if the rounding of out
+// would show in dw, in its first 64 rows or its last.
+constexpr int kRangeNumbers = 4;
+
+// Measures each tile, and writes that nothing is left.
+template <class T, int DIM>
+__global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_constant__ LongCall call) {
+  __shared__ float of_warp[kLongTile / kWarp][3];
+  const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
+  const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
+  if (tile == 0 && id == 0) call.left[index] = 0;
+  const HeadTokensOf head(call, index);
+  const int first = tile * kLongTile;
+  if (first >= head.length) return;
+  float most = -INFINITY, least = INFINITY, most_g = 0.0f;
+  if (first + id < head.length) {
+    const float lse = call.lse[head.numbers + first + id] * kLog2E;
+    if (lse != -INFINITY) most = least = lse;
+  }
+  if constexpr (BackwardRange<T>::kHalf) {
+    const T* const g = head.of<const T>(call, call.g);
+    for (int row = first + (id >> 3); row < min(first + kLongTile, head.length); row += kLongTile / 8) {
+      for (int channel = 8 * chunk; channel < call.head_dim; channel += 64) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(g + row * call.g.row + channel);
+        const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+        unroll<4>([&](int i) {
+          const float2 pair = unpack_pair<T>(pairs[i]);
+          most_g = fmaxf(most_g, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        });
+      }
+    }
+  }
+  most = warp_max(most), least = -warp_max(-least), most_g = warp_max(most_g);
+  if (id % kWarp == 0) {
+    float* const to = of_warp[id / kWarp];
+    to[0] = most, to[1] = least, to[2] = most_g;
+  }
+  __syncthreads();
+  if (id > 0) return;
+  for (int warp = 1; warp < kLongTile / static_cast<int>(kWarp); ++warp) {
+    most = fmaxf(most, of_warp[warp][0]), least = fminf(least, of_warp[warp][1]);
+    most_g = fmaxf(most_g, of_warp[warp][2]);
+  }
+  float* const to = call.most + (static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers;
+  to[0] = most, to[1] = least, to[2] = most_g;
+}
+
+// Writes g^ and d^ of every row, beside d^ whether it is a key, and c of its head. A head is left whose lse spreads too
+// far.
+template <class T, int DIM>
+__global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_constant__ LongCall call) {
+  using R = BackwardRange<T>;
+  const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
+  const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
+  const HeadTokensOf head(call, index);
+  const int first = tile * kLongTile;
+  if (first >= head.length) return;
+  float most = -INFINITY, least = INFINITY, most_g = 0.0f;
+  for (int n = id % kWarp; n < (head.length + kLongTile - 1) / kLongTile; n += kWarp) {
+    const float* const from = call.most + (static_cast<int64_t>(index) * tiles + n) * kRangeNumbers;
+    most = fmaxf(most, from[0]), least = fminf(least, from[1]), most_g = fmaxf(most_g, from[2]);
+  }
+  most = warp_max(most), least = -warp_max(-least), most_g = warp_max(most_g);
+  const bool none = most == -INFINITY;  // no row has a key
+  const float c = none ? 0.0f : most - R::kTop, unit = R::kHalf ? R::unit(most_g) : 1.0f;
+  // The more weights of g^, the more errors of fp16's smallest.
+  const float spread = R::kHalf ? R::kSpread - fmaxf(log2f(head.length / 256.0f), 0.0f) : R::kSpread;
+  if (!none && !(most - least <= spread)) {  // a NaN, or one that is infinite, too
+    if (tile == 0 && id == 0) call.left[index] = head.length;
+    return;
+  }
+  if (tile == 0 && id == 0) call.of_head[index] = make_float2(c, 1.0f / unit);
+  const T* const w = head.of<const T>(call, call.w);
+  const T* const g = head.of<const T>(call, call.g);
+  const T* const out = head.of<const T>(call, call.out);
+  T* const scaled_g = head.of<T>(call, call.scaled);
+  const uint8_t* const keep = head.keep(call);
+  bool shows[2] = {false, false};
+  for (int row = first + (id >> 3); row < first + kLongTile; row += kLongTile / 8) {
+    const bool there = row < head.length;
+    const float lse = there ? call.lse[head.numbers + row] : -INFINITY;
+    const float inverse = lse == -INFINITY ? 0.0f : exp2_fast(c - lse * kLog2E) * unit;
+    const bool is_key = there && (keep == nullptr || keep[row]);
+    ScaledRow<T> scaled;
+#pragma unroll
+    for (int panel = 0; panel < DIM / 64; ++panel) {
+      const int channel = 64 * panel + 8 * chunk;
+      if (!there || channel >= call.head_dim) continue;
+      const auto of = [&](const T* from, const HeadTokens& tokens) {
+        return *reinterpret_cast<const uint4*>(from + row * tokens.row + channel);
+      };
+      *reinterpret_cast<uint4*>(scaled_g + row * call.scaled.row + channel) =
+          scaled.add(of(g, call.g), of(out, call.out), of(w, call.w), inverse);
+    }
+    scaled.finish();
+    const bool of_row = there && scaled.shows(call.scale, lse, is_key);
+    shows[0] |= of_row && row < first + 64, shows[1] |= of_row && row >= first + 64;
+    if (chunk == 0 && there) {
+      if (call.dlse != nullptr) scaled.delta -= call.dlse[head.numbers + row] * inverse;
+      call.numbers[head.numbers + row] = make_float2(scaled.delta, is_key ? 1.0f : 0.0f);
+    }
+  }
+  const int upper = __syncthreads_count(shows[0]) != 0, lower = __syncthreads_count(shows[1]) != 0;
+  if (id == 0) call.most[(static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers + 3] = upper + 2 * lower;
+}
+
+}  // namespace crate_kernels::mssa

@@ -1,0 +1,150 @@
+"""The backward of long rows on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
+
+import pytest
+import torch
+
+from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.cuda import long_rows
+from tests.cuda import compilers, resources
+from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
+from tests.ops.mssa.heads_broken import BROKEN_LONG_BACKWARD
+from tests.ops.mssa.test_cuda_heads import (
+    DTYPES,
+    HOPPER,
+    SPREADS,
+    in_every_order,
+    large,
+    ones,
+    run_and_check,
+)
+
+BOTH = ("many-tiles", "causal-padded")
+ELSEWHERE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("case", "early"),
+    [
+        *(pytest.param(case, False, id=f"{case}-at-the-wait") for case in LONG_CASES),
+        *(
+            pytest.param(case, True, id=f"{case}-at-the-issue", marks=[] if case in BOTH else [ELSEWHERE])
+            for case in LONG_CASES
+        ),
+    ],
+)
+def test_the_backward_of_long_rows(case, early, device):
+    device(**HOPPER, early=early)
+    run_and_check(LongRows(case, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["causal-padded", *(pytest.param(one, marks=ELSEWHERE) for one in ("257-tokens", "packed", "128-channels"))],
+)
+def test_the_backward_of_long_rows_in_fp16(case, device):
+    device(**HOPPER)
+    run_and_check(LongRows(case, torch.float16))
+
+
+@DTYPES
+@SPREADS
+def test_a_head_whose_lse_spreads_too_far_is_left(spread, takes_bf16, takes_fp16, dtype, device):
+    device(**HOPPER)
+    case = LongRows((64, 260, {}), dtype, spread=spread)
+    dw, left = case.run()
+    takes = takes_fp16 if dtype == torch.float16 else takes_bf16
+    assert left == [0 if takes else case.seqlen] * 2
+    if takes:
+        case.check(dw)
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "dtype"),
+    [
+        ((64, 300, {**CAUSAL, "kept": (300, 150), "drawn": "normed"}), ones, torch.bfloat16),
+        pytest.param((64, 300, {"drawn": "normed"}), ones, torch.float16, marks=ELSEWHERE),
+        ((64, 260, {}), large, torch.bfloat16),
+        ((64, 260, {}), large, torch.float16),
+    ],
+    ids=["ones-causal-padded", "ones-fp16", "large-bf16", "large-fp16"],
+)
+def test_gradients_that_rounding_would_spoil(shape, change, dtype, device):
+    device(**HOPPER)
+    case = LongRows(shape, dtype)
+    change(case)
+    run_and_check(case)
+
+
+def test_results_do_not_depend_on_the_order_of_blocks(device):
+    results = []
+    for descending in (False, True):
+        device(**HOPPER, descending=descending)
+        results.append(LongRows("causal-holes", torch.bfloat16).run()[0])
+    assert torch.equal(*results)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_head(device):
+    device(**HOPPER)
+    case = LongRows((64, 260, {"kept": (260, 200)}), torch.bfloat16)
+    case.w[0, 0, 7] = torch.inf
+    case.w[1, 1, 3, 5] = torch.nan
+    dw, left = case.run()
+    for index in range(4):
+        finite = bool(dw[index // 2, index % 2].isfinite().all())
+        assert finite != (index in (0, 3)) or left[index]
+        assert index in (0, 3) or not left[index]
+
+
+@pytest.mark.parametrize("change", ["no-dout", "strided-dout", "short", "dropout"])
+def test_other_calls_are_left_to_other_kernels(change, device):
+    device(**HOPPER)
+    w = torch.zeros(1, 2, 256 if change == "short" else 300, 64, dtype=torch.bfloat16)
+    dout = w.transpose(2, 3).contiguous().transpose(2, 3) if change == "strided-dout" else w
+    call = Call(seed=torch.tensor(3)) if change == "dropout" else Call()
+    assert not long_rows.serves_backward(w, None if change == "no-dout" else dout, w, call)
+    assert long_rows.serves_forward(w, w, call) == ("dout" in change)
+
+
+def test_blocks_fit():
+    assert max(long_rows.backward_shared_bytes(dim) for dim in (64, 128)) <= 232448
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", BROKEN_LONG_BACKWARD.values(), ids=BROKEN_LONG_BACKWARD)
+def test_a_broken_kernel_is_found(change, broken, device):
+    """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
+    before, after, case = change
+    broken("mssa/cuda", before, after, ("long_[bds]*", "scaled_row"))
+    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
+        in_every_order(device, run_and_check, case, LongRows)
+
+
+# Registers of a thread, by NVRTC 13.0 for sm_90a, before warp groups exchange them. They may not rise.
+REGISTERS = {
+    "range_kernel<fp16, 64>": 40,
+    "scale_kernel<bf16, 64>": 48,
+    "scale_kernel<fp16, 128>": 56,
+    "delta_kernel<bf16, 64>": 90,
+    "delta_kernel<bf16, 128>": 91,
+    "backward_kernel<bf16, 64, false>": 128,
+    "backward_kernel<bf16, 64, true>": 128,
+    "backward_kernel<bf16, 128, false>": 168,
+    "backward_kernel<bf16, 128, true>": 168,
+    "backward_kernel<fp16, 64, true>": 128,
+    "backward_kernel<fp16, 128, false>": 168,
+}
+EVERY_TIME = ("backward_kernel<bf16, 64, false>",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in EVERY_TIME else [pytest.mark.exhaustive]) for one in REGISTERS]
+)
+def test_a_kernel_spills_nothing(name):
+    compiler = compilers.needed()
+    kernel = long_rows.Kernel(long_rows._BACKWARD_HEADER, f"mssa::long_{name}")
+    assert kernel in long_rows.kernels()
+    ((found, used),) = ((one.name, one) for one in resources.compiled(compiler, kernel, 90)[1])
+    assert name.partition("<")[2] in found
+    assert used.spills == 0
+    if compiler.version == (13, 0):
+        assert used.registers <= REGISTERS[name]
