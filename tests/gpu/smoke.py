@@ -29,6 +29,7 @@ from tests.ops.tssa import persistent
 
 LIMIT = 100  # seconds per item; then its process ends
 BACKENDS = ("triton", "cpp")
+KINDS = {"heads": heads.Heads, "rows": heads.LongRows}  # of mssa's kernels of sm_90a
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -180,6 +181,8 @@ def items(dry_run):
         for backend in BACKENDS:
             found[f"sanitizer {backend} {op}"] = lambda op=op, backend=backend: sanitize(op, backend)
     found["sanitizer cpp tssa persistent"] = lambda: sanitize("tssa", "cpp", "persistent")
+    for what in KINDS:
+        found[f"sanitizer cpp mssa {what}"] = lambda what=what: sanitize("mssa", "cpp", what)
     return found
 
 
@@ -212,6 +215,12 @@ def call(op, backend):
     """Make one small call, forward and backward."""
     if op == "persistent":
         persistent.Persistent("odd-heads").check(backend, torch.bfloat16, "cuda")
+        return
+    if op in KINDS:
+        given = KINDS[op]("causal-padded", torch.bfloat16, device="cuda")
+        given.run_forward()
+        given.run()
+        torch.cuda.synchronize()
         return
     case = next(case for case in forms() if testing.SPECS[case.op].package == op)
     testing.run(case, testing.make_inputs(case, torch.bfloat16, "cuda"), backend)
