@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from crate_kernels.experiments.mae.settings import PRESETS as MAE
 from crate_kernels.experiments.redunet import digits as turned_digits
 from crate_kernels.experiments.redunet import gaussians
 from crate_kernels.experiments.redunet.settings import PRESETS as REDUNET
-from crate_kernels.models import CRATE, CRATEConfig
+from crate_kernels.models import CRATE, CRATEMAE, CRATEConfig, CRATEMAEConfig
 
 CPU = torch.device("cpu")
 
@@ -76,6 +76,43 @@ def test_a_probe_reads_what_is_linear_and_nothing_else():
     assert found > 0.93
     mixed = g.permutation(labels)
     assert probe.accuracy(x[:400], mixed[:400], x[400:], mixed[400:], settings) < 0.5
+
+
+def test_the_class_token_is_probed_apart_from_the_patches():
+    torch.manual_seed(0)
+    model, images = (
+        CRATEMAE(CRATEMAEConfig(8, 1, 2, 8, 1, 2, img_size=4, patch_size=2, in_chans=1)),
+        torch.randn(3, 1, 4, 4),
+    )
+    tokens = model.forward_features(images).detach()
+    found = probe._features(model, images, cast(Any, SimpleNamespace(device=CPU)))
+    wanted = {"the class token": tokens[:, 0], "the mean of the tokens": tokens[:, 1:].sum(1) / 4}
+    wanted["all tokens"] = tokens[:, 1:].reshape(3, 32)
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), each)
+
+
+def test_the_tokens_of_each_layer_are_shown(small):
+    torch.manual_seed(0)
+    digits = data.load()
+    config = CRATEConfig(
+        8, 2, 2, 4, image_size=digits.image_size, patch_size=digits.patch_size, num_classes=10, channels=1
+    )
+    model: Any = CRATE(config).eval()
+    found = watching.tokens(cast(Any, SimpleNamespace(model=model, device=CPU)), digits, (3, 1, 4))
+    assert found.labels.tolist() == [3, 1, 4]
+    images = digits.crop(digits.test_images[digits.first((3, 1, 4))])
+    assert torch.equal(found.images, images[:, 0])
+    x = model._embed(images)
+    for index, layer in enumerate(model.transformer.layers):
+        projected = layer[0].fn.qkv(layer[0].norm(x)).detach()
+        colours, explained = watching._components(projected[:, 1:])
+        torch.testing.assert_close(found.colours[index].flatten(1, 2), colours)
+        assert found.explained[index] == pytest.approx(explained)
+        half = x + layer[0](x)
+        torch.testing.assert_close(found.codes[index], layer[1](half)[0].detach())
+        x = layer(x)
 
 
 def test_principal_components_are_those_of_all_patches_together():

@@ -68,4 +68,6 @@ def test_a_training_that_goes_on_was_measured_once_a_step(stop, tmp_path):
     train(fit, trial)
     assert [step for step, _ in fit.watched] == [0, 2, 4, 6]
     assert fit.watched == straight.watched
+    assert straight.seconds is not None
+    assert fit.seconds is None  # those of a part would pass for those of the whole
     assert fit.losses == pytest.approx(straight.losses)
