@@ -12,7 +12,7 @@ from tests.tools import fresh
 def quiet():
     """Make warnings errors, as in the suite, but for those that are of no concern."""
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*batching rule", UserWarning)  # vmap is documented to be a loop
+    warnings.filterwarnings("ignore", ".*batching rule", UserWarning)  # of vmap over PyTorch's own attention
     warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # NumPy warns of NaN in Triton's interpreter
     warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)  # torch.func.jvp calls it
 

@@ -183,11 +183,16 @@ def backward(
 
 
 def each_dweight(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, call: Call) -> Tensor:
-    """Return dweight of each sample (samples, ..., dim), by the one-product form: (samples, dim, dim)."""
+    """Return dweight of each sample (samples, ..., dim), in the form of fewer multiplications: (samples, dim, dim)."""
     left, g = (t.flatten(1, -2) if t.dim() > 2 else t.unsqueeze(1) for t in (x, torch.where(y != 0, dy, 0)))
-    left, g = cast(left, call.compute), cast(g, call.compute)
-    dgram = torch.baddbmm(left.new_empty(()), left.mT, g, beta=0, alpha=call.step_size)
-    dgram = cast(dgram, torch.promote_types(weight.dtype, torch.float32))
+    left, g, eta = cast(left, call.compute), cast(g, call.compute), call.step_size
+    dtype, nothing = torch.promote_types(weight.dtype, torch.float32), left.new_empty(())
+    if 3 * left.shape[1] < left.shape[2]:  # 4 products of the tokens, against one of them and a product of W
+        matrix = cast(weight, call.compute)
+        residual, dr = left - left @ matrix.t(), g @ matrix.t()
+        dweight = torch.baddbmm(nothing, residual.mT, g, beta=0, alpha=eta)
+        return cast(cast(dweight, dtype) - torch.baddbmm(nothing, dr.mT, left, beta=0, alpha=eta), weight.dtype)
+    dgram = cast(torch.baddbmm(nothing, left.mT, g, beta=0, alpha=eta), dtype)
     # W S = (S W^T)^T, for S = dK + dK^T is symmetric: one product with the rows of all samples.
     dweight = dgram - ((dgram + dgram.mT) @ cast(weight, dgram.dtype).t()).mT
     return cast(dweight, weight.dtype)
