@@ -112,12 +112,17 @@ CRATE_INLINE Vf scan_dmoment(const TileHead<T>& t, const float* before, const fl
   return sum_each(acc);
 }
 
-// Adds the gradient through c, which completes dw. Returns this tile's sum of dlogit q, without the bias.
+// The gradient of c is of the size of dout / w^3: of tokens of 1e15 it would be subnormal. It is carried times this
+// power of two.
+constexpr float kLift = 0x1p48f, kLower = 0x1p-48f;
+
+// Adds the gradient through c, which completes dw; `dlogit` is times kLift. Returns this tile's sum of dlogit q,
+// without the bias.
 template <bool kWrite, class T>
 CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* dlogit, const float* before,
                                 const float* at_tile, const float* after, float* denergy) {
   Vf dtemp = {};
-  const float twice = 2.0f * temp;
+  const float twice = 2.0f * kLower * temp;
   for (int v = 0; v < t.vectors; ++v) {
     const Vf base = load(before + v * kLanes), later = kWrite ? load(after + v * kLanes) : Vf{};
     Vf run = load(at_tile + v * kLanes), energy[kLanes + 1];
@@ -144,7 +149,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
     }
     store(denergy + v * kLanes, suffix);
   }
-  return sum(dtemp);
+  return kLower * sum(dtemp);
 }
 
 // Whether a channel of a head has no kept token before the tile, whose first w^2 / c is then exactly 1.
@@ -185,7 +190,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
     const int64_t first = begin + tile * kLanes;
     const int count = static_cast<int>(s.seqlen - first < kLanes ? s.seqlen - first : kLanes);
     const CausalSums at_tile(p, tile_sums + tile * sums_size);
-    alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes];
+    alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes], lifted[kLanes];
     store(keep, kept_tokens(s, first, count));
     load_members(p, s, first, count, load(keep), staging.members, staging.counted);
     with_tile(p, {s.w, s.dout, kWrite ? s.dw : Tokens{}}, first, count, staging, [&](const auto& tokens) CRATE_LAMBDA {
@@ -227,7 +232,8 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
         const float* const dlogit = staging.dots + h * kLanes;
         store_some(s.dlogit.at(h, first), load(dlogit), count);
         const auto t = head(h);
-        const float ratios = scan_denergy<kWrite>(t, p.temp[h], dlogit, before.energy + row, at_tile.energy + row,
+        store(lifted, kLift * load(dlogit));
+        const float ratios = scan_denergy<kWrite>(t, p.temp[h], lifted, before.energy + row, at_tile.energy + row,
                                                   after.energy + row, local.energy + row);
         if (s.bias == nullptr) {
           dtemp[h] += ratios;

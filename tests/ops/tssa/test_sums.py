@@ -83,3 +83,20 @@ def test_a_device_without_float64_has_float32_sums(monkeypatch):
 @pytest.mark.parametrize(("draw", "causal"), DRAWN.values(), ids=DRAWN)
 def test_a_token_that_is_all_of_its_sums(draw, causal, backend, device):
     drawn_within_budget(draw, causal, backend, seeds=(7,) if interpreted(backend, device) else range(12))
+
+
+@QUICK
+@pytest.mark.parametrize("power", [12, 15, 16])
+def test_gradients_of_tokens_whose_cubes_are_beyond_float32(power, backend, device):
+    """What a causal backward carries is of the size of dout / w^3."""
+    for seed, (seqlen, head_dim) in enumerate([(1, 4), (1, 20), (20, 8), (300, 8)]):
+        w = 10.0**power * randn(1, 2, seqlen, head_dim, seed=seed)
+        dout, temp = randn(1, 2, seqlen, head_dim, seed=seed + 9), torch.tensor([0.7, 1.2])
+        found = {}
+        for name, dtype in (("exact", torch.float64), ("eager", torch.float32), (backend, torch.float32)):
+            leaves = [x.float().to(device, dtype).requires_grad_() for x in (w, temp)]
+            out = tssa(*leaves, causal=True, backend=backend if name == backend else "reference")
+            found[name] = [g.double() for g in torch.autograd.grad(out, leaves, dout.float().to(out))]
+        for exact, eager, own in zip(*(found[name] for name in ("exact", "eager", backend)), strict=True):
+            usual, error = ((x - exact).abs().max() for x in (eager, own))
+            assert error <= 3 * (usual + torch.finfo(torch.float32).eps * exact.abs().max()), (seed, seqlen)
