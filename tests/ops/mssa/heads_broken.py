@@ -180,11 +180,6 @@ BROKEN_LONG_BACKWARD = {
     "rows-not-masked": ("(i % 2 == 0 ? of.y : of.w) : keep[i / 2]", "(i % 2 == 0 ? of.y : of.w) : 1.0f", "padded"),
     "deltas-swapped": ("(i % 2 == 0 ? of.x : of.z)", "(i % 2 != 0 ? of.x : of.z)", "257-tokens"),
     "no-delta-of-rows": ("t[i] -= delta[i % 4 / 2];", "t[i] -= 0.0f;", "causal"),
-    "rows-beyond": (
-        "const float2 numbers = token < head.length ? call",
-        "const float2 numbers = token < 9999 ? call",
-        "packed",
-    ),
     "rows-of-the-first-group": (
         "S::kOwnAt + 64 * at.group * kRowBytes, w = stage(n)",
         "S::kOwnAt, w = stage(n)",
