@@ -10,6 +10,22 @@ namespace {
 constexpr int kRowsAtOnce = 4;
 constexpr int kShortBlocks = 2;  // with more, the tiles leave the caches, and pairs have fewer products
 
+// A score of so many nats has terms whose rounding shows in weights. In a head of so few tokens one row may have all of
+// the error, ours by chance large where eager's is by chance small: products are summed in double then.
+constexpr float kTallScore = 32.0f;
+constexpr int kFewTokens = 32;
+static_assert(kFewTokens <= kTile, "exact products are of one tile");
+
+constexpr int kHalf = kLanes / 2;
+typedef float HalfVf __attribute__((vector_size(CRATE_LANES * 2)));
+typedef double Vd __attribute__((vector_size(CRATE_LANES * 4)));
+
+CRATE_INLINE Vd load_double(const float* p) {
+  HalfVf v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Vd);
+}
+
 template <class T>
 class ShortHead : public Head<T> {
   using Base = Head<T>;
@@ -79,6 +95,13 @@ class ShortHead : public Head<T> {
     return lanes;
   }
 
+  // Whether row r sees column j.
+  bool is_open(const Scores& s, int r, int j) const {
+    if (s.first == nullptr) return true;
+    const int key = s.start + j;
+    return s.first[r] <= key && key < s.stop[r] && kept_[key] != 0;
+  }
+
   // Calls body(products of rows r0.. and columns j0.., Int<rows>, r0, Int<columns>, j0) for the vectors of a tile.
   template <class Body>
   void multiply_tile(const Scores& s, const float* left, const Body& body) const {
@@ -114,6 +137,68 @@ class ShortHead : public Head<T> {
     }
   }
 
+  CRATE_INLINE void put_score(const Scores& s, Vf score, int r, int column, float* tile, float* maxima) const {
+    if (s.first != nullptr) score = select(open(s, r, column), score, splat(-INFINITY));
+    store(tile + r * kTile + column, score);
+    float* const largest = maxima + r * kLanes;
+    store(largest, max(load(largest), score));
+  }
+
+  // Rows after the last, to whole groups of exponentials, have weights of 0.
+  static void shift_by(const float* maxima, Block& b) {
+    for (int r = 0; r < round_up(b.count, kRowsAtOnce); ++r) {
+      const float largest = r < b.count ? max(load(maxima + r * kLanes)) : 0.0f;
+      b.shift[r] = largest == -INFINITY ? kNoKeys : largest;
+    }
+  }
+
+  // Whether a score of the only block is tall: a maximum, or with a scale below 0 a token's with itself.
+  bool is_tall(const Block& b) const {
+    bool tall = false;
+    for (int r = 0; r < b.count; ++r) {
+      const float own = weights_[r * kTile + r];
+      tall = tall || (b.shift[r] >= kTallScore && b.shift[r] != kNoKeys) || (own <= -kTallScore && own != -INFINITY);
+    }
+    return tall;
+  }
+
+  // Makes the scores of the only tile again, each rounded once.
+  void score_exactly(float* maxima) {
+    const Block& b = blocks_[0];
+    const Scores s = tile_scores(0, 0);
+    for (int n = 0; n < b.count * kLanes; n += kLanes) store(maxima + n, splat(-INFINITY));
+    for (int r = 0; r < b.count; r += kRowsAtOnce) {
+      alignas(64) double products[kRowsAtOnce][kTile];
+      alignas(64) float scores[kTile];
+      exact_products(s, s.query_panel, r, products);
+      for (int k = 0; k < kRowsAtOnce && r + k < b.count; ++k) {
+        const int columns = round_up(s.columns, kLanes);
+        for (int n = 0; n < columns; ++n) scores[n] = static_cast<float>(p_.scale * products[k][n]);
+        for (int n = 0; n < columns; n += kLanes) put_score(s, load(scores + n), r + k, n, weights_, maxima);
+      }
+    }
+  }
+
+  // The products of rows r .. r + kRowsAtOnce - 1 of a panel with the columns of a tile.
+  static void exact_products(const Scores& s, const float* left, int r, double (&products)[kRowsAtOnce][kTile]) {
+    double rows[256][kRowsAtOnce];
+    for (int k = 0; k < s.words; ++k) {
+      for (int q = 0; q < kRowsAtOnce; ++q) rows[k][q] = left[k * kTile + r + q];
+    }
+    for (int n = 0; n < s.columns; n += kHalf) {
+      Vd total[kRowsAtOnce] = {};
+      for (int k = 0; k < s.words; ++k) {
+        const Vd key = load_double(s.key_panel + k * kTile + n);
+#pragma GCC unroll 4
+        for (int q = 0; q < kRowsAtOnce; ++q) total[q] += key * rows[k][q];
+      }
+      for (int q = 0; q < kRowsAtOnce; ++q) memcpy(&products[q][n], &total[q], sizeof(Vd));
+    }
+    for (int n = round_up(s.columns, kHalf); n < round_up(s.columns, kLanes); ++n) {
+      for (int q = 0; q < kRowsAtOnce; ++q) products[q][n] = 0.0;
+    }
+  }
+
   // Makes the weights of block i, and their sums.
   void weigh(int i) {
     Block& b = blocks_[i];
@@ -131,17 +216,15 @@ class ShortHead : public Head<T> {
       multiply_tile(s, s.query_panel, [&](auto& x, int r0, int j0) CRATE_LAMBDA {
         for_each_vector(x, [&](Vf& score, int r, int v) CRATE_LAMBDA {
           score = rounded(score * static_cast<float>(p_.scale));
-          if (s.first != nullptr) score = select(open(s, r0 + r, j0 + v * kLanes), score, splat(-INFINITY));
-          store(tile + (r0 + r) * kTile + j0 + v * kLanes, score);
-          float* const largest = maxima + (r0 + r) * kLanes;
-          store(largest, max(load(largest), score));
+          put_score(s, score, r0 + r, j0 + v * kLanes, tile, maxima);
         });
       });
     });
-    // Rows after the last, to whole groups of exponentials, have weights of 0.
-    for (int r = 0; r < round_up(b.count, kRowsAtOnce); ++r) {
-      const float largest = r < b.count ? max(load(maxima + r * kLanes)) : 0.0f;
-      b.shift[r] = largest == -INFINITY ? kNoKeys : largest;
+    shift_by(maxima, b);
+    exact_ = p_.dtype == Dtype::f32 && keys_.count <= kFewTokens && is_tall(b);
+    if (exact_) {
+      score_exactly(maxima);
+      shift_by(maxima, b);
     }
     for_each_tile(i, [&](int j, int vectors) {
       float* const tile = weights_ + tile_at(i, j);
@@ -187,6 +270,7 @@ class ShortHead : public Head<T> {
   float* key_rows_;
   float* out_;
   float* weights_;  // of all tiles: scores, then weights
+  bool exact_;      // scores were summed in double
   int32_t* kept_;   // by token: all bits of a key's, or none
   Tile<T> tile_;
 };

@@ -13,7 +13,8 @@ namespace {
 template <class T>
 class ShortBackward : ShortHead<T> {
   using Base = ShortHead<T>;
-  using Base::blocks_, Base::key_rows_, Base::out_, Base::weights_, Base::tile_, Base::tile_at, Base::pack;
+  using Base::blocks_, Base::key_rows_, Base::out_, Base::weights_, Base::exact_, Base::tile_, Base::tile_at,
+      Base::pack;
   using Base::key_panels_, Base::p_, Base::head_, Base::keys_, Base::width_, Base::panel_at, Base::rows_at,
       Base::ahead_;
 
@@ -34,7 +35,11 @@ class ShortBackward : ShortHead<T> {
     }
     for (int i = 0; i < keys_.blocks; ++i) {
       Base::weigh(i);
-      differentiate(i);
+      if (exact_) {
+        differentiate_exactly();
+      } else {
+        differentiate(i);
+      }
     }
     memset(out_, 0, keys_.count * width_ * sizeof(float));
     Base::for_each_pair([this](int i, int j) { pair(i, j); });
@@ -85,10 +90,45 @@ class ShortBackward : ShortHead<T> {
         }
       });
     }
-    Base::for_each_tile(i, [&](int j, int) {  // what is transposed is whole blocks
-      float* const tile = gradients_ + tile_at(i, j);
-      memset(tile + b.count * kTile, 0, (round_up(b.count, kLanes) - b.count) * kTile * sizeof(float));
-    });
+    Base::for_each_tile(i, [&](int j, int) { clear_tail(i, j); });
+  }
+
+  // The same of the only tile, in double: where one weight is nearly all of its row, a product less delta is small
+  // beside both, and multiplies a long token.
+  void differentiate_exactly() {
+    const Block& b = blocks_[0];
+    if (b.tiles.stop == 0) return;
+    const Scores s = Base::tile_scores(0, 0);
+    for (int first = 0; first < b.count; first += kRowsAtOnce) {
+      alignas(64) double products[kRowsAtOnce][kTile];
+      Base::exact_products(s, dout_panels_, first, products);
+      for (int r = first; r < b.count && r < first + kRowsAtOnce; ++r) differentiate_row(s, r, products[r - first]);
+    }
+    clear_tail(0, 0);
+  }
+
+  void differentiate_row(const Scores& s, int r, double* products) {
+    float* const weights = weights_ + r * kTile;
+    double total = 0.0, delta = 0.0;
+    for (int n = 0; n < s.columns; ++n) {
+      if (!Base::is_open(s, r, n)) products[n] = 0.0;
+      total += weights[n];
+      delta += weights[n] * products[n];
+    }
+    const double inverse = total == 0.0 ? 0.0 : 1.0 / total, dlse = head_.dlse == nullptr ? 0.0 : head_.dlse[r];
+    delta *= inverse;
+    for (int n = 0; n < round_up(s.columns, kLanes); ++n) {
+      const double probability = weights[n] * inverse;
+      weights[n] = static_cast<float>(probability);
+      gradients_[r * kTile + n] = static_cast<float>(p_.scale * probability * (products[n] - delta + dlse));
+    }
+  }
+
+  // What is transposed is whole blocks.
+  void clear_tail(int i, int j) {
+    const int rows = blocks_[i].count;
+    float* const tile = gradients_ + tile_at(i, j);
+    memset(tile + rows * kTile, 0, (round_up(rows, kLanes) - rows) * kTile * sizeof(float));
   }
 
   // Adds what tile (i, j) and its mirror image give.
