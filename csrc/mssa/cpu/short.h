@@ -152,22 +152,24 @@ class ShortHead : public Head<T> {
     }
   }
 
-  // Whether a score of the only block is tall: a maximum, or with a scale below 0 a token's with itself.
-  bool is_tall(const Block& b) const {
-    bool tall = false;
+  // The first row of the only block whose scores are summed in double; b.count: none. A row has a tall score if its
+  // maximum is, or with a scale below 0 its token's with itself. No row depends on tokens that it does not see.
+  int first_exact(const Block& b) const {
     for (int r = 0; r < b.count; ++r) {
       const float own = weights_[r * kTile + r];
-      tall = tall || (b.shift[r] >= kTallScore && b.shift[r] != kNoKeys) || (own <= -kTallScore && own != -INFINITY);
+      if ((b.shift[r] >= kTallScore && b.shift[r] != kNoKeys) || (own <= -kTallScore && own != -INFINITY)) {
+        return hides_none(p_.mask) ? 0 : r;
+      }
     }
-    return tall;
+    return b.count;
   }
 
-  // Makes the scores of the only tile again, each rounded once.
-  void score_exactly(float* maxima) {
+  // Makes the scores of the only tile's rows from `first` on again, each rounded once.
+  void score_exactly(int first, float* maxima) {
     const Block& b = blocks_[0];
     const Scores s = tile_scores(0, 0);
-    for (int n = 0; n < b.count * kLanes; n += kLanes) store(maxima + n, splat(-INFINITY));
-    for (int r = 0; r < b.count; r += kRowsAtOnce) {
+    for (int n = first * kLanes; n < b.count * kLanes; n += kLanes) store(maxima + n, splat(-INFINITY));
+    for (int r = first; r < b.count; r += kRowsAtOnce) {
       alignas(64) double products[kRowsAtOnce][kTile];
       alignas(64) float scores[kTile];
       exact_products(s, s.query_panel, r, products);
@@ -221,9 +223,10 @@ class ShortHead : public Head<T> {
       });
     });
     shift_by(maxima, b);
-    exact_ = p_.dtype == Dtype::f32 && keys_.count <= kFewTokens && is_tall(b);
+    const int first = p_.dtype == Dtype::f32 && keys_.count <= kFewTokens ? first_exact(b) : b.count;
+    exact_ = first < b.count;
     if (exact_) {
-      score_exactly(maxima);
+      score_exactly(first, maxima);
       shift_by(maxima, b);
     }
     for_each_tile(i, [&](int j, int vectors) {
@@ -270,7 +273,7 @@ class ShortHead : public Head<T> {
   float* key_rows_;
   float* out_;
   float* weights_;  // of all tiles: scores, then weights
-  bool exact_;      // scores were summed in double
+  bool exact_;      // some scores were summed in double
   int32_t* kept_;   // by token: all bits of a key's, or none
   Tile<T> tile_;
 };

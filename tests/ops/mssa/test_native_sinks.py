@@ -55,3 +55,12 @@ def test_a_long_token_among_few(case, name, level):
     level(name)
     nheads, head_dim, tokens, options = case
     assert all(share < 1 for share in worst(nheads, head_dim, tokens, **options).values())
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_later_long_token_changes_no_bit_of_a_causal_prefix(name, level):
+    level(name)
+    w = randn(1, 2, 9, 64, dtype=torch.float32)
+    longer = torch.cat([w[:, :, :6], 60 * w[:, :, 6:]], 2)
+    one, other = (mssa(x, causal=True, return_lse=True, backend="cpp") for x in (w, longer))
+    assert all(torch.equal(a[:, :, :6], b[:, :, :6]) for a, b in zip(one, other, strict=True))
