@@ -22,6 +22,7 @@ def build(tmp_path, monkeypatch, capsys):
     """Return a function that builds with a compiler into an empty home, and returns the status and the output."""
 
     def run(compiler):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(Path, "home", lambda: tmp_path)
         monkeypatch.setenv("CXX", str(compiler))
         return main(["build"]), capsys.readouterr().out

@@ -13,6 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 
+def _tensors(argument):
+    """Yield the tensors of a launch's arguments, some of which are records."""
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from _tensors(part)
+
+
 class _Operand:
     """A tensor of a launch, and which of its elements are in a cache."""
 
@@ -54,8 +63,7 @@ class Traffic(TorchDispatchMode):
 
         def launched(executor, *args, **kwargs):
             self.launches[executor.fn.__name__] += 1
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-            self._operands = [_Operand(t) for t in tensors]
+            self._operands = [_Operand(t) for t in _tensors((*args, *kwargs.values()))]
             try:
                 return launch(executor, *args, **kwargs)
             finally:
