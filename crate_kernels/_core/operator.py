@@ -21,6 +21,8 @@ from crate_kernels._core import backends, given, imports, plan, vmapped
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 _twins: dict[type, type] = {}
+_of_op: dict[str, Callable] = {}  # by the name of an op: what differentiates a call of it
+_op_of: dict[type, Callable] = {}  # by an autograd.Function: the op of its arguments
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -127,12 +129,23 @@ def define(
         with torch.no_grad():  # autograd falls through to this function
             return run(args, repeats=nothing_intercepts(args))
 
+    def differentiated(keys: Any, *args: Any) -> Any:
+        """Serve calls in graphs, of export and of jit.trace: they have the ops, and no autograd.Function."""
+        wanted = torch.is_grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in args])
+        if wanted and name in _of_op:
+            return _of_op[name](*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
     def call(*args: Any) -> Any:
         return run(args, repeats=True) if nothing_intercepts(args) else overload(*args)
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(name, guarded, "CompositeExplicitAutograd")
-    _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if name.endswith("_fwd"):
+        _LIB.impl(name, differentiated, "Autograd", with_keyset=True)
+    else:
+        _LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"crate_kernels::{name}", checked_fake, lib=_LIB)
     packet = getattr(torch.ops.crate_kernels, name)
     if flops is not None:
@@ -267,6 +280,11 @@ def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
         ) from error
 
 
+def differentiate(op: Callable, function: type, arguments: Callable = lambda *args: args) -> None:
+    """Have calls of an op in a graph differentiated by an autograd.Function, of ``arguments`` of the op's."""
+    _of_op[op.__name__] = lambda *args: apply(function, *arguments(*args))
+
+
 def functorch_twin(function: type, op: Callable) -> None:
     """Give an autograd.Function a twin that functorch transforms accept.
 
@@ -281,12 +299,20 @@ def functorch_twin(function: type, op: Callable) -> None:
         "backward": staticmethod(function.backward),  # pyright: ignore[reportAttributeAccessIssue]
     }
     _twins[function] = type(f"{function.__name__}Functorch", (torch.autograd.Function,), body)
+    _op_of[function] = op
+
+
+def is_recorded() -> bool:
+    """Return whether ``torch.jit.trace`` records what is called: ops, for it knows no autograd.Function again."""
+    return _tracing_state() is not None
 
 
 def apply(function: Any, *args: Any) -> Any:
-    """Apply an autograd.Function, or its twin while a functorch transform is active."""
+    """Apply an autograd.Function, or its twin while a functorch transform is active; jit.trace records its op."""
+    if is_recorded():
+        return _op_of[function](*args)
     if _functorch_is_active():
-        function = _twins[function]
+        function = _twins.get(function, function)
     return function.apply(*args)
 
 

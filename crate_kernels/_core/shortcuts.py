@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, int32, is_grad_enabled, strided
 from torch.compiler import is_compiling
 
 from crate_kernels._core import operator, plan
@@ -37,6 +37,8 @@ class _Shortcut:
     def fits(self, tensors: tuple) -> bool:
         """Return whether the values of the offsets fit this call's tokens, where to read them is free."""
         offsets = tensors[self.packed]
+        if offsets.layout is not strided or offsets.dtype is not int32 or offsets.is_nested:
+            return False
         return not offsets.is_cpu or plan.offsets_fit()(offsets, tensors[0].shape[0], self.call.max_seqlen)
 
     def differentiate(self, needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple[Tensor | None, ...] | None:

@@ -90,6 +90,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 operator.functorch_twin(_LinearFunction, _forward_op)
+operator.differentiate(_forward_op, _LinearFunction)
 
 
 def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:

@@ -85,7 +85,7 @@ def test_a_trace_has_the_gradients(family):
         def forward(self, x):
             return output(family, self.model(x))
 
-    traced = torch.jit.trace(Logits(), images, check_trace=False)
+    traced = torch.jit.trace(Logits(), images)
     more = tuple(torch.cat([i, i.flip(-1)]) for i in images)
     parameters = [p for p in model.parameters() if p.requires_grad]
     found, expected = (

@@ -168,6 +168,22 @@ def test_a_tensor_without_memory_does_not_repeat():
             torch.testing.assert_close(ck.ista(x, zeros, backend="cpp"), expected)
 
 
+def test_a_gradient_without_memory_leaves_no_plan_for_others():
+    w = torch.randn(2, 3, 9, 16)
+
+    def gradient(dout):
+        x = w.clone().requires_grad_()
+        out = ck.mssa(x, backend="cpp")
+        out.backward(dout(out))
+        return x.grad
+
+    for _ in range(3):
+        assert not gradient(lambda out: torch._efficientzerotensor(out.shape)).any()
+    expected = gradient(lambda out: torch.ones_like(out))
+    for _ in range(3):  # of the strides that take the place of such a tensor's
+        torch.testing.assert_close(gradient(lambda out: torch.ones(()).expand(out.shape)), expected)
+
+
 def test_another_number_of_threads_is_another_kind(threads):
     call, make = known()
     threads(2)
@@ -241,3 +257,11 @@ def test_named_cases_leave_plans(case):
             first = result[0] if isinstance(result, tuple) else result
             torch.autograd.grad(first.sum(), list(given.differentiable.values()), allow_unused=True)
     assert refused == []
+
+
+def test_plans_of_a_forced_configuration_end_with_it():
+    call, make = known()
+    with torch.no_grad():
+        with table.forced(table.Table("none", {}), {}):
+            assert [hits(lambda: call(*make()))[0] for _ in range(3)] == [0, 0, 1]
+        assert hits(lambda: call(*make()))[0] == 0

@@ -81,9 +81,13 @@ KINDS = {
     "freed": (lambda t: (t.untyped_storage().resize_(0), t)[1], ValueError, "was freed or cut"),
     "empty": (lambda t: t[:0], ValueError, "must be int32"),
     "one": (lambda t: t[:1], ValueError, "must be int32"),
+    "sparse": (lambda t: t.to_sparse(), ValueError, "must be a dense tensor"),
+    "nested": (lambda t: torch.nested.nested_tensor([t, t]), NotImplementedError, "must not be a nested tensor"),
+    "quantised": (lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint32), ValueError, "must be int32"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("change", "error", "message"), KINDS.values(), ids=KINDS)
 @each
 def test_offsets_of_another_kind_are_refused_on_a_repeated_call(function, change, error, message):

@@ -252,6 +252,12 @@ def _forward_keeping_codes(
 
 operator.functorch_twin(ISTAFunction, ista_fwd)
 operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
+operator.differentiate(ista_fwd, ISTAFunction)
+operator.differentiate(
+    ista_overcomplete_fwd,
+    OvercompleteISTAFunction,
+    lambda x, weight, decoder, keep, *options: (x, weight, decoder, *options),
+)
 shortcuts = Shortcuts("ista", ista_fwd, ista_bwd, ISTAFunction, inputs=2)
 overcomplete_shortcuts = Shortcuts(
     "ista_overcomplete", ista_overcomplete_fwd, ista_overcomplete_bwd, OvercompleteISTAFunction, inputs=3
@@ -269,7 +275,7 @@ def ista_overcomplete(
     x: Tensor, weight: Tensor, decoder: Tensor | None, call: OvercompleteCall, backend: str
 ) -> Tensor:
     """Run the op, keeping the codes only when a gradient is wanted."""
-    if operator.needs_grad(x, weight, decoder):
+    if operator.needs_grad(x, weight, decoder) and not operator.is_recorded():
         out, _, _ = operator.apply(OvercompleteISTAFunction, x, weight, decoder, *call, backend)
     else:
         out, _, _ = ista_overcomplete_fwd(x, weight, decoder, False, *call, backend)

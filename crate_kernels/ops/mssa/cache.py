@@ -19,6 +19,7 @@ class Repeatable(NamedTuple):
             may be of a type that is refused, as 1 for True.
         kind: shape, dtype and device of the tokens.
         data, lengths: the tensors of the cache; the next step must have the same objects.
+        sizes: shapes and dtypes of these, which an assignment to their ``data`` changes.
         capacity: tokens that a sequence of the cache has room for.
         scale: factor of the scores.
         need_lse: whether lse is returned too.
@@ -30,6 +31,7 @@ class Repeatable(NamedTuple):
     kind: tuple[torch.Size, torch.dtype, torch.device]
     data: Tensor
     lengths: Tensor
+    sizes: tuple[Any, ...]
     capacity: int
     scale: float
     need_lse: bool

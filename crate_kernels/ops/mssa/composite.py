@@ -118,7 +118,7 @@ def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Te
 
     ``plain`` is "relu" or "identity" where they take the place of the softmax.
     """
-    if operator.needs_grad(w):
+    if operator.needs_grad(w) and not operator.is_recorded():
         w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
 
     def dense(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

@@ -104,6 +104,11 @@ class LogSumExp(torch.autograd.Function):
         return operator.once_differentiable("mssa", dw, dlse, w), *(None for _ in call)
 
 
+operator.differentiate(_lse_fwd, LogSumExp)
+
+
 def logsumexp(w: Tensor, call: Call) -> Tensor:
     """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
-    return LogSumExp.apply(w, *call) if operator.needs_grad(w) else _lse_fwd(w, *call)  # pyright: ignore
+    if operator.needs_grad(w) and not operator.is_recorded():
+        return LogSumExp.apply(w, *call)  # pyright: ignore[reportReturnType]
+    return _lse_fwd(w, *call)

@@ -141,6 +141,7 @@ class MSSAFunction(torch.autograd.Function):
 
 
 operator.functorch_twin(MSSAFunction, mssa_fwd)
+operator.differentiate(mssa_fwd, MSSAFunction)
 shortcuts = Shortcuts("mssa", mssa_fwd, mssa_bwd, MSSAFunction, inputs=1)
 
 

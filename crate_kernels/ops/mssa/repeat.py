@@ -23,7 +23,7 @@ def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, op
     cache._last = None
     if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
         kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
-        kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, cache.max_seqlen)
+        kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, _sizes(cache), cache.max_seqlen)
         cache._last = Repeatable(options, kind, *held, call.scale, call.need_lse, backend, kernel)
 
 
@@ -37,6 +37,8 @@ def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor 
         return None
     if not _is_plain(w, cache) or (w.shape, w.dtype, w.device) != last.kind or bound + w.shape[2] > last.capacity:
         return None
+    if _sizes(cache) != last.sizes:
+        return None
     call = DecodeCall(None, bound, cache._uniform, last.scale, last.need_lse)
     try:
         if w.is_cuda:
@@ -49,6 +51,11 @@ def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor 
         return None
     cache._advance(w.shape[2], ragged=False)
     return (out, lse) if last.need_lse else out
+
+
+def _sizes(cache: SubspaceCache) -> tuple[Any, ...]:
+    data, lengths = cache.data, cache.lengths
+    return data.shape, data.dtype, lengths.shape, lengths.dtype
 
 
 def _is_plain(w: object, cache: SubspaceCache) -> bool:

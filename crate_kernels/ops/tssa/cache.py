@@ -17,8 +17,8 @@ class Repeatable(NamedTuple):
     Attributes:
         options: the arguments beside tensors and cache. The next step must have the same objects: equal ones may be of
             a type that is refused, as 1 for True.
-        kinds: sizes, dtype and device of the tokens, the temperature and the bias.
-        state: the tensors of the cache; the next step must have the same objects.
+        kinds: sizes, dtype and device of the tokens, the temperature, the bias and the tensors of the cache.
+        state: these; the next step must have the same objects.
         backend: the op's argument of that name.
     """
 

@@ -161,6 +161,8 @@ class CausalTSSAFunction(torch.autograd.Function):
 
 operator.functorch_twin(TSSAFunction, tssa_fwd)
 operator.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
+operator.differentiate(tssa_fwd, TSSAFunction)
+operator.differentiate(tssa_causal_fwd, CausalTSSAFunction)
 shortcuts = Shortcuts("tssa", tssa_fwd, tssa_bwd, TSSAFunction, inputs=2)
 causal_shortcuts = Shortcuts("tssa", tssa_causal_fwd, tssa_causal_bwd, CausalTSSAFunction, inputs=3)
 

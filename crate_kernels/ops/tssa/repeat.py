@@ -22,7 +22,7 @@ def remember(given: Given, cache: TokenStatsCache, backend: str, options: tuple[
     """Keep a step without a mask that succeeded: the values of a mask are checked each time."""
     cache._last, state = None, cache._tensors()
     if not torch.compiler.is_compiling() and _is_plain(given, state):
-        cache._last = Repeatable(options, _kinds(given), state, backend)
+        cache._last = Repeatable(options, _kinds((*given, *state)), state, backend)
 
 
 def repeat(
@@ -35,7 +35,7 @@ def repeat(
     given, state = (w, temp, denom_bias), cache._tensors()
     if not (all(map(is_, options, last.options)) and all(map(is_, state, last.state)) and _is_plain(given, state)):
         return None
-    if _kinds(given) != last.kinds:
+    if _kinds((*given, *state)) != last.kinds:
         return None
     if temp.dim() == 2:
         temp = temp.squeeze(1)
@@ -48,8 +48,8 @@ def repeat(
     return results
 
 
-def _kinds(given: Given) -> tuple[Any, ...]:
-    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in given])
+def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
 
 
 def _is_plain(given: Given, state: Any) -> bool:

@@ -210,6 +210,13 @@ def test_a_cache_whose_tensor_was_exchanged_is_checked(other, error, said):
         mssa(token(), causal=True, cache=cache)
 
 
+def test_a_cache_whose_memory_was_exchanged_is_checked():
+    cache = warm_cache()
+    cache.data.data = cache.data.data[:, :, :2].contiguous()
+    with pytest.raises(ValueError, match="cache is full"):
+        mssa(token(), causal=True, cache=cache)
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), SubspaceCache.clone])
 def test_a_copy_remembers_no_step(way):
     cache = warm_cache()

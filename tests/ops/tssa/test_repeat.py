@@ -198,6 +198,15 @@ def test_a_cache_whose_tensor_was_exchanged_is_checked(monkeypatch, name):
     assert calls == ["tssa"]
 
 
+@pytest.mark.parametrize("name", State._fields)
+def test_a_cache_whose_memory_was_exchanged_is_checked(monkeypatch, name):
+    cache, calls = warm_cache(), checked(monkeypatch)
+    getattr(cache, name).data = getattr(cache, name)[..., None].clone()
+    with pytest.raises((ValueError, RuntimeError), match="tssa: cache"):
+        step(cache, token())
+    assert calls == ["tssa"]
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), TokenStatsCache.clone])
 def test_a_copy_remembers_no_step(way):
     cache = warm_cache()
