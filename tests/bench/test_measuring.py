@@ -168,6 +168,7 @@ JUDGED = {  # error, eager's error and size of the second output
     "not a number": ((NAN, 1.0, 1.0), False),
     "and eager's is none either": ((NAN, NAN, 1.0), False),
     "wrong where eager overflows": ((1.0, float("inf"), 1.0), False),
+    "sound where eager overflows": ((0.0, float("inf"), 1.0), True),
     "no exact result": ((NAN, NAN, NAN), False),
 }
 

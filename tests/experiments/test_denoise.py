@@ -115,3 +115,19 @@ def test_no_panel_cuts_a_curve_off():
         low, high = ax.get_ylim()
         assert low == 0
         assert all(line.get_ydata().max() < high for line in ax.lines)
+
+
+def test_every_mixture_has_to_follow_the_theorem(run, monkeypatch):
+    quick = PRESETS["quick"]
+    monkeypatch.setitem(PRESETS, "quick", replace(quick, theorem=2 * quick.theorem))
+    denoise, calls = job.denoise, []
+
+    def corrupted(mixture, *args):
+        ratios = denoise(mixture, *args)
+        if not calls:
+            ratios[mixture.exact, 0] = torch.nan
+        calls.append(mixture)
+        return ratios
+
+    monkeypatch.setattr(job, "denoise", corrupted)
+    assert run("denoise")[0] == 1

@@ -85,3 +85,11 @@ def test_least_squares_is_exact_from_as_many_examples_as_unknowns():
     told = prompts.errors(prompts.knowing_the_support(xs, ys, weights), ys, 2.0)
     assert max(told[2:]) < 1e-6
     assert told[1] > 0.05
+
+
+def test_a_guess_of_zero_has_error_one(run, metrics, monkeypatch):
+    quick = replace(PRESETS["quick"], dims=4, nonzeros=1, tests=4096)
+    monkeypatch.setitem(PRESETS, "quick", quick)
+    *_, folder = run("icl")
+    for task in ("linear", "sparse"):
+        assert metrics(folder)["tasks"][task]["floors"]["least squares"][0] == pytest.approx(1.0, abs=0.2)

@@ -255,3 +255,12 @@ def test_nothing_of_ours_needs_remote_code(tmp_path):
     text = (tmp_path / "config.json").read_text()
     assert "auto_map" not in text
     assert AutoConfig.from_pretrained(tmp_path).model_type == "CRATELM"
+
+
+def test_links_in_a_subfolder_are_refused(tmp_path):
+    place = tmp_path / "model" / "inner"
+    language.pair("crate_lm")[1].save_pretrained(place)
+    (place / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (place / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(ValueError, match="must be in its folder, is a link to"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", subfolder="inner")

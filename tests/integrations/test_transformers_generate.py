@@ -398,3 +398,15 @@ def test_sampling_stays_in_the_vocabulary():
     )
     assert text.shape == (2, 11)
     assert int(text.max()) < VOCABULARY
+
+
+@pytest.mark.parametrize("family", CROPPABLE)
+def test_a_chunk_may_be_longer_than_what_is_held(family):
+    _, model = pair(family)
+    tokens, cache = prompts(2, 14), DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(tokens).logits
+        name = "cache" if "cache" in model(tokens[:, :1], use_cache=True) else "past_key_values"
+        model(tokens[:, :2], **{name: cache})
+        more = model(tokens[:, 2:], **{name: cache})
+    torch.testing.assert_close(more.logits, whole[:, 2:], rtol=1e-4, atol=1e-5)

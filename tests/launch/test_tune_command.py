@@ -253,3 +253,10 @@ def test_without_a_usable_home_tuning_ends_before_it_times_anything(tmp_path, mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert cli.main(["tune"]) == 1
     assert "tune: the user's cache cannot be written: [Errno 20] Not a directory" in capsys.readouterr().out
+
+
+def test_the_best_ranked_candidates_are_timed(command, tmp_path):
+    path = tmp_path / "candidates.json"
+    path.write_text(json.dumps({str(command[0]): [dict(c) for c in reversed(CANDIDATES)]}))
+    assert tune.narrowed(command, path, 1)[0].table.candidates == (CANDIDATES[-1],)
+    assert tune.narrowed(command, path)[0].table.candidates == tuple(reversed(CANDIDATES))

@@ -65,3 +65,12 @@ def test_a_rate_of_one_is_refused(family):
     with pytest.raises(ValueError, match=r"drop_path_rate must be < 1.0, got 1.0"):
         build(family, drop_path_rate=1.0)
     assert {m.rate for m in build(family).modules() if isinstance(m, DropPath)} == {0.0}
+
+
+@pytest.mark.parametrize("what", ["return_attention", "return_key"])
+def test_what_is_asked_for_skips_no_branch(what):
+    model = drawn(build("crate", depth=3, drop_path_rate=0.5))
+    (img,) = inputs("crate", batch=6)
+    x, last = model._embed(img), model._blocks()[-1]
+    expected = last.eval()(x, **{what: True})
+    assert_close(last.train()(x, **{what: True}), expected)

@@ -1,5 +1,6 @@
 """NVRTC: where it is looked for, what it compiles for, and what is said where it is absent or refuses."""
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
 
@@ -150,3 +151,30 @@ def test_what_is_not_nvrtc_is_passed_over(machine, monkeypatch):
     assert nvrtc.library().version == (12, 6)
     assert opened == ["libnvrtc.so.13"]
     assert ctypes.CDLL is nvrtc.ctypes.CDLL
+
+
+class Counting:
+    """A library that counts the programs which were made and not destroyed."""
+
+    def __init__(self, library):
+        self._library, self.alive = library, 0
+
+    def __getattr__(self, name):
+        found = getattr(self._library, name)
+        step = {"nvrtcCreateProgram": 1, "nvrtcDestroyProgram": -1}.get(name, 0)
+
+        def counted(*args):
+            self.alive += step
+            return found(*args)
+
+        return counted if step else found
+
+
+@pytest.mark.parametrize("source", ["", "nothing"], ids=["compiles", "does not"])
+def test_no_program_outlives_its_compilation(source, monkeypatch):
+    compiler = compilers.needed()
+    counting = Counting(compiler._library)
+    monkeypatch.setattr(compiler, "_library", counting)
+    with contextlib.nullcontext() if not source else pytest.raises(nvrtc.Refused):
+        compiler.compile(source, "sm_80")
+    assert counting.alive == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from crate_kernels._patch import probe as _patch_probe
 from crate_kernels._patch.api import patch
@@ -134,3 +135,20 @@ def test_probe_ignores_autocast_grad_mode_and_default_device():
     model = system("crate")
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"):
         assert len(patch(model).replaced) == 4
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight
+
+
+def test_probes_leave_the_buffers_of_a_parametrization():
+    module, counts = Attention(), Counts()
+    parametrize.register_parametrization(module.qkv, "weight", counts, unsafe=True)
+    assert list(patch(module).replaced) == [""]
+    assert counts.calls == 0

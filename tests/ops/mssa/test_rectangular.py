@@ -150,3 +150,18 @@ def test_products_are_counted():
     ops = torch.ops.crate_kernels
     assert counts[ops.mssa_rectangular_fwd] == 2 * 2 * 2 * 4 * pairs
     assert counts[ops.mssa_rectangular_bwd] == 5 * 2 * 2 * 4 * pairs
+
+
+def test_products_of_a_range_are_those_that_it_sees():
+    w, rest = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
+    early, late = (Tokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
+    for rows, columns, pairs in ((early, late, 0), (late, early, 64), (late, late, 36)):
+        with FlopCounterMode(display=False) as counter:
+            rectangular.forward(rows, columns, Call(causal=True), "composite")
+        assert counter.get_total_flops() == 2 * 2 * 2 * 4 * pairs
+
+
+def test_lse_of_an_infinite_score_stays_infinite():
+    out, lse = torch.zeros(1, 1, 1, 3), torch.full((1, 1, 1), -torch.inf)
+    rectangular.merge_(out, lse, torch.ones(1, 1, 1, 3), torch.full((1, 1, 1), torch.inf))
+    assert lse.item() == torch.inf
