@@ -131,6 +131,7 @@ def define(
 
     def differentiated(keys: Any, *args: Any) -> Any:
         """Serve calls in graphs, of export and of jit.trace: they have the ops, and no autograd.Function."""
+        _refuse_onnx(name)
         wanted = torch.is_grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in args])
         if wanted and name in _of_op:
             return _of_op[name](*args)
