@@ -152,8 +152,19 @@ REGISTERS = {
     "forward_kernel<bf16, 128, true>": 168,
     "forward_kernel<fp16, 64, false>": 128,
     "forward_kernel<fp16, 128, true>": 168,
+    "range_kernel<fp16, 64>": 40,
+    "scale_kernel<bf16, 64>": 48,
+    "scale_kernel<fp16, 128>": 56,
+    "delta_kernel<bf16, 64>": 90,
+    "delta_kernel<bf16, 128>": 91,
+    "backward_kernel<bf16, 64, false>": 128,
+    "backward_kernel<bf16, 64, true>": 128,
+    "backward_kernel<bf16, 128, false>": 168,
+    "backward_kernel<bf16, 128, true>": 168,
+    "backward_kernel<fp16, 64, true>": 128,
+    "backward_kernel<fp16, 128, false>": 168,
 }
-EVERY_TIME = ("forward_kernel<bf16, 64, true>",)
+EVERY_TIME = ("forward_kernel<bf16, 64, true>", "backward_kernel<bf16, 64, false>")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +172,9 @@ EVERY_TIME = ("forward_kernel<bf16, 64, true>",)
 )
 def test_a_kernel_spills_nothing(name):
     compiler = compilers.needed()
-    kernel = long_rows.Kernel(long_rows._FORWARD_HEADER, f"mssa::long_{name}")
+    of_forward = name.startswith(("measure", "forward"))
+    header = long_rows._FORWARD_HEADER if of_forward else long_rows._BACKWARD_HEADER
+    kernel = long_rows.Kernel(header, f"mssa::long_{name}")
     assert kernel in long_rows.kernels()
     ((found, used),) = ((one.name, one) for one in resources.compiled(compiler, kernel, 90)[1])
     assert name.partition("<")[2] in found
