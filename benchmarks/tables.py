@@ -175,7 +175,11 @@ def _rates(results: Results, bench: str, baseline: str) -> str:
             if baseline not in beside or ours is None:
                 continue
             rates = [f"{row.amount / r.time:.4g}" for r in (ours, beside[baseline])]
-            others = [f"{n} {_ratio(timed, ours, n)}" for n in ("sdpa", "composite") if n in results.in_group(row)]
+            others = [
+                f"{n} {_ratio(timed, ours, n)}"
+                for n in ("sdpa", "composite", "default-graphed")
+                if n in results.in_group(row)
+            ]
             name = row.case if bench == "generation" else f"{row.op} {row.case}"
             ratio = _ratio(timed, ours, baseline)
             lines.append([name, row.dtype, *clock, *rates, ratio, ", ".join(others)])

@@ -95,7 +95,7 @@ TEXTS = (
     *(Text(n, 1, 128, 64, "cpu", "fp32") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
     *(Text(n, 8, 512, 256, "cuda", "bf16") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
 )
-TEXT_PROVIDERS = ("recomputing", "composite", "default")
+TEXT_PROVIDERS = ("recomputing", "composite", "default", "default-graphed")
 
 
 def blank_text(text: Text, provider: str) -> Row:
@@ -110,22 +110,30 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
     """Time the generation of a text. Each token must be the likeliest in float64, up to rounding.
 
     "recomputing" is the published code: the reference implementation on the whole window for every token.
+    "default-graphed" replays a captured step.
     """
     dtype, provider = DTYPES[row.dtype], row.provider
+    graphed = provider == "default-graphed"
+    if graphed and device.type != "cuda":
+        row.skipped = "CUDA graphs are for CUDA devices"
+        return row
     torch.manual_seed(0)
     exact = models.create(text.model, backend="composite").eval()
     model: Any = copy.deepcopy(exact)
     if provider == "recomputing":
         model = networks.published_form(model)
-    elif provider == "default":
+    elif provider != "composite":
         torch.manual_seed(0)
         model = models.create(text.model).eval()
     model, exact = model.to(device, dtype), networks.published_form(exact).to(device, torch.float64)
     prompt = torch.randint(50257, (text.batch, text.prompt), generator=torch.Generator().manual_seed(1)).to(device)
 
-    def write() -> Tensor:
-        return model.generate(prompt, text.new, temperature=0, use_cache=provider != "recomputing")
+    def write(prompt: Tensor = prompt) -> Tensor:
+        use_cache = provider != "recomputing"
+        return model.generate(prompt, text.new, temperature=0, use_cache=use_cache, cuda_graph=graphed)
 
+    # A call without arguments would be captured itself, and a capture holds no other.
+    prepare = (lambda: (prompt,)) if graphed else tuple
     with memory.limited(device):
         written = write()
         logits = networks._logits(exact, written[:, :-1])[:, text.prompt - 1 :]
@@ -136,5 +144,5 @@ def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Ti
         # The choice of a token compares two logits, and each may be off: hence the factor 2.
         measuring.record_verdict(row, judge([Deviation("text", short, eager_off, size, 2 * FORWARD_FACTOR)], dtype))
         if not row.skipped:
-            measuring.record_times(row, write, tuple, device, timer, watch=False)
+            measuring.record_times(row, write, prepare, device, timer, watch=False)
     return row

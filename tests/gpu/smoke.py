@@ -1,8 +1,8 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; calls for which
-None takes what was timed to be the fastest; the kernels of sm_90a; the assembler's warnings (C75xx) of the main
-Triton kernels; and, where compute-sanitizer is, small calls under it.
+None takes what was timed to be the fastest; generation by a captured step; the kernels of sm_90a; the assembler's
+warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from crate_kernels import testing
+from crate_kernels import models, testing
 from crate_kernels._core import backends, measured
 from crate_kernels._triton import launch
 from tests.gpu import lines, processes
@@ -30,6 +30,7 @@ from tests.ops.tssa import persistent
 LIMIT = 100  # seconds per item; then its process ends
 BACKENDS = ("triton", "cpp")
 KINDS = {"heads": heads.Heads, "rows": heads.LongRows}  # of mssa's kernels of sm_90a
+TEXTS = ("crate_lm_base", "tost_lm_base", "aot_lm_mssa_base", "gpt2_base")  # a model of each cache
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -112,6 +113,17 @@ def persistent_clusters(case, dtype):
     return {"share": round(persistent.Persistent(case).check("cpp", dtype, "cuda"), 3)}
 
 
+def generation(name, device="cuda"):
+    """Hold the tokens of replayed steps of generation to those of called ones; in fp32, where ties are rare."""
+    torch.manual_seed(0)
+    model = models.create(name, n_layer=2, block_size=128).to(device)
+    prompts = [torch.randint(50257, (size,), device=device) for size in (9, 30, 17)]
+    called, replayed = (model.generate(prompts, 60, temperature=0, cuda_graph=graph) for graph in (False, True))
+    if not all(map(torch.equal, called, replayed)):
+        raise AssertionError("replayed tokens differ from those of called steps")
+    return {"tokens": 60 * len(prompts)}
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -156,6 +168,7 @@ def items(dry_run):
     for case in forms():
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
+    found |= {f"generation {name}": partial(generation, name) for name in TEXTS}
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }

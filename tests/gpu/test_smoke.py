@@ -8,7 +8,7 @@ import torch
 
 from crate_kernels._core import measured
 from tests.gpu import lines, processes, smoke
-from tests.tools import timed_gpu
+from tests.tools import graphs, timed_gpu
 
 pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip install triton")
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip 
 def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
     names = list(smoke.items(dry_run=False))
     firsts = {tuple(name.split()[:1]) for name in names}
-    kinds = ("machine", "triton", "cpp", "heads", "rows", "persistent", "warnings", "sanitizer")
+    kinds = ("machine", "triton", "cpp", "generation", "heads", "rows", "persistent", "warnings", "sanitizer")
     assert firsts == {(kind,) for kind in kinds}
     assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
 
@@ -38,6 +38,15 @@ def test_the_calls_that_a_timed_gpu_takes_elsewhere_are_held_to_float64(op, size
         assert measured.taken(op, tuple(sizes), 64, causal, (torch.ones(2, requires_grad=True),)) == "composite"
         assert 0 < smoke.check(case, None, dtype, "cpu")["share"] < 1
         assert [name for name in smoke.items(dry_run=False) if name.startswith("none ")] == [f"none {case}"]
+
+
+def test_generation_by_a_captured_step_is_held_to_called_ones(monkeypatch):
+    graphs.stand_in(monkeypatch)
+    assert smoke.generation("crate_lm_base", "cpu") == {"tokens": 180}
+    assert [graph.replays for graph in graphs.Graph.made] == [56]
+    monkeypatch.setattr(graphs.Graph, "replay", lambda graph: None)
+    with pytest.raises(AssertionError, match="replayed tokens differ"):
+        smoke.generation("crate_lm_base", "cpu")
 
 
 def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
+from crate_kernels.models._shared import graphed
 from crate_kernels.nn import _linear
 
 Model = Any  # a LanguageModel: its module imports this one
@@ -30,8 +31,8 @@ class Sampling(NamedTuple):
         if self.top_p is not None and not 0 < checks.number(owner, "top_p", self.top_p) <= 1:
             raise ValueError(f"{owner}: top_p must be in (0, 1], got {self.top_p}")
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Draw a token (batch, 1) from logits (batch, vocab_size)."""
+    def choose(self, logits: Tensor, waits: bool = True) -> Tensor:
+        """Draw a token (batch, 1) from logits (batch, vocab_size); unless it ``waits``, also of logits that are NaN."""
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         logits = logits.float()
@@ -46,31 +47,56 @@ class Sampling(NamedTuple):
             before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it, so it always stays
             dropped = torch.zeros_like(before).scatter(1, order, before) >= self.top_p
             logits = logits.masked_fill(dropped, -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+        probabilities = logits.softmax(-1)
+        if waits:
+            return torch.multinomial(probabilities, 1, generator=self.generator)
+        # The draw of multinomial, which first reads whether all probabilities are numbers: a capture cannot wait.
+        draws = torch.empty_like(probabilities).exponential_(generator=self.generator)
+        return (probabilities / draws).argmax(-1, keepdim=True)
 
 
 @torch.no_grad()
 def generate(
-    model: Model, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, sampling: Sampling, use_cache: bool
+    model: Model,
+    tokens: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    sampling: Sampling,
+    use_cache: bool,
+    cuda_graph: bool,
 ) -> Tensor | list[Tensor]:
     """Implement ``LanguageModel.generate``."""
     owner = f"{type(model).__name__}.generate"
     prompts, lengths, ragged = _prompts(owner, tokens)
     checks.integer(owner, "max_new_tokens", max_new_tokens, minimum=0)
     sampling.check(owner)
+    if checks.flag(owner, "cuda_graph", cuda_graph):
+        graphed.check(owner, model.config, prompts.device, use_cache)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         text = prompts.new_zeros(prompts.shape[0], prompts.shape[1] + max_new_tokens)
         text[:, : prompts.shape[1]] = prompts
         step = _Cached(model, lengths, ragged) if use_cache else _Windowed(model)
+
+        def add(longest: int, waits: bool = True) -> None:
+            """Add a token to each sequence."""
+            logits = _linear.linear(model.lm_head, step(text, longest, lengths), model.config.backend)
+            text.scatter_(1, lengths[:, None], sampling.choose(logits, waits).to(text.dtype))
+            lengths.add_(1)
+
+        def add_alike() -> None:
+            """Add a token to each sequence by a step that serves all later ones."""
+            graphed.hold(owner, step.caches or ())
+            add(0, waits=False)
+
+        repeated = graphed.Repeated(add_alike, text.device, sampling.generator)
         for longest in range(prompts.shape[1], text.shape[1]):
             if longest > model.config.block_size:
                 step = _Windowed(model)
-            logits = _linear.linear(model.lm_head, step(text, longest, lengths), model.config.backend)
-            chosen = sampling.choose(logits)
-            text.scatter_(1, lengths[:, None], chosen.to(text.dtype))
-            lengths = lengths + 1
+            if cuda_graph and step.caches is not None:
+                repeated()
+            else:
+                add(longest)
     finally:
         for module, training in modes:
             module.training = training
@@ -81,6 +107,8 @@ def generate(
 
 class _Windowed:
     """Run the last ``block_size`` tokens of each sequence again for every new token."""
+
+    caches = None
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -185,6 +185,7 @@ class LanguageModel(ReferenceModel):
         generator: torch.Generator | None = None,
         *,
         use_cache: bool = True,
+        cuda_graph: bool = False,
     ) -> Tensor | list[Tensor]:
         """Continue prompts, always in evaluation mode; the model's mode is restored.
 
@@ -201,15 +202,19 @@ class LanguageModel(ReferenceModel):
                 default. Applied after ``top_k`` if both are given.
             generator: random generator on the tokens' device; torch's own by default.
             use_cache: False runs the whole window for every token, for comparison.
+            cuda_graph: capture a step with caches in a CUDA graph and replay it, on a CUDA device; False by default.
+                Sampling then does not see whether logits are NaN.
 
         Returns:
             (batch, seqlen + max_new_tokens); or a list of 1-D tensors for a list.
 
         Raises:
-            ValueError, TypeError: invalid prompts or settings.
+            ValueError, TypeError: invalid prompts or settings; ``cuda_graph`` on another device, without caches or with
+                the backend "reference".
+            NotImplementedError: ``cuda_graph`` with a layer whose cache is not one of this library's.
         """
         sampling = _generate.Sampling(temperature, top_k, top_p, generator)
-        return _generate.generate(self, tokens, max_new_tokens, sampling, use_cache)
+        return _generate.generate(self, tokens, max_new_tokens, sampling, use_cache, cuda_graph)
 
 
 def _check_tokens(owner: str, tokens: object) -> None:

@@ -27,6 +27,7 @@ class KeyValueCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.lengths: Tensor | None = None
+        self._bound = 0  # upper bound of the lengths
 
     @property
     def max_seqlen(self) -> int:
@@ -35,8 +36,13 @@ class KeyValueCache:
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Keep at most the first ``lengths`` tokens of each sequence: one length for all, or (batch,)."""
-        if self.lengths is not None:
-            self.lengths = self.lengths.clamp(max=lengths)
+        if self.lengths is None:
+            return
+        self.lengths.clamp_(max=lengths)
+        if isinstance(lengths, int):
+            self._bound = min(self._bound, lengths)
+        else:
+            self._refresh_bound()
 
     def append(self, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Append (batch, heads, seqlen, head_dim) keys and values.
@@ -56,16 +62,28 @@ class KeyValueCache:
             self.keys = key.new_zeros(batch, heads, self.max_seqlen, head_dim)
             self.values = torch.zeros_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=key.device)
-        longest = int(self.lengths.max()) + new if batch else 0
+        longest = self._bound + new
         if longest > self.max_seqlen:
             raise ValueError(f"KeyValueCache: capacity is {self.max_seqlen} tokens a sequence, got {longest}")
         positions = self.lengths[:, None] + torch.arange(new, device=key.device)
         index = positions[:, None, :, None].expand(-1, heads, -1, head_dim)
         self.keys.scatter_(2, index, key.to(self.keys.dtype))
         self.values.scatter_(2, index, value.to(self.values.dtype))
-        self.lengths = self.lengths + (new if keep is None else keep.sum(1))
+        self.lengths += new if keep is None else keep.sum(1)
+        self._bound = longest
+        if keep is not None:
+            self._refresh_bound()
         seen = torch.arange(longest, device=key.device) <= positions[:, None, :, None]
         return self.keys[:, :, :longest].to(key.dtype), self.values[:, :, :longest].to(key.dtype), seen
+
+    def _hold(self, new: int) -> None:
+        """Let the step of the next ``new`` tokens be one that is right whatever is held: a graph may replay it."""
+        self._bound = self.max_seqlen - new
+
+    def _refresh_bound(self) -> None:
+        """Tighten the host's bound where the lengths are free to read."""
+        if self.lengths is not None and self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._bound = max(self.lengths.tolist(), default=0)
 
 
 class MHSA(nn.Module):

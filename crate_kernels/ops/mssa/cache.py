@@ -155,6 +155,10 @@ class SubspaceCache:
         if ragged:
             self._refresh_bound()
 
+    def _hold(self, new: int) -> None:
+        """Let the step of the next ``new`` tokens be one that is right whatever is held: a graph may replay it."""
+        self._bound, self._uniform = self.max_seqlen - new, False
+
     def _refresh_bound(self) -> None:
         """Tighten the host's bound where the lengths are free to read."""
         self._uniform = False

@@ -178,12 +178,16 @@ def _clear_beyond(keys: Tensor, lengths: Tensor) -> None:
     here read beyond it. Lengths on the CPU are free to read, so rows are cleared one by one: with 8 sequences of 512 to
     1024 tokens that adds 1.0 ms to a step of 3.2 ms, a masked fill 6.8 ms, a masked copy 22 ms.
     """
-    if lengths.device.type == "cpu":
-        for row, length in zip(keys, lengths.tolist(), strict=True):
-            row[:, length:].zero_()
-    else:
-        beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths[:, None]
-        keys.masked_fill_(beyond[:, None, :, None], 0.0)
+    if lengths.device.type != "cpu":
+        return _clear_unread(keys, lengths)
+    for row, length in zip(keys, lengths.tolist(), strict=True):
+        row[:, length:].zero_()
+
+
+def _clear_unread(keys: Tensor, lengths: Tensor) -> None:
+    """Do the same without a read of the lengths."""
+    beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths[:, None]
+    keys.masked_fill_(beyond[:, None, :, None], 0.0)
 
 
 def _append_ragged(w: Tensor, data: Tensor, lengths: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -128,6 +128,9 @@ class TokenStatsCache:
         if ragged:
             self._refresh_bound()
 
+    def _hold(self, new: int) -> None:
+        """Do nothing: every step of ``new`` tokens is right whatever the sums hold: a graph may replay it."""
+
     def _refresh_bound(self) -> None:
         """Tighten the host's bound where the lengths are free to read."""
         if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
